@@ -1,0 +1,58 @@
+"""Causal depthwise convolution with a carried tail, over padded and packed sequences."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.state import Context
+
+
+class CausalConv(nn.Module):
+    """`y_t = b + Σ_j w_j x_{t−width+1+j}` per channel, zeros before the start of a document.
+
+    Args:
+        dim: channels D.
+        width: taps (tokens).
+    """
+
+    def __init__(self, dim: int, width: int = 4):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, 1, width))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Truncated LeCun normal, zero bias, as in the published TTT models."""
+        std = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, tail: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
+        """`x` `[B, T, D]` and the last `width − 1` inputs `tail` `[B, width−1, D]` (None = zeros) to `y` and the new tail."""
+        width = self.weight.shape[-1]
+        if tail is None:
+            tail = x.new_zeros(x.shape[0], width - 1, x.shape[2])
+        padded = torch.cat([tail.to(x.dtype), x], dim=1)
+        if ctx.first is None:
+            y = F.conv1d(padded.mT, self.weight, self.bias, groups=x.shape[2]).mT
+            return y, take_tail(padded, width - 1, ctx)
+        document = F.pad(ctx.first.cumsum(1), (width - 1, 0))
+        length = x.shape[1]
+        y = self.bias.to(x.dtype)
+        for tap in range(width):
+            same = (document[:, tap : tap + length] == document[:, width - 1 :]).unsqueeze(-1)
+            y = y + padded[:, tap : tap + length] * same * self.weight[:, 0, tap].to(x.dtype)
+        last = document.gather(1, (ctx.lengths + width - 2).unsqueeze(1))
+        return y, take_tail(padded * (document == last).unsqueeze(-1), width - 1, ctx)
+
+
+def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
+    """The last `size` real rows of `padded` `[B, size + T, D]`, whose first `size` rows are the previous tail."""
+    if ctx.valid is None:
+        return padded[:, padded.shape[1] - size :]
+    rows = ctx.lengths.unsqueeze(1) + torch.arange(size, device=padded.device)
+    return padded.gather(1, rows.unsqueeze(-1).expand(-1, -1, padded.shape[2]))

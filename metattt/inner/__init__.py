@@ -1,0 +1,1 @@
+"""The inner loop: accessors, forms, packing and the scan through time."""

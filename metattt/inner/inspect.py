@@ -1,0 +1,96 @@
+"""What a combination of learner, task and optimizer can do, found out on a tiny input when a layer is built."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.inner.accessors import Record, UnsupportedOperation
+from metattt.learners.base import Learner
+from metattt.learners.fast_weights import FastWeights
+from metattt.optimizers.base import InnerOptimizer
+from metattt.tasks.base import Task
+
+FORMS = ("primal", "dual", "summed")
+
+
+def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, label: int, d_in: int) -> str:
+    """The form a layer uses.
+
+    `auto` takes `dual` where every fast weight reaches only primitives, else `summed` where the read needs no per-token weights, else
+    `primal` if tokens do not mix.
+
+    Raises:
+        MetaTTTError: the form cannot compute this combination exactly, or the learner mixes tokens without saying so.
+    """
+    check_choice("layer.form", form, ("auto", *FORMS))
+    name = type(learner).__name__
+    summed = optimizer.read in ("previous", "block", "final") or optimizer.steps > 1
+    reason = None if learner.mixes_tokens else unsupported(task, learner, num_heads, d_in, label)
+    if learner.mixes_tokens:
+        if not summed:
+            raise MetaTTTError(
+                f"{name} mixes tokens, so optimizer.read={optimizer.read} would not be causal: set optimizer.read=previous (or block, final)"
+            )
+        if optimizer.anchor == "online" and optimizer.mini_batch_size > 1:
+            raise MetaTTTError(f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch")
+        if form in ("primal", "dual"):
+            raise MetaTTTError(f"layer.form={form} takes tokens apart, and {name} mixes them: set layer.form=summed")
+        return "summed"
+    check_token_local(task, learner, num_heads, d_in, label)
+    if form == "dual" and reason:
+        raise MetaTTTError(f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or set layer.form=auto")
+    if form == "summed" and not summed:
+        raise MetaTTTError(f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto")
+    if form != "auto":
+        return form
+    return "dual" if reason is None else "summed" if summed else "primal"
+
+
+def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int, label: int) -> str | None:
+    """Why the dual form cannot express a learner (the weight and the operation), or None if it can."""
+    with torch.device("cpu"), torch.enable_grad():
+        fast, slow, k, v = _tiny(learner, num_heads, d_in, label)
+        record = Record(fast, slow, k.dtype)
+        try:
+            task.loss(learner.predict(record, k), v)
+        except UnsupportedOperation as error:
+            return str(error)
+    return None
+
+
+def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int, label: int) -> None:
+    """Refuses a learner or loss that looks at other tokens without declaring it: its per-token gradients would be wrong.
+
+    Raises:
+        MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`.
+    """
+    with torch.device("cpu"), torch.enable_grad():
+        fast, slow, k, v = _tiny(learner, num_heads, d_in, label)
+        k = k.requires_grad_()
+        losses = task.loss(learner.predict(FastWeights(fast, slow, k.dtype), k), v)
+        if losses.shape != k.shape[:-1]:
+            raise MetaTTTError(
+                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for {list(k.shape[:-1])} tokens: it must keep one loss per token"
+            )
+        for s in range(k.shape[2]):
+            (grad,) = torch.autograd.grad(losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True)
+            grad[:, :, s] = 0
+            if grad.abs().max() > 0:
+                raise MetaTTTError(
+                    f"{type(learner).__name__} lets tokens look at each other but does not say so: "
+                    "set mixes_tokens = True on the class, or make forward act on each token alone"
+                )
+
+
+def _tiny(learner: Learner, num_heads: int, d_in: int, label: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+    """Random weights (W0 may be zero, which hides everything), three random tokens and labels, in double precision."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    fast = {name: random(1, *weight.shape) for name, weight in learner.init.items()}
+    slow = {name: random(*weight.shape) for name, weight in learner.slow.items()}
+    return fast, slow, random(1, num_heads, 3, d_in), random(1, num_heads, 3, label)

@@ -1,0 +1,77 @@
+"""Recomputation through time: save what enters a group of mini-batches, run the group again in the backward pass.
+
+`torch.utils.checkpoint` cannot hold an inner `autograd.grad`: each one would recompute the group. One `autograd.Function` per group
+costs two runs of it (three inside a user's own checkpoint) and can itself be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def recompute(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`body(*tensors)`, keeping only `tensors` for the backward pass. `body` must reach parameters through `tensors` alone."""
+    return _Recompute.apply(body, *tensors)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.body = body
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.device = tensors[0].device
+        ctx.random = _random_state(ctx.device)
+        # Identity hooks: the inner gradients' own saved tensors are none of a surrounding checkpoint's business.
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            outputs = body(*tensors)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        keep = torch.is_grad_enabled()  # someone differentiates this backward pass again
+        with torch.enable_grad(), _replay(ctx.random, ctx.device):
+            # Aliases cut the inputs off from each other (weights may have been computed from parameters that are inputs too).
+            inputs = [
+                (x.view_as(x) if keep else x.detach().requires_grad_()) if need else x
+                for x, need in zip(ctx.saved_tensors, needed, strict=True)
+            ]
+            outputs = ctx.body(*inputs)
+            pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if dy is not None and y.requires_grad]
+            wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+            found = iter(
+                torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], create_graph=keep, allow_unused=True)
+                if pairs and wanted
+                else [None] * len(wanted)
+            )
+        return (None, *(next(found) if need else None for need in needed))
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None
+
+
+class _replay:
+    """Runs a block with the random state of the forward pass, then goes on with the present one."""
+
+    def __init__(self, state: tuple[Tensor, Tensor | None], device: torch.device):
+        self.state, self.device = state, device
+        self.fork: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> None:
+        devices = [self.device] if self.device.type != "cpu" else []
+        self.fork = torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda")
+        self.fork.__enter__()
+        torch.set_rng_state(self.state[0])
+        if self.state[1] is not None:
+            torch.get_device_module(self.device).set_rng_state(self.state[1], self.device)
+
+    def __exit__(self, *error: Any) -> None:
+        self.fork.__exit__(*error)

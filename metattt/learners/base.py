@@ -1,0 +1,110 @@
+"""The contract of a learner: the model inside the hidden state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError
+from metattt.learners.fast_weights import FastWeights
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a learner, per head.
+
+    Args:
+        shape: shape without the head axis; matrices are `(d_in, d_out)`.
+        std: standard deviation of the normal initial value; 0 gives zeros.
+        value: constant initial value instead (1 for a norm's scale).
+        fast: trained by the inner loop. A slow weight is an ordinary outer-loop parameter of `f`.
+    """
+
+    shape: tuple[int, ...]
+    std: float = 0.02
+    value: float | None = None
+    fast: bool = True
+
+    def sample(self, num_heads: int) -> Tensor:
+        if self.value is not None:
+            return torch.full((num_heads, *self.shape), float(self.value))
+        return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
+
+
+def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Zero mean and unit (biased) variance over the last axis.
+
+    Composed from elementary operations: the native LayerNorm has wrong derivatives from the third order on.
+    """
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+
+
+class Learner(nn.Module):
+    """A model whose weights are the hidden state: `f(x; W)`.
+
+    A subclass names its weights in `weights` and computes `f` in `forward`, reaching weights only through the accessor `w`. With
+    `residual` and `norm` the layer uses `x + LN(f(x))`, the form of the TTT paper (Sec. 2.7); LN's affine is a slow weight.
+
+    Args:
+        residual: add the input to the output. Needs `d_in = d_out`.
+        norm: normalise the output per head, with a learnable affine.
+        learn_init: train W0 in the outer loop. Otherwise W0 stays at its initial value.
+    """
+
+    mixes_tokens = False  #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
+    has_weights = True  #: False for learners whose state is the data itself: they implement `scan`
+
+    def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
+        super().__init__()
+        self.residual, self.norm, self.learn_init = residual, norm, learn_init
+        self.init = nn.ParameterDict()  # W0, by name: [H, *shape]
+        self.slow = nn.ParameterDict()  # outer-loop weights of f: [H, *shape]
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        """The weights of one head, by name, for inputs of width `d_in` and predictions of width `d_out`."""
+        raise NotImplementedError(f"{type(self).__name__} must name its weights")
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        """`f(x; W)`: `[B, H, T, d_in]` to `[B, H, T, d_out]`."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward")
+
+    def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
+        """Creates W0 and the slow weights. Called once, by the layer.
+
+        Raises:
+            MetaTTTError: the learner already belongs to a layer, or a residual connection between different widths.
+        """
+        if self.init or self.slow:
+            raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer a learner of its own")
+        if self.residual and d_in != d_out:
+            raise MetaTTTError(f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false")
+        for name, weight in self.weights(d_in, d_out).items():
+            sample = weight.sample(num_heads)
+            if weight.fast:
+                self.init[name] = nn.Parameter(sample, requires_grad=self.learn_init)
+            else:
+                self.slow[name] = nn.Parameter(sample)
+        if self.norm:
+            self.slow["norm_scale"] = nn.Parameter(torch.ones(num_heads, d_out))
+            self.slow["norm_bias"] = nn.Parameter(torch.zeros(num_heads, d_out))
+        return self
+
+    def predict(self, w: FastWeights, x: Tensor) -> Tensor:
+        """What the layer calls: `forward` with the residual and norm switches applied."""
+        return self.wrap(w, x, self(w, x))
+
+    def wrap(self, w: FastWeights, x: Tensor, y: Tensor) -> Tensor:
+        """`x + LN(y)`, as the switches say."""
+        if self.norm:
+            y = w.bias(w.scale(standardize(y), "norm_scale"), "norm_bias")
+        return x + y if self.residual else y
+
+
+def fan_in_std(shape: Sequence[int]) -> float:
+    """Standard deviation 1/√fan-in of a matrix `(d_in, d_out)`."""
+    return 1 / math.sqrt(math.prod(shape[:-1]))

@@ -1,0 +1,116 @@
+"""Non-parametric learners: the hidden state is the data, and a query is answered by an average over it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.learners.base import Learner, Weight
+from metattt.learners.fast_weights import FastWeights
+from metattt.registry import register
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+
+
+@register(group="learner", name="kernel_estimator")
+class KernelEstimator(Learner):
+    """Nadaraya–Watson: `f(q) = Σ_s κ(q, k_s) v_s / Σ_s κ(q, k_s)` over the tokens read so far (arXiv 2407.04620, Eq. 3, Thm. 2).
+
+    With the exponential kernel this is causal softmax attention and runs at its speed.
+
+    Args:
+        kernel: `exponential` κ = exp(q·k / h), `gaussian` κ = exp(−‖q − k‖² / 2h), or `nearest`: the mean of the nearest labels.
+        bandwidth: h; None takes √d.
+        neighbours: how many labels `nearest` averages (tokens).
+        bias: add a constant to the estimate.
+        residual, norm: use `x + LN(f(x))`.
+        learn_init: start from one learned data point (k₀, v₀); False starts from no data.
+
+    Raises:
+        MetaTTTError: an unknown kernel, or a bandwidth or number of neighbours that is not positive.
+    """
+
+    has_weights = False
+
+    def __init__(
+        self,
+        kernel: Literal["exponential", "gaussian", "nearest"] = "exponential",
+        bandwidth: float | None = None,
+        neighbours: int = 8,
+        bias: bool = False,
+        residual: bool = False,
+        norm: bool = False,
+        learn_init: bool = False,
+    ):
+        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
+        check_choice("learner.kernel", kernel, ("exponential", "gaussian", "nearest"))
+        if neighbours < 1:
+            raise MetaTTTError(f"learner.neighbours={neighbours} is not allowed: it must be at least 1")
+        if bandwidth is not None and not bandwidth > 0:
+            raise MetaTTTError(f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null for the root of the head width")
+        self.kernel, self.bandwidth, self.neighbours, self.with_bias = kernel, bandwidth, neighbours, bias
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        weights = {"bias": Weight((d_out,), std=0.0, fast=False)} if self.with_bias else {}
+        if self.learn_init:
+            weights |= {"k0": Weight((d_in,), fast=False), "v0": Weight((d_out,), fast=False)}
+        return weights
+
+    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+        """Predictions `[B, H, T, d]` for the queries, and the data with the new tokens appended.
+
+        `state` holds keys and values `[B, H, S, d]` and, where sequences differ, `document` `[B, S]` (−1 for padding).
+        """
+        k, v, q = views
+        batch, count = ctx.positions.shape
+        past = state["k"].shape[2] if state else 0
+        document = None
+        if "document" in state or ctx.valid is not None or ctx.first is not None:
+            before = state.get("document", ctx.positions.new_zeros(batch, past))
+            newest = before.max(1, keepdim=True).values.clamp(min=0) if past else ctx.positions.new_zeros(batch, 1)
+            now = newest.expand(-1, count) if ctx.first is None else newest + ctx.first.cumsum(1)
+            document = torch.cat([before, now if ctx.valid is None else torch.where(ctx.valid, now, -1)], dim=1)
+        if state:
+            k, v = torch.cat([state["k"].to(k.dtype), k], dim=2), torch.cat([state["v"].to(v.dtype), v], dim=2)
+        y = self.estimate(q, k, v, self.visible(document, count, past, q.device))
+        slow = FastWeights({}, self.slow, q.dtype)
+        if self.with_bias:
+            y = slow.bias(y, "bias")
+        return self.wrap(slow, q, y), {"k": k, "v": v} | ({} if document is None else {"document": document})
+
+    def visible(self, document: Tensor | None, count: int, past: int, device: torch.device) -> Tensor | None:
+        """Which data each query may see, `[B or 1, 1, T, S]`; None means all earlier tokens of a call without a past."""
+        if document is None:
+            if past == 0 or count == 1:
+                return None if past == 0 else torch.ones(1, 1, 1, past + count, dtype=torch.bool, device=device)
+            return torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)[None, None]
+        causal = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+        same = document[:, past:].unsqueeze(-1) == document.unsqueeze(1)
+        # A padded query sees itself, so that its (unused) average is finite.
+        return (causal & same).unsqueeze(1)
+
+    def estimate(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        bandwidth = math.sqrt(q.shape[-1]) if self.bandwidth is None else self.bandwidth
+        if self.learn_init:
+            k, v = (torch.cat([self.slow[n].to(x.dtype).unsqueeze(1).expand(x.shape[0], -1, 1, -1), x], 2) for n, x in (("k0", k), ("v0", v)))
+            if visible is None:
+                visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
+            visible = F.pad(visible, (1, 0), value=True)
+        if self.kernel == "exponential":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, scale=1 / bandwidth)
+        if visible is None:
+            visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
+        # −‖q − k‖²/2h is q·k/h − ‖k‖²/2h up to a term that does not depend on the datum, so a bias on the scores is enough.
+        offset = k.square().sum(-1).unsqueeze(-2) / -2
+        if self.kernel == "gaussian":
+            bias = (offset / bandwidth).expand(-1, -1, q.shape[2], -1).masked_fill(~visible, -torch.inf)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1 / bandwidth)
+        nearness = (q @ k.mT + offset).masked_fill(~visible, -torch.inf)
+        values, index = nearness.topk(min(self.neighbours, k.shape[2]), dim=-1)
+        chosen = torch.zeros_like(nearness).scatter(-1, index, (values > -torch.inf).to(q.dtype))
+        return (chosen / chosen.sum(-1, keepdim=True)) @ v

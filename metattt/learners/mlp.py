@@ -1,0 +1,73 @@
+"""A multi-layer perceptron of any depth, width and activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.learners.base import Learner, Weight
+from metattt.learners.fast_weights import FastWeights
+from metattt.registry import register
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "identity": lambda x: x,
+}
+
+
+@register(group="learner", name="mlp")
+class MLP(Learner):
+    """`depth` linear maps with an activation between them; depth 2 with norm and residual is TTT-MLP (arXiv 2407.04620, Sec. 2.7).
+
+    Args:
+        depth: number of linear maps.
+        expansion: hidden width as a multiple of the head width.
+        activation: one of `ACTIVATIONS`.
+        bias: a bias in every map.
+        residual, norm: use `x + LN(f(x))`.
+        learn_init: train W0. False keeps the random W0 it starts with: all zeros would be a saddle point where no gradient flows.
+
+    Raises:
+        MetaTTTError: depth below 1, or an unknown activation.
+    """
+
+    def __init__(
+        self,
+        depth: int = 2,
+        expansion: float = 4.0,
+        activation: str = "gelu_tanh",
+        bias: bool = True,
+        residual: bool = True,
+        norm: bool = True,
+        learn_init: bool = True,
+    ):
+        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
+        if depth < 1:
+            raise MetaTTTError(f"depth={depth} is not allowed: an MLP has at least one linear map (learner.depth=2)")
+        check_choice("learner.activation", activation, ACTIVATIONS)
+        self.depth, self.expansion, self.activation, self.with_bias = depth, expansion, activation, bias
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        widths = [d_in, *[max(1, round(self.expansion * d_in))] * (self.depth - 1), d_out]
+        weights = {}
+        for i, shape in enumerate(zip(widths, widths[1:], strict=False), start=1):
+            weights[f"w{i}"] = Weight(shape)
+            if self.with_bias:
+                weights[f"b{i}"] = Weight(shape[1:], std=0.0)
+        return weights
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        for i in range(1, self.depth + 1):
+            x = w.linear(x, f"w{i}", f"b{i}" if self.with_bias else None)
+            if i < self.depth:
+                x = ACTIVATIONS[self.activation](x)
+        return x

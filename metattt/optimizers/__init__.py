@@ -1,0 +1,7 @@
+"""Inner optimizers: how a gradient moves the hidden state."""
+
+from metattt.optimizers.append import Append
+from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
+from metattt.optimizers.gradient_descent import GradientDescent
+
+__all__ = ["Append", "Coefficients", "Gates", "GradientDescent", "InnerOptimizer"]

@@ -1,0 +1,237 @@
+"""The contract of an inner optimizer: how gradients move the weights, and which weights a query reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.state import Context, Tensors
+
+Anchor = Literal["minibatch", "online", "batch"]
+Read = Literal["inclusive", "exclusive", "previous", "block", "final"]
+
+
+class Gates(NamedTuple):
+    """Per-token numbers of the rule `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, each `[B, H, T]`.
+
+    Absent gates are None: α = 1, β = 0, κ = 1.
+    """
+
+    eta: Tensor
+    alpha: Tensor | None = None
+    beta: Tensor | None = None
+    kappa: Tensor | None = None
+
+
+class Coefficients(NamedTuple):
+    """The rule over `n` tokens as linear combinations of the tensors carried in (*bases*) and the tokens' gradients.
+
+    `W_t = Σ_B rows[B]_t · B − Σ_{s≤t} mix_ts G_s` is what the read row t sees; after the tokens
+    `B' = Σ_A carry[B][0][A] · A − Σ_s carry[B][1]_s G_s`. A factor None stands for 1; a base that is not in `carry` stays. η is inside
+    `mix` and the gradient weights.
+    """
+
+    rows: dict[str, Tensor | None]  # [B, H, n]
+    mix: Tensor | None  # [B, H, n, n]; None if no row is read
+    carry: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
+
+
+class InnerOptimizer(nn.Module):
+    """A linear update rule with its knobs; subclasses define `build` and `gates`.
+
+    Args:
+        mini_batch_size: b, tokens per commit of the weights.
+        anchor: where gradients are taken: at the last commit (`minibatch`), at the newest weights (`online`), or always at the
+            weights the sequence started with (`batch`).
+        read: the weights that query t sees: `inclusive` W_t, `exclusive` W_{t−1}, `previous` the last commit, `block` those at the end
+            of its mini-batch, `final` those at the end of the call. The last two are not causal.
+        steps: inner steps per mini-batch (for `final`, passes over the tokens).
+        compute_chunk: c, tokens per compute step; changes memory and speed, never a result. None chooses.
+
+    Raises:
+        MetaTTTError: a value that is not allowed, or more than one step where a query would see the future.
+    """
+
+    updates = True  #: False for the rule that learns nothing itself: the learner keeps the data
+
+    def __init__(
+        self,
+        mini_batch_size: int = 16,
+        anchor: Anchor = "minibatch",
+        read: Read = "inclusive",
+        steps: int = 1,
+        compute_chunk: int | None = None,
+    ):
+        super().__init__()
+        check_choice("optimizer.anchor", anchor, ("minibatch", "online", "batch"))
+        check_choice("optimizer.read", read, ("inclusive", "exclusive", "previous", "block", "final"))
+        for key, value in (("mini_batch_size", mini_batch_size), ("steps", steps), ("compute_chunk", compute_chunk)):
+            if value is not None and value < 1:
+                raise MetaTTTError(f"optimizer.{key}={value} is not allowed: it must be at least 1")
+        if steps > 1 and not (read in ("previous", "block", "final") or (mini_batch_size == 1 and read == "inclusive")):
+            raise MetaTTTError(
+                f"optimizer.steps={steps} with optimizer.read={read} would show queries the future: "
+                "set optimizer.read to previous, block or final, or optimizer.mini_batch_size=1"
+            )
+        if steps > 1 and anchor != "minibatch" and read != "final":
+            raise MetaTTTError(f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}")
+        self.mini_batch_size, self.anchor, self.read, self.steps = mini_batch_size, anchor, read, steps
+        self.compute_chunk = compute_chunk
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------------
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        """Creates outer-loop parameters (θ_lr, τ, gates), if the rule has any."""
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        """`x` `[B, T, D]` to the rule's gates, and what the next call needs. `state` is empty at the start."""
+        raise NotImplementedError(f"{type(self).__name__} must define gates")
+
+    def token_steps(self) -> Tensor | None:
+        """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token steps."""
+        return None
+
+    has_momentum = False  #: the rule carries S between tokens
+
+    # -- what the layer asks ---------------------------------------------------------------------------------------------------
+
+    def setup(self, dim: int, num_heads: int, head_dim: int) -> InnerOptimizer:
+        """Creates the parameters. Called once, by the layer.
+
+        Raises:
+            MetaTTTError: the optimizer already belongs to a layer.
+        """
+        if any(True for _ in self.parameters()):
+            raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer an optimizer of its own")
+        self.build(dim, num_heads, head_dim)
+        return self
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and `momentum`."""
+        has_phase = self.token_steps() is not None
+        names = ["commit"] if has_phase or self.anchor == "minibatch" or self.read == "previous" else []
+        names += ["anchor"] if self.anchor == "batch" else []
+        names += ["update"] if has_phase else ["weights"]
+        return (*names, "momentum") if self.has_momentum else tuple(names)
+
+    @property
+    def period(self) -> int | None:
+        """Tokens after which the rule repeats itself, or None if all tokens are alike to it."""
+        return self.mini_batch_size if "commit" in self.bases or self.read == "block" else None
+
+    @property
+    def block(self) -> int:
+        """Tokens that the scan hands on together: a mini-batch, or any number where the rule has no period."""
+        return self.period or (self.compute_chunk or 64)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per compute step, at most a block."""
+        return 1 if self.anchor == "online" else min(self.compute_chunk or 128, self.block)
+
+    def current(self, carry: dict[str, Tensors], filled: int | Tensor) -> Tensors:
+        """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a plain integer)."""
+        base = carry[newest(carry)]
+        if "update" not in carry:
+            return base
+        update = carry["update"]
+        tau = self._token_steps_at(filled, 1, next(iter(update.values())).dtype).squeeze(-1)
+        return {name: value + tau.view(*tau.shape, *(1,) * (value.ndim - 2)) * update[name] for name, value in base.items()}
+
+    def _token_steps_at(self, first: int | Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """τ after `first`, `first + 1`, … tokens of the mini-batch, `[B or 1, H or 1, count]`; τ = 0 before its first token."""
+        steps = self.token_steps()
+        assert steps is not None
+        shifted = F.pad(steps.to(dtype), (1, 0))
+        if isinstance(first, int):
+            return shifted[:, first : first + count].unsqueeze(0)
+        return shifted[:, first].mT.unsqueeze(-1)  # one place per sequence: count is 1
+
+    def coefficients(
+        self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: Literal["inclusive", "exclusive"] | None
+    ) -> Coefficients:
+        """The rule over `n` tokens of one mini-batch.
+
+        Args:
+            gates: `[B, H, n]` each, fp32 or wider.
+            phase: place of the first token in its mini-batch; `[B]` if it differs, and then n = 1.
+            carried: the bases at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the anchor.
+            read: which rows to compute; None for the carried tensors alone.
+        """
+        if self.token_steps() is not None:
+            return self._token_step_coefficients(gates, phase, "update" in carried, read)
+        if gates.alpha is None and gates.beta is None and gates.kappa is None:
+            return self._plain_coefficients(gates.eta, newest(carried), read)
+        return self._general_coefficients(gates, newest(carried), "momentum" in carried, read)
+
+    # -- the algebra: DESIGN.md section 3 in code --------------------------------------------------------------------------------
+
+    def _token_step_coefficients(self, gates: Gates, phase: int | Tensor, started: bool, read: str | None) -> Coefficients:
+        eta = gates.eta
+        rows: dict[str, Tensor | None] = {"commit": None}
+        mix = None
+        if read is not None:
+            first = phase + 1 if read == "inclusive" else phase
+            tau = self._token_steps_at(first, eta.shape[-1], eta.dtype)
+            mix = tau.unsqueeze(-1) * _lower(eta, read) * eta.unsqueeze(-2)
+            if started:
+                rows["update"] = tau
+        return Coefficients(rows, mix, {"update": ({"update": None} if started else {}, eta)})
+
+    def _plain_coefficients(self, eta: Tensor, base: str, read: str | None) -> Coefficients:
+        mix = None if read is None else _lower(eta, read) * eta.unsqueeze(-2)
+        return Coefficients({base: None}, mix, {"weights": ({base: None}, eta)})
+
+    def _general_coefficients(self, gates: Gates, base: str, momentum: bool, read: str | None) -> Coefficients:
+        eta = gates.eta
+        alpha = torch.ones_like(eta) if gates.alpha is None else gates.alpha
+        kappa = torch.ones_like(eta) if gates.kappa is None else gates.kappa
+        decay = transition(alpha)  # A
+        written = decay * kappa.unsqueeze(-2)  # A diag(κ)
+        rows: dict[str, Tensor | None] = {base: decay[..., 0] * alpha[..., :1]}  # c0
+        carry: dict[str, tuple[dict[str, Tensor | None], Tensor]] = {}
+        if gates.beta is None:
+            mix = written * eta.unsqueeze(-2)
+        else:
+            memory = transition(gates.beta)  # P
+            mix = (written @ memory) * eta.unsqueeze(-2)
+            kept = memory[..., 0] * gates.beta[..., :1]  # p
+            if momentum:
+                rows["momentum"] = (written @ kept.unsqueeze(-1)).squeeze(-1)  # cS
+            carry["momentum"] = ({"momentum": kept[..., -1]} if momentum else {}, memory[..., -1, :] * eta)
+        carry["weights"] = ({name: row[..., -1] for name, row in rows.items() if row is not None}, mix[..., -1, :])
+        if read is None:
+            return Coefficients(rows, None, carry)
+        if read == "exclusive":
+            rows = {name: _shift(row, 1.0 if name == base else 0.0) for name, row in rows.items()}
+            mix = torch.cat([torch.zeros_like(mix[..., :1, :]), mix[..., :-1, :]], dim=-2)
+        return Coefficients(rows, mix, carry)
+
+
+def newest(carried: Collection[str]) -> str:
+    """The role that holds the newest weights: an absent `weights` has not moved since the commit, or since the start."""
+    return next(role for role in ("weights", "commit", "anchor") if role in carried)
+
+
+def transition(gate: Tensor) -> Tensor:
+    """`(I − diag(g) L)⁻¹`, entries `Π_{r=s+1..t} g_r`: `[..., n]` to `[..., n, n]`, by substitution: gates may be 0 or 1 exactly."""
+    size = gate.shape[-1]
+    system = torch.eye(size, dtype=gate.dtype, device=gate.device) - torch.diag_embed(gate[..., 1:], offset=-1)
+    identity = torch.eye(size, dtype=gate.dtype, device=gate.device).expand_as(system)
+    return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+
+
+def _lower(like: Tensor, read: str) -> Tensor:
+    size = like.shape[-1]
+    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(0 if read == "inclusive" else -1)
+
+
+def _shift(row: Tensor | None, start: float) -> Tensor:
+    assert row is not None
+    return torch.cat([torch.full_like(row[..., :1], start), row[..., :-1]], dim=-1)

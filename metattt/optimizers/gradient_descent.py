@@ -1,0 +1,72 @@
+"""Gradient descent: online, mini-batch or batch, with a learned or constant inner learning rate and token steps."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from metattt.errors import check_choice
+from metattt.optimizers.base import Anchor, Gates, InnerOptimizer, Read
+from metattt.registry import register
+from metattt.state import Context, Tensors
+
+
+@register(group="optimizer", name="gradient_descent")
+class GradientDescent(InnerOptimizer):
+    """`W_t = W_{t−1} − η_t ∇ℓ_t` with `η = η_base · σ(θ_lr x + c)` (arXiv 2407.04620, Sec. 2.4 and 2.7).
+
+    Args:
+        mini_batch_size, anchor, read, steps, compute_chunk: see `InnerOptimizer`.
+        base_lr: η_base, or η itself if `lr` is constant.
+        lr: θ_lr `per_head` (as published), `shared` by the heads, or a `constant` η.
+        lr_scale: `head_dim` divides η by the head width, as the published models do.
+        token_steps: τ_i = max(0, 1/(i+1) + δ_i) with learnable δ, `shared` by the heads (as published) or `per_head`: query i of a
+            mini-batch sees W_a − τ_i Σ_{s≤i} η_s ∇ℓ_s. `none` sets τ = 1.
+    """
+
+    def __init__(
+        self,
+        mini_batch_size: int = 16,
+        anchor: Anchor = "minibatch",
+        read: Read = "inclusive",
+        steps: int = 1,
+        base_lr: float = 1.0,
+        lr: Literal["per_head", "shared", "constant"] = "per_head",
+        lr_scale: Literal["head_dim", "none"] = "head_dim",
+        token_steps: Literal["none", "shared", "per_head"] = "none",
+        compute_chunk: int | None = None,
+    ):
+        super().__init__(mini_batch_size, anchor, read, steps, compute_chunk)
+        check_choice("optimizer.lr", lr, ("per_head", "shared", "constant"))
+        check_choice("optimizer.lr_scale", lr_scale, ("head_dim", "none"))
+        check_choice("optimizer.token_steps", token_steps, ("none", "shared", "per_head"))
+        self.base_lr, self.lr, self.lr_scale, self.token_step_sharing = base_lr, lr, lr_scale, token_steps
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        self.num_heads = num_heads
+        self.scale = self.base_lr / head_dim if self.lr_scale == "head_dim" else self.base_lr
+        if self.lr != "constant":
+            heads = num_heads if self.lr == "per_head" else 1
+            self.lr_weight = nn.Parameter(torch.randn(heads, dim) * 0.02)
+            self.lr_bias = nn.Parameter(torch.zeros(heads))
+        if self.token_step_sharing != "none":
+            heads = num_heads if self.token_step_sharing == "per_head" else 1
+            self.token_step_offset = nn.Parameter(torch.zeros(heads, self.mini_batch_size))
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.lr == "constant":
+            return Gates(x.new_full((1, 1, 1), self.scale, dtype=wide).expand(x.shape[0], self.num_heads, x.shape[1])), state
+        with torch.autocast(x.device.type, enabled=False):
+            logit = x.to(wide) @ self.lr_weight.to(wide).mT + self.lr_bias.to(wide)
+            eta = self.scale * torch.sigmoid(logit).mT
+        return Gates(eta.expand(-1, self.num_heads, -1)), state
+
+    def token_steps(self) -> Tensor | None:
+        if self.token_step_sharing == "none":
+            return None
+        offset = self.token_step_offset
+        index = torch.arange(1, self.mini_batch_size + 1, device=offset.device, dtype=offset.dtype)
+        return torch.relu(1 / index + offset)

@@ -1,0 +1,48 @@
+"""The contract of a task: what is learned from a token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError
+from metattt.state import Context, Tensors
+
+
+class Views(NamedTuple):
+    """The three views of a token, each `[B, H, T, ·]`: training view k, label view v, test view q."""
+
+    k: Tensor
+    v: Tensor
+    q: Tensor
+
+
+class Task(nn.Module):
+    """Self-supervised learning on one token: views θK, θV, θQ and a loss.
+
+    Constructors take hyper-parameters only; `setup` creates the parameters once the layer knows its widths.
+    """
+
+    def setup(self, dim: int, num_heads: int, head_dim: int) -> Task:
+        """Creates the outer-loop parameters for tokens of width `dim`. Called once, by the layer.
+
+        Raises:
+            MetaTTTError: the task already belongs to a layer.
+        """
+        if any(True for _ in self.parameters()):
+            raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer a task of its own")
+        self.build(dim, num_heads, head_dim)
+        return self
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        """Creates the parameters; the hook that subclasses define."""
+        raise NotImplementedError(f"{type(self).__name__} must define build")
+
+    def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
+        """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the start."""
+        raise NotImplementedError(f"{type(self).__name__} must define views")
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """ℓ per token: predictions `[B, H, T, d]` and labels `[B, H, T, ·]` to `[B, H, T]`. Tokens must not mix."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss")

@@ -1,0 +1,145 @@
+"""Reconstruct one view of a token from another: the self-supervised task of the TTT papers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.convolution import CausalConv
+from metattt.errors import MetaTTTError, check_choice
+from metattt.registry import register
+from metattt.state import Context, Tensors
+from metattt.tasks import corruption
+from metattt.tasks.base import Task, Views
+
+FEATURE_MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": F.silu}
+
+
+@register(group="task", name="reconstruction")
+class Reconstruction(Task):
+    """Predict `v = θV x` from `k = θK x`; read with `q = θQ x` (arXiv 2407.04620, Eq. 4 and Sec. 2.3).
+
+    Args:
+        views: `separate` projections, or `shared_qk`: one projection for q and k, each with a causal convolution of its own.
+        conv_width: taps of these convolutions (tokens).
+        rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch (`mini_batch`).
+        rope_theta: base of its frequencies.
+        feature_map: applied to q and k; `elu` is elu(x) + 1.
+        normalize_qk: scale q and k to unit length.
+        bias: biases in the projections.
+        corruption: replace the training view by a noisy one: `noise` adds `corruption_rate` times a standard normal, `mask` zeroes
+            that share of its entries. The labels and the test view stay clean.
+        seed: seed of the corruption. None draws a new one for every sequence; it is part of the state.
+        loss: `squared` ½‖f(k) − v‖², `dot` −⟨v, f(k)⟩, or `huber`, each summed over the width.
+        huber_delta: where the Huber loss turns linear.
+
+    Raises:
+        MetaTTTError: a value that is not allowed, or an odd head width with rope.
+    """
+
+    def __init__(
+        self,
+        views: Literal["separate", "shared_qk"] = "separate",
+        conv_width: int = 4,
+        rope: Literal["none", "mini_batch", "full"] = "none",
+        rope_theta: float = 10000.0,
+        feature_map: Literal["identity", "elu", "silu"] = "identity",
+        normalize_qk: bool = False,
+        bias: bool = False,
+        corruption: Literal["none", "noise", "mask"] = "none",
+        corruption_rate: float = 0.1,
+        seed: int | None = None,
+        loss: Literal["squared", "dot", "huber"] = "squared",
+        huber_delta: float = 1.0,
+    ):
+        super().__init__()
+        check_choice("task.views", views, ("separate", "shared_qk"))
+        check_choice("task.rope", rope, ("none", "mini_batch", "full"))
+        check_choice("task.feature_map", feature_map, FEATURE_MAPS)
+        check_choice("task.corruption", corruption, ("none", "noise", "mask"))
+        check_choice("task.loss", loss, ("squared", "dot", "huber"))
+        if conv_width < 1:
+            raise MetaTTTError(f"conv_width={conv_width} is not allowed: a convolution has at least one tap (task.conv_width=4)")
+        if not 0 <= corruption_rate <= 1 and corruption == "mask":
+            raise MetaTTTError(f"corruption_rate={corruption_rate} is not a share: set task.corruption_rate between 0 and 1")
+        self.shared_qk, self.conv_width, self.bias = views == "shared_qk", conv_width, bias
+        self.rope, self.rope_theta = rope, rope_theta
+        self.feature_map, self.normalize_qk = feature_map, normalize_qk
+        self.corruption, self.corruption_rate, self.seed = corruption, corruption_rate, seed
+        self.loss_name, self.huber_delta = loss, huber_delta
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        if self.rope != "none" and head_dim % 2:
+            raise MetaTTTError(f"rope turns pairs of features, and the head width {head_dim} is odd: set task.rope=none or num_heads")
+        self.num_heads, self.head_dim = num_heads, head_dim
+        for name in ("qk", "v") if self.shared_qk else ("q", "k", "v"):
+            projection = nn.Linear(dim, num_heads * head_dim, bias=self.bias)
+            nn.init.normal_(projection.weight, std=0.02)
+            if self.bias:
+                nn.init.zeros_(projection.bias)
+            self.add_module(name, projection)
+        if self.shared_qk:
+            self.conv_q, self.conv_k = (CausalConv(num_heads * head_dim, self.conv_width) for _ in range(2))
+
+    def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
+        state = dict(state)
+        if self.shared_qk:
+            shared, tail = self.qk(x), state.get("conv")
+            q, state["conv"] = self.conv_q(shared, tail, ctx)
+            k, _ = self.conv_k(shared, tail, ctx)
+        else:
+            q, k = self.q(x), self.k(x)
+        q, k, v = (view.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for view in (q, k, self.v(x)))
+        q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
+        if self.normalize_qk:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        if self.rope != "none":
+            positions = ctx.positions % ctx.mini_batch_size if self.rope == "mini_batch" else ctx.positions
+            cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.corruption != "none":
+            if "seed" not in state:
+                state["seed"] = self.draw_seed(x)
+            k = self.corrupt(k, state["seed"], ctx)
+        return Views(k, v, q), state
+
+    def draw_seed(self, x: Tensor) -> Tensor:
+        """One seed per sequence, `[B]`."""
+        if self.seed is None:
+            return torch.randint(2**31, (x.shape[0],), device=x.device)
+        return self.seed + torch.arange(x.shape[0], device=x.device)
+
+    def corrupt(self, k: Tensor, seed: Tensor, ctx: Context) -> Tensor:
+        """The training view with noise or holes that depend on (seed, position) alone."""
+        if self.corruption == "noise":
+            noise = corruption.normal(seed, ctx.positions, self.num_heads, self.head_dim)
+            return k + self.corruption_rate * noise.to(k.dtype)
+        keep = corruption.uniform(seed, ctx.positions, self.num_heads, self.head_dim) >= self.corruption_rate
+        return k * keep
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        if self.loss_name == "dot":
+            return -(prediction * v).sum(-1)
+        error = prediction - v
+        if self.loss_name == "squared":
+            return 0.5 * error.square().sum(-1)
+        size, delta = error.abs(), self.huber_delta
+        return torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta)).sum(-1)
+
+
+def rotary_table(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[B, 1, T, width/2]` of the rotary encoding (RoFormer, Eq. 15), computed in fp32 or wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=wide) / width)
+    angle = positions[:, None, :, None].to(wide) * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (2i, 2i+1) of `x` `[B, H, T, d]`; features keep their order."""
+    even, odd = x.unflatten(-1, (-1, 2)).to(cos.dtype).unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    return turned.flatten(-2).to(x.dtype)
