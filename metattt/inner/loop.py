@@ -86,7 +86,8 @@ class InnerLoop(nn.Module):
     @property
     def replays(self) -> bool:
         """Whether an open mini-batch is carried as raw tokens and run again when it goes on."""
-        return self.learner.mixes_tokens or (self.optimizer.steps > 1 and self.optimizer.mini_batch_size > 1)
+        rule = self.optimizer
+        return rule.read != "final" and (self.learner.mixes_tokens or (rule.steps > 1 and rule.mini_batch_size > 1))
 
     def start(self, batch: int, dtype: torch.dtype) -> Carry:
         """W0 in every role that a fresh sequence carries."""
