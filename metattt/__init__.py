@@ -1,14 +1,28 @@
 """MetaTTT: sequence layers whose hidden state is a model that learns while it reads."""
 
+import importlib
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from metattt.errors import MetaTTTError
-from metattt.layer import TTTLayer
-from metattt.state import State
+
+if TYPE_CHECKING:
+    from metattt.compose import build
+    from metattt.layer import TTTLayer
+    from metattt.state import State
 
 try:
     __version__ = version("metattt")
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["MetaTTTError", "State", "TTTLayer", "__version__"]
+__all__ = ["MetaTTTError", "State", "TTTLayer", "__version__", "build"]
+
+_HOMES = {"State": "metattt.state", "TTTLayer": "metattt.layer", "build": "metattt.compose"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first asked for, so that `metattt --help` does not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -384,7 +384,7 @@ class _Blank:
 
 def _spread(factor: Tensor, like: Tensor) -> Tensor:
     """`[B]` or `[B, H]` with trailing axes, to broadcast against `[B, H, *shape]`."""
-    return factor.view(*factor.shape, *(1,) * (like.ndim - factor.ndim))
+    return factor[(...,) + (None,) * (like.ndim - factor.ndim)]
 
 
 def _where(condition: Tensor, a: Tensors, b: Tensors) -> Tensors:

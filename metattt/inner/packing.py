@@ -151,10 +151,11 @@ def _aligned(ctx: Context, phase: int, period: int | None, block: int, length: i
     blocks, start = [], 0
     while start < length:
         size = min(block - phase, length - start)
-        commit: bool | Tensor = phase + size == block
+        commit: bool | Tensor = False
+        if phase + size == block:  # an explicit branch: under torch.compile the comparison itself is symbolic
+            commit = True if ctx.valid is None else ctx.valid[:, start + size - 1]
         filled: int | Tensor = phase + size
         if ctx.valid is not None:
-            commit = ctx.valid[:, start + size - 1] if commit else False
             filled = phase + ctx.valid[:, start : start + size].sum(1)
         blocks.append(Block(size, phase, commit, filled))
         start, phase = start + size, (phase + size) % block

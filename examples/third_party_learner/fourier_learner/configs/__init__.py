@@ -1,0 +1,1 @@
+"""The YAML files that join MetaTTT's configuration groups, laid out like `metattt/configs`."""

@@ -1,0 +1,164 @@
+"""The command line: `metattt <command> [overrides...]`.
+
+A command composes its configuration, `configs/<command>.yaml` with the overrides applied, and hands it to one function.
+What a user can get wrong ends with one or two lines on stderr and exit code 2; Ctrl-C that the job did not handle ends
+with 130.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+COMMANDS = {  # name: (what it does, module, function)
+    "train": (
+        "train a language model, by default on the sources of Python's standard library",
+        "metattt.training.train",
+        "train",
+    ),
+    "eval": (
+        "bits per byte of a checkpoint on the validation text: checkpoint=<run or file>",
+        "metattt.evaluation.evaluate",
+        "evaluate",
+    ),
+    "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.evaluation.generate", "generate"),
+    "check": (
+        "check every law of the conformance suite for the chosen parts: learner=<name>",
+        "metattt.testing",
+        "check",
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for a mistake of the user's, 130 after Ctrl-C.
+
+    Args:
+        arguments: as on the command line, without the program's name; `sys.argv[1:]` if None.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if given else 2
+    if given[0] == "--version":
+        print(f"metattt {_version()}")
+        return 0
+    command, overrides = given[0], given[1:]
+    if command not in COMMANDS:
+        return _fail(f"`{command}` is not a command.{_did_you_mean(command)} Commands: {', '.join(COMMANDS)}")
+    if any(flag in ("-h", "--help") for flag in overrides):
+        print(_command_help(command))
+        return 0
+    flag = next((word for word in overrides if word.startswith("--")), None)
+    if flag:
+        key = flag.lstrip("-").partition("=")[0].replace("-", "_")
+        return _fail(f"`{flag}` is not an option: settings are given as {key}=<value>, without dashes")
+    return _run(command, overrides)
+
+
+def _run(command: str, overrides: list[str]) -> int:
+    """Compose the configuration of a command and call its function."""
+    from metattt.errors import MetaTTTError
+
+    _, module, function = COMMANDS[command]
+    try:
+        from metattt.compose import compose
+
+        cfg = compose(*overrides, job=command)  # first: a mistake shows before anything heavy is imported
+        code = getattr(importlib.import_module(module), function)(cfg)
+    except MetaTTTError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, e.g. `metattt generate ... | head`
+        sys.stderr.close()
+        return 141
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _did_you_mean(command: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(command, COMMANDS, n=1)
+    return f" Did you mean `metattt {close[0]}`?" if close else ""
+
+
+def _version() -> str:
+    try:
+        return version("metattt")
+    except PackageNotFoundError:
+        return "(not installed: run from its sources)"
+
+
+def _overview() -> str:
+    """What `metattt --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: metattt <command> [<key>=<value> ...]", "", "commands:"]
+    lines += [f"  {name:<{width}}  {summary}" for name, (summary, _, _) in COMMANDS.items()]
+    lines += ["", "metattt <command> --help lists what can be chosen and set, e.g. metattt train layer=ttt_mlp dim=128"]
+    return "\n".join(lines)
+
+
+def _command_help(command: str) -> str:
+    """What `metattt <command> --help` prints: the groups with their choices, then the commented configuration."""
+    job = (files("metattt.configs") / f"{command}.yaml").read_text(encoding="utf-8")
+    lines = [f"usage: metattt {command} [<key>=<value> ...]", "", COMMANDS[command][0], ""]
+    lines += ["Choices, <group>=<name>; a field of the choice is set with <group>.<field>=<value>:"]
+    for group in sorted(_groups(command)):
+        choices = _choices(group)
+        if not choices:  # a group that is there for files of the user's own
+            continue
+        width = max(map(len, choices))
+        lines += ["", f"  {group}"]
+        lines += [f"    {name:<{width}}  {summary}".rstrip() for name, summary in sorted(choices.items())]
+    lines += ["", f"Keys and defaults (configs/{command}.yaml):", ""]
+    return "\n".join(lines + [f"  {line}".rstrip() for line in job.splitlines()])
+
+
+def _groups(job: str) -> set[str]:
+    """The groups that the defaults list of a job names, through the configs that it includes."""
+    import yaml
+
+    found: set[str] = set()
+    text = (files("metattt.configs") / f"{job}.yaml").read_text(encoding="utf-8")
+    for entry in yaml.safe_load(text).get("defaults", []):
+        if isinstance(entry, dict):
+            found |= {str(key).split()[-1].partition("@")[0].strip("/") for key in entry}
+        elif entry != "_self_" and (files("metattt.configs") / f"{entry}.yaml").is_file():
+            found |= _groups(entry)
+    return found
+
+
+def _choices(group: str) -> dict[str, str]:
+    """Name -> one-line description (the first comment of its file), from our configs and those of other packages."""
+    choices: dict[str, str] = {}
+    packages = ["metattt.configs", *(entry.value for entry in entry_points(group="metattt.configs"))]
+    for package in packages:
+        try:
+            folder = files(package) / group
+            found = [file for file in folder.iterdir() if file.name.endswith(".yaml")] if folder.is_dir() else []
+        except ImportError:  # a package that is broken is reported when something is run
+            continue
+        for file in found:
+            choices.setdefault(file.name.removesuffix(".yaml"), _description(file))
+    return choices
+
+
+def _description(file: Traversable) -> str:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            return ""
+        if not line.startswith("# @package"):
+            return line.lstrip("# ")
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""One or two lines for whatever is wrong with a configuration: what, what is allowed, and the nearest right name.
+
+Hydra and OmegaConf raise chains of exceptions whose innermost link knows the node that refused a key or a value. The
+functions here walk the chain to that link and return the message of a `MetaTTTError`; they raise nothing.
+"""
+
+import difflib
+import inspect
+import re
+import traceback
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationValidationError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from metattt.errors import MetaTTTError
+from metattt.registry import PARAMETERS, REGISTERED
+
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+
+
+def nearest(name: object, candidates: Iterable[object], cutoff: float = 0.6) -> str | None:
+    """The candidate that looks most like `name` (or contains it), if any looks like it."""
+    names = [str(candidate) for candidate in candidates]
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=cutoff)
+    containing = [candidate for candidate in names if len(str(name)) > 2 and str(name) in candidate]
+    return next(iter(close + containing), None)
+
+
+def refused_value(key: str, value: object, allowed: Iterable[object]) -> str:
+    """For a value that is not among the choices of a parameter."""
+    choices = [_shown(choice) for choice in allowed]
+    guess = nearest(value, choices)
+    hint = f" Did you mean `{key}={guess}`?" if guess else ""
+    return f"`{key}={_shown(value)}` is not allowed: choose one of {', '.join(choices)}.{hint}"
+
+
+def not_a_field(parent: Any, full_key: str, job: str) -> str:
+    """For a key that `parent` does not have: the nearest name there, or else the same name in another part."""
+    owner, _, key = full_key.rpartition(".")
+    fields = [field for field in _fields(parent) if field != key]
+    command = "metattt.build()" if job == "build" else f"`metattt {job}`"
+    where = f"a field of {owner}" if owner else f"a key of {command}"
+    guess = nearest(key, fields)
+    suggestion = ".".join(filter(None, (owner, guess))) if guess else _elsewhere(parent, owner, key)
+    if suggestion:
+        return f"`{key}` is not {where}. Did you mean `{suggestion}`?"
+    return f"`{key}` is not {where}. It has: {', '.join(sorted(fields)) or 'none'}."
+
+
+def bad_interpolation(node: DictConfig, full_key: str, error: OmegaConfBaseException) -> str:
+    """For a key that takes its value from another key, which is missing or has the wrong type."""
+    key = full_key.rpartition(".")[2]
+    source = re.fullmatch(r"\$\{([\w.]+)\}", str(node._get_node(key)))
+    if source and isinstance(error, InterpolationValidationError):
+        value = OmegaConf.select(node._get_root(), source[1])
+        return f"`{source[1]}={_shown(value)}` is not allowed: expected {_expected(node, key)}."
+    return f"{full_key}: {_first_line(error)}"
+
+
+def explain_composition(error: BaseException, job: str) -> str:
+    """The message for an exception of `hydra.compose`."""
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, MissingConfigException):
+            return _unknown_choice(link)
+        if isinstance(link, OverrideParseException):
+            return _unreadable(str(link.override))
+        if isinstance(link, (ConfigKeyError, ConfigAttributeError)) and link.full_key:
+            setter = re.match(r"In '(.+?)': ", str(error))
+            if setter:  # a config file, not the user, names the key: two choices that do not go together
+                owner, _, key = str(link.full_key).rpartition(".")
+                choice, part = setter[1].replace("/", "="), owner or "configuration"
+                return (
+                    f"{choice} sets `{link.full_key}`, but the chosen {part} has no `{key}`.\n"
+                    "Choose another layer: layer=custom leaves every part as it is."
+                )
+            return not_a_field(link.parent_node, str(link.full_key), job)
+        if isinstance(link, ValidationError) and link.full_key:
+            return _wrong_type(link)
+    ambiguous = re.match(r"Ambiguous value for argument '(.*?)=(.*)'\n", str(error))
+    if ambiguous:
+        key, value = ambiguous.groups()
+        return f'`{key}={value}` has a comma: write "{key}=[{value}]" for a list, "{key}=\'{value}\'" for a text.'
+    group = re.match(r"Could not override '(.*?)'. No match in the defaults list", str(error))
+    if group:
+        return f"`{group[1]}` is not chosen by name in `metattt {job}`: `metattt {job} --help` lists what is"
+    return _first_line(chain[-1])
+
+
+def explain_instantiation(error: BaseException, part: str) -> str:
+    """The message for an exception of `hydra.utils.instantiate` on the node `part`."""
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, MetaTTTError):
+            return str(link)
+    text, cause = str(error), chain[-1]
+    found = re.search(r"full_key: (\S+)", text)
+    key = re.sub(r"^layer\.(?=task|learner|optimizer)", "", found[1] if found else part)
+    if isinstance(cause, MissingMandatoryValue):
+        missing = re.sub(r"^layer\.(?=task|learner|optimizer)", "", str(cause.full_key or key))
+        return f"`{missing}` has no value: give {missing}={'package.Class' if missing.endswith('_target_') else '...'}"
+    located = re.search(r"Error locating target '(.*?)'", text)
+    if located:
+        return f"`{key}._target_={located[1]}` cannot be imported: {_first_line(cause)}"
+    called = re.search(r"Error in call to target '(.*?)'", text)
+    if called is None:
+        return f"{key}: {_first_line(cause)}"
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
+    if unknown and isinstance(cause, TypeError):
+        guess = nearest(unknown[1], _parameters(called[1]))
+        hint = f"Did you mean `{key}.{guess}`?" if guess else f"Leave it out with ~{key}.{unknown[1]}"
+        return f"`{unknown[1]}` is not a parameter of {called[1]}. {hint}"
+    required = re.search(r"missing \d+ required .*?arguments?: (.*)", str(cause))
+    if required and isinstance(cause, TypeError):
+        names = re.findall(r"'(\w+)'", required[1])
+        return f"{called[1]} needs {', '.join(names)}: give {' '.join(f'+{key}.{name}=...' for name in names)}"
+    frame = traceback.extract_tb(cause.__traceback__)[-1]
+    return f"{key}: {called[1]} raised {type(cause).__name__}: {_first_line(cause)} ({frame.filename}:{frame.lineno})"
+
+
+def _shown(value: object) -> str:
+    """A value as it is written in an override."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _fields(node: Any) -> list[str]:
+    """Keys of a node that a user may set."""
+    if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
+        return []
+    target = None if OmegaConf.is_missing(node, "_target_") else node.get("_target_")
+    keys = list(PARAMETERS.get(str(target)) or map(str, node))
+    return [key for key in keys if not key.startswith("_") and key != "hydra"]
+
+
+def _elsewhere(node: Any, owner: str, name: str) -> str | None:
+    """Where else a field called `name`, or nearly so, is: in another choice of the same group, or in another part."""
+    if owner.startswith("layer."):  # `layer.learner` only points at `learner`
+        return f"{owner.removeprefix('layer.')}.{name}"
+    for (group, choice), target in REGISTERED.items():
+        if group == owner and name in PARAMETERS[target]:
+            return f"{group}={choice} {group}.{name}"
+    if node is None:
+        return None
+    root = node._get_root()
+    owners = {field: part for part in reversed(_fields(root)) for field in _fields(root._get_node(part))}
+    guess = name if name in owners else nearest(name, owners, cutoff=0.8)
+    return f"{owners[guess]}.{guess}" if guess else None
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    if not group or error.options is None:
+        return f"there is no config `{error.missing_cfg_file}`"
+    guess = nearest(name, error.options)
+    hint = f" Did you mean `{group}={guess}`?" if guess else ""
+    return f"`{name or 'nothing'}` is not a choice of {group}.{hint}\nChoices: {', '.join(error.options)}"
+
+
+def _unreadable(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"`{override}` is not an override: write <key>=<value>, e.g. learner=mlp or learner.depth=3"
+    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"`{override}` cannot be read: if the value is a text, write it in quotes of its own, \"{key}='{quoted}'\""
+
+
+def _wrong_type(error: ValidationError) -> str:
+    parent, key = error.parent_node, error.key
+    if isinstance(parent, DictConfig) and key is not None:
+        return f"`{error.full_key}={_shown(error.value)}` is not allowed: expected {_expected(parent, key)}."
+    return f"{error.full_key}: {_first_line(error)}"
+
+
+def _expected(parent: DictConfig, key: Any) -> str:
+    """The type of a field, in words."""
+    node = parent._get_node(key)
+    metadata = getattr(node, "_metadata", None)
+    if metadata is None:
+        return "another type"
+    return _type_name(metadata.ref_type) + (" or null" if metadata.optional and metadata.ref_type is not Any else "")
+
+
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is list:
+        return f"a list, each element {_type_name(typing.get_args(kind)[0])}"
+    if typing.get_origin(kind) is typing.Union:
+        return " or ".join(_type_name(member) for member in typing.get_args(kind) if member is not type(None))
+    return TYPE_NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _parameters(target: str) -> list[str]:
+    """Names of the constructor's parameters of the class at a dotted path; none if it is not a class."""
+    try:
+        return list(inspect.signature(get_class(target)).parameters)
+    except (ImportError, ValueError, TypeError):
+        return []

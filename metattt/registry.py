@@ -1,0 +1,137 @@
+"""The registry: a constructor's signature becomes the schema of its configuration.
+
+`@register("learner", "mlp")` on a class reads the signature of `__init__` and stores a dataclass in Hydra's ConfigStore
+as `schema/learner/mlp`. A YAML file that starts with `defaults: [/schema/learner/mlp@_here_]` then has exactly the
+constructor's keys, types and defaults: a misspelt key or a wrong type is refused when the configuration is composed.
+
+| annotation                                   | type in the schema                                    |
+|----------------------------------------------|-------------------------------------------------------|
+| int, float, bool, str, and unions of these   | the same                                              |
+| X or None                                    | optional X                                            |
+| Literal["a", "b"]                            | str; the choices are kept in `PARAMETERS` and checked |
+| list, tuple or Sequence of the above scalars | list                                                  |
+| anything else                                | Any                                                   |
+"""
+
+import collections.abc
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal, Optional, TypeVar, Union
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from metattt.errors import MetaTTTError
+
+C = TypeVar("C", bound=type)
+
+SCALARS = (int, float, bool, str)
+
+PARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {}
+"""`_target_` -> parameter -> the values that its `Literal` annotation allows, or () if it is not a Literal."""
+
+REGISTERED: dict[tuple[str, str], str] = {}
+"""(group, name) -> `_target_` of the class registered under it."""
+
+
+def register(group: str, name: str) -> Callable[[C], C]:
+    """Class decorator that makes the class available to configurations as `schema/<group>/<name>`.
+
+    Args:
+        group: configuration group: `learner`, `task`, `optimizer`, or one of your own.
+        name: name of the schema in that group, e.g. `linear`.
+
+    Returns:
+        A decorator that returns the class unchanged.
+
+    Raises:
+        MetaTTTError: if another class has the name already, or if the constructor takes `*args` or `**kwargs`,
+            which would swallow a misspelt key.
+    """
+
+    def decorate(cls: C) -> C:
+        target = f"{cls.__module__}.{cls.__qualname__}"
+        owner = REGISTERED.setdefault((group, name), target)
+        if owner != target:  # the same class again is a notebook cell or module that was run twice: the newer one wins
+            raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
+        schema, PARAMETERS[target] = _schema(cls, target)
+        ConfigStore.instance().store(group=f"schema/{group}", name=name, node=schema, provider=cls.__module__)
+        return cls
+
+    return decorate
+
+
+def _schema(cls: type, target: str) -> tuple[type, dict[str, tuple[Any, ...]]]:
+    """The dataclass with the keys of `cls.__init__`, and what each parameter allows."""
+    init = cls.__init__  # type: ignore[misc]
+    try:
+        hints = typing.get_type_hints(init)
+    except NameError:  # an annotation imported under TYPE_CHECKING only: that class is checked by its constructor alone
+        hints = {}
+    fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target))]
+    parameters: dict[str, tuple[Any, ...]] = {}
+    for parameter in list(inspect.signature(init).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise MetaTTTError(
+                f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor"
+            )
+        hint = hints.get(parameter.name, Any)
+        parameters[parameter.name] = _literals(hint)
+        fields.append((parameter.name, _field_type(hint), _field_default(parameter.default)))
+    return dataclasses.make_dataclass(cls.__name__, fields), parameters
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the hint alone."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    """The values that a Literal annotation allows (None included if it is optional), or ()."""
+    values: list[Any] = []
+    for member in _members(hint):
+        if typing.get_origin(member) is Literal:
+            values += typing.get_args(member)
+        elif member is type(None):
+            values.append(None)
+        else:
+            return ()
+    return tuple(values) if any(value is not None for value in values) else ()
+
+
+def _field_type(hint: Any) -> Any:
+    """The OmegaConf type for one annotation; Any where OmegaConf has none."""
+    kinds: list[Any] = []
+    for member in _members(hint):
+        origin = typing.get_origin(member)
+        if origin is Literal:
+            kinds += [type(value) for value in typing.get_args(member)]
+        elif origin in (list, tuple, collections.abc.Sequence):
+            elements = {_field_type(e) for e in typing.get_args(member) if e is not Ellipsis}
+            element = elements.pop() if len(elements) == 1 else Any
+            kinds.append(list[element])  # type: ignore[valid-type]
+        else:
+            kinds.append(member)
+    optional = type(None) in kinds
+    kinds = list(dict.fromkeys(kind for kind in kinds if kind is not type(None)))
+    if len(kinds) == 1 and (kinds[0] in SCALARS or typing.get_origin(kinds[0]) is list):
+        kind = kinds[0]
+    elif len(kinds) > 1 and all(kind in SCALARS for kind in kinds):
+        kind = Union[tuple(kinds)]  # noqa: UP007
+    else:
+        return Any
+    return Optional[kind] if optional else kind  # noqa: UP045
+
+
+def _field_default(default: Any) -> Any:
+    """A dataclass default: MISSING for a required parameter, a fresh container for a mutable one."""
+    if default is inspect.Parameter.empty:
+        return dataclasses.field(default=MISSING)
+    if isinstance(default, (list, tuple)):
+        return dataclasses.field(default_factory=lambda: list(default))
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default))
+    return dataclasses.field(default=default)

@@ -1,0 +1,253 @@
+"""Composition: every layer config builds, a mistake costs one or two lines, the working directory does not matter."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+
+from metattt import build
+from metattt.cli import COMMANDS, main
+from metattt.compose import compose, instantiate_layer, quote_free_text
+from metattt.errors import MetaTTTError
+from metattt.registry import register
+
+SMALL = ("dim=16", "num_heads=2")
+
+
+def choices(group: str) -> list[str]:
+    names = [file.name for file in (files("metattt.configs") / group).iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+@pytest.mark.parametrize("layer", choices("layer"))
+def test_every_layer_config_runs(layer: str) -> None:
+    module = build(f"layer={layer}", *SMALL)
+    x = torch.randn(2, 21, 16)
+    y, _ = module(x)
+    assert y.shape == x.shape and y.isfinite().all()
+
+
+@pytest.mark.parametrize("learner", [name for name in choices("learner") if name not in ("custom", "kernel_estimator")])
+@pytest.mark.parametrize("optimizer", ["minibatch", "online", "batch"])
+def test_parts_are_chosen_freely(learner: str, optimizer: str) -> None:
+    y, _ = build(f"learner={learner}", f"optimizer={optimizer}", *SMALL)(torch.randn(1, 5, 16))
+    assert y.isfinite().all()
+
+
+def test_layers_choose_the_parts_and_overrides_win() -> None:
+    cfg = compose("layer=ttt_mlp", job="build")
+    assert cfg.learner._target_.endswith("MLP") and cfg.optimizer.base_lr == 0.1 and cfg.layer.gate
+    cfg = compose("layer=ttt_mlp", "learner=linear", "optimizer.base_lr=0.5", "layer.gate=false", job="build")
+    assert cfg.learner._target_.endswith("Linear") and cfg.optimizer.base_lr == 0.5 and not cfg.layer.gate
+    assert cfg.layer.learner == cfg.learner
+
+
+def test_same_overrides_give_the_same_layer() -> None:
+    generator = torch.get_rng_state()
+    first, second, other = build(*SMALL), build(*SMALL), build(*SMALL, "seed=1")
+    assert torch.equal(torch.get_rng_state(), generator)
+    a, b = first.state_dict(), second.state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert any(not torch.equal(a[key], value) for key, value in other.state_dict().items())
+    x = torch.randn(1, 9, 16)
+    assert torch.equal(first(x)[0], second(x)[0])
+
+
+def test_every_block_gets_a_layer_of_its_own() -> None:
+    cfg = compose(*SMALL, job="build")
+    first, second = instantiate_layer(cfg), instantiate_layer(cfg)
+    assert not {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["learner.bais=1"], "`bais` is not a field of learner. Did you mean `learner.bias`?"),
+        (["+learner.bais=1"], "Did you mean `learner.bias`?"),
+        (["learner=mpl"], "`mpl` is not a choice of learner. Did you mean `learner=mlp`?\nChoices: custom, kernel_"),
+        (["learner.depth=3"], "Did you mean `learner=mlp learner.depth`?"),
+        (["learner=mlp", "learner.depth=many"], "`learner.depth=many` is not allowed: expected an integer."),
+        (["learner.bias=null"], "`learner.bias=null` is not allowed: expected true or false."),
+        (["optimizer.read=inclusiv"], "previous, block, final. Did you mean `optimizer.read=inclusive`?"),
+        (["layer=lin"], "`lin` is not a choice of layer. Did you mean `layer=linear_attention`?"),
+        (["leaner=mlp"], "Did you mean `learner`?"),
+        (["mini_batch_size=8"], "Did you mean `optimizer.mini_batch_size`?"),
+        (["layer.learner.bias=false"], "Did you mean `learner.bias`?"),
+        (["dim=wide"], "`dim=wide` is not allowed: expected an integer."),
+        (["seed=x"], "`seed=x` is not allowed"),
+        (["learner.bias"], "write <key>=<value>"),
+        (["dim=(a"], "cannot be read"),
+        (["dim=1,2"], "has a comma"),
+        (["learner=custom"], "give learner._target_=package.Class"),
+        (
+            ["learner=custom", "learner._target_=nowhere.Class"],
+            "`learner._target_=nowhere.Class` cannot be imported: No module",
+        ),
+        (
+            ["learner=custom", "learner._target_=fractions.Fraction", "learner.x=1"],
+            "`x` is not a parameter of fractions.Fraction",
+        ),
+        (["layer=ttt_linear", "optimizer=append"], "the chosen optimizer has no `token_steps`"),
+    ],
+)
+def test_mistakes_cost_one_or_two_lines(overrides: list[str], expected: str) -> None:
+    with pytest.raises(MetaTTTError) as caught:
+        build(*overrides)
+    message = str(caught.value)
+    assert expected in message
+    assert message.count("\n") <= 1
+
+
+def test_errors_of_the_parts_pass_through() -> None:
+    with pytest.raises(MetaTTTError, match="num_heads"):
+        build("dim=16", "num_heads=3")
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["check", "learner.bais=1"], "Did you mean `learner.bias`?"),
+        (["check", "learner=mpl"], "Did you mean `learner=mlp`?"),
+        (["check", "optimizer.mini_batch_size=big"], "expected an integer"),
+        (["chekc"], "Did you mean `metattt check`?"),
+        (["check", "--learner=mlp"], "learner=<value>, without dashes"),
+    ],
+)
+def test_exit_code_2_without_a_traceback(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and expected in captured.err and "Traceback" not in captured.err
+    assert captured.err.count("\n") <= 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_groups_and_choices(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"configs/{command}.yaml" in out
+    if command in ("train", "check"):
+        for choice in ("ttt_mlp", "kernel_estimator", "minibatch", "reconstruction"):
+            assert choice in out
+
+
+def test_help_is_fast() -> None:
+    code = "import sys; from metattt.cli import main; main(['--help']); main(['train', '--help'])\n"
+    code += "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: str, job: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("metattt.compose.compose", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_working_directory_does_not_matter(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compose(job="build")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "build.yaml").write_text("dim: 7\n")
+    monkeypatch.chdir(tmp_path)
+    assert compose(job="build") == before
+
+
+def test_composes_inside_another_hydra_application() -> None:
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_module("metattt.configs", version_base="1.3"):
+        outer = GlobalHydra.instance().hydra
+        compose(job="build")
+        assert GlobalHydra.instance().hydra is outer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):",
+        "",
+        "a=b",
+        "it's",
+        '"',
+        "'",
+        "\\",
+        "a\\'b",
+        "two\nlines\t",
+        "[1]",
+        "1",
+        "true",
+        "${x}",
+        "\\${x} '",
+        "${",
+        "a, b",
+        "  x ",
+        "é",
+    ],
+)
+def test_free_text_is_taken_as_written(text: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    value = OverridesParser.create().parse_overrides([quote_free_text(f"prompt={text}")])[0].value()
+    cfg = OmegaConf.create({"prompt": "???"})
+    OmegaConf.update(cfg, "prompt", value)
+    assert cfg.prompt == text
+
+
+def test_overrides_that_are_not_text_are_left_alone() -> None:
+    for override in ("checkpoint=null", "prompt='quoted'", "data.path=[a,b]", "learner.depth=3", "~prompt", "prompt"):
+        assert quote_free_text(override) == override
+    assert quote_free_text("checkpoint=/a=b/x.ckpt") == "checkpoint='/a=b/x.ckpt'"
+
+
+def test_a_registered_constructor_names_its_parameters() -> None:
+    class Greedy:
+        def __init__(self, **options: int):
+            self.options = options
+
+    with pytest.raises(MetaTTTError, match="options"):
+        register("learner", "greedy")(Greedy)
+    with pytest.raises(MetaTTTError, match="already registered"):
+        register("learner", "linear")(Greedy)
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "linear_attention_elu", "attention", "delta_net"])
+def test_known_layers_are_what_their_names_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = build(f"layer={name}", *SMALL).double()
+    seen: list[Any] = []
+    for part, method in ((layer.task, "views"), (layer.optimizer, "gates")):
+        original = getattr(part, method)
+
+        def record(*arguments: Any, original: Callable[..., Any] = original) -> Any:
+            seen.append((result := original(*arguments))[0])
+            return result
+
+        monkeypatch.setattr(part, method, record)
+    layer.norm, layer.out = None, torch.nn.Identity()
+    y, _ = layer(torch.randn(2, 37, 16, dtype=torch.float64))
+    (k, v, q), gates = seen[0], seen[1]  # [B, H, T, d]
+
+    if name == "attention":
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    elif name == "delta_net":
+        W, outputs = torch.zeros(2, 2, 8, 8, dtype=torch.float64), []
+        for t in range(37):
+            error = k[:, :, t, None] @ W - v[:, :, t, None]
+            W = W - gates.eta[:, :, t, None, None] * k[:, :, t, :, None] @ error
+            outputs.append(q[:, :, t, None] @ W)
+        expected = torch.cat(outputs, dim=2)
+    else:
+        expected = (q @ k.mT).tril() @ v
+    y = y.unflatten(2, (2, 8)).transpose(1, 2)
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
