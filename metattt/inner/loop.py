@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from metattt.inner.accessors import PerTokenGradients, ReadRows, Record
+from metattt.inner.accessors import PerTokenGradients, ReadRows, Record, Site
 from metattt.inner.gradients import functional, in_transform, vjp
 from metattt.inner.packing import Block, Frame
 from metattt.inner.recompute import recompute
 from metattt.learners.base import Learner
-from metattt.learners.fast_weights import FastWeights
+from metattt.learners.fast_weights import FastWeights, matmul
 from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Task
@@ -88,6 +88,13 @@ class InnerLoop(nn.Module):
         """Whether an open mini-batch is carried as raw tokens and run again when it goes on."""
         rule = self.optimizer
         return rule.read != "final" and (self.learner.mixes_tokens or (rule.steps > 1 and rule.mini_batch_size > 1))
+
+    @property
+    def solves(self) -> bool:
+        """Whether an online rule is a linear system: a linear learner with squared loss, every gradient taken at the newest weights."""
+        rule = self.optimizer
+        closed = self.learner.linear_map is not None and self.task.squared_error
+        return self.form == "dual" and rule.anchor == "online" and closed and rule.token_steps() is None and rule.steps == 1
 
     def start(self, batch: int, dtype: torch.dtype) -> Carry:
         """W0 in every role that a fresh sequence carries."""
@@ -193,7 +200,7 @@ class InnerLoop(nn.Module):
         if self.replays and block.commit is False and rule.read != "block":
             return (ys[0] if ys else None), entering
         rows = rule.read if read and rule.read in ("inclusive", "exclusive") and rule.steps == 1 else None
-        size = block.length if self.learner.mixes_tokens else rule.chunk
+        size = block.length if self.learner.mixes_tokens else 1 if rule.anchor == "online" and not self.solves else rule.chunk
         lengths = [min(size, block.length - i) for i in range(0, block.length, size)]
         steps = rule.steps if rule.read != "final" else 1
         for step in range(1, steps + 1):
@@ -260,7 +267,10 @@ class InnerLoop(nn.Module):
         how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
         if self.form == "summed":
             return None, carry | self._summed(tokens, anchor, carry, how, slow, operand)
-        gradients = self._record(anchor, tokens, slow, operand)
+        if self.solves:
+            gradients = self._solve(tokens, carry, phase, operand)
+        else:
+            gradients = self._record(anchor, tokens, slow, operand)
         y = None
         if read is not None:
             assert how.mix is not None
@@ -304,6 +314,24 @@ class InnerLoop(nn.Module):
         if not keep:
             record.sites = [site if site.input is None else site._replace(input=site.input.detach()) for site in record.sites]
         return record.gradients(deltas)
+
+    def _solve(self, tokens: Tokens, carry: Carry, phase: int | Tensor, operand: torch.dtype) -> PerTokenGradients:
+        """Online gradients of a linear learner, all tokens at once: with errors `E_s = k_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`,
+
+        `(I + T) E = R`, `T_sr = mix_{s−1,r} (k_s·k_r)`, `R_s = k_s (Σ_B rows_B(s−1) B) − v_s` (the UT transform of DeltaNet, arXiv 2406.06484).
+        """
+        assert self.learner.linear_map is not None
+        weight, bias = self.learner.linear_map
+        how = self.optimizer.coefficients(tokens.gates, phase, carry, "exclusive")
+        k = tokens.k
+        right = -tokens.v
+        for base, row in how.rows.items():
+            z = FastWeights(carry[base], {}, operand).linear(k, weight, bias)
+            right = right + (z if row is None else row.unsqueeze(-1) * z)
+        gram = matmul(k, k.mT, operand) + (0 if bias is None else 1)
+        system = torch.eye(k.shape[2], dtype=k.dtype, device=k.device) + how.mix * gram
+        errors = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        return PerTokenGradients([Site(weight, bias, k, False, False)], [errors], operand)
 
     def _shapes(self, anchor: Tensors, k: Tensor, v: Tensor, slow: Tensors, operand: torch.dtype) -> list[torch.Size]:
         """Output shapes of the primitives: probes must exist before the forward pass. Cached, but for the compiler, which folds them."""

@@ -73,6 +73,11 @@ class Learner(nn.Module):
         """`f(x; W)`: `[B, H, T, d_in]` to `[B, H, T, d_out]`."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
 
+    @property
+    def linear_map(self) -> tuple[str, str | None] | None:
+        """Names of W and b if the learner is exactly `xW + b`: online rules can then be solved instead of looped."""
+        return None
+
     def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
         """Creates W0 and the slow weights. Called once, by the layer.
 

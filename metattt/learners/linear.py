@@ -27,5 +27,9 @@ class Linear(Learner):
         weights = {"w1": Weight((d_in, d_out), std=0.02 if self.learn_init else 0.0)}
         return weights | {"b1": Weight((d_out,), std=0.0)} if self.with_bias else weights
 
+    @property
+    def linear_map(self) -> tuple[str, str | None] | None:
+        return None if self.residual or self.norm else ("w1", "b1" if self.with_bias else None)
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.linear(x, "w1", "b1" if self.with_bias else None)

@@ -132,8 +132,8 @@ class InnerOptimizer(nn.Module):
 
     @property
     def chunk(self) -> int:
-        """Tokens per compute step, at most a block."""
-        return 1 if self.anchor == "online" else min(self.compute_chunk or 128, self.block)
+        """Tokens per compute step, at most a block. (An online rule that is not solved goes token by token.)"""
+        return min(self.compute_chunk or 128, self.block)
 
     def current(self, carry: dict[str, Tensors], filled: int | Tensor) -> Tensors:
         """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a plain integer)."""

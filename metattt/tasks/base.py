@@ -24,6 +24,8 @@ class Task(nn.Module):
     Constructors take hyper-parameters only; `setup` creates the parameters once the layer knows its widths.
     """
 
+    squared_error = False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
+
     def setup(self, dim: int, num_heads: int, head_dim: int) -> Task:
         """Creates the outer-loop parameters for tokens of width `dim`. Called once, by the layer.
 

@@ -70,6 +70,7 @@ class Reconstruction(Task):
         self.feature_map, self.normalize_qk = feature_map, normalize_qk
         self.corruption, self.corruption_rate, self.seed = corruption, corruption_rate, seed
         self.loss_name, self.huber_delta = loss, huber_delta
+        self.squared_error = loss == "squared"
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         if self.rope != "none" and head_dim % 2:
