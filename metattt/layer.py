@@ -11,7 +11,7 @@ from metattt.inner.inspect import choose_form
 from metattt.inner.loop import InnerLoop
 from metattt.inner.packing import pack
 from metattt.inner.stream import stream
-from metattt.learners.base import Learner
+from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import State
 from metattt.tasks.base import Task
@@ -57,7 +57,9 @@ class TTTLayer(nn.Module):
         if num_heads < 1 or dim % num_heads:
             raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {_divisors(dim)}")
         if group_size is not None and group_size < 0:
-            raise MetaTTTError(f"layer.group_size={group_size} is not allowed: null chooses, 0 stores everything, n recomputes n mini-batches")
+            raise MetaTTTError(
+                f"layer.group_size={group_size} is not allowed: null chooses, 0 stores everything, n recomputes n mini-batches"
+            )
         if learner.has_weights != optimizer.updates:
             wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
             right = "minibatch" if learner.has_weights else "append"
@@ -76,6 +78,14 @@ class TTTLayer(nn.Module):
                 nn.init.normal_(projection.weight, std=0.02)
         # The loop shares the three parts, so it must not register them a second time.
         self.__dict__["inner"] = InnerLoop(task, learner, optimizer, self.form, group_size)
+
+    inner: InnerLoop
+    task: Task
+    learner: Learner
+    optimizer: InnerOptimizer
+    norm: nn.LayerNorm | None
+    out: nn.Linear
+    gate: nn.Linear | None
 
     def forward(
         self, x: Tensor, state: State | None = None, *, mask: Tensor | None = None, reset: Tensor | None = None
@@ -99,11 +109,11 @@ class TTTLayer(nn.Module):
         ctx = packed.context
         views, task_state = self.task.views(packed.x, state.task, ctx)
         gates, rule_state = self.optimizer.gates(packed.x, state.optimizer, ctx)
-        if self.learner.has_weights:
-            y, weights, phase, kept = stream(self.inner, views, gates, state, packed.pos, ctx)
-        else:
+        if isinstance(self.learner, NonParametric):
             y, kept = self.learner.scan(views, state.learner, ctx)
             weights, phase = {}, 0
+        else:
+            y, weights, phase, kept = stream(self.inner, views, gates, state, packed.pos, ctx)
         y = y.transpose(1, 2).flatten(2).to(packed.x.dtype)
         if self.norm is not None:
             y = self.norm(y)
@@ -116,7 +126,9 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
         for name, flags in (("mask", mask), ("reset", reset)):
             if flags is not None and (flags.shape != x.shape[:2] or flags.dtype != torch.bool):
-                raise MetaTTTError(f"{name} is {flags.dtype} of shape {list(flags.shape)}, expected torch.bool of shape {list(x.shape[:2])}")
+                raise MetaTTTError(
+                    f"{name} is {flags.dtype} of shape {list(flags.shape)}, expected torch.bool of shape {list(x.shape[:2])}"
+                )
         if x.device.type == "cpu" and not torch.compiler.is_compiling() and not _finite(x if mask is None else x[mask]):
             raise MetaTTTError("x contains NaN or infinite values: look for the first layer or loss that produced them")
         if state is None:
@@ -127,7 +139,9 @@ class TTTLayer(nn.Module):
         for role, weights in state.weights.items():
             found = {name: tuple(w.shape) for name, w in weights.items()}
             if found != expected or role not in self.optimizer.bases:
-                raise MetaTTTError(f"the state is from another layer: it carries {role} {found}, this layer {self.optimizer.bases} {expected}")
+                raise MetaTTTError(
+                    f"the state is from another layer: it carries {role} {found}, this layer {self.optimizer.bases} {expected}"
+                )
         if bool(state.weights) != self.learner.has_weights:
             raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
         return state

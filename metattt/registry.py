@@ -75,9 +75,7 @@ def _schema(cls: type, target: str) -> tuple[type, dict[str, tuple[Any, ...]]]:
     parameters: dict[str, tuple[Any, ...]] = {}
     for parameter in list(inspect.signature(init).parameters.values())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise MetaTTTError(
-                f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor"
-            )
+            raise MetaTTTError(f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor")
         hint = hints.get(parameter.name, Any)
         parameters[parameter.name] = _literals(hint)
         fields.append((parameter.name, _field_type(hint), _field_default(parameter.default)))

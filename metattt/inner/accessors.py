@@ -7,7 +7,7 @@ embedding (a one-hot) and a convolution (a unfolded); a weight used at several p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class OpaqueWeight:
 
 
 class Outer(NamedTuple):
-    """Per-token gradients `G_s = Σ_p left_{s,p}ᵀ right_{s,p}` of a matrix: `[B, H, n·P, d_in]`, `[B, H, n·P, d_out]`, P positions a token."""
+    """Gradients `G_s = Σ_p left_{s,p}ᵀ right_{s,p}` of a matrix, P positions a token: `[B, H, n·P, d_in]`, `[B, H, n·P, d_out]`."""
 
     left: Tensor
     right: Tensor
@@ -76,16 +76,20 @@ class Record(FastWeights):
             `torch.autograd.grad` differentiates by.
     """
 
-    def __init__(self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor], operand: torch.dtype, probes: Sequence[Tensor] | None = None):
+    def __init__(
+        self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor], operand: torch.dtype, probes: Iterable[Tensor | float] | None = None
+    ):
         super().__init__(fast, slow, operand)
-        self.probes: Iterator[Tensor] | None = None if probes is None else iter(probes)
+        self.probes: Iterator[Tensor | float] | None = None if probes is None else iter(probes)
         self.sites: list[Site] = []
         self.outputs: list[Tensor] = []
 
     def __getitem__(self, name: str) -> Any:
         return OpaqueWeight(name, self.value(name)) if name in self.fast else self.value(name)
 
-    def _site(self, z: Tensor, weight: str | None, bias: str | None, x: Tensor | None, transpose: bool = False, scale: bool = False) -> Tensor:
+    def _site(
+        self, z: Tensor, weight: str | None, bias: str | None, x: Tensor | None, transpose: bool = False, scale: bool = False
+    ) -> Tensor:
         weight = weight if weight in self.fast else None
         bias = bias if bias in self.fast else None
         if weight is None and bias is None:

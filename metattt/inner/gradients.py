@@ -28,7 +28,7 @@ def vjp(function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangents: S
     The result carries a graph exactly if gradients are enabled outside, so that the outer loop can differentiate it again.
     """
     if functional():
-        _, pull = torch.func.vjp(function, *inputs)
+        pull = torch.func.vjp(function, *inputs)[1]
         return [list(pull(cotangent)) for cotangent in cotangents]
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -38,7 +38,12 @@ def vjp(function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangents: S
         return [
             list(
                 torch.autograd.grad(
-                    value, aliases, cotangent, create_graph=keep, retain_graph=keep or i + 1 < len(cotangents), allow_unused=True,
+                    value,
+                    aliases,
+                    cotangent,
+                    create_graph=keep,
+                    retain_graph=keep or i + 1 < len(cotangents),
+                    allow_unused=True,
                     materialize_grads=True,
                 )
             )

@@ -31,7 +31,7 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     if learner.mixes_tokens:
         if not summed:
             raise MetaTTTError(
-                f"{name} mixes tokens, so optimizer.read={optimizer.read} would not be causal: set optimizer.read=previous (or block, final)"
+                f"{name} mixes tokens, so optimizer.read={optimizer.read} would show it the future: set optimizer.read=previous"
             )
         if optimizer.anchor == "online" and optimizer.mini_batch_size > 1:
             raise MetaTTTError(f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch")
@@ -72,7 +72,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int, l
         losses = task.loss(learner.predict(FastWeights(fast, slow, k.dtype), k), v)
         if losses.shape != k.shape[:-1]:
             raise MetaTTTError(
-                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for {list(k.shape[:-1])} tokens: it must keep one loss per token"
+                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: one loss per token is needed"
             )
         for s in range(k.shape[2]):
             (grad,) = torch.autograd.grad(losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True)

@@ -191,10 +191,7 @@ def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int |
         room = (sizes + block - 1) // block * block
         begin = torch.where(ctx.first, index, 0).cummax(1).values  # the document's first token
         column = torch.where(document > 0, (room.cumsum(1) - room).gather(1, document) + index - begin, column)
-    if torch.compiler.is_compiling():
-        columns = length + block - 1
-    else:
-        columns = int(torch.where(valid, column, 0).max()) + 1
+    columns = length + block - 1 if torch.compiler.is_compiling() else int(torch.where(valid, column, 0).max()) + 1
     if ctx.first is not None:
         restart = torch.zeros(batch, (columns + block - 1) // block + 1, dtype=torch.bool, device=open_.device)
         restart = restart.scatter(1, torch.where(ctx.first & valid, column // block, restart.shape[1] - 1), True)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.loop import Carry, InnerLoop, Tokens, mask_gates
+from metattt.inner.forms import Carry, Tokens
+from metattt.inner.loop import InnerLoop, mask_gates
 from metattt.inner.packing import Frame, make_frame
 from metattt.optimizers.base import Gates
 from metattt.state import Context, State, Tensors
@@ -37,7 +38,7 @@ def stream(loop: InnerLoop, views: Views, gates: Gates, state: State, after: Ten
     wide = torch.promote_types(operand, torch.float32)
     carry = state.weights or loop.start(views.k.shape[0], wide)
     size = rule.mini_batch_size
-    tokens = Tokens(*views, *(None if gate is None else gate.to(wide) for gate in gates))
+    tokens = Tokens(*views, gates.eta.to(wide), *(None if gate is None else gate.to(wide) for gate in gates[1:]))
     phase, count = state.phase, tokens.k.shape[2]
     open_ = lead = state.pos % size
     if loop.replays:
@@ -45,8 +46,7 @@ def stream(loop: InnerLoop, views: Views, gates: Gates, state: State, after: Ten
         phase, lead = (0 if phase is not None else None), (open_ - (size - 1) if phase is None else torch.zeros_like(open_))
         open_ = torch.zeros_like(open_)
     frame = make_frame(ctx, phase, open_, lead, rule.period, rule.block)
-    placed = Tokens(*(None if x is None else frame.place(x) for x in tokens))
-    placed = Tokens(*placed[:3], *mask_gates(placed.gates, frame.live))
+    placed = mask_gates(tokens.map(frame.place), frame.live)
     y, carry = loop.run(placed, carry, frame, after % size, operand)
     y = frame.take(y)
     tail = _tail(placed, frame, after, size) if loop.replays else {}
@@ -55,24 +55,23 @@ def stream(loop: InnerLoop, views: Views, gates: Gates, state: State, after: Ten
 
 def _with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[Tokens, Context]:
     """The raw tokens of the open mini-batch in front of the new ones."""
-    if not state.learner:
-        slots = 0 if state.phase == 0 else size - 1
-        if slots == 0:
-            return tokens, ctx
     stored = state.learner
     slots = state.phase if state.phase is not None else size - 1
+    if slots == 0:
+        return tokens, ctx
     batch = tokens.k.shape[0]
     filled = torch.arange(slots, device=state.pos.device) >= (slots - state.pos % size).unsqueeze(1)
-    front = Tokens(*(None if x is None else stored[name][:, :, size - 1 - slots :] for name, x in zip(Tokens._fields, tokens, strict=True)))
-    joined = Tokens(
-        *(None if x is None else torch.cat([old.to(x.dtype), x], dim=2) for old, x in zip(front, tokens, strict=True))  # type: ignore
-    )
+    joined = {
+        name: None if x is None else torch.cat([stored[name][:, :, size - 1 - slots :].to(x.dtype), x], dim=2)
+        for name, x in tokens._asdict().items()
+    }
     valid = ctx.valid
     if valid is not None or state.phase is None:
         valid = torch.ones_like(ctx.positions, dtype=torch.bool) if valid is None else valid
         valid = torch.cat([filled, valid], dim=1)
     first = None if ctx.first is None else torch.cat([filled.new_zeros(batch, slots), ctx.first], dim=1)
-    return joined, ctx._replace(positions=F.pad(ctx.positions, (slots, 0)), valid=valid, first=first)
+    context = ctx._replace(positions=F.pad(ctx.positions, (slots, 0)), valid=valid, first=first)
+    return Tokens(**joined), context  # type: ignore[arg-type]
 
 
 def _tail(placed: Tokens, frame: Frame, after: Tensor, size: int) -> Tensors:
@@ -84,7 +83,7 @@ def _tail(placed: Tokens, frame: Frame, after: Tensor, size: int) -> Tensors:
     belongs = (slot >= size - 1 - (after % size).unsqueeze(1)).unsqueeze(1)
     index = end.unsqueeze(1) + slot  # in columns padded by b − 1 on the left
     tail = {}
-    for name, x in zip(Tokens._fields, placed, strict=True):
+    for name, x in placed._asdict().items():
         if x is None:
             continue
         padded = torch.cat([x.new_zeros(*x.shape[:2], size - 1, *x.shape[3:]), x], dim=2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.learners.fast_weights import FastWeights
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
-class Learner(nn.Module):
+class Learner(nn.Module, ABC):
     """A model whose weights are the hidden state: `f(x; W)`.
 
     A subclass names its weights in `weights` and computes `f` in `forward`, reaching weights only through the accessor `w`. With
@@ -57,7 +58,7 @@ class Learner(nn.Module):
     """
 
     mixes_tokens = False  #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
-    has_weights = True  #: False for learners whose state is the data itself: they implement `scan`
+    has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
 
     def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
         super().__init__()
@@ -65,13 +66,13 @@ class Learner(nn.Module):
         self.init = nn.ParameterDict()  # W0, by name: [H, *shape]
         self.slow = nn.ParameterDict()  # outer-loop weights of f: [H, *shape]
 
+    @abstractmethod
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         """The weights of one head, by name, for inputs of width `d_in` and predictions of width `d_out`."""
-        raise NotImplementedError(f"{type(self).__name__} must name its weights")
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         """`f(x; W)`: `[B, H, T, d_in]` to `[B, H, T, d_out]`."""
-        raise NotImplementedError(f"{type(self).__name__} must define forward")
+        return super().forward(w, x)
 
     @property
     def linear_map(self) -> tuple[str, str | None] | None:
@@ -110,6 +111,14 @@ class Learner(nn.Module):
         return x + y if self.residual else y
 
 
-def fan_in_std(shape: Sequence[int]) -> float:
-    """Standard deviation 1/√fan-in of a matrix `(d_in, d_out)`."""
-    return 1 / math.sqrt(math.prod(shape[:-1]))
+class NonParametric(Learner):
+    """A learner whose state is the data itself: it reads the whole sequence and needs no update rule."""
+
+    has_weights = False
+
+    @abstractmethod
+    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+        """Predictions `[B, H, T, d]` for the queries, each from the data up to its own token, and the data to carry on.
+
+        `state` is empty at the start; padding comes last and must not be seen by any query (`ctx.valid`), nor may other documents.
+        """

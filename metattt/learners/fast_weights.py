@@ -70,7 +70,7 @@ class FastWeights:
         return table.gather(2, rows).view(*index.shape, table.shape[-1])
 
     def conv1d(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
-        """Convolution inside each token, zero-padded to the same length: `[B, H, T, L, c_in]` to `[B, H, T, L, c_out]`; W is `(width, c_in, c_out)`."""
+        """Convolution inside each token, zero-padded: `[B, H, T, L, c_in]` to `[B, H, T, L, c_out]`; W is `(width, c_in, c_out)`."""
         width = self.value(weight).shape[2]
         padded = F.pad(x, (0, 0, (width - 1) // 2, width // 2))
         windows = padded.unfold(-2, width, 1).transpose(-2, -1)  # [..., L, width, c_in]

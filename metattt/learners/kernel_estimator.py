@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.learners.base import Learner, Weight
+from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -18,7 +18,7 @@ from metattt.tasks.base import Views
 
 
 @register(group="learner", name="kernel_estimator")
-class KernelEstimator(Learner):
+class KernelEstimator(NonParametric):
     """Nadaraya–Watson: `f(q) = Σ_s κ(q, k_s) v_s / Σ_s κ(q, k_s)` over the tokens read so far (arXiv 2407.04620, Eq. 3, Thm. 2).
 
     With the exponential kernel this is causal softmax attention and runs at its speed.
@@ -34,8 +34,6 @@ class KernelEstimator(Learner):
     Raises:
         MetaTTTError: an unknown kernel, or a bandwidth or number of neighbours that is not positive.
     """
-
-    has_weights = False
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class KernelEstimator(Learner):
         if state:
             k, v = torch.cat([state["k"].to(k.dtype), k], dim=2), torch.cat([state["v"].to(v.dtype), v], dim=2)
         y = self.estimate(q, k, v, self.visible(document, count, past, q.device))
-        slow = FastWeights({}, self.slow, q.dtype)
+        slow = FastWeights({}, dict(self.slow.items()), q.dtype)
         if self.with_bias:
             y = slow.bias(y, "bias")
         return self.wrap(slow, q, y), {"k": k, "v": v} | ({} if document is None else {"document": document})
@@ -97,7 +95,9 @@ class KernelEstimator(Learner):
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         bandwidth = math.sqrt(q.shape[-1]) if self.bandwidth is None else self.bandwidth
         if self.learn_init:
-            k, v = (torch.cat([self.slow[n].to(x.dtype).unsqueeze(1).expand(x.shape[0], -1, 1, -1), x], 2) for n, x in (("k0", k), ("v0", v)))
+            k, v = (
+                torch.cat([self.slow[n].to(x.dtype).unsqueeze(1).expand(x.shape[0], -1, 1, -1), x], 2) for n, x in (("k0", k), ("v0", v))
+            )
             if visible is None:
                 visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
             visible = F.pad(visible, (1, 0), value=True)

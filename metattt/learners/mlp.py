@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -59,7 +60,7 @@ class MLP(Learner):
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         widths = [d_in, *[max(1, round(self.expansion * d_in))] * (self.depth - 1), d_out]
         weights = {}
-        for i, shape in enumerate(zip(widths, widths[1:], strict=False), start=1):
+        for i, shape in enumerate(itertools.pairwise(widths), start=1):
             weights[f"w{i}"] = Weight(shape)
             if self.with_bias:
                 weights[f"b{i}"] = Weight(shape[1:], std=0.0)

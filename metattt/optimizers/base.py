@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
@@ -41,7 +42,7 @@ class Coefficients(NamedTuple):
     carry: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
 
 
-class InnerOptimizer(nn.Module):
+class InnerOptimizer(nn.Module, ABC):
     """A linear update rule with its knobs; subclasses define `build` and `gates`.
 
     Args:
@@ -88,9 +89,9 @@ class InnerOptimizer(nn.Module):
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         """Creates outer-loop parameters (θ_lr, τ, gates), if the rule has any."""
 
+    @abstractmethod
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         """`x` `[B, T, D]` to the rule's gates, and what the next call needs. `state` is empty at the start."""
-        raise NotImplementedError(f"{type(self).__name__} must define gates")
 
     def token_steps(self) -> Tensor | None:
         """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class Views(NamedTuple):
     q: Tensor
 
 
-class Task(nn.Module):
+class Task(nn.Module, ABC):
     """Self-supervised learning on one token: views θK, θV, θQ and a loss.
 
     Constructors take hyper-parameters only; `setup` creates the parameters once the layer knows its widths.
@@ -37,14 +38,14 @@ class Task(nn.Module):
         self.build(dim, num_heads, head_dim)
         return self
 
+    @abstractmethod
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         """Creates the parameters; the hook that subclasses define."""
-        raise NotImplementedError(f"{type(self).__name__} must define build")
 
+    @abstractmethod
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the start."""
-        raise NotImplementedError(f"{type(self).__name__} must define views")
 
+    @abstractmethod
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
         """ℓ per token: predictions `[B, H, T, d]` and labels `[B, H, T, ·]` to `[B, H, T]`. Tokens must not mix."""
-        raise NotImplementedError(f"{type(self).__name__} must define loss")

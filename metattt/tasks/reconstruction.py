@@ -76,19 +76,18 @@ class Reconstruction(Task):
         if self.rope != "none" and head_dim % 2:
             raise MetaTTTError(f"rope turns pairs of features, and the head width {head_dim} is odd: set task.rope=none or num_heads")
         self.num_heads, self.head_dim = num_heads, head_dim
-        for name in ("qk", "v") if self.shared_qk else ("q", "k", "v"):
-            projection = nn.Linear(dim, num_heads * head_dim, bias=self.bias)
-            nn.init.normal_(projection.weight, std=0.02)
-            if self.bias:
-                nn.init.zeros_(projection.bias)
-            self.add_module(name, projection)
+        width = num_heads * head_dim
+        self.q = projection(dim, width, self.bias)  # shared by q and k in `shared_qk`
+        self.v = projection(dim, width, self.bias)
         if self.shared_qk:
-            self.conv_q, self.conv_k = (CausalConv(num_heads * head_dim, self.conv_width) for _ in range(2))
+            self.conv_q, self.conv_k = CausalConv(width, self.conv_width), CausalConv(width, self.conv_width)
+        else:
+            self.k = projection(dim, width, self.bias)
 
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         state = dict(state)
         if self.shared_qk:
-            shared, tail = self.qk(x), state.get("conv")
+            shared, tail = self.q(x), state.get("conv")
             q, state["conv"] = self.conv_q(shared, tail, ctx)
             k, _ = self.conv_k(shared, tail, ctx)
         else:
@@ -129,6 +128,15 @@ class Reconstruction(Task):
             return 0.5 * error.square().sum(-1)
         size, delta = error.abs(), self.huber_delta
         return torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta)).sum(-1)
+
+
+def projection(dim: int, width: int, bias: bool) -> nn.Linear:
+    """A linear map with weights N(0, 0.02²) and zero bias, as in the published models."""
+    linear = nn.Linear(dim, width, bias=bias)
+    nn.init.normal_(linear.weight, std=0.02)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear
 
 
 def rotary_table(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Every law of the framework, checked on this learner."""
 
 from fourier_learner import Fourier
+
 from metattt.testing import LearnerConformance
 
 
