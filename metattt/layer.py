@@ -10,7 +10,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.inspect import choose_form
 from metattt.inner.loop import InnerLoop
 from metattt.inner.packing import pack
-from metattt.inner.stream import stream
+from metattt.inner.stream import Result, stream
 from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import State
@@ -110,16 +110,16 @@ class TTTLayer(nn.Module):
         views, task_state = self.task.views(packed.x, state.task, ctx)
         gates, rule_state = self.optimizer.gates(packed.x, state.optimizer, ctx)
         if isinstance(self.learner, NonParametric):
-            y, kept = self.learner.scan(views, state.learner, ctx)
-            weights, phase = {}, 0
+            y, data = self.learner.scan(views, state.learner, ctx)
+            read = Result(y, {}, 0, data)
         else:
-            y, weights, phase, kept = stream(self.inner, views, gates, state, packed.pos, ctx)
-        y = y.transpose(1, 2).flatten(2).to(packed.x.dtype)
+            read = stream(self.inner, views, gates, state, packed.pos, ctx)
+        y = read.y.transpose(1, 2).flatten(2).to(packed.x.dtype)
         if self.norm is not None:
             y = self.norm(y)
         if self.gate is not None:
             y = y * F.gelu(self.gate(packed.x), approximate="tanh")
-        return packed.restore(self.out(y)), State(packed.pos, phase, weights, task_state, rule_state, kept)
+        return packed.restore(self.out(y)), State(packed.pos, read.phase, read.weights, task_state, rule_state, read.learner)
 
     def _check(self, x: Tensor, state: State | None, mask: Tensor | None, reset: Tensor | None) -> State:
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:

@@ -72,7 +72,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int, l
         losses = task.loss(learner.predict(FastWeights(fast, slow, k.dtype), k), v)
         if losses.shape != k.shape[:-1]:
             raise MetaTTTError(
-                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: one loss per token is needed"
+                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: expected one a token"
             )
         for s in range(k.shape[2]):
             (grad,) = torch.autograd.grad(losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True)

@@ -22,7 +22,7 @@ class Result(NamedTuple):
     y: Tensor
     weights: Carry
     phase: int | None
-    tail: Tensors
+    learner: Tensors
 
 
 def stream(loop: InnerLoop, views: Views, gates: Gates, state: State, after: Tensor, ctx: Context) -> Result:
