@@ -89,9 +89,7 @@ class Forms:
     def chunk(self, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
         """Predictions `[B, H, n, d]` for the rows `read` (None: no rows are read), and the carry after the tokens."""
         rule = self.optimizer
-        anchor = (
-            carry["anchor"] if rule.anchor == "batch" else carry["commit"] if rule.anchor == "minibatch" else rule.current(carry, phase)
-        )
+        anchor = self._anchor(tokens, carry, phase)
         if self.form == "primal":
             return self._primal(tokens, anchor, carry, phase, read)
         how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
@@ -111,6 +109,15 @@ class Forms:
             for base, (factors, weight) in how.carry.items()
         }
         return y, carry | moved
+
+    def _anchor(self, tokens: Tokens, carry: Carry, phase: int | Tensor) -> Tensors:
+        """The weights at which the chunk's gradients are taken."""
+        if self.optimizer.anchor != "online":
+            return carry["anchor" if self.optimizer.anchor == "batch" else "commit"]
+        weights = self.optimizer.current(carry, phase)
+        if self.optimizer.gradient_at == "decayed" and tokens.alpha is not None and not self.solves:
+            return {name: spread(tokens.alpha[:, :, 0], x) * x for name, x in weights.items()}
+        return weights
 
     def losses(self, weights: FastWeights, k: Tensor, v: Tensor) -> Tensor:
         """ℓ per token, `[B, H, T]`."""
@@ -145,21 +152,24 @@ class Forms:
     def _solve(self, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerTokenGradients:
         """Online gradients of a linear learner, all tokens at once: with errors `E_s = k_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`,
 
-        `(I + T) E = R`, `T_sr = mix_{s−1,r} (k_s·k_r)`, `R_s = k_s (Σ_B rows_B(s−1) B) − v_s`: the UT
+        `(I + T) E = R`, `T_sr = m_s mix_{s−1,r} (k_s·k_r)`, `R_s = m_s k_s (Σ_B rows_B(s−1) B) − v_s`, m = α for gradients at `α_s W_{s−1}`, else 1: the UT
         transform of DeltaNet (arXiv 2406.06484).
         """
         assert self.learner.linear_map is not None
         weight, bias = self.learner.linear_map
         how = self.optimizer.coefficients(tokens.gates, phase, carry, "exclusive")
         k = tokens.k
-        right = -tokens.v
+        right = torch.zeros_like(tokens.v)
         for base, row in how.rows.items():
             z = FastWeights(carry[base], {}, self.operand).linear(k, weight, bias)
             right = right + (z if row is None else row.unsqueeze(-1) * z)
         gram = matmul(k, k.mT, self.operand) + (0 if bias is None else 1)
         assert how.mix is not None
-        system = torch.eye(k.shape[2], dtype=k.dtype, device=k.device) + how.mix * gram
-        errors = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        system = how.mix * gram
+        if self.optimizer.gradient_at == "decayed" and tokens.alpha is not None:
+            system, right = system * tokens.alpha.unsqueeze(-1), right * tokens.alpha.unsqueeze(-1)
+        system = system + torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
+        errors = torch.linalg.solve_triangular(system, right - tokens.v, upper=False, unitriangular=True)
         return PerTokenGradients([Site(weight, bias, k, False, False)], [errors], self.operand)
 
     def _shapes(self, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
@@ -215,9 +225,12 @@ class Forms:
                 gates = [None if gate is None else gate[:, :, t] for gate in (tokens.alpha, tokens.beta, tokens.kappa)]
                 alpha, beta, kappa = gates
                 if beta is not None:
-                    step = _add(_scaled(carry.get("momentum"), beta), step)
-                    carry = carry | {"momentum": step}
+                    memory = _add(_scaled(carry.get("momentum"), beta), step)
+                    step = _add(_scaled(memory, beta), step) if rule.nesterov else memory
+                    carry = carry | {"momentum": memory}
                 moved = _add(_scaled(before, alpha), _scaled(step, kappa))
+                if rule.pull and alpha is not None:
+                    moved = _add(_scaled(carry["origin"], 1 - alpha), moved)
                 carry = carry | {"weights": moved}
             seen.append(before if read == "exclusive" else rule.current(carry, phase + t + 1))
         if read is None:

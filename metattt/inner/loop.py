@@ -57,8 +57,11 @@ class InnerLoop(nn.Module):
     def start(self, batch: int, dtype: torch.dtype) -> Carry:
         """W0 in every role that a fresh sequence carries."""
         weights = {name: value.to(dtype).expand(batch, *value.shape) for name, value in self.learner.init.items()}
-        roles = [role for role in self.optimizer.bases if role in ("commit", "anchor")] or ["weights"]
-        return {role: dict(weights) for role in roles}
+        bases = self.optimizer.bases
+        roles = {role for role in bases if role in ("commit", "anchor", "origin")}
+        if not roles & {"commit", "anchor"}:
+            roles.add("weights")
+        return {role: dict(weights) for role in bases if role in roles}
 
     # -- through time ----------------------------------------------------------------------------------------------------------
 
@@ -82,7 +85,8 @@ class InnerLoop(nn.Module):
             _, carry = self._scan(tokens, carry, frame.blocks, False, operand)
             if step + 1 < self.optimizer.steps:  # the next pass takes its gradients where this one ended
                 now = self.optimizer.current(carry, filled)
-                carry = {role: now for role in carry if role not in ("update", "momentum", "weights")} or {"weights": now}
+                kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
+                carry = kept | {role: now for role in carry if role in ("commit", "anchor")} or {"weights": now}
         forms = self._forms(tokens.eta.dtype, operand)
         with torch.autocast(tokens.q.device.type, enabled=False):
             return forms.read(self.optimizer.current(carry, filled), tokens.q.to(tokens.eta.dtype)), carry
@@ -177,7 +181,7 @@ class InnerLoop(nn.Module):
         if "commit" not in carry or block.commit is False:
             return carry
         now = self.optimizer.current(carry, block.filled)
-        kept = {role: weights for role, weights in carry.items() if role in ("anchor", "momentum")}
+        kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", "momentum")}
         if block.commit is True:
             return {"commit": now, **kept}
         done = block.commit

@@ -3,5 +3,6 @@
 from metattt.optimizers.append import Append
 from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
 from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.optimizers.momentum import Momentum
 
-__all__ = ["Append", "Coefficients", "Gates", "GradientDescent", "InnerOptimizer"]
+__all__ = ["Append", "Coefficients", "Gates", "GradientDescent", "InnerOptimizer", "Momentum"]

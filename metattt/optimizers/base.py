@@ -98,6 +98,9 @@ class InnerOptimizer(nn.Module, ABC):
         return None
 
     has_momentum = False  #: the rule carries S between tokens
+    nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
+    pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
+    gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
 
     # -- what the layer asks ---------------------------------------------------------------------------------------------------
 
@@ -118,6 +121,7 @@ class InnerOptimizer(nn.Module, ABC):
         has_phase = self.token_steps() is not None
         names = ["commit"] if has_phase or self.anchor == "minibatch" or self.read == "previous" else []
         names += ["anchor"] if self.anchor == "batch" else []
+        names += ["origin"] if self.pull else []
         names += ["update"] if has_phase else ["weights"]
         return (*names, "momentum") if self.has_momentum else tuple(names)
 
@@ -196,13 +200,19 @@ class InnerOptimizer(nn.Module, ABC):
         decay = transition(alpha)  # A
         written = decay * kappa.unsqueeze(-2)  # A diag(κ)
         rows: dict[str, Tensor | None] = {base: decay[..., 0] * alpha[..., :1]}  # c0
+        if self.pull:
+            rows["origin"] = (decay @ (1 - alpha).unsqueeze(-1)).squeeze(-1)
         carry: dict[str, tuple[dict[str, Tensor | None], Tensor]] = {}
         if gates.beta is None:
             mix = written * eta.unsqueeze(-2)
         else:
             memory = transition(gates.beta)  # P
-            mix = (written @ memory) * eta.unsqueeze(-2)
             kept = memory[..., 0] * gates.beta[..., :1]  # p
+            if self.nesterov:
+                written = written * gates.beta.unsqueeze(-2)  # what is written is diag(β) S − diag(η) G
+                mix = (written @ memory + decay * kappa.unsqueeze(-2)) * eta.unsqueeze(-2)
+            else:
+                mix = (written @ memory) * eta.unsqueeze(-2)
             if momentum:
                 rows["momentum"] = (written @ kept.unsqueeze(-1)).squeeze(-1)  # cS
             carry["momentum"] = ({"momentum": kept[..., -1]} if momentum else {}, memory[..., -1, :] * eta)

@@ -1,0 +1,124 @@
+"""Gradient descent with momentum, Nesterov's look-ahead, decay towards zero or towards W0: every linear rule with gates per token."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.optimizers.base import Anchor, Gates, Read
+from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.registry import register
+from metattt.state import Context, Tensors
+
+
+@register(group="optimizer", name="momentum")
+class Momentum(GradientDescent):
+    """`S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + S_t`, with gates that are constant or learned from the token.
+
+    Args:
+        mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
+        momentum: where β comes from: `none` (β = 0), `constant`, or σ(θ_β x + c) `per_head` or `shared` by the heads.
+        momentum_init: β, or its initial value.
+        nesterov: write `β_t S_t − η_t G_t`, the step after the next one, instead of `S_t`.
+        decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `retnet` fixes 1 − 2^(−5−h) for head h
+            (arXiv 2307.08621, Sec. 2.3); `mamba2` ties both gates, η = Δ_t and α = exp(−Δ_t a_h) with Δ_t = softplus(θ x + c)
+            (arXiv 2405.21060).
+        decay_init: α, or its initial value.
+        pull: decay towards W0 instead of zero.
+        gradient_at: with anchor `online`: take the gradient at `W_{t−1}` (`previous`) or at `α_t W_{t−1}` (`decayed`, Gated DeltaNet).
+
+    Raises:
+        MetaTTTError: a value that is not allowed, or Nesterov without momentum, or a pull without decay.
+    """
+
+    def __init__(
+        self,
+        mini_batch_size: int = 16,
+        anchor: Anchor = "minibatch",
+        read: Read = "inclusive",
+        steps: int = 1,
+        base_lr: float = 1.0,
+        lr: Literal["per_head", "shared", "constant"] = "per_head",
+        lr_scale: Literal["head_dim", "none"] = "head_dim",
+        momentum: Literal["none", "constant", "shared", "per_head"] = "per_head",
+        momentum_init: float = 0.9,
+        nesterov: bool = False,
+        decay: Literal["none", "constant", "shared", "per_head", "retnet", "mamba2"] = "none",
+        decay_init: float = 0.99,
+        pull: bool = False,
+        gradient_at: Literal["previous", "decayed"] = "previous",
+        compute_chunk: int | None = None,
+    ):
+        if decay == "mamba2":
+            lr = "constant"  # Δ is the step size
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", compute_chunk)
+        check_choice("optimizer.momentum", momentum, ("none", "constant", "shared", "per_head"))
+        check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "retnet", "mamba2"))
+        check_choice("optimizer.gradient_at", gradient_at, ("previous", "decayed"))
+        for key, source, value in (("momentum_init", momentum, momentum_init), ("decay_init", decay, decay_init)):
+            edge = source == "constant"  # a constant gate may be 0 or 1 exactly, a sigmoid cannot
+            if not (0 <= value <= 1 if edge else 0 < value < 1):
+                raise MetaTTTError(f"optimizer.{key}={value} is not allowed: a gate lies between 0 and 1")
+        if nesterov and momentum == "none":
+            raise MetaTTTError("optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=none has none")
+        if pull and decay == "none":
+            raise MetaTTTError("optimizer.pull=true says where weights decay to, and optimizer.decay=none does not decay them")
+        self.momentum, self.momentum_init, self.nesterov = momentum, momentum_init, nesterov
+        self.decay, self.decay_init, self.pull, self.gradient_at = decay, decay_init, pull, gradient_at
+        self.has_momentum = momentum != "none"
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.momentum_gate = Gate(self.momentum, self.momentum_init, dim, num_heads)
+        self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        eta, alpha = gates.eta, self.decay_gate(x)
+        if self.decay == "mamba2":
+            step = F.softplus(self.decay_gate.logit(x))  # Δ
+            rate = self.decay_gate.log_rate.to(step.dtype).exp().view(-1, 1)
+            eta, alpha = step, torch.exp(-step * rate)
+        return Gates(eta, alpha, self.momentum_gate(x)), state
+
+
+class Gate(nn.Module):
+    """A number between 0 and 1 per token and head; None if there is no such gate."""
+
+    rates: Tensor  # retnet: [H]
+
+    def __init__(self, source: str, initial: float, dim: int, num_heads: int):
+        super().__init__()
+        self.source, self.initial, self.num_heads = source, initial, num_heads
+        if source in ("shared", "per_head", "mamba2"):
+            heads = 1 if source == "shared" else num_heads
+            start = math.log(math.expm1(0.01)) if source == "mamba2" else math.log(initial / (1 - initial))
+            self.weight = nn.Parameter(torch.randn(heads, dim) * 0.02)
+            self.bias = nn.Parameter(torch.full((heads,), start))
+        if source == "mamba2":
+            self.log_rate = nn.Parameter(torch.linspace(1, 16, num_heads).log())
+        if source == "retnet":
+            self.register_buffer("rates", 1 - 2.0 ** (-5 - torch.arange(num_heads)), persistent=False)
+
+    def logit(self, x: Tensor) -> Tensor:
+        """`θ x + c` in fp32 or wider: `[B, T, D]` to `[B, H or 1, T]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return (x.to(wide) @ self.weight.to(wide).mT + self.bias.to(wide)).mT
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        """The gate of each token, `[B, H, T]`."""
+        shape = (x.shape[0], self.num_heads, x.shape[1])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.source == "constant":
+            return x.new_full((1, 1, 1), self.initial, dtype=wide).expand(shape)
+        if self.source == "retnet":
+            return self.rates.to(wide).view(1, -1, 1).expand(shape)
+        if self.source in ("shared", "per_head"):
+            return torch.sigmoid(self.logit(x)).expand(shape)
+        return None
