@@ -152,7 +152,8 @@ class Forms:
     def _solve(self, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerTokenGradients:
         """Online gradients of a linear learner, all tokens at once: with errors `E_s = k_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`,
 
-        `(I + T) E = R`, `T_sr = m_s mix_{s−1,r} (k_s·k_r)`, `R_s = m_s k_s (Σ_B rows_B(s−1) B) − v_s`, m = α for gradients at `α_s W_{s−1}`, else 1: the UT
+        `(I + T) E = R`, `T_sr = m_s mix_{s−1,r} (k_s·k_r)`, `R_s = m_s k_s (Σ_B rows_B(s−1) B) − v_s`,
+        with m = α for gradients at `α_s W_{s−1}` and 1 otherwise: the UT
         transform of DeltaNet (arXiv 2406.06484).
         """
         assert self.learner.linear_map is not None
