@@ -89,6 +89,7 @@ class Forms:
     def chunk(self, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
         """Predictions `[B, H, n, d]` for the rows `read` (None: no rows are read), and the carry after the tokens."""
         rule = self.optimizer
+        carry = rule.observe(carry, tokens.gates)
         anchor = self._anchor(tokens, carry, phase)
         if self.form == "primal":
             return self._primal(tokens, anchor, carry, phase, read)
@@ -218,8 +219,8 @@ class Forms:
         gradients = {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}  # [B, n, H, *shape]
         seen = []
         for t in range(count):
-            before = rule.current(carry, phase + t)
             step = {name: -spread(tokens.eta[:, :, t], g[:, t]) * g[:, t] for name, g in gradients.items()}
+            before = rule.current(carry, phase + t) if read == "exclusive" or "update" not in rule.bases else {}
             if "update" in rule.bases:
                 carry = carry | {"update": _add(carry.get("update"), step)}
             else:
@@ -233,7 +234,8 @@ class Forms:
                 if rule.pull and alpha is not None:
                     moved = _add(_scaled(carry["origin"], 1 - alpha), moved)
                 carry = carry | {"weights": moved}
-            seen.append(before if read == "exclusive" else rule.current(carry, phase + t + 1))
+            if read is not None:
+                seen.append(before if read == "exclusive" else rule.current(carry, phase + t + 1))
         if read is None:
             return None, carry
         rows = {name: torch.stack([w[name] for w in seen], dim=1).flatten(0, 1) for name in names}

@@ -26,7 +26,7 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     """
     check_choice("layer.form", form, ("auto", *FORMS))
     name = type(learner).__name__
-    summed = optimizer.read in ("previous", "block", "final") or optimizer.steps > 1
+    summed = optimizer.read in ("previous", "committed", "block", "final") or optimizer.steps > 1
     reason = None if learner.mixes_tokens else unsupported(task, learner, num_heads, d_in, label)
     if learner.mixes_tokens:
         if not summed:

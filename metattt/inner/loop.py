@@ -18,6 +18,8 @@ from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Task
 
+STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
+
 
 def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
     """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0. `live` `[B, columns]`."""
@@ -157,7 +159,9 @@ class InnerLoop(nn.Module):
         ys: list[Tensor] = []
         if read and rule.read == "previous":
             ys = [forms.read(carry["commit"], tokens.q)]
-        if self.replays and block.commit is False and rule.read != "block":
+        elif read and rule.read == "committed" and block.length > 1:
+            ys = [forms.read(carry["commit"], tokens.q[:, :, :-1])]
+        if self.replays and block.commit is False and rule.read == "previous":
             return (ys[0] if ys else None), entering
         rows = rule.read if read and rule.read in ("inclusive", "exclusive") and rule.steps == 1 else None
         size = block.length if self.learner.mixes_tokens else 1 if rule.anchor == "online" and not forms.solves else rule.chunk
@@ -169,50 +173,42 @@ class InnerLoop(nn.Module):
                 y, carry = forms.chunk(piece, carry, phase, rows)
                 phase = phase + piece.k.shape[2]
                 ys += [] if y is None else [y]
-            if step == steps and read and not ys:  # the weights at the end of the block answer all its queries
+            if step == steps and read and rows is None and rule.read in ("block", "inclusive"):
                 ys = [forms.read(rule.current(carry, block.filled), tokens.q)]
             carry = self._commit(carry, block if step == steps else block._replace(commit=True))
         if self.replays:
             carry = self._only_complete(entering, carry, block.commit)
+        if read and rule.read == "committed":
+            ys.append(forms.read(carry["commit"], tokens.q[:, :, -1:]))
         return (torch.cat(ys, dim=2) if len(ys) > 1 else ys[0] if ys else None), carry
 
     def _commit(self, carry: Carry, block: Block) -> Carry:
         """`W_a ← W_t` where the mini-batch is complete."""
         if "commit" not in carry or block.commit is False:
             return carry
-        now = self.optimizer.current(carry, block.filled)
-        kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", "momentum")}
+        after = self.optimizer.commit(carry, block.filled)
         if block.commit is True:
-            return {"commit": now, **kept}
-        done = block.commit
-        carry = carry | {"commit": _where(done, now, carry["commit"])}
-        if "update" in carry:
-            carry["update"] = {name: torch.where(spread(done, x), 0, x) for name, x in carry["update"].items()}
-        return carry
+            return after
+        return {
+            role: carry[role] if role == "weights" else _where(block.commit, after.get(role), carry.get(role))
+            for role in {**carry, **after}
+        }
 
     def _restart(self, carry: Carry, restart: Tensor, like: Tensor) -> Carry:
         """The state that sequences start with, where `restart` says so."""
-        fresh = self.start(like.shape[0], like.dtype)
-        origin = next(iter(fresh.values()))
-        return {
-            role: {name: torch.where(spread(restart, x), 0, x) for name, x in weights.items()}
-            if role in ("update", "momentum")
-            else _where(restart, origin, weights)
-            for role, weights in carry.items()
-        }
+        origin = next(iter(self.start(like.shape[0], like.dtype).values()))
+        return {role: _where(restart, origin if role in STARTS_AT_W0 else None, weights) for role, weights in carry.items()}
 
     def _only_complete(self, before: Carry, after: Carry, complete: bool | Tensor) -> Carry:
         """What a replayed mini-batch leaves behind: nothing, until it is complete."""
         if isinstance(complete, bool):
             return after if complete else before
-        return {
-            role: _where(complete, after[role], before[role])
-            if role in before
-            else {name: torch.where(spread(complete, x), x, 0) for name, x in after[role].items()}
-            for role in after
-            if role in before or role == "momentum"
-        }
+        return {role: _where(complete, weights, before.get(role)) for role, weights in after.items() if role not in ("update", "weights")}
 
 
-def _where(condition: Tensor, a: Tensors, b: Tensors) -> Tensors:
-    return {name: torch.where(spread(condition, b[name]), a[name], b[name]) for name in b}
+def _where(condition: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
+    """`a` where `condition` `[B]`, else `b`; None stands for zeros."""
+    return {
+        name: torch.where(spread(condition, x), 0 if a is None else a[name], 0 if b is None else b[name])
+        for name, x in (a or b or {}).items()
+    }

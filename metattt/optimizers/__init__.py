@@ -2,7 +2,8 @@
 
 from metattt.optimizers.append import Append
 from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
+from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.optimizers.momentum import Momentum
 
-__all__ = ["Append", "Coefficients", "Gates", "GradientDescent", "InnerOptimizer", "Momentum"]
+__all__ = ["Adam", "Append", "BlockMomentum", "BlockRule", "Coefficients", "Gates", "GradientDescent", "InnerOptimizer", "Momentum", "Sign"]

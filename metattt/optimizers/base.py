@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from metattt.errors import MetaTTTError, check_choice
 from metattt.state import Context, Tensors
 
 Anchor = Literal["minibatch", "online", "batch"]
-Read = Literal["inclusive", "exclusive", "previous", "block", "final"]
+Read = Literal["inclusive", "exclusive", "previous", "committed", "block", "final"]
 
 
 class Gates(NamedTuple):
@@ -49,8 +49,9 @@ class InnerOptimizer(nn.Module, ABC):
         mini_batch_size: b, tokens per commit of the weights.
         anchor: where gradients are taken: at the last commit (`minibatch`), at the newest weights (`online`), or always at the
             weights the sequence started with (`batch`).
-        read: the weights that query t sees: `inclusive` W_t, `exclusive` W_{t−1}, `previous` the last commit, `block` those at the end
-            of its mini-batch, `final` those at the end of the call. The last two are not causal.
+        read: the weights that query t sees: `inclusive` W_t, `exclusive` W_{t−1}, `previous` the last commit before its mini-batch,
+            `committed` the last commit, also one that token t completes, `block` those at the end of its mini-batch, `final` those
+            at the end of the call. The last two are not causal.
         steps: inner steps per mini-batch (for `final`, passes over the tokens).
         compute_chunk: c, tokens per compute step; changes memory and speed, never a result. None chooses.
 
@@ -69,15 +70,15 @@ class InnerOptimizer(nn.Module, ABC):
         compute_chunk: int | None = None,
     ):
         super().__init__()
-        check_choice("optimizer.anchor", anchor, ("minibatch", "online", "batch"))
-        check_choice("optimizer.read", read, ("inclusive", "exclusive", "previous", "block", "final"))
+        check_choice("optimizer.anchor", anchor, get_args(Anchor))
+        check_choice("optimizer.read", read, get_args(Read))
         for key, value in (("mini_batch_size", mini_batch_size), ("steps", steps), ("compute_chunk", compute_chunk)):
             if value is not None and value < 1:
                 raise MetaTTTError(f"optimizer.{key}={value} is not allowed: it must be at least 1")
-        if steps > 1 and not (read in ("previous", "block", "final") or (mini_batch_size == 1 and read == "inclusive")):
+        if steps > 1 and not (read in ("previous", "committed", "block", "final") or (mini_batch_size == 1 and read == "inclusive")):
             raise MetaTTTError(
                 f"optimizer.steps={steps} with optimizer.read={read} would show queries the future: "
-                "set optimizer.read to previous, block or final, or optimizer.mini_batch_size=1"
+                "set optimizer.read to previous, committed, block or final, or optimizer.mini_batch_size=1"
             )
         if steps > 1 and anchor != "minibatch" and read != "final":
             raise MetaTTTError(f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}")
@@ -119,7 +120,7 @@ class InnerOptimizer(nn.Module, ABC):
     def bases(self) -> tuple[str, ...]:
         """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and `momentum`."""
         has_phase = self.token_steps() is not None
-        names = ["commit"] if has_phase or self.anchor == "minibatch" or self.read == "previous" else []
+        names = ["commit"] if has_phase or self.anchor == "minibatch" or self.read in ("previous", "committed") else []
         names += ["anchor"] if self.anchor == "batch" else []
         names += ["origin"] if self.pull else []
         names += ["update"] if has_phase else ["weights"]
@@ -157,6 +158,15 @@ class InnerOptimizer(nn.Module, ABC):
         if isinstance(first, int):
             return shifted[:, first : first + count].unsqueeze(0)
         return shifted[:, first].mT.unsqueeze(-1)  # one place per sequence: count is 1
+
+    def commit(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+        """The carry after a mini-batch is complete: `W_a ← W_t`, and a new one begins."""
+        kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", "momentum")}
+        return {"commit": self.current(carry, filled), **kept}
+
+    def observe(self, carry: dict[str, Tensors], gates: Gates) -> dict[str, Tensors]:
+        """The carry with whatever the rule collects from the gates of `n` tokens for its next commit."""
+        return carry
 
     def coefficients(
         self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: Literal["inclusive", "exclusive"] | None

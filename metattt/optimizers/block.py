@@ -1,0 +1,236 @@
+"""Rules that act once per mini-batch, on the sum of its gradients: block momentum and decay, Muon, sign, Adam, row norms."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
+from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.optimizers.momentum import Gate
+from metattt.registry import register
+from metattt.state import Context, Tensors
+
+Carry = dict[str, Tensors]
+
+
+class BlockRule(GradientDescent):
+    """`W_{j+1} = rule(W_j, −Σ_s η_s G_s)` at the end of mini-batch j; until then W stays, so any rule, linear or not, is exact.
+
+    Subclasses define `move`. Gates `alpha` and `beta` are pooled: `move` gets their mean over the tokens of the mini-batch.
+    """
+
+    roles: tuple[str, ...] = ()  #: what `move` carries from mini-batch to mini-batch, zero at the start
+
+    def __init__(
+        self,
+        mini_batch_size: int = 16,
+        anchor: Anchor = "minibatch",
+        read: Read = "previous",
+        steps: int = 1,
+        base_lr: float = 1.0,
+        lr: Literal["per_head", "shared", "constant"] = "per_head",
+        lr_scale: Literal["head_dim", "none"] = "head_dim",
+        compute_chunk: int | None = None,
+    ):
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", compute_chunk)
+        if read in ("inclusive", "exclusive"):
+            raise MetaTTTError(
+                f"optimizer.read={read} needs weights per token, and {type(self).__name__} moves them once per mini-batch: "
+                "set optimizer.read=previous, committed, block or final"
+            )
+        if anchor == "online":
+            raise MetaTTTError(f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use minibatch")
+
+    @abstractmethod
+    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+        """New `commit` (and `roles`) from the carry, whose `update` holds `−Σ_s η_s G_s`; pooled gates are `[B, H]`."""
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        anchor = ("anchor",) if self.anchor == "batch" else ()
+        origin = ("origin",) if self.pull else ()
+        return ("commit", *anchor, *origin, "update", *self.roles, "pool")
+
+    def current(self, carry: Carry, filled: int | Tensor) -> Tensors:
+        if "update" not in carry:
+            return carry["commit"]
+        now = self.commit(carry, filled)["commit"]
+        if isinstance(filled, int):
+            return now
+        return {name: torch.where((filled > 0).view(-1, *(1,) * (x.ndim - 1)), now[name], x) for name, x in carry["commit"].items()}
+
+    def commit(self, carry: Carry, filled: int | Tensor) -> Carry:
+        pool = carry.get("pool", {})
+        alpha, beta = (pool[name] / pool["count"].clamp(min=1) if name in pool else None for name in ("alpha", "beta"))
+        kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", *self.roles)}
+        return kept | self.move(carry, alpha, beta)
+
+    def observe(self, carry: Carry, gates: Gates) -> Carry:
+        if gates.alpha is None and gates.beta is None:
+            return carry
+        assert gates.kappa is not None  # 0 at padding, which must not count
+        new = {name: (gate * gates.kappa).sum(-1) for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
+        new["count"] = gates.kappa.sum(-1)
+        pool = carry.get("pool")
+        return carry | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
+
+    def coefficients(self, gates: Gates, phase: int | Tensor, carried: object, read: object) -> Coefficients:
+        started = "update" in carried  # type: ignore[operator]
+        return Coefficients({"commit": None}, None, {"update": ({"update": None} if started else {}, gates.eta)})
+
+
+@register(group="optimizer", name="block_momentum")
+class BlockMomentum(BlockRule):
+    """`S_j = β_j S_{j−1} − Σ η G`, `W_j = α_j W_{j−1} + S_j` (Titans, arXiv 2501.00663, Eq. 13–14), optionally orthogonalised (Muon).
+
+    Args:
+        mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
+        momentum, momentum_init: β, as in `Momentum`, pooled over the mini-batch.
+        decay, decay_init: α likewise.
+        pool: what is averaged over a mini-batch: the gates' `logits` (Titans) or the `gates` themselves (LaCT).
+        orthogonalize: replace the step of each matrix by its polar factor, by Newton–Schulz iterations (Muon).
+        row_norm: rescale every row of a matrix to the norm it has in W0 (LaCT, arXiv 2505.23884).
+    """
+
+    def __init__(
+        self,
+        mini_batch_size: int = 64,
+        anchor: Anchor = "minibatch",
+        read: Read = "previous",
+        steps: int = 1,
+        base_lr: float = 1.0,
+        lr: Literal["per_head", "shared", "constant"] = "per_head",
+        lr_scale: Literal["head_dim", "none"] = "head_dim",
+        momentum: Literal["none", "constant", "shared", "per_head"] = "per_head",
+        momentum_init: float = 0.9,
+        decay: Literal["none", "constant", "shared", "per_head"] = "none",
+        decay_init: float = 0.99,
+        pool: Literal["logits", "gates"] = "logits",
+        orthogonalize: bool = False,
+        row_norm: bool = False,
+        compute_chunk: int | None = None,
+    ):
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
+        sources = ("none", "constant", "shared", "per_head")
+        check_choice("optimizer.momentum", momentum, sources)
+        check_choice("optimizer.decay", decay, sources)
+        check_choice("optimizer.pool", pool, ("logits", "gates"))
+        self.momentum, self.momentum_init, self.decay, self.decay_init = momentum, momentum_init, decay, decay_init
+        self.pool, self.orthogonalize, self.row_norm = pool, orthogonalize, row_norm
+        self.roles = ("momentum",) if momentum != "none" else ()
+        self.pull = row_norm  # W0 is carried, for its norms
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.momentum_gate = Gate(self.momentum, self.momentum_init, dim, num_heads)
+        self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        alpha, beta = (self._pooled(gate, x) for gate in (self.decay_gate, self.momentum_gate))
+        return Gates(gates.eta, alpha, beta, torch.ones_like(gates.eta)), state
+
+    def _pooled(self, gate: Gate, x: Tensor) -> Tensor | None:
+        if self.pool == "logits" and gate.source in ("shared", "per_head"):
+            return gate.logit(x).expand(-1, gate.num_heads, -1)
+        return gate(x)
+
+    def _gate(self, gate: Gate, mean: Tensor | None) -> Tensor | None:
+        return torch.sigmoid(mean) if mean is not None and self.pool == "logits" and gate.source in ("shared", "per_head") else mean
+
+    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+        alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
+        memory = dict(carry["update"])
+        if beta is not None and "momentum" in carry:
+            memory = {name: _spread(beta, x) * carry["momentum"][name] + x for name, x in memory.items()}
+        after = {}
+        for name, weight in carry["commit"].items():
+            step = newton_schulz(memory[name]) if self.orthogonalize and weight.ndim == 4 else memory[name]
+            moved = (weight if alpha is None else _spread(alpha, weight) * weight) + step
+            if self.row_norm and weight.ndim == 4:
+                moved = moved * (_row_norms(carry["origin"][name]) / _row_norms(moved))
+            after[name] = moved
+        return {"commit": after} | ({"momentum": memory} if self.roles else {})
+
+
+@register(group="optimizer", name="sign")
+class Sign(BlockRule):
+    """`W_j = W_{j−1} + η_base · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is taken of."""
+
+    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+        return {"commit": {name: x + self.scale * carry["update"][name].sign() for name, x in carry["commit"].items()}}
+
+
+@register(group="optimizer", name="adam")
+class Adam(BlockRule):
+    """Adam (arXiv 1412.6980, Alg. 1) on the mini-batches' gradients, weighted by the tokens' η; its step size is `base_lr`.
+
+    Args:
+        mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
+        beta1, beta2: decay of the moments, per mini-batch.
+        eps: added to the root of the second moment.
+    """
+
+    roles = ("momentum", "second", "age")
+
+    def __init__(
+        self,
+        mini_batch_size: int = 16,
+        anchor: Anchor = "minibatch",
+        read: Read = "previous",
+        steps: int = 1,
+        base_lr: float = 0.01,
+        lr: Literal["per_head", "shared", "constant"] = "constant",
+        lr_scale: Literal["head_dim", "none"] = "none",
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        eps: float = 1e-8,
+        compute_chunk: int | None = None,
+    ):
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
+        for key, value in (("beta1", beta1), ("beta2", beta2)):
+            if not 0 <= value < 1:
+                raise MetaTTTError(f"optimizer.{key}={value} is not allowed: it lies in [0, 1)")
+        if eps <= 0:
+            raise MetaTTTError(f"optimizer.eps={eps} is not allowed: it must be positive")
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+
+    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+        first: Tensors = {}
+        second: Tensors = {}
+        age: Tensors = {}
+        after: Tensors = {}
+        for name, x in carry["update"].items():
+            old = {role: carry[role][name] if role in carry else torch.zeros_like(x) for role in self.roles}
+            first[name] = self.beta1 * old["momentum"] + (1 - self.beta1) * x
+            second[name] = self.beta2 * old["second"] + (1 - self.beta2) * x.square()
+            age[name] = old["age"] + 1
+            mean = first[name] / (1 - self.beta1 ** age[name])
+            # The root has no derivative at 0, where Adam stands still: the floor keeps the outer gradient finite.
+            root = (second[name] / (1 - self.beta2 ** age[name])).clamp(min=self.eps**2).sqrt()
+            after[name] = carry["commit"][name] + self.scale * mean / (root + self.eps)
+        return {"commit": after, "momentum": first, "second": second, "age": age}
+
+
+def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """Approximate polar factor of `[..., m, n]`: singular values go towards 1 (Muon; quintic with coefficients 3.4445, −4.7750, 2.0315)."""
+    transpose = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if transpose else matrix
+    x = x / (x.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if transpose else x
+
+
+def _row_norms(matrix: Tensor) -> Tensor:
+    return (matrix.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+
+
+def _spread(gate: Tensor, like: Tensor) -> Tensor:
+    return gate.view(*gate.shape, *(1,) * (like.ndim - 2))
