@@ -6,6 +6,7 @@ with 130.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: as on the command line, without the program's name; `sys.argv[1:]` if None.
     """
+    # Threads that spin while they wait slow every other process on the machine; libgomp reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
         print(_overview())

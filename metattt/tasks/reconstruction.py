@@ -33,7 +33,7 @@ class Reconstruction(Task):
         corruption: replace the training view by a noisy one: `noise` adds `corruption_rate` times a standard normal, `mask` zeroes
             that share of its entries. The labels and the test view stay clean.
         seed: seed of the corruption. None draws a new one for every sequence; it is part of the state.
-        loss: `squared` ½‖f(k) − v‖², `dot` −⟨v, f(k)⟩, or `huber`, each summed over the width.
+        loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, or `huber`, the last two summed over the width.
         huber_delta: where the Huber loss turns linear.
 
     Raises:
@@ -52,7 +52,7 @@ class Reconstruction(Task):
         corruption: Literal["none", "noise", "mask"] = "none",
         corruption_rate: float = 0.1,
         seed: int | None = None,
-        loss: Literal["squared", "dot", "huber"] = "squared",
+        loss: Literal["squared", "mean_squared", "dot", "huber"] = "squared",
         huber_delta: float = 1.0,
     ):
         super().__init__()
@@ -60,7 +60,7 @@ class Reconstruction(Task):
         check_choice("task.rope", rope, ("none", "mini_batch", "full"))
         check_choice("task.feature_map", feature_map, FEATURE_MAPS)
         check_choice("task.corruption", corruption, ("none", "noise", "mask"))
-        check_choice("task.loss", loss, ("squared", "dot", "huber"))
+        check_choice("task.loss", loss, ("squared", "mean_squared", "dot", "huber"))
         if conv_width < 1:
             raise MetaTTTError(f"conv_width={conv_width} is not allowed: a convolution has at least one tap (task.conv_width=4)")
         if not 0 <= corruption_rate <= 1 and corruption == "mask":
@@ -126,6 +126,8 @@ class Reconstruction(Task):
         error = prediction - v
         if self.loss_name == "squared":
             return 0.5 * error.square().sum(-1)
+        if self.loss_name == "mean_squared":
+            return error.square().mean(-1)
         size, delta = error.abs(), self.huber_delta
         return torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta)).sum(-1)
 

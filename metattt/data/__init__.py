@@ -1,0 +1,5 @@
+"""Data modules."""
+
+from metattt.data.text import ByteTokenizer, TextData
+
+__all__ = ["ByteTokenizer", "TextData"]

@@ -1,0 +1,124 @@
+"""Documents from files: text as it is, one document per line of a jsonl file or per row of a parquet file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from metattt.errors import MetaTTTError
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+STANDARD_LIBRARY_SKIPS = SKIPPED_FOLDERS | {"test", "tests"}  # not installed on every machine: the text is the same without
+
+
+class Document(NamedTuple):
+    """One document.
+
+    Attributes:
+        key: its path relative to the folder, and its row in a file of many: a name that does not depend on the machine.
+        text: UTF-8 bytes.
+    """
+
+    key: str
+    text: bytes
+
+    def share(self, seed: int) -> float:
+        """A number in [0, 1) that depends on the key and the seed alone: it orders and splits documents."""
+        digest = hashlib.sha256(f"{seed}:{self.key}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def read_documents(path: str | Sequence[str] | None, text_key: str) -> list[Document]:
+    """All documents that are not empty, under a path.
+
+    Args:
+        path: a file, a folder (searched recursively), or a list of these. None: the sources of Python's standard library.
+        text_key: the key (jsonl) or column (parquet) that holds the text.
+
+    Raises:
+        MetaTTTError: a path that does not exist or holds no text, or a file that cannot be read.
+    """
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in root.rglob("*.py") if not STANDARD_LIBRARY_SKIPS & set(file.relative_to(root).parts)]
+        documents = [document for file in sorted(files) for document in _read(file, root, text_key)]
+    else:
+        documents = []
+        for one in [path] if isinstance(path, str) else path:
+            documents += _read_path(Path(one).expanduser(), text_key)
+    if not any(document.text for document in documents):
+        raise MetaTTTError(f"data.path={path} holds no text: its files ({', '.join(SUFFIXES)}) are missing or empty")
+    return [document for document in documents if document.text]
+
+
+def _read_path(root: Path, text_key: str) -> list[Document]:
+    if root.is_file():
+        if root.suffix not in SUFFIXES:
+            raise MetaTTTError(f"data.path={root}: {root.suffix or 'no suffix'} is not supported; use {', '.join(SUFFIXES)}")
+        files, base = [root], root.parent
+    elif root.is_dir():
+        base = root
+        files = sorted(
+            file
+            for file in root.rglob("*")
+            if file.suffix in SUFFIXES and file.is_file() and not SKIPPED_FOLDERS & set(file.relative_to(root).parts)
+        )
+        if not files:
+            raise MetaTTTError(f"data.path={root} holds no files that can be read: use {', '.join(SUFFIXES)}")
+    else:
+        raise MetaTTTError(f"data.path={root} does not exist: give a file or a folder of {', '.join(SUFFIXES)}")
+    return [document for file in files for document in _read(file, base, text_key)]
+
+
+def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
+    """The documents of one file."""
+    name = file.relative_to(root).as_posix()
+    try:
+        if file.suffix in TEXT_SUFFIXES:
+            yield Document(name, file.read_bytes())
+        else:
+            rows = _jsonl(file, text_key) if file.suffix == ".jsonl" else _parquet(file, text_key)
+            for row, text in enumerate(rows, start=1):
+                yield Document(f"{name}:{row}", text.encode())
+    except OSError as error:
+        raise MetaTTTError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _jsonl(file: Path, text_key: str) -> Iterator[str]:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[text_key]
+            except json.JSONDecodeError as error:
+                raise MetaTTTError(f"{file}:{number} is not a line of JSON: {error.msg} at column {error.colno}") from error
+            except (KeyError, TypeError, IndexError) as error:
+                raise MetaTTTError(f"{file}:{number} has no key {text_key!r}: name the key with data.text_key=...") from error
+            if not isinstance(text, str):
+                raise MetaTTTError(f"{file}:{number}: {text_key!r} holds {type(text).__name__}, not text: set data.text_key=...")
+            yield text
+
+
+def _parquet(file: Path, text_key: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        if text_key not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            raise MetaTTTError(f"{file} has no column {text_key!r}, only {names}: name it with data.text_key=...")
+        for batch in table.iter_batches(columns=[text_key]):
+            for text in batch.column(0).to_pylist():
+                if text is not None and not isinstance(text, str):
+                    raise MetaTTTError(f"{file}: column {text_key!r} holds {type(text).__name__}, not text: set data.text_key=...")
+                yield text or ""
+    except pyarrow.ArrowInvalid as error:
+        raise MetaTTTError(f"{file} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error

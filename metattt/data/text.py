@@ -1,0 +1,222 @@
+"""Text as windows of bytes for a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from metattt.data.documents import Document, read_documents
+from metattt.errors import MetaTTTError
+from metattt.registry import register
+
+Split = Literal["train", "validation", "all"]
+
+
+class ByteTokenizer:
+    """Bytes are the tokens; token 256 separates documents, and comes before each of them."""
+
+    vocab_size = 257
+    separator = 256
+
+    @property
+    def token_bytes(self) -> Tensor:
+        """`[V]` bytes of text that each token stands for."""
+        return torch.tensor([1] * 256 + [0])
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Token ids, uint16, without a separator."""
+        data = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(data, np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Sequence[int]) -> bytes:
+        """The bytes of the tokens; separators stand for none."""
+        return bytes(token for token in ids if token < 256)
+
+
+class Windows(Dataset[Tensor]):
+    """Windows of consecutive tokens `[N, T + 1]`, indexed by a batch of positions at once: `[B, T + 1]` int64."""
+
+    def __init__(self, windows: np.ndarray):
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: list[int]) -> Tensor:
+        return torch.from_numpy(self.windows[index].astype(np.int64))
+
+
+class ShuffledBatches(Sampler[list[int]]):
+    """Batches of positions, a new permutation for every pass over the data.
+
+    The batch at a step depends on `seed` and the step alone, so a resumed run sees the batches that it would have seen.
+
+    Args:
+        num_windows: windows in the data; at least one.
+        batch_size: windows per batch. A batch may reach into the next pass: no window is dropped.
+        seed: of the permutations.
+        num_batches: length of the run (batches).
+        start: batches that the run has seen already.
+    """
+
+    def __init__(self, num_windows: int, batch_size: int, seed: int, num_batches: int, start: int = 0):
+        self.num_windows, self.batch_size, self.seed = num_windows, batch_size, seed
+        self.num_batches, self.start = num_batches, start
+
+    def __len__(self) -> int:
+        return self.num_batches  # of the whole run: Lightning counts the batches before `start` too
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, order_pass = np.empty(0, np.int64), -1
+        for batch in range(self.start, self.num_batches):
+            index = []
+            for position in range(batch * self.batch_size, (batch + 1) * self.batch_size):
+                if position // self.num_windows != order_pass:
+                    order_pass = position // self.num_windows
+                    order = np.random.default_rng((self.seed, order_pass)).permutation(self.num_windows)
+                index.append(int(order[position % self.num_windows]))
+            yield index
+
+
+@register(group="data", name="text")
+class TextData(lightning.LightningDataModule):
+    """Files of text, split into training and validation by document, cut into windows of bytes.
+
+    Args:
+        path: a file, a folder (searched recursively) or a list of these: txt, md, py, jsonl, parquet. None: the sources of
+            Python's standard library, without its tests.
+        context_length: T, tokens that the model reads (a window has one more: the last label).
+        batch_size: windows per batch.
+        validation_fraction: share of the documents held out, chosen by a hash of their names. If there is only one
+            document, its end is held out.
+        validation_max_bytes: validate on at most this much text, evenly spread over the held-out documents. None: on all.
+        max_bytes: use at most this much training text, a random choice of documents. None: all.
+        text_key: key (jsonl) or column (parquet) that holds the text.
+        seed: of the split and of the order of the windows.
+        num_workers: processes that make batches; 0 makes them in the training process.
+
+    Raises:
+        MetaTTTError: a size that is not allowed; from `setup`: what `read_documents` refuses, and text that is too short.
+    """
+
+    def __init__(
+        self,
+        path: str | list[str] | None = None,
+        context_length: int = 256,
+        batch_size: int = 16,
+        validation_fraction: float = 0.1,
+        validation_max_bytes: int | None = None,
+        max_bytes: int | None = None,
+        text_key: str = "text",
+        seed: int = 0,
+        num_workers: int = 0,
+    ):
+        super().__init__()
+        for name, value in (("context_length", context_length), ("batch_size", batch_size)):
+            if value < 1:
+                raise MetaTTTError(f"data.{name}={value} is not allowed: it must be at least 1")
+        if not 0 < validation_fraction < 1:
+            raise MetaTTTError(f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1")
+        self.path, self.context_length, self.batch_size = path, context_length, batch_size
+        self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
+        self.max_bytes, self.text_key, self.seed, self.num_workers = max_bytes, text_key, seed, num_workers
+        self.tokenizer = ByteTokenizer()
+        self._documents: list[Document] | None = None
+        self._windows: dict[Split, np.ndarray] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the documents, once."""
+        self.documents  # noqa: B018 (a property that reads the files)
+
+    @property
+    def documents(self) -> list[Document]:
+        """All documents, in a random order that depends on their names alone."""
+        if self._documents is None:
+            path = self.path if self.path is None or isinstance(self.path, str) else list(self.path)
+            documents = read_documents(path, self.text_key)
+            self._documents = sorted(documents, key=lambda document: (document.share(self.seed), document.key))
+        return self._documents
+
+    def split(self, name: Split) -> list[bytes]:
+        """The texts of one split: `train`, `validation` or `all`."""
+        documents = self.documents
+        if name == "all":
+            return [document.text for document in documents]
+        if len(documents) == 1:
+            text = documents[0].text
+            cut = round(len(text) * (1 - self.validation_fraction))
+            return [text[:cut]] if name == "train" else [text[cut:]]
+        held_out = sum(document.share(self.seed) < self.validation_fraction for document in documents)
+        held_out = min(max(held_out, 1), len(documents) - 1)  # the documents are in the order of their shares
+        chosen = documents[:held_out] if name == "validation" else documents[held_out:]
+        return [document.text for document in chosen]
+
+    def windows(self, name: Split) -> np.ndarray:
+        """The windows of one split, `[N, T + 1]` uint16, one after the other and without overlap.
+
+        Raises:
+            MetaTTTError: if the split is shorter than one window.
+        """
+        if name not in self._windows:
+            stream = self._stream(name)
+            width = self.context_length + 1
+            count = len(stream) // width
+            if not count:
+                raise MetaTTTError(
+                    f"the {name} text of data.path={self.path} has {len(stream)} tokens, fewer than the {width} of one window: "
+                    f"give more text, or set data.context_length={max(1, len(stream) - 1)} or less"
+                )
+            windows = stream[: count * width].reshape(count, width)
+            if name != "train" and self.validation_max_bytes is not None:
+                keep = min(count, max(1, self.validation_max_bytes // width))
+                windows = windows[np.arange(keep) * count // keep]
+            self._windows[name] = windows
+        return self._windows[name]
+
+    def _stream(self, name: Split) -> np.ndarray:
+        """All tokens of a split, a separator before every document."""
+        separator = np.array([self.tokenizer.separator], np.uint16)
+        pieces, left = [], self.max_bytes if name == "train" and self.max_bytes is not None else None
+        for text in self.split(name):
+            if left is not None and left <= 0:
+                break
+            text = text if left is None else text[:left]
+            left = None if left is None else left - len(text)
+            pieces += [separator, self.tokenizer.encode(text)]
+        return np.concatenate(pieces)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Shuffled windows for the whole run, from the step that the trainer has reached."""
+        windows = self.windows("train")
+        steps, done = -(-len(windows) // self.batch_size), 0
+        if self.trainer is not None:
+            per_step = self.trainer.accumulate_grad_batches
+            done = self.trainer.global_step * per_step
+            if self.trainer.max_steps > 0:
+                steps = self.trainer.max_steps * per_step
+        batches = ShuffledBatches(len(windows), self.batch_size, self.seed, steps, done)
+        return self._loader(windows, batches)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """The validation windows in order."""
+        return self.loader("validation")
+
+    def loader(self, name: Split) -> DataLoader[Tensor]:
+        """The windows of a split, in order, once."""
+        windows = self.windows(name)
+        index = list(range(len(windows)))
+        batches = [index[start : start + self.batch_size] for start in range(0, len(index), self.batch_size)]
+        return self._loader(windows, batches)
+
+    def _loader(self, windows: np.ndarray, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
+        # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off
+        return DataLoader(
+            Windows(windows), batch_size=None, sampler=batches, num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )  # fmt: skip

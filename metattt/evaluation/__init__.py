@@ -1,0 +1,1 @@
+"""Evaluation of trained models, and the baselines that they are compared with."""

@@ -1,0 +1,73 @@
+"""`metattt generate`: continue a text, streamed to stdout as it is drawn."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig
+
+from metattt.data.text import ByteTokenizer
+from metattt.evaluation.settings import pick_device, settings
+from metattt.models.generation import generate as sample_tokens
+from metattt.training.checkpoint import load_model
+
+
+@dataclass
+class GenerateSettings:
+    """The keys of `configs/generate.yaml`."""
+
+    checkpoint: str
+    prompt: str = ""
+    max_new_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    device: str = "auto"
+
+
+def generate(cfg: DictConfig) -> None:
+    """Prints the prompt and its continuation, then one line about the speed on stderr.
+
+    Args:
+        cfg: the configuration of the job `generate`.
+
+    Raises:
+        MetaTTTError: a checkpoint or a setting that cannot be used.
+    """
+    chosen = settings(GenerateSettings, cfg)
+    model, _ = load_model(chosen.checkpoint, pick_device(chosen.device))
+    tokenizer = ByteTokenizer()
+    ids = [tokenizer.separator, *tokenizer.encode(chosen.prompt).tolist()]
+    tokens = sample_tokens(
+        model,
+        torch.tensor([ids], device=next(model.parameters()).device),
+        chosen.max_new_tokens,
+        chosen.temperature,
+        chosen.top_k,
+        chosen.top_p,
+        stop=[tokenizer.separator],
+        seed=chosen.seed,
+    )
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
+    _write(chosen.prompt)
+    started = first = time.perf_counter()
+    count = 0
+    for token in tokens:
+        if not count:
+            first = time.perf_counter()
+        count += 1
+        _write(decoder.decode(tokenizer.decode([int(token)])))
+    ended = time.perf_counter()
+    _write(decoder.decode(b"", final=True) + "\n")
+    speed = f", then {(count - 1) / (ended - first):.1f} tokens/s" if count > 1 else ""
+    print(f"{count} tokens; prompt of {len(ids)} tokens read in {first - started:.2f} s{speed}", file=sys.stderr)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

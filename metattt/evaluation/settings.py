@@ -1,0 +1,45 @@
+"""The settings of `metattt eval` and `metattt generate`, with their types checked."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from metattt.errors import MetaTTTError
+
+S = TypeVar("S")
+
+
+def settings(schema: type[S], cfg: DictConfig) -> S:
+    """The configuration of a job as an instance of its dataclass.
+
+    Raises:
+        MetaTTTError: a value of another type, or no checkpoint.
+    """
+    if OmegaConf.is_missing(cfg, "checkpoint") or not cfg.checkpoint:
+        raise MetaTTTError("no checkpoint is given: add checkpoint=<run folder or .ckpt file>")
+    try:
+        typed: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
+    except OmegaConfBaseException as error:
+        key, reason = getattr(error, "full_key", None), str(error).splitlines()[0]
+        raise MetaTTTError(f"{key}: {reason}" if key else reason) from error
+    return typed
+
+
+def pick_device(name: str) -> torch.device:
+    """A torch device; `auto` is the first GPU, or the CPU without one.
+
+    Raises:
+        MetaTTTError: a device that this machine does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise MetaTTTError(f"device={name} is not available: use auto, cpu or cuda") from error
+    return device

@@ -1,0 +1,131 @@
+"""Sampling from a language model, one token at a time, with carried state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.models.language_model import LanguageModel
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draws one token per row of `logits` `[B, V]`: ids `[B]`.
+
+    Args:
+        logits: unnormalised log-probabilities.
+        temperature: divides the logits; 0 takes the most probable token.
+        top_k: draw from the k most probable tokens only.
+        top_p: draw from the smallest set of tokens that holds this probability (nucleus sampling, arXiv 1904.09751).
+        generator: source of randomness, on the device of `logits`; None is torch's own.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    if top_p is not None and top_p < 1:
+        ordered, index = logits.sort(dim=-1, descending=True)
+        probability = ordered.softmax(-1)
+        outside = probability.cumsum(-1) - probability >= top_p  # the mass before a token: the first one always stays
+        logits = logits.masked_fill(outside.scatter(1, index, outside), float("-inf"))
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+def generate(
+    model: LanguageModel,
+    ids: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Collection[int] = (),
+    seed: int | None = None,
+    mask: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Continues prompts. The prompt is read in one call; then every token costs one step from the carried state.
+
+    Args:
+        model: the model, in evaluation mode.
+        ids: `[B, T]` prompts, at least one token each.
+        max_new_tokens: tokens to generate at most.
+        temperature: see `sample`, as `top_k` and `top_p`.
+        top_k: see `sample`.
+        top_p: see `sample`.
+        stop: token ids that end a sequence. An ended sequence goes on with its stop token until all have ended.
+        seed: of the draws; None is torch's own state.
+        mask: `[B, T]` True for the real tokens of prompts of different lengths, padded on either side.
+
+    Yields:
+        The next token of every sequence, `[B]`; a stop token is the last one.
+
+    Raises:
+        MetaTTTError: an empty prompt, a token that is not in the vocabulary, or a setting that is not allowed.
+    """
+    _check(model, ids, max_new_tokens, temperature, top_k, top_p)
+    return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask)
+
+
+def _generate(
+    model: LanguageModel,
+    ids: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop: Collection[int],
+    seed: int | None,
+    mask: Tensor | None,
+) -> Iterator[Tensor]:
+    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
+    stops = torch.tensor(sorted(stop), device=ids.device, dtype=ids.dtype)
+    with torch.inference_mode():
+        logits, state = model.step(ids, None, mask)
+        last = torch.full_like(ids[:, 0], ids.shape[1] - 1)
+        if mask is not None:
+            last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)
+        logits = logits[torch.arange(len(ids), device=ids.device), last]
+    token = torch.zeros_like(ids[:, 0])
+    ended = torch.zeros_like(token, dtype=torch.bool)
+    for index in range(max_new_tokens):
+        with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
+            if index:
+                logits, state = model.step(token.unsqueeze(1), state)
+                logits = logits[:, -1]
+            token = torch.where(ended, token, sample(logits, temperature, top_k, top_p, generator))
+            ended = ended | torch.isin(token, stops)
+        yield token
+        if ended.all():
+            return
+
+
+def _check(
+    model: LanguageModel,
+    ids: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> None:
+    """One clear line for a prompt or a setting that cannot be used."""
+    if ids.ndim != 2 or not ids.numel():
+        raise MetaTTTError(f"prompts are token ids [B, T] with T >= 1, not of shape {list(ids.shape)}: give prompt=...")
+    if not 0 <= int(ids.min()) <= int(ids.max()) < model.vocab_size:
+        raise MetaTTTError(f"the prompt has token {int(ids.max())}, and the model's vocabulary has {model.vocab_size}")
+    if max_new_tokens < 0:
+        raise MetaTTTError(f"max_new_tokens={max_new_tokens} is not allowed: it must be 0 or more")
+    if not temperature >= 0:
+        raise MetaTTTError(f"temperature={temperature} is not allowed: it must be 0 (most probable token) or more")
+    if top_k is not None and top_k < 1:
+        raise MetaTTTError(f"top_k={top_k} is not allowed: it must be at least 1, or null")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise MetaTTTError(f"top_p={top_p} is not allowed: it must be in (0, 1], or null")

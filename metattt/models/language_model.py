@@ -1,0 +1,165 @@
+"""A language model whose sequence layers are interchangeable: the backbone of the TTT papers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.convolution import CausalConv
+from metattt.errors import MetaTTTError
+from metattt.registry import register
+from metattt.state import Context
+
+INIT_STD = 0.02  # of embeddings and projections, as in the published models
+
+
+class LanguageModelState(NamedTuple):
+    """What the model carries between calls for `B` sequences.
+
+    Attributes:
+        layers: state of every block's sequence layer.
+        tails: last inputs of every block's convolution `[B, conv_width − 1, D]`; None without a convolution.
+    """
+
+    layers: tuple[Any, ...]
+    tails: tuple[Tensor | None, ...]
+
+
+class SwiGLU(nn.Module):
+    """`W_down(silu(W_gate x) ∘ W_up x)`, without biases (arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden_dim, bias=False)
+        self.up = nn.Linear(dim, hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
+        for projection in (self.gate, self.up, self.down):
+            nn.init.normal_(projection.weight, std=INIT_STD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[..., D]` to `[..., D]`."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm block: `x += conv(norm(x))` (optional), `x += layer(norm(x))`, `x += SwiGLU(norm(x))`."""
+
+    def __init__(self, dim: int, layer: nn.Module, ffn_dim: int, conv_width: int | None, norm_eps: float):
+        super().__init__()
+        self.conv_norm = nn.RMSNorm(dim, eps=norm_eps) if conv_width else None
+        self.conv = CausalConv(dim, conv_width) if conv_width else None
+        self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.layer = layer
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn = SwiGLU(dim, ffn_dim)
+
+    def forward(self, x: Tensor, state: Any, tail: Tensor | None, ctx: Context) -> tuple[Tensor, Any, Tensor | None]:
+        """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later."""
+        if self.conv is not None and self.conv_norm is not None:
+            y, tail = self.conv(self.conv_norm(x), tail, ctx)
+            x = x + y
+        y, state = self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
+        x = x + y
+        return x + self.ffn(self.ffn_norm(x)), state, tail
+
+
+@register(group="model", name="language_model")
+class LanguageModel(nn.Module):
+    """Embedding, `num_layers` pre-norm blocks, final RMSNorm, head (arXiv 2407.04620, App. C).
+
+    Args:
+        vocab_size: V, number of token ids.
+        dim: D, width of the residual stream.
+        num_layers: number of blocks.
+        layer: makes the sequence layer of one block; called `num_layers` times. The layer is called as
+            `y, state = layer(x, state, mask=..., reset=...)`.
+        ffn_dim: hidden width of the SwiGLU. None: 8/3 of dim, rounded up to a multiple of 16.
+        pre_conv: a causal depthwise convolution before the layer (the Mamba backbone of the paper).
+        conv_width: its taps (tokens).
+        norm_eps: epsilon of the RMSNorms.
+        tie_embeddings: the head shares the embedding's weights.
+
+    Raises:
+        MetaTTTError: a size that is not positive.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        layer: Callable[[], nn.Module],
+        ffn_dim: int | None = None,
+        pre_conv: bool = True,
+        conv_width: int = 4,
+        norm_eps: float = 1e-6,
+        tie_embeddings: bool = True,
+    ):
+        super().__init__()
+        ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if ffn_dim is None else ffn_dim
+        sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers, "ffn_dim": ffn_dim, "conv_width": conv_width}
+        for name, size in sizes.items():
+            if size < 1:
+                raise MetaTTTError(f"{name}={size} is not allowed: it must be at least 1 (model.{name}=...)")
+        self.vocab_size = vocab_size
+        self.embedding = nn.Embedding(vocab_size, dim)
+        nn.init.normal_(self.embedding.weight, std=INIT_STD)
+        width = conv_width if pre_conv else None
+        self.blocks = nn.ModuleList(Block(dim, layer(), ffn_dim, width, norm_eps) for _ in range(num_layers))
+        self.final_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        if tie_embeddings:
+            self.head.weight = self.embedding.weight
+        else:
+            nn.init.normal_(self.head.weight, std=INIT_STD)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
+        """Logits of the next token.
+
+        Args:
+            ids: `[B, T]` token ids.
+            mask: `[B, T]` True for real tokens; logits of the others mean nothing. None: all are real.
+            reset: `[B, T]` True for the first token of a packed document. None: one document per sequence.
+
+        Returns:
+            `[B, T, V]`.
+        """
+        return self.step(ids, None, mask, reset)[0]
+
+    def step(
+        self,
+        ids: Tensor,
+        state: LanguageModelState | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[Tensor, LanguageModelState]:
+        """As `forward`, going on from `state` (None: from the beginning), with the state after the last token."""
+        order = None
+        if mask is not None:  # real tokens first: then convolutions and layers see neighbours as neighbours
+            order = torch.argsort(~mask, dim=1, stable=True)
+            ids, mask = ids.gather(1, order), mask.gather(1, order)
+            reset = None if reset is None else reset.gather(1, order)
+        ctx = Context(torch.zeros_like(ids), mask, reset, 1)  # no block looks at positions: the layers count for themselves
+        count = len(self.blocks)
+        before = LanguageModelState((None,) * count, (None,) * count) if state is None else state
+        if len(before.layers) != count:
+            raise MetaTTTError(f"the state is of a model with {len(before.layers)} blocks, this one has {count}")
+        x = self.embedding(ids)
+        layers, tails = [], []
+        for block, layer_state, tail in zip(self.blocks, before.layers, before.tails, strict=True):
+            x, layer_state, tail = block(x, layer_state, tail, ctx)
+            layers.append(layer_state)
+            tails.append(tail)
+        logits = self.head(self.final_norm(x))
+        if order is not None:
+            logits = torch.empty_like(logits).scatter(1, order.unsqueeze(-1).expand_as(logits), logits)
+        return logits, LanguageModelState(tuple(layers), tuple(tails))
+
+    def num_parameters(self) -> int:
+        """Number of parameters, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())

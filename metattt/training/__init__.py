@@ -1,0 +1,1 @@
+"""Training: the outer loop, through Lightning."""

@@ -1,0 +1,172 @@
+"""What happens around the training steps: progress, loss curve, Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+from metattt.training.checkpoint import FILE_NAME
+
+
+class Progress(TQDMProgressBar):
+    """Lightning's progress bar with loss and bits per byte; where nobody watches (a file, CI), a line now and then instead.
+
+    Args:
+        lines: number of lines of a run whose output is not a terminal.
+        refresh_rate: steps between two updates of the bar.
+    """
+
+    def __init__(self, lines: int = 10, refresh_rate: int = 1):
+        super().__init__(refresh_rate=refresh_rate)
+        self.lines = lines
+        self.terminal = sys.stderr.isatty()
+        if not self.terminal:
+            self.disable()
+        self.started = (0.0, 0)
+
+    def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
+        names = {"train/loss": "loss", "train/bits_per_byte": "bits/byte", "validation/bits_per_byte": "validation bits/byte"}
+        known = trainer.callback_metrics
+        return {short: f"{known[name].item():.3f}" for name, short in names.items() if name in known}
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self.started = (time.monotonic(), trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        step, steps = trainer.global_step, trainer.max_steps
+        every = max(1, steps // self.lines) if steps > 0 else 100
+        if self.terminal or step % every or (batch_idx + 1) % trainer.accumulate_grad_batches or not trainer.is_global_zero:
+            return
+        seconds, done = time.monotonic() - self.started[0], step - self.started[1]
+        metrics = "  ".join(f"{name} {value}" for name, value in self.get_metrics(trainer, pl_module).items())
+        left = f"  {(steps - step) * seconds / done:.0f} s left" if steps > 0 else ""
+        print(f"step {step}/{steps}  {metrics}  {seconds / done * 1000:.0f} ms/step{left}", file=sys.stderr, flush=True)
+
+
+class LossCurve(lightning.Callback):
+    """Bits per byte against steps, as a PNG: training, validation, and the baseline as a dashed line.
+
+    The points are kept in the checkpoint, so that the curve of a resumed run is whole.
+
+    Args:
+        path: the PNG to write, whenever validation ends.
+        every: steps between two points of the training curve.
+    """
+
+    def __init__(self, path: str, every: int = 5):
+        self.path, self.every = Path(path), every
+        self.baseline: float | None = None  # bits per byte; set by the training command
+        self.points: dict[str, list[list[float]]] = {"train": [], "validation": []}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.points = state_dict["points"]
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step % self.every == 0:
+            self._add("train", trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.global_step and trainer.is_global_zero:
+            self._add("validation", trainer)
+            plot(self.points, self.baseline, self.path)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.is_global_zero:
+            plot(self.points, self.baseline, self.path)
+
+    def _add(self, name: str, trainer: lightning.Trainer) -> None:
+        value = trainer.callback_metrics.get(f"{name}/bits_per_byte")
+        step = trainer.global_step
+        if value is not None and (not self.points[name] or self.points[name][-1][0] < step):
+            self.points[name].append([step, value.item()])
+
+
+def plot(points: dict[str, list[list[float]]], baseline: float | None, path: Path) -> None:
+    """Draws the curves of `LossCurve` into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    styles: dict[str, dict[str, Any]] = {"train": {"linewidth": 1.0, "alpha": 0.7}, "validation": {"marker": "o", "linewidth": 1.5}}
+    for name, style in styles.items():
+        if points[name]:
+            steps, bits = zip(*points[name], strict=True)
+            axes.plot(steps, bits, label=name, **style)
+    if baseline is not None:
+        axes.axhline(baseline, linestyle="--", color="gray", label="order-2 byte model")
+    axes.set(xlabel="outer-loop steps", ylabel="bits per byte", title="Next-byte prediction")
+    values = [value for curve in points.values() for _, value in curve]
+    if values:  # the first steps, near 8 bits per byte, would squeeze the rest
+        low, high = min([*values, baseline or values[0]]), max(sorted(values)[: max(1, int(0.97 * len(values)))])
+        axes.set_ylim(low - 0.1, max(high, baseline or 0.0) + 0.1)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+class Interrupted(Exception):
+    """Raised between two steps after Ctrl-C, when the checkpoint is written."""
+
+
+class StopOnInterrupt(lightning.Callback):
+    """Ctrl-C finishes the step and its logging, writes `last.ckpt` and raises `Interrupted`; a second Ctrl-C stops at once.
+
+    Args:
+        folder: where the checkpoint goes.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+        self.requested = self.saved = False
+        self.previous: Any = None
+
+    def _request(self, signum: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print("\nstopping after this step; Ctrl-C again stops at once, without a checkpoint", file=sys.stderr, flush=True)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        try:
+            self.previous = signal.signal(signal.SIGINT, self._request)
+        except ValueError:  # not in the main thread: there Python allows no handlers, and delivers no Ctrl-C
+            self.previous = None
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.requested and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            trainer.save_checkpoint(self.folder / FILE_NAME)
+            self.saved = True
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.saved:  # not earlier: Lightning logs a step after its last hook
+            raise Interrupted
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)
+            self.previous = None

@@ -1,0 +1,148 @@
+"""Text data: reading files, the split, windows, their order, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from metattt.data.documents import read_documents
+from metattt.data.text import ByteTokenizer, ShuffledBatches, TextData
+from metattt.errors import MetaTTTError
+
+
+def write(folder: Path, files: int = 30, size: int = 200) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(files):
+        (folder / f"{index}.txt").write_bytes(bytes((index * 7 + i) % 256 for i in range(size)))
+    return folder
+
+
+def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "deep" / "b.md").write_text("märkdown")
+    (tmp_path / "deep" / "er" / "c.py").write_text("python")
+    (tmp_path / "ignored.bin").write_text("no")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "other": 1}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["row", None, "last"]}), tmp_path / "e.parquet")
+    found = {document.key: document.text.decode() for document in read_documents(str(tmp_path), "text")}
+    assert found == {
+        "a.txt": "text", "deep/b.md": "märkdown", "deep/er/c.py": "python", "d.jsonl:1": "one", "d.jsonl:2": "two",
+        "e.parquet:1": "row", "e.parquet:3": "last",
+    }  # fmt: skip
+    both = read_documents([str(tmp_path / "a.txt"), str(tmp_path / "d.jsonl")], "text")
+    assert [document.text for document in both] == [b"text", b"one", b"two"]
+
+
+def test_the_standard_library_is_the_default() -> None:
+    documents = read_documents(None, "text")
+    keys = {document.key for document in documents}
+    assert "textwrap.py" in keys and not any("site-packages" in key or key.startswith("test/") for key in keys)
+    assert sum(len(document.text) for document in documents) > 4e6
+
+
+def test_the_split_is_by_document_and_stable(tmp_path: Path) -> None:
+    data = TextData(str(write(tmp_path / "one")), context_length=16, validation_fraction=0.3)
+    train, validation = data.split("train"), data.split("validation")
+    assert len(train) + len(validation) == 30 and not set(train) & set(validation) and 3 <= len(validation) <= 15
+    assert sorted(data.split("all")) == sorted(train + validation)
+    elsewhere = TextData(str(write(tmp_path / "two")), context_length=16, validation_fraction=0.3)
+    assert elsewhere.split("validation") == validation  # names relative to the folder decide
+    other = TextData(data.path, context_length=16, validation_fraction=0.3, seed=1)
+    assert other.split("validation") != validation
+
+
+def test_few_documents_still_have_both_splits(tmp_path: Path) -> None:
+    two = TextData(str(write(tmp_path / "two", files=2)), validation_fraction=0.01)
+    assert len(two.split("train")) == len(two.split("validation")) == 1
+    one = TextData(str(write(tmp_path / "one", files=1)), validation_fraction=0.1)
+    text = (tmp_path / "one" / "0.txt").read_bytes()
+    assert one.split("train") == [text[:180]] and one.split("validation") == [text[180:]]
+
+
+def test_windows_are_the_text_with_separators(tmp_path: Path) -> None:
+    data = TextData(str(write(tmp_path)), context_length=31)
+    windows = data.windows("train")
+    assert windows.dtype == np.uint16 and windows.shape[1] == 32
+    stream = [token for text in data.split("train") for token in (ByteTokenizer.separator, *text)]
+    assert windows.reshape(-1).tolist() == stream[: windows.size]
+    few = TextData(data.path, context_length=31, validation_max_bytes=3 * 32)
+    assert len(few.windows("validation")) == 3
+    short = TextData(data.path, context_length=31, max_bytes=500)
+    assert 500 - 32 <= short.windows("train").size <= 500 + 30
+
+
+def test_batches_are_a_permutation_that_the_step_decides() -> None:
+    batches = list(ShuffledBatches(10, 4, seed=0, num_batches=5))
+    seen = [position for batch in batches for position in batch]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
+    assert list(ShuffledBatches(10, 4, seed=0, num_batches=5, start=3)) == batches[3:]
+    assert list(ShuffledBatches(10, 4, seed=1, num_batches=5)) != batches
+
+
+def test_loaders_give_int64_windows(tmp_path: Path) -> None:
+    data = TextData(str(write(tmp_path)), context_length=15, batch_size=4)
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    assert batch.shape == (4, 16) and batch.dtype == torch.int64
+    everything = torch.cat(list(data.val_dataloader()))
+    assert torch.equal(everything, torch.from_numpy(data.windows("validation").astype(np.int64)))
+
+
+def test_bytes_round_trip() -> None:
+    tokenizer = ByteTokenizer()
+    text = "naïve 文字 \x00".encode()
+    assert tokenizer.decode([256, *tokenizer.encode(text).tolist()]) == text
+    assert tokenizer.token_bytes.tolist() == [1] * 256 + [0]
+
+
+def refused(path: object, **settings: object) -> str:
+    with pytest.raises(MetaTTTError) as error:
+        TextData(path, **settings).windows("train")  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_bad_paths_are_one_clear_line(tmp_path: Path) -> None:
+    assert "does not exist" in refused(str(tmp_path / "missing"))
+    assert "no files that can be read" in refused(str(tmp_path))
+    (tmp_path / "x.txt").write_text("")
+    assert "holds no text" in refused(str(tmp_path))
+    (tmp_path / "x.bin").write_text("abc")
+    assert ".bin is not supported" in refused(str(tmp_path / "x.bin"))
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "x.txt").write_text("too short for a window")
+    message = refused(str(tmp_path / "short"))
+    assert "data.context_length=" in message and "fewer than the 257" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', "x.jsonl:2 is not a line of JSON"),
+        ('{"body": "b"}', "x.jsonl:2 has no key 'text'"),
+        ('["text"]', "x.jsonl:2 has no key 'text'"),
+        ('{"text": 3}', "holds int, not text"),
+    ],
+)
+def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "good"}) + "\n" + line + "\n")
+    assert message in refused(str(tmp_path))
+
+
+def test_bad_parquet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"not parquet at all")
+    assert "is not a parquet file" in refused(str(tmp_path))
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "x.parquet")
+    assert "no column 'text', only body" in refused(str(tmp_path))
+
+
+@pytest.mark.parametrize("settings", [{"context_length": 0}, {"batch_size": 0}, {"validation_fraction": 1.0}])
+def test_bad_sizes_are_refused(settings: dict[str, float]) -> None:
+    name, value = next(iter(settings.items()))
+    assert f"data.{name}={value}" in refused(None, **settings)

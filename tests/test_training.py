@@ -1,0 +1,239 @@
+"""Training through the command's own function: files, resuming, Ctrl-C, checkpoints, evaluation, generation, the baseline."""
+
+import csv
+import math
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from metattt.compose import compose
+from metattt.data.text import TextData
+from metattt.errors import MetaTTTError
+from metattt.evaluation.evaluate import evaluate
+from metattt.evaluation.generate import generate
+from metattt.evaluation.ngram import NGram
+from metattt.training.callbacks import LossCurve
+from metattt.training.checkpoint import load_model, read_checkpoint
+from metattt.training.lightning_module import AdamW
+from metattt.training.train import train
+
+TINY = (
+    "dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu",
+    "training.lr=5e-3", "trainer.log_every_n_steps=1", "callbacks.loss_curve.every=1", "optimizer.mini_batch_size=8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(20):
+        words = ["alpha", "beta", "gamma", "delta"][index % 4 :] * 12
+        (folder / f"{index}.txt").write_text(f"document {index}\n" + " ".join(words))
+    return folder
+
+
+def tiny(corpus: Path, folder: Path, *overrides: str) -> DictConfig:
+    return compose(*TINY, f"data.path={corpus}", f"output_dir={folder}", *overrides)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(run)["state_dict"]
+
+
+def log(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps, never stopped."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert train(tiny(corpus, folder, "trainer.max_steps=8")) == 0
+    return folder
+
+
+def test_a_run_leaves_its_files_and_prints_the_comparison(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=4")) == 0
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"last.ckpt", "metrics.csv", "loss_curve.png"}
+    assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    rows = log(tmp_path / "run")
+    assert sum(bool(row["train/loss"]) for row in rows) == 4 and sum(bool(row["validation/bits_per_byte"]) for row in rows) == 4
+    output = capsys.readouterr()
+    for words in ("order-2 byte model", "model / order-2", "parameters", "4 steps of 128 tokens", "last.ckpt", "sample"):
+        assert words in output.out
+    assert len(output.err.splitlines()) <= 12  # not a terminal: a line now and then, no bar
+
+
+def test_loss_falls(finished: Path) -> None:
+    losses = [float(row["train/loss"]) for row in log(finished) if row["train/loss"]]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends Ctrl-C while a step is under way."""
+    original = LossCurve.on_train_batch_end
+
+    def interrupting(self, trainer, *rest):  # type: ignore[no-untyped-def]
+        original(self, trainer, *rest)
+        if trainer.global_step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(LossCurve, "on_train_batch_end", interrupting)
+
+
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_ctrl_c_saves_and_resume_is_as_if_nothing_had_happened(
+    corpus: Path, finished: Path, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_at(step, patch)
+        assert train(tiny(corpus, run, "trainer.max_steps=8")) == 130
+    assert f"metattt train resume={run}" in capsys.readouterr().out
+    assert read_checkpoint(run)["global_step"] == step
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert train(compose(f"resume={run}")) == 0
+    expected = weights(finished)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
+    assert log(run) == log(finished)
+
+
+def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(tiny(corpus, run, "trainer.max_steps=2", "trainer.accumulate_grad_batches=2")) == 0
+    with pytest.raises(MetaTTTError, match=r"complete at step 2.*trainer\.max_steps"):
+        train(compose(f"resume={run}"))
+    with pytest.raises(MetaTTTError, match="dim=64 would change the run"):
+        train(compose(f"resume={run}", "dim=64", "trainer.max_steps=4"))
+    repeated = (*TINY, f"data.path={corpus}")  # what the run has already may be said again
+    assert train(compose(f"resume={run / 'last.ckpt'}", "trainer.max_steps=5", "+trainer.min_steps=1", *repeated)) == 0
+    assert read_checkpoint(run)["metattt"]["config"]["trainer"]["min_steps"] == 1
+    assert read_checkpoint(run)["global_step"] == 5
+    assert [int(row["step"]) for row in log(run) if row["train/loss"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(MetaTTTError, match=r"lower training\.lr|contains NaN") as error:
+        train(tiny(corpus, tmp_path / "run", "training.lr=1e30", "trainer.max_steps=8", "trainer.gradient_clip_val=null"))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_path: Path) -> None:
+    whole = (finished / "last.ckpt").read_bytes()
+    cases = {"cut.ckpt": whole[: len(whole) // 2], "empty.ckpt": b"", "text.ckpt": b"hello, this is no checkpoint"}
+    for name, content in cases.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(MetaTTTError, match="cannot be read as a checkpoint"):
+            load_model(tmp_path / name)
+    torch.save({"state_dict": {}, "epoch": 1}, tmp_path / "foreign.ckpt")
+    with pytest.raises(MetaTTTError, match="not a checkpoint of metattt train"):
+        load_model(tmp_path / "foreign.ckpt")
+    torch.save([torch.zeros(2)], tmp_path / "list.ckpt")
+    with pytest.raises(MetaTTTError, match="not a checkpoint of metattt train"):
+        train(compose(f"resume={tmp_path / 'list.ckpt'}"))
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(MetaTTTError, match="no checkpoint"):
+            load_model(path)
+    content = read_checkpoint(finished)
+    content["state_dict"].popitem()
+    torch.save(content, tmp_path / "other.ckpt")
+    with pytest.raises(MetaTTTError, match="does not fit"):
+        load_model(tmp_path / "other.ckpt")
+
+
+def test_a_checkpoint_holds_plain_data_only(finished: Path) -> None:
+    content = torch.load(finished / "last.ckpt", weights_only=True)
+    assert content["metattt"]["config"]["dim"] == 16
+    model, config = load_model(finished)
+    assert config.model.num_layers == 1 and not model.training
+
+
+def test_eval_agrees_with_the_validation_of_the_run(
+    finished: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = evaluate(compose(f"checkpoint={finished}", "device=cpu", job="eval"))
+    assert math.isclose(scores.bits_per_byte, float(log(finished)[-1]["validation/bits_per_byte"]), rel_tol=1e-5)
+    assert math.isclose(scores.perplexity, math.exp(scores.loss)) and "bits per byte" in capsys.readouterr().out
+    (tmp_path / "mine.txt").write_text("my own text " * 30)
+    own = evaluate(compose(f"checkpoint={finished}", f"data.path={tmp_path}", "split=all", "data.context_length=16", job="eval"))
+    assert own.tokens == 361 // 17 * 16
+    with pytest.raises(MetaTTTError, match="split=test is not allowed"):
+        evaluate(compose(f"checkpoint={finished}", "split=test", job="eval"))
+    with pytest.raises(MetaTTTError, match="checkpoint="):
+        evaluate(compose(job="eval"))
+
+
+def test_generate_streams_the_continuation(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for _ in range(2):
+        generate(compose(f"checkpoint={finished}", "prompt=alpha", "max_new_tokens=20", "seed=1", "device=cpu", job="generate"))
+        output = capsys.readouterr()
+        texts.append(output.out)
+        assert output.out.startswith("alpha") and "tokens/s" in output.err
+    assert texts[0] == texts[1]
+    with pytest.raises(MetaTTTError, match="max_new_tokens"):
+        generate(compose(f"checkpoint={finished}", "max_new_tokens=many", job="generate"))
+
+
+def test_vocabulary_and_recipe_are_checked(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(MetaTTTError, match=r"set model\.vocab_size=257"):
+        train(tiny(corpus, tmp_path, "model.vocab_size=256"))
+    with pytest.raises(MetaTTTError, match=r"training\.lr=0"):
+        train(tiny(corpus, tmp_path, "training.lr=0"))
+
+
+def test_learning_rate_schedule() -> None:
+    recipe = AdamW(lr=1.0, warmup_fraction=0.1, min_lr=0.01)
+    rates = [recipe.factor(step, 100) for step in range(101)]
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10)
+    assert max(rates) == rates[10] == 1 and math.isclose(rates[100], 0.01) and math.isclose(rates[55], 0.505)
+
+
+def test_only_matrices_decay(finished: Path) -> None:
+    model, _ = load_model(finished)
+    decayed, others = AdamW().optimizer(model).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)].rpartition(".")[2] for p in decayed["params"]} == {"weight"} and decayed["weight_decay"] == 0.1
+    assert others["weight_decay"] == 0 and len(decayed["params"]) + len(others["params"]) == len(names)
+    assert not any("norm" in names[id(p)] or "conv" in names[id(p)] for p in decayed["params"])
+
+
+def brute_force(train: list[int], context: list[int], token: int, vocab: int) -> float:
+    """P(token | context) by Witten-Bell, counted by looking."""
+    shorter = brute_force(train, context[1:], token, vocab) if context else 1 / vocab
+    n = len(context)
+    followers = [train[i + n] for i in range(len(train) - n) if train[i : i + n] == context]
+    if not followers:
+        return shorter
+    different = len(set(followers))
+    return (followers.count(token) + different * shorter) / (len(followers) + different)
+
+
+def test_the_baseline_equals_a_brute_force_count() -> None:
+    random = np.random.default_rng(0)
+    vocab = 5
+    train, validation = (random.choice(vocab, p=[0.5, 0.3, 0.1, 0.1, 0.0], size=size).astype(np.uint16) for size in ((6, 7), (3, 6)))
+    validation[0, 2] = 4  # never seen in training
+    nats = NGram(vocab).fit(train).nats(validation)
+    stream = train.reshape(-1).tolist()
+    for row, window in enumerate(validation.tolist()):
+        for t in range(1, len(window)):
+            expected = -math.log(brute_force(stream, window[max(0, t - 2) : t], window[t], vocab))
+            assert math.isclose(nats[row, t - 1], expected, rel_tol=1e-12)
+
+
+def test_the_baseline_is_a_distribution_and_beats_shorter_contexts(corpus: Path) -> None:
+    data = TextData(str(corpus), context_length=32)
+    train, validation, sizes = data.windows("train"), data.windows("validation"), data.tokenizer.token_bytes.numpy()
+    bits = [NGram(257, order).fit(train).bits_per_byte(validation, sizes) for order in (0, 1, 2)]
+    assert bits[0] > bits[1] > bits[2] > 0
+    every = np.array([[1, 2, token] for token in range(5)])
+    total = np.exp(-NGram(5).fit(np.array([[0, 1, 2, 3, 1, 2, 0]])).nats(every)[:, 1]).sum()
+    assert math.isclose(total, 1, rel_tol=1e-12)
