@@ -13,6 +13,7 @@ from metattt.inner.packing import pack
 from metattt.inner.stream import Result, stream
 from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import InnerOptimizer
+from metattt.projection import projection
 from metattt.state import State
 from metattt.tasks.base import Task
 
@@ -33,6 +34,7 @@ class TTTLayer(nn.Module):
         task, learner, optimizer: the three parts, made for this layer (their parameters are created here).
         output_norm: LayerNorm over D before the output projection.
         gate: multiply by gelu(x Wg) before the output projection.
+        output_bias: a bias in the output projection.
         form: how the inner loop is computed (`auto`, `dual`, `summed`, `primal`); every form gives the same result.
         group_size: mini-batches recomputed together in the backward pass; None takes √(T/b), 0 stores everything.
 
@@ -50,6 +52,7 @@ class TTTLayer(nn.Module):
         *,
         output_norm: bool = True,
         gate: bool = False,
+        output_bias: bool = False,
         form: str = "auto",
         group_size: int | None = None,
     ):
@@ -69,13 +72,10 @@ class TTTLayer(nn.Module):
         self.task = task.setup(dim, num_heads, head)
         self.learner = learner.setup(num_heads, head, head)
         self.optimizer = optimizer.setup(dim, num_heads, head)
-        self.form = choose_form(form, task, learner, optimizer, num_heads, head, head) if learner.has_weights else "scan"
+        self.form = choose_form(form, task, learner, optimizer, num_heads, head) if learner.has_weights else "scan"
         self.norm = nn.LayerNorm(dim, eps=1e-6) if output_norm else None
-        self.gate = nn.Linear(dim, dim, bias=False) if gate else None
-        self.out = nn.Linear(dim, dim, bias=False)
-        for projection in (self.gate, self.out):
-            if projection is not None:
-                nn.init.normal_(projection.weight, std=0.02)
+        self.gate = projection(dim, dim, False) if gate else None
+        self.out = projection(dim, dim, output_bias)
         # The loop shares the three parts, so it must not register them a second time.
         self.__dict__["inner"] = InnerLoop(task, learner, optimizer, self.form, group_size)
 

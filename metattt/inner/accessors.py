@@ -14,13 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
-from metattt.learners.fast_weights import FastWeights, matmul, per_token
+from metattt.learners.fast_weights import FastWeights, UnsupportedOperation, matmul, per_token
 from metattt.state import Tensors
-
-
-class UnsupportedOperation(MetaTTTError):
-    """A fast weight was used outside the primitives, so that its per-token gradient has no factored form."""
 
 
 class OpaqueWeight:
@@ -53,7 +48,7 @@ class Outer(NamedTuple):
 
 
 class Direct(NamedTuple):
-    """Per-token gradients of a vector, `[B, H, n, d]`."""
+    """Per-token gradients of a vector (or of any weight used as one), `[B, H, n, d]`."""
 
     value: Tensor
 
@@ -75,6 +70,8 @@ class Record(FastWeights):
         probes: zeros added to the outputs in order, so that `torch.func.vjp` can ask for δ. None: the outputs themselves are what
             `torch.autograd.grad` differentiates by.
     """
+
+    factored = True
 
     def __init__(
         self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor], operand: torch.dtype, probes: Iterable[Tensor | float] | None = None
@@ -151,7 +148,7 @@ class PerTokenGradients:
         total: Tensor | None = None
         for term in self.terms.get(name, ()):
             if isinstance(term, Direct):
-                part = (factor.unsqueeze(-2) @ term.value).squeeze(-2)
+                part = (factor.unsqueeze(-2) @ term.value).view(*factor.shape[:2], *shape)
             else:
                 spread = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
                 part = matmul((term.left * spread.unsqueeze(-1)).mT, term.right, self.operand).view(*term.left.shape[:2], *shape)
@@ -193,6 +190,8 @@ class ReadRows(FastWeights):
         slow, operand: as in `FastWeights`.
     """
 
+    factored = True
+
     def __init__(
         self,
         bases: Sequence[tuple[Tensor | None, Tensors]],
@@ -221,7 +220,7 @@ class ReadRows(FastWeights):
         """The vector of every query, broadcast against `like` `[B, H, m, ..., d]`."""
         if name not in self.fast:
             return per_token(self.value(name), like)
-        vector = self._combine([part.value(name).unsqueeze(2) for part in self.parts])  # [B, H, m or 1, d]
+        vector = self._combine([part.value(name).flatten(2).unsqueeze(2) for part in self.parts])  # [B, H, m or 1, d]
         moved = self.gradients.mixed(name, self.mix)
         vector = vector if moved is None else vector - moved
         return vector.view(*vector.shape[:3], *(1,) * (like.ndim - 4), vector.shape[-1])

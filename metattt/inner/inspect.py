@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from metattt.tasks.base import Task
 FORMS = ("primal", "dual", "summed")
 
 
-def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, label: int, d_in: int) -> str:
+def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, d_in: int) -> str:
     """The form a layer uses.
 
     `auto` takes `dual` where every fast weight reaches only primitives, else `summed` where the read needs no per-token weights, else
@@ -27,7 +29,8 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     check_choice("layer.form", form, ("auto", *FORMS))
     name = type(learner).__name__
     summed = optimizer.read in ("previous", "committed", "block", "final") or optimizer.steps > 1
-    reason = None if learner.mixes_tokens else unsupported(task, learner, num_heads, d_in, label)
+    task = materialized(task)
+    reason = None if learner.mixes_tokens else unsupported(task, learner, num_heads, d_in)
     if learner.mixes_tokens:
         if not summed:
             raise MetaTTTError(
@@ -38,7 +41,7 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
         if form in ("primal", "dual"):
             raise MetaTTTError(f"layer.form={form} takes tokens apart, and {name} mixes them: set layer.form=summed")
         return "summed"
-    check_token_local(task, learner, num_heads, d_in, label)
+    check_token_local(task, learner, num_heads, d_in)
     if form == "dual" and reason:
         raise MetaTTTError(f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or set layer.form=auto")
     if form == "summed" and not summed:
@@ -48,10 +51,21 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     return "dual" if reason is None else "summed" if summed else "primal"
 
 
-def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int, label: int) -> str | None:
+def materialized(task: Task) -> Task:
+    """The task, or a random copy on the CPU where its parameters have no values yet (built on the meta device)."""
+    if not any(parameter.is_meta for parameter in task.parameters()):
+        return task
+    copied = copy.deepcopy(task).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.normal_()
+    return copied
+
+
+def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str | None:
     """Why the dual form cannot express a learner (the weight and the operation), or None if it can."""
     with torch.device("cpu"), torch.enable_grad():
-        fast, slow, k, v = _tiny(learner, num_heads, d_in, label)
+        fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
         record = Record(fast, slow, k.dtype)
         try:
             task.loss(learner.predict(record, k), v)
@@ -60,14 +74,14 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int, label: 
     return None
 
 
-def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int, label: int) -> None:
+def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -> None:
     """Refuses a learner or loss that looks at other tokens without declaring it: its per-token gradients would be wrong.
 
     Raises:
         MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`.
     """
     with torch.device("cpu"), torch.enable_grad():
-        fast, slow, k, v = _tiny(learner, num_heads, d_in, label)
+        fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
         k = k.requires_grad_()
         losses = task.loss(learner.predict(FastWeights(fast, slow, k.dtype), k), v)
         if losses.shape != k.shape[:-1]:
@@ -84,7 +98,7 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int, l
                 )
 
 
-def _tiny(learner: Learner, num_heads: int, d_in: int, label: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+def _tiny(task: Task, learner: Learner, num_heads: int, d_in: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
     """Random weights (W0 may be zero, which hides everything), three random tokens and labels, in double precision."""
     generator = torch.Generator().manual_seed(0)
 
@@ -93,4 +107,4 @@ def _tiny(learner: Learner, num_heads: int, d_in: int, label: int) -> tuple[dict
 
     fast = {name: random(1, *weight.shape) for name, weight in learner.init.items()}
     slow = {name: random(*weight.shape) for name, weight in learner.slow.items()}
-    return fast, slow, random(1, num_heads, 3, d_in), random(1, num_heads, 3, label)
+    return fast, slow, random(1, num_heads, 3, d_in), random(1, num_heads, 3, task.label_dim)

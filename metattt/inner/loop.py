@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from metattt.errors import MetaTTTError
 from metattt.inner.forms import Carry, Forms, Tokens, spread
 from metattt.inner.gradients import in_transform
 from metattt.inner.packing import Block, Frame
@@ -83,15 +84,38 @@ class InnerLoop(nn.Module):
             y, carry = self._scan(tokens, carry, frame.blocks, True, operand)
             assert y is not None
             return y, carry
-        for step in range(self.optimizer.steps):
+        *_, carry = self.steps(tokens, carry, frame, filled, operand)
+        return self._read(tokens, {"commit": self.optimizer.current(carry, filled)}, operand), carry
+
+    def steps(self, tokens: Tokens, carry: Carry, frame: Frame, filled: Tensor, operand: torch.dtype) -> Iterator[Carry]:
+        """The carry before the first inner step of a `final` read and after each of them."""
+        rule = self.optimizer
+        order = rule.permutation(tokens.k.shape[2], tokens.k.device)
+        if order is not None:
+            if frame.live is not None:
+                raise MetaTTTError("optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full")
+            size = tokens.k.shape[2] // rule.steps
+            yield carry
+            for part in tokens.map(lambda x: _permuted(x, order)).split([size] * rule.steps):
+                _, carry = self._scan(part, carry, [Block(size, 0, True, size)], False, operand)
+                yield carry
+            return
+        yield carry
+        for step in range(rule.steps):
             _, carry = self._scan(tokens, carry, frame.blocks, False, operand)
-            if step + 1 < self.optimizer.steps:  # the next pass takes its gradients where this one ended
-                now = self.optimizer.current(carry, filled)
+            yield carry
+            if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
+                now = rule.current(carry, filled)
                 kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
                 carry = kept | {role: now for role in carry if role in ("commit", "anchor")} or {"weights": now}
-        forms = self._forms(tokens.eta.dtype, operand)
-        with torch.autocast(tokens.q.device.type, enabled=False):
-            return forms.read(self.optimizer.current(carry, filled), tokens.q.to(tokens.eta.dtype)), carry
+
+    def _read(self, tokens: Tokens, carry: Carry, operand: torch.dtype) -> Tensor:
+        """All queries answered by one set of weights, in pieces that are recomputed in the backward pass."""
+        count, size = tokens.q.shape[2], self.optimizer.compute_chunk or 2048
+        blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
+        y, _ = self._scan(tokens, carry, blocks, True, operand)
+        assert y is not None
+        return y
 
     def _scan(self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype) -> tuple[Tensor | None, Carry]:
         size = self.group_size if self.group_size is not None else max(1, round(math.sqrt(len(blocks))))
@@ -153,6 +177,8 @@ class InnerLoop(nn.Module):
 
     def _block(self, tokens: Tokens, carry: Carry, block: Block, read: bool, forms: Forms) -> tuple[Tensor | None, Carry]:
         rule = self.optimizer
+        if rule.read == "final" and read:
+            return forms.read(carry["commit"], tokens.q), carry
         if block.restart is not None:
             carry = self._restart(carry, block.restart, tokens.k)
         entering = carry
@@ -204,6 +230,12 @@ class InnerLoop(nn.Module):
         if isinstance(complete, bool):
             return after if complete else before
         return {role: _where(complete, weights, before.get(role)) for role, weights in after.items() if role not in ("update", "weights")}
+
+
+def _permuted(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens of `x` `[B, H, T, ...]` in the order `[1, H, T]`."""
+    index = order.view(*order.shape, *(1,) * (x.ndim - 3))
+    return x.gather(2, index.expand(x.shape[0], -1, -1, *x.shape[3:]))
 
 
 def _where(condition: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:

@@ -21,18 +21,22 @@ class Weight:
     Args:
         shape: shape without the head axis; matrices are `(d_in, d_out)`.
         std: standard deviation of the normal initial value; 0 gives zeros.
+        bound: draw from U(−bound, bound) instead.
         value: constant initial value instead (1 for a norm's scale).
         fast: trained by the inner loop. A slow weight is an ordinary outer-loop parameter of `f`.
     """
 
     shape: tuple[int, ...]
     std: float = 0.02
+    bound: float | None = None
     value: float | None = None
     fast: bool = True
 
     def sample(self, num_heads: int) -> Tensor:
         if self.value is not None:
             return torch.full((num_heads, *self.shape), float(self.value))
+        if self.bound is not None:
+            return torch.empty(num_heads, *self.shape).uniform_(-self.bound, self.bound)
         return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,7 @@ class MLP(Learner):
         expansion: hidden width as a multiple of the head width.
         activation: one of `ACTIVATIONS`.
         bias: a bias in every map.
+        init: of the matrices: `normal` N(0, 0.02²), or `xavier` uniform per head.
         residual, norm: use `x + LN(f(x))`.
         learn_init: train W0. False keeps the random W0 it starts with: all zeros would be a saddle point where no gradient flows.
 
@@ -47,6 +50,7 @@ class MLP(Learner):
         expansion: float = 4.0,
         activation: str = "gelu_tanh",
         bias: bool = True,
+        init: Literal["normal", "xavier"] = "normal",
         residual: bool = True,
         norm: bool = True,
         learn_init: bool = True,
@@ -55,13 +59,15 @@ class MLP(Learner):
         if depth < 1:
             raise MetaTTTError(f"depth={depth} is not allowed: an MLP has at least one linear map (learner.depth=2)")
         check_choice("learner.activation", activation, ACTIVATIONS)
+        check_choice("learner.init", init, ("normal", "xavier"))
+        self.xavier = init == "xavier"
         self.depth, self.expansion, self.activation, self.with_bias = depth, expansion, activation, bias
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         widths = [d_in, *[max(1, round(self.expansion * d_in))] * (self.depth - 1), d_out]
         weights = {}
         for i, shape in enumerate(itertools.pairwise(widths), start=1):
-            weights[f"w{i}"] = Weight(shape)
+            weights[f"w{i}"] = Weight(shape, bound=math.sqrt(6 / sum(shape)) if self.xavier else None)
             if self.with_bias:
                 weights[f"b{i}"] = Weight(shape[1:], std=0.0)
         return weights

@@ -5,5 +5,18 @@ from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
 from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.optimizers.momentum import Momentum
+from metattt.optimizers.whole import WholeSequence
 
-__all__ = ["Adam", "Append", "BlockMomentum", "BlockRule", "Coefficients", "Gates", "GradientDescent", "InnerOptimizer", "Momentum", "Sign"]
+__all__ = [
+    "Adam",
+    "Append",
+    "BlockMomentum",
+    "BlockRule",
+    "Coefficients",
+    "Gates",
+    "GradientDescent",
+    "InnerOptimizer",
+    "Momentum",
+    "Sign",
+    "WholeSequence",
+]

@@ -168,6 +168,10 @@ class InnerOptimizer(nn.Module, ABC):
         """The carry with whatever the rule collects from the gates of `n` tokens for its next commit."""
         return carry
 
+    def permutation(self, count: int, device: torch.device) -> Tensor | None:
+        """`[1, H, T]` order in which the steps of a `final` read take the tokens, one part a step; None: every step takes all."""
+        return None
+
     def coefficients(
         self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: Literal["inclusive", "exclusive"] | None
     ) -> Coefficients:

@@ -35,12 +35,13 @@ class Task(nn.Module, ABC):
         """
         if any(True for _ in self.parameters()):
             raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer a task of its own")
+        self.label_dim = head_dim
         self.build(dim, num_heads, head_dim)
         return self
 
     @abstractmethod
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-        """Creates the parameters; the hook that subclasses define."""
+        """Creates the parameters, and sets `label_dim` if the label view v is not `head_dim` wide."""
 
     @abstractmethod
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:

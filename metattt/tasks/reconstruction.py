@@ -6,10 +6,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from metattt.convolution import CausalConv
 from metattt.errors import MetaTTTError, check_choice
+from metattt.projection import projection
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks import corruption
@@ -130,15 +131,6 @@ class Reconstruction(Task):
             return error.square().mean(-1)
         size, delta = error.abs(), self.huber_delta
         return torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta)).sum(-1)
-
-
-def projection(dim: int, width: int, bias: bool) -> nn.Linear:
-    """A linear map with weights N(0, 0.02²) and zero bias, as in the published models."""
-    linear = nn.Linear(dim, width, bias=bias)
-    nn.init.normal_(linear.weight, std=0.02)
-    if bias:
-        nn.init.zeros_(linear.bias)
-    return linear
 
 
 def rotary_table(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,63 @@
+"""Train on all tokens of a call, then answer all queries with the final weights: the rule of MTTT for images."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.registry import register
+from metattt.state import Context, Tensors
+
+
+@register(group="optimizer", name="whole")
+class WholeSequence(InnerOptimizer):
+    """`steps` steps of gradient descent on the tokens of a call; every query reads the final weights (arXiv 2310.13807, Sec. 2).
+
+    Args:
+        steps: T, inner steps.
+        sampling: `full` takes every step on all tokens; `sgd` takes each on one of T parts of a random permutation, drawn per head.
+        base_lr: η of the loss averaged over the step's tokens and the head width. (Eq. 1 averages over tokens only: there it is η/d.)
+        seed: of the permutations; None draws new ones from torch's generator at every call.
+        compute_chunk: tokens per compute step; memory only.
+
+    Raises:
+        MetaTTTError: at a call with `sgd`: tokens that do not divide by T, or padding.
+    """
+
+    def __init__(
+        self,
+        steps: int = 1,
+        sampling: Literal["full", "sgd"] = "full",
+        base_lr: float = 1.0,
+        seed: int | None = None,
+        compute_chunk: int = 2048,
+    ):
+        super().__init__(1, "batch" if sampling == "full" else "minibatch", "final", steps, compute_chunk)
+        check_choice("optimizer.sampling", sampling, ("full", "sgd"))
+        self.sampling, self.base_lr, self.seed = sampling, base_lr, seed
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        self.num_heads, self.head_dim = num_heads, head_dim
+
+    @property
+    def chunk(self) -> int:
+        return self.compute_chunk or 2048
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        count = ctx.lengths.to(wide) / (self.steps if self.sampling == "sgd" else 1)
+        eta = self.base_lr / (self.head_dim * count.clamp(min=1))
+        return Gates(eta.view(-1, 1, 1).expand(-1, self.num_heads, x.shape[1])), state
+
+    def permutation(self, count: int, device: torch.device) -> Tensor | None:
+        """`[1, H, N]` order in which `sgd` takes the tokens; None for `full`."""
+        if self.sampling == "full":
+            return None
+        if count % self.steps:
+            raise MetaTTTError(f"{count} tokens do not divide into optimizer.steps={self.steps} parts of equal size: choose a divisor")
+        generator = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+        return torch.rand(1, self.num_heads, count, device=device, generator=generator).argsort(-1)
