@@ -14,7 +14,7 @@ from metattt.inner.stream import Result, stream
 from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import InnerOptimizer
 from metattt.projection import projection
-from metattt.state import State
+from metattt.state import State, Tensors
 from metattt.tasks.base import Task
 
 
@@ -104,11 +104,17 @@ class TTTLayer(nn.Module):
         Raises:
             MetaTTTError: shapes that do not fit, a state of another layer or batch size, or NaN in `x` (checked on CPU).
         """
+        continues = state is not None
         state = self._check(x, state, mask, reset)
         packed = pack(x, mask, reset, state.pos, self.optimizer.mini_batch_size)
         ctx = packed.context
         views, task_state = self.task.views(packed.x, state.task, ctx)
         gates, rule_state = self.optimizer.gates(packed.x, state.optimizer, ctx)
+        for part, given, kept in ((self.task, state.task, task_state), (self.optimizer, state.optimizer, rule_state)):
+            if continues and _shapes(given) != _shapes(kept):
+                raise MetaTTTError(
+                    f"the state is from another layer: {type(part).__name__} carries {_shapes(kept)}, the state {_shapes(given)}"
+                )
         if isinstance(self.learner, NonParametric):
             y, data = self.learner.scan(views, state.learner, ctx)
             read = Result(y, {}, 0, data)
@@ -142,6 +148,8 @@ class TTTLayer(nn.Module):
                 raise MetaTTTError(
                     f"the state is from another layer: it carries {role} {found}, this layer {self.optimizer.bases} {expected}"
                 )
+        if state.phase is not None and state.phase >= self.optimizer.mini_batch_size:
+            raise MetaTTTError(f"the state is from another layer: it stands at token {state.phase} of {self.optimizer.mini_batch_size}")
         if bool(state.weights) != self.learner.has_weights:
             raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
         return state
@@ -150,6 +158,10 @@ class TTTLayer(nn.Module):
 def _finite(x: Tensor) -> bool:
     # In a transform the values are not at hand; whoever differentiates through us sees NaN in the result.
     return torch._C._functorch.peek_interpreter_stack() is not None or bool(x.isfinite().all())
+
+
+def _shapes(tensors: Tensors) -> dict[str, list[int]]:
+    return {name: list(x.shape) for name, x in tensors.items()}
 
 
 def _divisors(dim: int) -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.inner.forms import Carry, Tokens
 from metattt.inner.loop import InnerLoop, mask_gates
 from metattt.inner.packing import Frame, make_frame
@@ -34,6 +35,8 @@ def stream(loop: InnerLoop, views: Views, gates: Gates, state: State, after: Ten
         after: `[B]` tokens since the start of the document, after the call.
     """
     rule = loop.optimizer
+    if ctx.first is not None and rule.read == "final":
+        raise MetaTTTError("reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights")
     operand = views.k.dtype
     wide = torch.promote_types(operand, torch.float32)
     carry = state.weights or loop.start(views.k.shape[0], wide)

@@ -64,6 +64,8 @@ class Learner(nn.Module, ABC):
     mixes_tokens = False  #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
     has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
 
+    belongs = False  #: a layer has claimed this learner
+
     def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
         super().__init__()
         self.residual, self.norm, self.learn_init = residual, norm, learn_init
@@ -89,10 +91,11 @@ class Learner(nn.Module, ABC):
         Raises:
             MetaTTTError: the learner already belongs to a layer, or a residual connection between different widths.
         """
-        if self.init or self.slow:
+        if self.belongs:
             raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer a learner of its own")
         if self.residual and d_in != d_out:
             raise MetaTTTError(f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false")
+        self.belongs = True
         for name, weight in self.weights(d_in, d_out).items():
             sample = weight.sample(num_heads)
             if weight.fast:

@@ -98,6 +98,7 @@ class InnerOptimizer(nn.Module, ABC):
         """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token steps."""
         return None
 
+    belongs = False  #: a layer has claimed this optimizer
     has_momentum = False  #: the rule carries S between tokens
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
@@ -111,8 +112,9 @@ class InnerOptimizer(nn.Module, ABC):
         Raises:
             MetaTTTError: the optimizer already belongs to a layer.
         """
-        if any(True for _ in self.parameters()):
+        if self.belongs:
             raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer an optimizer of its own")
+        self.belongs = True
         self.build(dim, num_heads, head_dim)
         return self
 

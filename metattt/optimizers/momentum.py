@@ -64,6 +64,8 @@ class Momentum(GradientDescent):
             edge = source == "constant"  # a constant gate may be 0 or 1 exactly, a sigmoid cannot
             if not (0 <= value <= 1 if edge else 0 < value < 1):
                 raise MetaTTTError(f"optimizer.{key}={value} is not allowed: a gate lies between 0 and 1")
+        if gradient_at == "decayed" and anchor != "online":
+            raise MetaTTTError(f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}")
         if nesterov and momentum == "none":
             raise MetaTTTError("optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=none has none")
         if pull and decay == "none":

@@ -27,14 +27,17 @@ class Task(nn.Module, ABC):
 
     squared_error = False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
 
+    belongs = False  #: a layer has claimed this task
+
     def setup(self, dim: int, num_heads: int, head_dim: int) -> Task:
         """Creates the outer-loop parameters for tokens of width `dim`. Called once, by the layer.
 
         Raises:
             MetaTTTError: the task already belongs to a layer.
         """
-        if any(True for _ in self.parameters()):
+        if self.belongs:
             raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer a task of its own")
+        self.belongs = True
         self.label_dim = head_dim
         self.build(dim, num_heads, head_dim)
         return self

@@ -1,0 +1,148 @@
+"""Classes to subclass: one pytest test for each law, on a component of one's own among companions of ours."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from metattt.learners import MLP, KernelEstimator, Learner, Linear
+from metattt.optimizers import Append, GradientDescent, InnerOptimizer
+from metattt.tasks import Reconstruction, Task
+from metattt.testing.laws import LAWS
+from metattt.testing.specimen import NotApplicable, Specimen
+
+
+class Conformance:
+    """One test for each law of `LAWS`, on every specimen of `specimens()`. A law that applies to none is skipped, with its reason."""
+
+    dim: ClassVar[int] = 8  #: model width of the layers that are built
+    num_heads: ClassVar[int] = 2
+    options: ClassVar[Mapping[str, Any]] = {}  #: other keyword arguments of `TTTLayer`
+
+    def specimens(self) -> dict[str, Specimen]:
+        """The layers to examine, by a name for messages."""
+        raise NotImplementedError(f"{type(self).__name__} must define specimens, or subclass LearnerConformance")
+
+    def specimen(self, learner: Callable[[], Learner], task: Callable[[], Task], optimizer: Callable[[], InnerOptimizer]) -> Specimen:
+        return Specimen(learner, task, optimizer, self.dim, self.num_heads, self.options)
+
+    def examine(self, name: str) -> None:
+        """Checks one law.
+
+        Raises:
+            AssertionError: the law is broken; the message names the companions, the error and the bound.
+        """
+        law, reasons = LAWS[name], []
+        specimens = self.specimens()
+        for label, spec in specimens.items():
+            try:
+                error = law.worst_error(spec)
+            except NotApplicable as reason:
+                reasons.append(f"{label}: {reason}")
+                continue
+            assert error <= law.bound, f"{law.title}: error {error:.2e} is above {law.bound:.0e} ({label})"
+        if len(reasons) == len(specimens):
+            raise unittest.SkipTest("does not apply: " + "; ".join(dict.fromkeys(reasons)))
+
+    def test_forms_agree(self) -> None:
+        self.examine("forms")
+
+    def test_forms_agree_in_float32(self) -> None:
+        self.examine("forms_float32")
+
+    def test_derivatives(self) -> None:
+        self.examine("derivatives")
+
+    def test_splits_agree(self) -> None:
+        self.examine("splits")
+
+    def test_causality(self) -> None:
+        self.examine("causality")
+
+    def test_limits(self) -> None:
+        self.examine("limits")
+
+    def test_masks(self) -> None:
+        self.examine("masks")
+
+    def test_packing(self) -> None:
+        self.examine("packing")
+
+    def test_round_trips(self) -> None:
+        self.examine("round_trips")
+
+    def test_precision_of_outputs(self) -> None:
+        self.examine("precision_outputs")
+
+    def test_precision_of_gradients(self) -> None:
+        self.examine("precision_gradients")
+
+
+def published_task() -> Task:
+    """The views of the published models: they carry convolution tails and know their place in the mini-batch."""
+    return Reconstruction(views="shared_qk", rope="mini_batch")
+
+
+class LearnerConformance(Conformance):
+    """Every law on a learner. Subclass it and set `make`:
+
+    ```python
+    class TestFourier(LearnerConformance):
+        make = staticmethod(lambda: Fourier())
+    ```
+    """
+
+    make: Callable[[], Learner]  #: returns a new learner
+
+    def specimens(self) -> dict[str, Specimen]:
+        return {
+            type(rule()).__name__ + " " + label: self.specimen(self.make, published_task, rule)
+            for label, rule in rules_for(self.make()).items()
+        }
+
+
+class TaskConformance(Conformance):
+    """Every law on a task. Subclass it and set `make` to a function that returns a new task."""
+
+    make: Callable[[], Task]  #: returns a new task
+
+    def specimens(self) -> dict[str, Specimen]:
+        return {
+            "Linear by mini-batch": self.specimen(Linear, self.make, lambda: GradientDescent(4, token_steps="shared")),
+            "MLP by mini-batch": self.specimen(MLP, self.make, lambda: GradientDescent(4)),
+            "Linear online": self.specimen(lambda: Linear(residual=False, norm=False), self.make, lambda: GradientDescent(4, "online")),
+            "KernelEstimator": self.specimen(KernelEstimator, self.make, Append),
+        }
+
+
+class OptimizerConformance(Conformance):
+    """Every law on an inner optimizer. Subclass it and set `make` to a function that returns a new optimizer."""
+
+    make: Callable[[], InnerOptimizer]  #: returns a new optimizer
+
+    def specimens(self) -> dict[str, Specimen]:
+        if not self.make().updates:
+            return {"KernelEstimator": self.specimen(KernelEstimator, published_task, self.make)}
+        return {
+            "Linear": self.specimen(Linear, published_task, self.make),
+            "MLP": self.specimen(MLP, published_task, self.make),
+            "plain Linear": self.specimen(
+                lambda: Linear(bias=False, residual=False, norm=False, learn_init=False), Reconstruction, self.make
+            ),
+        }
+
+
+def rules_for(learner: Learner) -> dict[str, Callable[[], InnerOptimizer]]:
+    """Rules of ours that a learner can be combined with, by name."""
+    if not learner.has_weights:
+        return {"": Append}
+    rules: dict[str, Callable[[], InnerOptimizer]] = {"read=previous": lambda: GradientDescent(4, read="previous")}
+    if not learner.mixes_tokens:
+        rules |= {
+            "with token steps": lambda: GradientDescent(4, token_steps="shared"),
+            "read=exclusive": lambda: GradientDescent(4, read="exclusive", token_steps="per_head", compute_chunk=2),
+            "online": lambda: GradientDescent(4, "online"),
+            "batch": lambda: GradientDescent(4, "batch", compute_chunk=3),
+        }
+    return rules

@@ -1,0 +1,116 @@
+"""The laws about padded and packed sequences: every row must give what its tokens give alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from metattt.layer import TTTLayer
+from metattt.state import State
+from metattt.testing.specimen import NotApplicable, Run, Specimen, cotangent, distance, gradient_distance, gradients, run
+
+
+def masks(spec: Specimen) -> float:
+    """Padding at the left, at the right and inside changes no output, gradient or later output, whatever it holds."""
+    layer = spec.make()
+    x = spec.tokens(batch=3)
+    lengths = [x.shape[1], x.shape[1] - 3, 2]
+    apart = [_alone(layer, x[:, :length], row) for row, length in enumerate(lengths)]
+    later = torch.stack([_later(layer, alone.state)[row] for row, alone in enumerate(apart)])
+    worst = 0.0
+    for layout in ("left", "right", "inside"):
+        padded, mask = pad(x, lengths, layout)
+        inside = layout == "inside"
+        together = run(layer, padded, mask=mask, grads=inside)
+        if together.y[~mask].any():
+            return math.inf
+        worst = max(worst, *(distance(together.y[row, mask[row]], alone.y) for row, alone in enumerate(apart)))
+        worst = max(worst, distance(_later(layer, together.state), later))
+        if inside:
+            worst = max(worst, _gradients_apart(layer, x, lengths, mask, together))
+        if layer.optimizer.read not in ("block", "final"):
+            half = padded.shape[1] // 2
+            parts = run(layer, padded, [3, half, half + 1], mask=mask)  # different phases at every cut
+            worst = max(worst, distance(parts.y, together.y), distance(_later(layer, parts.state), later))
+    return worst
+
+
+def packing(spec: Specimen) -> float:
+    """Documents that follow each other in one sequence equal the same documents run apart, also after carried state."""
+    layer = spec.make()
+    if layer.optimizer.read == "final":
+        raise NotApplicable("optimizer.read=final answers every query after the whole call")
+    x = spec.tokens(batch=3, extra=layer.optimizer.mini_batch_size)
+    length = x.shape[1]
+    starts = [[length // 4, length // 4 + 1, length // 2], [0, length // 3], [length - 1]]
+    reset = torch.zeros(3, length, dtype=torch.bool)
+    for row, places in enumerate(starts):
+        reset[row, places] = True
+    before, mask = pad(torch.randn(x.shape, generator=torch.Generator().manual_seed(6), dtype=x.dtype), [5, 3, 2], "right")
+    worst = 0.0
+    for carried in (None, run(layer, before, mask=mask).state):
+        together, later = run(layer, x, reset=reset, state=carried), []
+        for row, places in enumerate(starts):
+            ends = sorted({0, *places, length})
+            for start, end in itertools.pairwise(ends):
+                alone = _alone(layer, x[:, start:end], row, carried if start not in places else None)
+                worst = max(worst, distance(together.y[row, start:end], alone.y))
+            later.append(_later(layer, alone.state)[row])
+        worst = max(worst, distance(_later(layer, together.state), torch.stack(later)))
+        if layer.optimizer.read != "block" and carried is not None:
+            parts = run(layer, x, [2, length - 2, length - 1], reset=reset, state=carried)
+            worst = max(worst, distance(parts.y, together.y))
+    return worst
+
+
+def pad(x: Tensor, lengths: list[int], layout: str) -> tuple[Tensor, Tensor]:
+    """The first `lengths` tokens of `x` `[B, T, D]` among padding that holds NaN, and the mask `[B, T + 5]`."""
+    columns = x.shape[1] + 5
+    mask = torch.zeros(x.shape[0], columns, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(7)
+    for row, length in enumerate(lengths):
+        order = torch.randperm(columns, generator=generator)[:length] if layout == "inside" else torch.arange(columns)
+        mask[row, order[-length:] if layout == "left" else order[:length]] = True
+    padded = x.new_full((x.shape[0], columns, x.shape[2]), math.nan)
+    padded[mask] = torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
+    return padded, mask
+
+
+def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> Run:
+    """One row without padding, its outputs `[T, D]`; run as many times as there are rows, so that row `row` draws its own noise."""
+    if state is not None:
+        state = state.select(torch.full((x.shape[0],), row))
+    alone = run(layer, x[row].expand(x.shape[0], -1, -1), state=state)
+    return Run(alone.y[row], alone.state, {})
+
+
+def _later(layer: TTTLayer, state: State) -> Tensor:
+    """What the layer answers to the same later tokens in every row, and how many tokens it has counted."""
+    generator = torch.Generator().manual_seed(8)
+    count = layer.optimizer.mini_batch_size + 2
+    tokens = torch.randn(1, count, layer.dim, generator=generator, dtype=layer.out.weight.dtype).expand(state.pos.shape[0], -1, -1)
+    after = run(layer, tokens, state=state)
+    return torch.cat([after.y.flatten(1), after.state.pos.unsqueeze(1)], dim=1)
+
+
+def _gradients_apart(layer: TTTLayer, x: Tensor, lengths: list[int], mask: Tensor, together: Run) -> float:
+    """The gradients of the padded run against those of all rows run apart, under the same loss."""
+    weight = cotangent(together.y)
+    if together.grads["x"][~mask].any():
+        return math.inf
+    x = x.detach().clone().requires_grad_()
+    loss = x.new_zeros(())
+    for row, length in enumerate(lengths):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            y, _ = layer(x[row : row + 1, :length].expand(x.shape[0], -1, -1))
+        loss = loss + (y[row] * weight[row, mask[row]]).sum()
+    expected = gradients(layer, x, loss)
+    found = dict(together.grads)
+    tokens = torch.zeros_like(x)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = found["x"][row, mask[row]]
+    return gradient_distance(found | {"x": tokens}, expected)

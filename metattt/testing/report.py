@@ -1,0 +1,84 @@
+"""`metattt check`: the laws as a table, for the layer that the command line composed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from metattt.compose import instantiate_layer
+from metattt.inner.inspect import unsupported
+from metattt.layer import TTTLayer
+from metattt.testing.laws import LAWS
+from metattt.testing.specimen import NotApplicable, Specimen
+
+
+def check(cfg: DictConfig) -> None:
+    """Checks every law on the composed layer and prints law, worst error, bound and verdict.
+
+    Args:
+        cfg: the composed configuration, with `dim`, `num_heads`, `task`, `learner`, `optimizer` and `layer`.
+
+    Raises:
+        SystemExit: code 1, if a law is broken.
+        MetaTTTError: the configuration does not make a layer.
+    """
+    layer = instantiate_layer(cfg)
+    spec = specimen_of(cfg)
+    console = Console()
+    console.print(
+        f"[bold]{type(layer.learner).__name__}[/] learner, [bold]{type(layer.task).__name__}[/] task, "
+        f"[bold]{type(layer.optimizer).__name__}[/] optimizer, dim={cfg.dim}, num_heads={cfg.num_heads}; float64 where no type is given"
+    )
+    console.print(f"form={layer.form}: {why_this_form(layer, str(cfg.layer.get('form', 'auto')))}")
+    size, used = layer.optimizer.mini_batch_size, spec.make().optimizer.mini_batch_size
+    if used < size:
+        console.print(f"mini-batches of {used} tokens instead of {size}, so that short sequences cross their ends")
+    table = Table("law", "worst error", "bound", "result")
+    broken = 0
+    for law in LAWS.values():
+        try:
+            error = law.worst_error(spec)
+        except NotApplicable as reason:
+            table.add_row(law.title, "", f"{law.bound:.0e}", f"does not apply: {reason}")
+            continue
+        passed = error <= law.bound
+        broken += not passed
+        table.add_row(law.title, f"{error:.1e}", f"{law.bound:.0e}", "[green]pass[/]" if passed else "[bold red]FAIL[/]")
+    console.print(table)
+    if broken:
+        console.print(f"{broken} of {len(LAWS)} laws are broken")
+        raise SystemExit(1)
+
+
+def specimen_of(cfg: DictConfig) -> Specimen:
+    """The composed layer, as the laws need it: made again and again from the same configuration."""
+
+    def part(name: str) -> Callable[[], Any]:
+        return lambda: hydra.utils.instantiate(cfg[name], _convert_="all")
+
+    given = OmegaConf.to_container(cfg.layer, resolve=True)
+    assert isinstance(given, dict)
+    fixed = ("_target_", "dim", "num_heads", "task", "learner", "optimizer")
+    options = {str(key): value for key, value in given.items() if key not in fixed}
+    return Specimen(part("learner"), part("task"), part("optimizer"), cfg.dim, cfg.num_heads, options)
+
+
+def why_this_form(layer: TTTLayer, asked: str) -> str:
+    """One line on why the layer computes as it does."""
+    learner = layer.learner
+    if not learner.has_weights:
+        return "the learner keeps its data and answers by itself"
+    if asked != "auto":
+        return f"layer.form={asked} was asked for"
+    if learner.mixes_tokens:
+        return "the learner mixes tokens, so no token has a gradient of its own"
+    width = layer.dim // layer.num_heads
+    reason = unsupported(layer.task, learner, layer.num_heads, width)
+    if reason is None:
+        return "every fast weight reaches only primitives"
+    return f"{reason}, so the dual form cannot express the learner"

@@ -1,0 +1,220 @@
+"""The layer under examination, and how it is run and measured."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.inner.inspect import FORMS
+from metattt.layer import TTTLayer
+from metattt.learners.base import Learner
+from metattt.optimizers.base import InnerOptimizer
+from metattt.state import Context, State, Tensors
+from metattt.tasks.base import Task, Views
+
+
+class NotApplicable(Exception):
+    """A law says nothing about this combination; the message is the reason."""
+
+
+class Run(NamedTuple):
+    """What one or several calls on a sequence gave: outputs `[B, T, D]`, final state, gradients by parameter name (and `x`)."""
+
+    y: Tensor
+    state: State
+    grads: Tensors
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """Makes the same layer any number of times, with other forms or mini-batches where a law asks for them.
+
+    Args:
+        learner, task, optimizer: functions that return a new part.
+        dim, num_heads: as in `TTTLayer`.
+        options: the other keyword arguments of `TTTLayer`.
+        longest_mini_batch: larger mini-batches are cut to this many tokens, so that short sequences still cross their ends.
+    """
+
+    learner: Callable[[], Learner]
+    task: Callable[[], Task]
+    optimizer: Callable[[], InnerOptimizer]
+    dim: int = 8
+    num_heads: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    longest_mini_batch: int = 4
+
+    def make(
+        self,
+        *,
+        dtype: torch.dtype = torch.float64,
+        form: str | None = None,
+        mini_batch_size: int | None = None,
+        anchor: Any = None,
+        plain: bool = False,
+        group_size: int | None = None,
+        seed: int = 0,
+    ) -> TTTLayer:
+        """A new layer, with the same parameters every time.
+
+        Args:
+            form: None keeps the one in `options`.
+            mini_batch_size, anchor: None keeps the optimizer's own.
+            plain: no token steps (τ = 1), and positions that repeat every four tokens whatever b is.
+            group_size: None keeps the one in `options`.
+            seed: of the initial parameters.
+
+        Raises:
+            MetaTTTError: the layer refuses the combination.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self._make(form, mini_batch_size, anchor, plain, group_size).to(dtype)
+
+    def _make(self, form: str | None, mini_batch_size: int | None, anchor: Any, plain: bool, group_size: int | None) -> TTTLayer:
+        task, optimizer = self.task(), self.optimizer()
+        optimizer.mini_batch_size = mini_batch_size or min(optimizer.mini_batch_size, self.longest_mini_batch)
+        optimizer.anchor = anchor or optimizer.anchor
+        if plain:
+            _without_token_steps(optimizer)
+            _with_position_period(task, 4)
+        options = dict(self.options)
+        if form is not None:
+            options["form"] = form
+        if group_size is not None:
+            options["group_size"] = group_size
+        layer = TTTLayer(self.dim, self.num_heads, task, self.learner(), optimizer, **options)
+        randomize(layer)
+        return layer
+
+    def forms(self) -> list[str]:
+        """The forms that can compute this combination, the oracle first."""
+        if not self.make().learner.has_weights:  # what the layer refuses in every form is an error, not a missing form
+            return []
+        found = []
+        for form in FORMS:
+            try:
+                found.append(self.make(form=form).form)
+            except MetaTTTError:
+                continue
+        return found
+
+    def tokens(self, batch: int = 2, extra: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Random tokens `[B, 2b + extra, D]`: at least two mini-batches and an open one."""
+        length = 2 * self.make().optimizer.mini_batch_size + extra
+        return torch.randn(batch, max(length, 7), self.dim, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def randomize(layer: TTTLayer) -> None:
+    """Moves every trained parameter away from its initial value, with sizes that keep the inner loop stable.
+
+    Initial values hide mistakes: a zero W0 or bias, a norm scale of one, a convolution that nothing has trained.
+    """
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(noise.to(parameter) * 0.5 / math.sqrt(max(parameter.shape[-2:], default=1)))
+
+
+def _without_token_steps(optimizer: InnerOptimizer) -> None:
+    optimizer.token_steps = lambda: None  # type: ignore[method-assign]
+
+
+def _with_position_period(task: Task, period: int) -> None:
+    views = task.views
+
+    def periodic(x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
+        return views(x, state, ctx._replace(mini_batch_size=period))
+
+    task.views = periodic  # type: ignore[method-assign]
+
+
+def run(
+    layer: TTTLayer,
+    x: Tensor,
+    cuts: Sequence[int] = (),
+    *,
+    state: State | None = None,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    grads: bool = False,
+) -> Run:
+    """Calls the layer on `x` `[B, T, D]`, cut before the tokens `cuts`, handing the state on.
+
+    The random numbers that a task draws (corruption) are the same in every run with the same B.
+    """
+    x = x.detach().clone().requires_grad_(grads)
+    ys = []
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grads):
+        torch.manual_seed(0)
+        for start, end in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
+            piece = slice(start, end)
+            y, state = layer(x[:, piece], state, mask=_cut(mask, piece), reset=_cut(reset, piece))
+            ys.append(y)
+    y = torch.cat(ys, dim=1)
+    assert state is not None
+    return Run(y.detach(), state, gradients(layer, x, (y * cotangent(y)).sum()) if grads else {})
+
+
+def gradients(layer: TTTLayer, x: Tensor, loss: Tensor) -> Tensors:
+    """Gradients of `loss` with respect to the tokens and every parameter that is trained; zeros where there is none."""
+    leaves = {"x": x} | {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def cotangent(y: Tensor) -> Tensor:
+    """A fixed weight for every output, so that no gradient cancels by symmetry."""
+    return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).cos().view_as(y)
+
+
+def _cut(flags: Tensor | None, piece: slice) -> Tensor | None:
+    return None if flags is None else flags[:, piece]
+
+
+def distance(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Largest difference relative to the largest expected entry (or `floor`); infinite where anything is not finite."""
+    if found.shape != expected.shape or not (found.isfinite().all() and expected.isfinite().all()):
+        return math.inf
+    if found.numel() == 0:
+        return 0.0
+    scale = max(expected.abs().max().item(), floor)
+    gap = (found - expected).abs().max().item()
+    return gap / scale if scale > 0 else (math.inf if gap > 0 else 0.0)
+
+
+def gradient_distance(found: Tensors, expected: Tensors) -> float:
+    """Worst `distance` over all gradients. One that is zero but for rounding is measured against the largest of all."""
+    if found.keys() != expected.keys():
+        return math.inf
+    largest = max(g.abs().max().item() for g in expected.values())
+    share = 1e-6 if expected["x"].dtype == torch.float64 else 1e-2
+    return max(distance(found[name], expected[name], share * largest) for name in expected)
+
+
+def compare(found: Run, expected: Run) -> float:
+    """Worst relative error of outputs and gradients."""
+    worst = distance(found.y, expected.y)
+    return max(worst, gradient_distance(found.grads, expected.grads)) if expected.grads else worst
+
+
+def state_distance(layer: TTTLayer, found: State, expected: State) -> float:
+    """Worst relative error of two states: in what they hold, and in what the layer answers when it goes on from them."""
+    if not torch.equal(found.pos, expected.pos):
+        return math.inf
+    worst, size = 0.0, layer.optimizer.mini_batch_size
+    if layer.learner.has_weights:
+        now, then = (layer.optimizer.current(s.weights, s.pos % size) for s in (found, expected))
+        worst = max(distance(now[name], then[name]) for name in then)
+    generator = torch.Generator().manual_seed(2)
+    later = torch.randn(expected.pos.shape[0], size + 2, layer.dim, generator=generator, dtype=layer.out.weight.dtype)
+    return max(worst, distance(run(layer, later, state=found).y, run(layer, later, state=expected).y))

@@ -1,0 +1,297 @@
+"""Forms agree for a random family of learners and rules, general gates and all primitives included: outputs and every gradient."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.inner.packing import pack
+from metattt.layer import TTTLayer
+from metattt.learners import MLP, FastWeights, Learner, Linear, Weight
+from metattt.optimizers import Gates, GradientDescent, InnerOptimizer, Momentum
+from metattt.optimizers.base import transition
+from metattt.state import Context, Tensors
+from metattt.tasks import Reconstruction
+from metattt.testing.specimen import Specimen, compare, run, state_distance
+
+BOUND = 1e-9  # relative, float64
+
+
+class Tied(Learner):
+    """One matrix used twice, once transposed, and one scale used twice: gradients sum over all uses."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, 2 * d_out)), "b": Weight((2 * d_out,)), "c": Weight((d_out,)), "s": Weight((d_out,), value=1.0)}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        hidden = torch.tanh(w.linear(w.scale(x, "s"), "w", "b"))
+        return w.scale(w.linear(hidden, "w", "c", transpose=True), "s")
+
+
+class Primitives(Learner):
+    """Every primitive with positions inside a token: an embedding, a convolution, a scale, biases and a slow matrix."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {
+            "table": Weight((5, d_in)),
+            "conv": Weight((3, 2, 2), std=0.3),
+            "conv_bias": Weight((2,)),
+            "s": Weight((2,), value=1.0),
+            "w": Weight((d_in, d_out), std=0.3),
+            "b": Weight((d_out,)),
+            "slow": Weight((d_out, d_out), std=0.3, fast=False),
+            "slow_bias": Weight((d_out,), fast=False),
+        }
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        x = x + w.embedding((x.detach().sum(-1) * 3).long() % 5, "table")
+        grid = x.unflatten(-1, (-1, 2))  # [B, H, T, d/2, 2]: positions inside a token
+        grid = grid + w.scale(torch.tanh(w.conv1d(grid, "conv", "conv_bias")), "s")
+        return w.linear(w.bias(w.linear(grid.flatten(-2), "w"), "b"), "slow", "slow_bias")
+
+
+class Gated(Learner):
+    """A product of two branches: SwiGLU, with a matrix that the other branch uses again inside."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w1": Weight((d_in, d_out)), "w2": Weight((d_out, d_out), std=0.4), "w3": Weight((d_in, d_out))}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.linear(F.silu(w.linear(x, "w1")) * w.linear(x, "w3"), "w2") + 0.5 * w.linear(torch.sin(x), "w1")
+
+
+class GatedRule(InnerOptimizer):
+    """Every gate of the algebra from the token itself: decay α, momentum β and write gate κ, some of them exactly 0 or 1."""
+
+    def __init__(self, gates: str, exact: bool, **rule: Any):
+        super().__init__(**rule)
+        self.names, self.exact = gates, exact
+
+    @property
+    def has_momentum(self) -> bool:  # type: ignore[override]
+        return "b" in self.names
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        self.maps = nn.ModuleDict({name: nn.Linear(dim, num_heads) for name in "e" + self.names})
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        value = {name: torch.sigmoid(linear(x)).mT for name, linear in self.maps.items()}
+        if self.exact:  # by the token's contents, so that splits and padding agree
+            kind = (x.detach()[..., 0] * 4).long().remainder(4).unsqueeze(1)
+            for shift, name in enumerate(self.names):
+                g = torch.where((kind + shift) % 4 == 0, 0.0, value[name])
+                value[name] = torch.where((kind + shift) % 4 == 1, 1.0, g)
+        return Gates(0.1 * value["e"], value.get("a"), value.get("b"), value.get("k")), state
+
+
+LEARNERS = {
+    "linear": lambda r: Linear(bias=r.random() < 0.5, residual=r.random() < 0.5, norm=r.random() < 0.5, learn_init=r.random() < 0.5),
+    "mlp": lambda r: MLP(
+        depth=r.randint(1, 4),
+        expansion=r.choice([0.5, 1.0, 2.5]),
+        activation=r.choice(["gelu_tanh", "gelu", "silu", "tanh", "sigmoid", "identity", "relu"]),
+        bias=r.random() < 0.7,
+        residual=r.random() < 0.5,
+        norm=r.random() < 0.5,
+        learn_init=r.random() < 0.7,
+    ),
+    "tied": lambda r: Tied(residual=r.random() < 0.5, norm=r.random() < 0.5),
+    "primitives": lambda r: Primitives(residual=r.random() < 0.5, norm=r.random() < 0.5),
+    "gated": lambda r: Gated(residual=r.random() < 0.5, norm=r.random() < 0.5, learn_init=r.random() < 0.7),
+}
+
+
+def random_rule(r: random.Random) -> dict[str, Any]:
+    """The knobs that every linear rule has, in combinations that are allowed."""
+    b = r.choice([1, 2, 3, 5, 16])
+    anchor = r.choice(["minibatch", "minibatch", "online", "batch"])
+    read = r.choice(["inclusive", "inclusive", "inclusive", "exclusive", "previous", "block", "final"])
+    several = (anchor == "minibatch" and read in ("previous", "block", "final")) or (
+        b == 1 and read == "inclusive" and anchor == "minibatch"
+    )
+    return {
+        "mini_batch_size": b,
+        "anchor": anchor,
+        "read": read,
+        "steps": r.choice([1, 2, 3]) if several else 1,
+        "compute_chunk": r.choice([None, None, 1, 2, 3]),
+    }
+
+
+def random_optimizer(r: random.Random) -> InnerOptimizer:
+    rule = random_rule(r)
+    kind = r.choice(["gates", "momentum", "plain"])
+    if kind == "momentum":
+        momentum, decay = (
+            r.choice(["none", "constant", "shared", "per_head"]),
+            r.choice(["none", "constant", "per_head", "retnet", "mamba2"]),
+        )
+        return Momentum(
+            **rule,
+            base_lr=0.3,
+            momentum=momentum,
+            momentum_init=0.6,
+            nesterov=momentum != "none" and r.random() < 0.5,
+            decay=decay,
+            decay_init=0.9,
+            pull=decay != "none" and r.random() < 0.5,
+            gradient_at=r.choice(["previous", "decayed"]) if rule["anchor"] == "online" else "previous",
+        )
+    if kind == "gates":
+        return GatedRule(r.choice(["a", "b", "k", "ab", "abk", "bk"]), r.random() < 0.5, **rule)
+    return GradientDescent(
+        **rule,
+        base_lr=r.choice([0.1, 0.5]),
+        lr=r.choice(["per_head", "shared", "constant"]),
+        token_steps=r.choice(["none", "shared", "per_head"]),
+    )
+
+
+def random_specimen(seed: int) -> Specimen:
+    """The same layer on every call: each part is drawn by a generator of its own."""
+
+    def draw(part: str) -> random.Random:
+        return random.Random(f"{seed} {part}")
+
+    names = list(LEARNERS)
+    r = draw("layer")
+    views, rope, loss = r.choice(["separate", "shared_qk"]), r.choice(["none", "mini_batch", "full"]), r.choice(["squared", "dot", "huber"])
+    return Specimen(
+        lambda: LEARNERS[names[seed % len(names)]](draw("learner")),
+        lambda: Reconstruction(views, rope=rope, loss=loss),
+        lambda: random_optimizer(draw("optimizer")),
+        dim=2 * r.choice([4, 6]),
+        options={"gate": r.random() < 0.5, "output_norm": r.random() < 0.5, "group_size": r.choice([None, 0, 1, 2])},
+        longest_mini_batch=16,
+    )
+
+
+def describe(layer: TTTLayer) -> str:
+    settings = {name: value for name, value in vars(layer.optimizer).items() if not name.startswith("_") and name != "training"}
+    return f"{layer.form} {layer.learner} {type(layer.optimizer).__name__} {settings}"
+
+
+@pytest.mark.parametrize("seed", range(64))
+def test_forms_agree_on_a_random_layer(seed: int) -> None:
+    spec = random_specimen(seed)
+    r = random.Random(seed)
+    x = torch.randn(2, r.randint(3, 20), spec.dim, dtype=torch.float64)
+    cuts = sorted(r.sample(range(1, x.shape[1]), r.randint(0, 2)))  # carried state, at any offset
+    primal = run(spec.make(form="primal"), x, cuts, grads=True)
+    assert primal.y.isfinite().all()
+    forms = spec.forms()
+    assert forms[:2] == ["primal", "dual"]
+    for form in forms[1:]:
+        layer = spec.make(form=form)
+        other = run(layer, x, cuts, grads=True)
+        assert compare(other, primal) <= BOUND, describe(layer)
+        assert state_distance(layer, other.state, primal.state) <= BOUND, describe(layer)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["between", "exact"])
+@pytest.mark.parametrize("gates", ["a", "b", "k", "ab", "abk"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"mini_batch_size": 4},
+        {"mini_batch_size": 5, "compute_chunk": 2, "read": "exclusive"},
+        {"mini_batch_size": 4, "anchor": "batch", "compute_chunk": 3},
+        {"mini_batch_size": 4, "anchor": "online"},
+        {"mini_batch_size": 4, "read": "previous"},
+    ],
+    ids=["minibatch", "exclusive", "batch", "online", "previous"],
+)
+def test_gates_are_exact_for_carried_weights_and_momentum(rule: dict[str, Any], gates: str, exact: bool) -> None:
+    spec = Specimen(Linear, Reconstruction, lambda: GatedRule(gates, exact, **rule))
+    x = torch.randn(2, 15, 8, dtype=torch.float64)
+    primal, dual = spec.make(form="primal"), spec.make(form="dual")
+    whole = run(primal, x, grads=True)
+    for cuts in ([], [6], [2, 3, 9], list(range(1, 15))):
+        for layer in (primal, dual):
+            parts = run(layer, x, cuts, grads=True)
+            assert compare(parts, whole) <= BOUND, (layer.form, cuts)
+            assert state_distance(layer, parts.state, whole.state) <= BOUND, (layer.form, cuts)
+
+
+def test_gates_of_zero_and_one() -> None:
+    """α = 0 forgets, κ = 0 does not write, β = 1 accumulates: against the recurrences written out."""
+    n = 6
+    alpha, beta, kappa = torch.tensor([[1.0, 0, 1, 0.5, 1, 1], [0, 1, 0.9, 1, 0, 1], [1, 0, 0, 1, 1, 0.3]], dtype=torch.float64)
+    eta, gradients = torch.rand(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
+    gates = Gates(*(g.view(1, 1, n) for g in (eta, alpha, beta, kappa)))
+    how = GatedRule("abk", False).coefficients(gates, 0, ("weights", "momentum"), "inclusive")
+    w = w0 = torch.tensor(0.7, dtype=torch.float64)
+    s = s0 = torch.tensor(-0.4, dtype=torch.float64)
+    for t in range(n):
+        s = beta[t] * s - eta[t] * gradients[t]
+        w = alpha[t] * w + kappa[t] * s
+        found = how.rows["weights"][0, 0, t] * w0 + how.rows["momentum"][0, 0, t] * s0 - how.mix[0, 0, t] @ gradients
+        torch.testing.assert_close(found, w)
+    for base, value in (("weights", w), ("momentum", s)):
+        factors, weight = how.carry[base]
+        found = sum(f[0, 0] * {"weights": w0, "momentum": s0}[a] for a, f in factors.items()) - weight[0, 0] @ gradients
+        torch.testing.assert_close(found, value)
+
+
+def test_transition_is_the_product_of_gates() -> None:
+    gate = torch.tensor([0.3, 0.0, 1.0, 0.5, 2.0], dtype=torch.float64)
+    found = transition(gate)
+    for t in range(5):
+        for s in range(5):
+            expected = gate[s + 1 : t + 1].prod() if s <= t else torch.tensor(0.0)
+            torch.testing.assert_close(found[t, s], expected.to(found))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+@pytest.mark.parametrize("anchor", ["minibatch", "batch"])
+def test_compute_chunk_changes_nothing(anchor: Any, chunk: int) -> None:
+    x = torch.randn(2, 17, 8, dtype=torch.float64)
+    one, other = (
+        Specimen(MLP, Reconstruction, lambda c=c: GradientDescent(6, anchor, compute_chunk=c), longest_mini_batch=6) for c in (None, chunk)
+    )
+    assert compare(run(other.make(), x, [4], grads=True), run(one.make(), x, [4], grads=True)) <= BOUND
+
+
+@pytest.mark.parametrize("form", ["primal", "dual", "summed"])
+def test_gradcheck(form: str) -> None:
+    """First and second derivatives of every form, by finite differences."""
+    read: Any = "previous" if form == "summed" else "inclusive"
+    steps: Any = "none" if form == "summed" else "shared"
+    layer = Specimen(
+        lambda: MLP(expansion=1.0), Reconstruction, lambda: GradientDescent(2, read=read, token_steps=steps), dim=4, num_heads=1
+    ).make(form=form)
+    x = torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in layer.named_parameters()]
+    values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+
+    def outputs(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))[0]
+
+    assert torch.autograd.gradcheck(lambda x: layer(x)[0], (x,))
+    assert torch.autograd.gradcheck(outputs, (x, *values), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x)[0][:, -1], (x[:, :3].detach().requires_grad_(),))
+    assert torch.autograd.gradgradcheck(outputs, (x, *values), fast_mode=True)
+
+
+def test_gradcheck_of_gates() -> None:
+    layer = Specimen(Linear, Reconstruction, lambda: GatedRule("abk", False, mini_batch_size=3), dim=4, num_heads=1).make(form="dual")
+    x = torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layer(x)[0], (x,))
+    assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,), fast_mode=True)
+
+
+def test_packing_moves_padding_behind_the_tokens() -> None:
+    x = torch.arange(8.0).view(1, 8, 1)
+    mask = torch.tensor([[False, True, True, False, True, False, True, False]])
+    reset = torch.zeros_like(mask)
+    reset[0, 3] = True  # on padding: belongs to the next token
+    packed = pack(x, mask, reset, torch.tensor([5]), 4)
+    assert packed.x[0, :4, 0].tolist() == [1, 2, 4, 6]
+    assert packed.context.positions[0, :4].tolist() == [5, 6, 0, 1]
+    assert packed.pos.tolist() == [2]
+    assert packed.restore(packed.x)[0, :, 0].tolist() == [0, 1, 2, 0, 4, 0, 6, 0]

@@ -1,0 +1,479 @@
+"""A layer inside whatever its caller has switched on gives the eager result, and bad input costs one clear line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.learners import MLP, FastWeights, KernelEstimator, Learner, Linear, Weight
+from metattt.optimizers import Append, GradientDescent, InnerOptimizer
+from metattt.tasks import Reconstruction, Task
+from metattt.testing.specimen import Specimen, compare, cotangent, distance, gradients, run
+
+BOUND = 1e-9  # relative, float64
+
+
+def shared_qk() -> Task:
+    return Reconstruction("shared_qk", rope="mini_batch")
+
+
+SPECIMENS: dict[str, Specimen] = {
+    "dual": Specimen(Linear, shared_qk, lambda: GradientDescent(4, token_steps="shared"), options={"gate": True}),
+    "mlp": Specimen(lambda: MLP(expansion=2.0), shared_qk, lambda: GradientDescent(4)),
+    "primal": Specimen(Linear, shared_qk, lambda: GradientDescent(4), options={"form": "primal"}),
+    "summed": Specimen(Linear, shared_qk, lambda: GradientDescent(4, read="previous", steps=2), options={"form": "summed"}),
+    "online": Specimen(Linear, shared_qk, lambda: GradientDescent(4, "online")),
+    "batch": Specimen(Linear, shared_qk, lambda: GradientDescent(4, "batch", compute_chunk=2)),
+    "scan": Specimen(KernelEstimator, shared_qk, Append),
+}
+every_form = pytest.mark.parametrize("name", list(SPECIMENS))
+
+
+def tokens(length: int = 11, batch: int = 2) -> Tensor:
+    return torch.randn(batch, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def error(layer: TTTLayer, call: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Worst relative error of `call(x)`, outputs and gradients, against the eager layer."""
+    eager = run(layer, x, grads=True)
+    x = x.clone().requires_grad_()
+    y = call(x)
+    found = gradients(layer, x, (y * cotangent(y)).sum())
+    return compare(eager._replace(y=y.detach(), grads=found), eager)
+
+
+# -- recomputation, precision, modes -----------------------------------------------------------------------------------------------
+
+
+@every_form
+@pytest.mark.parametrize("group_size", [None, 0])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_checkpoint(name: str, group_size: int | None, reentrant: bool) -> None:
+    layer = SPECIMENS[name].make(group_size=group_size)
+    x = tokens().requires_grad_()
+    eager = run(layer, x, grads=True)
+    y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
+    (y * cotangent(y)).sum().backward()
+    found = {"x": x.grad} | {
+        key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in layer.named_parameters() if p.requires_grad
+    }
+    assert compare(eager._replace(y=y.detach(), grads=found), eager) <= BOUND
+
+
+@every_form
+def test_inside_save_on_cpu(name: str) -> None:
+    layer = SPECIMENS[name].make()
+
+    def offloaded(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return layer(x)[0]
+
+    assert error(layer, offloaded, tokens()) <= BOUND
+
+
+@every_form
+def test_autocast(name: str) -> None:
+    layer = SPECIMENS[name].make(dtype=torch.float32)
+    x = tokens().float()
+    full = run(layer, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = run(layer, x, [5])
+    assert half.y.dtype == torch.bfloat16
+    assert ((half.y.float() - full.y).norm() / full.y.norm()).item() <= 3e-2  # heads of width 4
+    assert all(value.dtype == torch.float32 for weights in half.state.weights.values() for value in weights.values())
+
+
+@every_form
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(name: str, mode: Callable[[], Any]) -> None:
+    layer = SPECIMENS[name].make()
+    x = tokens()
+    eager = run(layer, x)
+    with mode():
+        whole, _ = layer(x)
+        first, state = layer(x[:, :6])
+        second, _ = layer(x[:, 6:], state)
+    assert not whole.requires_grad
+    assert distance(whole, eager.y) <= BOUND
+    assert distance(torch.cat([first, second], dim=1), eager.y) <= BOUND
+
+
+def test_frozen_layer_and_frozen_input() -> None:
+    layer = SPECIMENS["mlp"].make()
+    eager = run(layer, tokens(), grads=True)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    frozen = run(layer, tokens(), grads=True)
+    assert distance(frozen.grads["x"], eager.grads["x"]) <= BOUND
+    y, _ = layer(tokens())
+    assert not y.requires_grad
+
+
+def test_detached_state_cuts_the_graph() -> None:
+    layer = SPECIMENS["dual"].make()
+    x = tokens().requires_grad_()
+    _, state = layer(x[:, :5])
+    y, _ = layer(x[:, 5:].detach(), state.detach())
+    (gradient,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
+    assert gradient is None
+    y, _ = layer(x[:, 5:].detach(), state)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient[:, :5].abs().max() > 0
+
+
+# -- torch.func ----------------------------------------------------------------------------------------------------------------------
+
+
+@every_form
+def test_functional_call_with_other_parameters(name: str) -> None:
+    layer = SPECIMENS[name].make()
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    values = dict(other.named_parameters())
+    assert error(other, lambda x: torch.func.functional_call(layer, values, (x,))[0], tokens()) <= BOUND
+
+
+@every_form
+def test_vmap_and_grad(name: str) -> None:
+    layer = SPECIMENS[name].make()
+    x = tokens()
+    eager = run(layer, x, grads=True)
+    values = {key: p.detach() for key, p in layer.named_parameters()}
+
+    def one(values: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, values, (row.unsqueeze(0),))[0].squeeze(0)
+
+    assert distance(torch.func.vmap(one, (None, 0))(values, x), eager.y) <= BOUND
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        y = torch.func.functional_call(layer, values, (x,))[0]
+        return (y * cotangent(y)).sum()
+
+    found = torch.func.grad(loss)(values)
+    for key, gradient in eager.grads.items():
+        if key != "x":
+            assert distance(found[key], gradient, floor=1e-6) <= BOUND, key
+
+
+def test_vmap_over_grad_gives_gradients_per_sequence() -> None:
+    layer = SPECIMENS["dual"].make()
+    x = tokens(length=6)
+    values = {key: p.detach() for key, p in layer.named_parameters()}
+
+    def loss(values: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, values, (row.unsqueeze(0),))[0].square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
+    for row in range(2):
+        y, _ = layer(x[row : row + 1])
+        expected = torch.autograd.grad(y.square().sum(), layer.out.weight)[0]
+        assert distance(each["out.weight"][row], expected) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["dual", "mlp", "summed", "online"])
+@pytest.mark.parametrize("group_size", [None, 0])
+def test_double_backward(name: str, group_size: int | None) -> None:
+    """The gradient of a gradient, through the recomputed groups too, against a finite difference."""
+    layer = SPECIMENS[name].make(group_size=group_size)
+    direction = torch.randn(2, 7, 8, dtype=torch.float64)
+
+    def slope(x: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        y = layer(x)[0]
+        (first,) = torch.autograd.grad((y * cotangent(y)).sum(), x, create_graph=keep)
+        return first, x
+
+    x = tokens(length=7)
+    first, leaf = slope(x, True)
+    (found,) = torch.autograd.grad((first * direction).sum(), leaf)
+    step = 1e-5
+    expected = (slope(x + step * direction, False)[0] - slope(x - step * direction, False)[0]) / (2 * step)
+    assert distance(found, expected) <= 1e-6
+
+
+# -- torch.compile ---------------------------------------------------------------------------------------------------------------------
+
+
+def compiled_error(spec: Specimen, backend: str, length: int) -> float:
+    torch._dynamo.reset()
+    layer = spec.make()
+    graph = torch.compile(layer, fullgraph=True, backend=backend)
+    return error(layer, lambda x: graph(x)[0], tokens(length))
+
+
+@every_form
+def test_compiled_in_one_graph(name: str) -> None:
+    assert compiled_error(SPECIMENS[name], "aot_eager", length=6) <= BOUND
+
+
+def test_compiled_with_inductor() -> None:
+    small = Specimen(Linear, Reconstruction, lambda: GradientDescent(2, token_steps="shared"), options={"output_norm": False})
+    assert compiled_error(small, "inductor", length=3) <= BOUND
+
+
+def test_compiled_with_a_carried_state() -> None:
+    torch._dynamo.reset()
+    layer = SPECIMENS["dual"].make()
+    graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = tokens(8)
+    eager = run(layer, x)
+    with torch.no_grad():
+        first, state = graph(x[:, :4])
+        second, _ = graph(x[:, 4:], state)
+    assert distance(torch.cat([first, second], dim=1), eager.y) <= BOUND
+
+
+# -- bad input: one line each ------------------------------------------------------------------------------------------------------------
+
+
+def refused(call: Callable[[], object], *words: str) -> None:
+    """The call raises a `MetaTTTError` of one or two lines that contains every word."""
+    with pytest.raises(MetaTTTError) as caught:
+        call()
+    message = str(caught.value)
+    assert message.count("\n") <= 1 and len(message) < 400, message
+    for word in words:
+        assert word in message, message
+
+
+def layer_of(learner: Learner, optimizer: InnerOptimizer | None = None, **options: Any) -> TTTLayer:
+    return TTTLayer(8, 2, Reconstruction(), learner, optimizer or GradientDescent(4), **options)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nan_in_x(value: float) -> None:
+    x = torch.randn(2, 5, 8)
+    x[1, 3, 2] = value
+    refused(lambda: layer_of(Linear())(x), "NaN")
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3] = False
+    y, _ = layer_of(Linear())(x, mask=mask)  # at padding it may be anything
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [3, 0, -2])
+def test_num_heads_that_do_not_divide_dim(heads: int) -> None:
+    refused(lambda: TTTLayer(8, heads, Reconstruction(), Linear(), GradientDescent()), f"num_heads={heads}", "dim=8", "1, 2, 4, 8")
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 7), (2, 0, 8), (2, 5, 8, 1)])
+def test_shape_of_x(shape: tuple[int, ...]) -> None:
+    refused(lambda: layer_of(Linear())(torch.zeros(shape)), str(list(shape)), "[B, T, 8]")
+
+
+def test_state_of_another_batch() -> None:
+    layer = layer_of(Linear())
+    _, state = layer(torch.randn(3, 5, 8))
+    refused(lambda: layer(torch.randn(2, 5, 8), state), "3 sequences", "holds 2")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: layer_of(MLP()),
+        lambda: layer_of(Linear(bias=False)),
+        lambda: layer_of(KernelEstimator(), Append()),
+        lambda: TTTLayer(16, 2, Reconstruction(), Linear(), GradientDescent(4)),
+        lambda: layer_of(Linear(), GradientDescent(4, "batch")),
+        lambda: TTTLayer(8, 2, Reconstruction("shared_qk"), Linear(), GradientDescent(4)),
+    ],
+    ids=["learner", "weights", "data", "width", "anchor", "task"],
+)
+def test_state_of_another_layer(other: Callable[[], TTTLayer]) -> None:
+    layer, stranger = layer_of(Linear()), other()
+    _, state = stranger(torch.randn(2, 5, stranger.dim))
+    refused(lambda: layer(torch.randn(2, 5, 8), state), "state", "another layer")
+    if stranger.dim == layer.dim:
+        _, state = layer(torch.randn(2, 5, 8))
+        refused(lambda: stranger(torch.randn(2, 5, 8), state), "state", "another layer")
+
+
+@pytest.mark.parametrize("name", ["mask", "reset"])
+@pytest.mark.parametrize(
+    "flags", [torch.ones(2, 5), torch.ones(2, 5, dtype=torch.long), torch.ones(2, 4, dtype=torch.bool), torch.ones(5, dtype=torch.bool)]
+)
+def test_mask_of_a_wrong_type_or_shape(name: str, flags: Tensor) -> None:
+    refused(lambda: layer_of(Linear())(torch.randn(2, 5, 8), **{name: flags}), name, "torch.bool", "[2, 5]")
+
+
+class Mixes(Learner):
+    """An average over tokens that is not declared."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, d_out))}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.linear(x - x.mean(2, keepdim=True), "w")
+
+
+class MixesAfterwards(Mixes):
+    """The same after the weights, where a zero W0 would hide it."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, d_out), std=0.0)}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.linear(x, "w").cumsum(2)
+
+
+class MixesInTheLoss(Reconstruction):
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return super().loss(prediction - prediction.mean(2, keepdim=True), v)
+
+
+class OneLoss(Reconstruction):
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return super().loss(prediction, v).mean(2)
+
+
+@pytest.mark.parametrize("learner", [Mixes, MixesAfterwards])
+@pytest.mark.parametrize("form", ["auto", "primal", "dual", "summed"])
+def test_undeclared_mixing_of_tokens(learner: type[Learner], form: str) -> None:
+    read: Any = "previous" if form == "summed" else "inclusive"
+    refused(lambda: layer_of(learner(), GradientDescent(4, read=read), form=form), learner.__name__, "mixes_tokens = True")
+
+
+def test_loss_that_mixes_tokens_or_loses_them() -> None:
+    refused(lambda: TTTLayer(8, 2, MixesInTheLoss(), Linear(), GradientDescent(4)), "tokens")
+    refused(lambda: TTTLayer(8, 2, OneLoss(), Linear(), GradientDescent(4)), "OneLoss.loss", "shape")
+
+
+class Declared(Mixes):
+    mixes_tokens = True
+
+
+@pytest.mark.parametrize("read", ["inclusive", "exclusive"])
+def test_declared_mixing_needs_a_read_that_does_not_look_ahead(read: Any) -> None:
+    refused(lambda: layer_of(Declared(), GradientDescent(4, read=read)), "Declared", f"read={read}", "optimizer.read=previous")
+    for form in ("primal", "dual"):
+        refused(lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form), f"form={form}", "summed")
+
+
+class Raw(Learner):
+    """Uses a raw fast weight, by an operation of the test's choice."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]):
+        super().__init__()
+        self.use = use
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"kernel": Weight((d_in, d_out), std=0.3)}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return self.use(w["kernel"], x)
+
+
+USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "function": (lambda kernel, x: x @ torch.tanh(kernel), "tanh"),
+    "operator": (lambda kernel, x: x @ (kernel * 2), "operator"),
+    "matmul": (lambda kernel, x: torch.matmul(x, kernel), "matmul"),
+    "reflected": (lambda kernel, x: x @ kernel, "matmul"),
+    "method": (lambda kernel, x: x @ kernel.exp(), "exp"),
+    "index": (lambda kernel, x: x @ kernel[..., :], "indexing"),
+    "einsum": (lambda kernel, x: torch.einsum("bhti,bhio->bhto", x, kernel.expand(x.shape[0], -1, -1, -1)), "expand"),
+}
+
+
+@pytest.mark.parametrize("use", list(USES))
+def test_raw_weights_fall_back_or_are_refused_by_name(use: str) -> None:
+    function, operation = USES[use]
+    refused(lambda: layer_of(Raw(function), form="dual"), "'kernel'", operation, "layer.form=auto")
+    assert layer_of(Raw(function)).form == "primal"
+    assert layer_of(Raw(function), GradientDescent(4, read="previous")).form == "summed"
+    refused(lambda: layer_of(Raw(function), form="summed"), "layer.form=summed", "read=inclusive", "layer.form=auto")
+
+
+class GoesRound(Learner):
+    """Reaches a fast weight by another way than the primitives."""
+
+    def __init__(self, way: Callable[[FastWeights], Tensor]):
+        super().__init__()
+        self.way = way
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, d_out), std=0.3), "kernel": Weight((d_in, d_out), std=0.3)}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.linear(x, "w") + x @ torch.tanh(self.way(w))
+
+
+@pytest.mark.parametrize("way", [lambda w: w.value("kernel"), lambda w: w.matrix("kernel")], ids=["value", "matrix"])
+def test_no_way_round_the_primitives_is_silently_wrong(way: Callable[[FastWeights], Tensor]) -> None:
+    spec = Specimen(lambda: GoesRound(way), Reconstruction, lambda: GradientDescent(4))
+    auto, primal = (run(spec.make(form=form), tokens(), grads=True) for form in (None, "primal"))
+    assert compare(auto, primal) <= BOUND
+
+
+def test_final_reads_of_packed_documents() -> None:
+    """One set of weights answers all queries, so documents of one sequence cannot be told apart."""
+    layer = layer_of(Linear(), GradientDescent(4, read="final"))
+    reset = torch.zeros(2, 8, dtype=torch.bool)
+    reset[:, 4] = True
+    refused(lambda: layer(torch.randn(2, 8, 8), reset=reset), "reset", "read=final")
+
+
+@pytest.mark.parametrize("read", ["inclusive", "exclusive"])
+def test_steps_that_would_show_the_future(read: Any) -> None:
+    refused(lambda: GradientDescent(4, read=read, steps=2), "steps=2", f"read={read}", "previous")
+
+
+def test_parts_belong_to_one_layer() -> None:
+    task, learner, optimizer = Reconstruction(), Linear(), GradientDescent(4)
+    TTTLayer(8, 2, task, learner, optimizer)
+    refused(lambda: TTTLayer(8, 2, task, Linear(), GradientDescent(4)), "Reconstruction", "already belongs")
+    refused(lambda: TTTLayer(8, 2, Reconstruction(), learner, GradientDescent(4)), "Linear", "already belongs")
+    refused(lambda: TTTLayer(8, 2, Reconstruction(), Linear(), optimizer), "GradientDescent", "already belongs")
+
+
+def test_parts_without_parameters_belong_to_one_layer_too() -> None:
+    rule = GradientDescent(4, lr="constant")
+    layer_of(Linear(), rule)
+    refused(lambda: layer_of(Linear(), rule), "GradientDescent", "already belongs")
+
+
+def test_learners_and_rules_that_do_not_fit() -> None:
+    refused(lambda: layer_of(Linear(), Append()), "Linear", "optimizer=minibatch")
+    refused(lambda: layer_of(KernelEstimator(), GradientDescent(4)), "KernelEstimator", "optimizer=append")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MLP(depth=0), ("depth=0",)),
+        (lambda: MLP(activation="gelu_tan"), ("gelu_tan", "Did you mean learner.activation=gelu_tanh?")),
+        (lambda: KernelEstimator("expnential"), ("expnential", "exponential")),  # type: ignore[arg-type]
+        (lambda: KernelEstimator("nearest", neighbours=0), ("neighbours=0",)),
+        (lambda: KernelEstimator(bandwidth=0.0), ("bandwidth=0.0",)),
+        (lambda: GradientDescent(0), ("mini_batch_size=0",)),
+        (lambda: GradientDescent(4, compute_chunk=0), ("compute_chunk=0",)),
+        (lambda: GradientDescent(4, "minibach"), ("minibach", "minibatch")),  # type: ignore[arg-type]
+        (lambda: GradientDescent(4, read="previos"), ("previos", "previous")),  # type: ignore[arg-type]
+        (lambda: Reconstruction(loss="square"), ("square", "squared")),  # type: ignore[arg-type]
+        (lambda: TTTLayer(6, 2, Reconstruction(rope="full"), Linear(), GradientDescent(4)), ("3", "task.rope=none")),
+        (lambda: layer_of(Linear(), form="duel"), ("duel", "layer.form=dual")),
+        (lambda: layer_of(Linear(), group_size=-1), ("group_size=-1",)),
+    ],
+)
+def test_values_that_are_not_allowed(make: Callable[[], object], words: tuple[str, ...]) -> None:
+    refused(make, *words)
+
+
+def test_a_layer_in_a_model_survives_to_and_pickle(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), SPECIMENS["dual"].make(dtype=torch.float32))
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = torch.randn(1, 6, 8)
+    assert torch.equal(loaded(x)[0], model(x)[0])
+    y, state = loaded.double()(x.double())
+    assert y.dtype == torch.float64 and state.pos.dtype == torch.long
