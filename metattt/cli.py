@@ -25,6 +25,11 @@ COMMANDS = {  # name: (what it does, module, function)
         "evaluate",
     ),
     "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.evaluation.generate", "generate"),
+    "convert": (
+        "published TTT checkpoints to ours and back: source=<folder or file> target=<new folder>",
+        "metattt.models.convert",
+        "convert",
+    ),
     "check": (
         "check every law of the conformance suite for the chosen parts: learner=<name>",
         "metattt.testing",

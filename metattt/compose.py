@@ -47,7 +47,7 @@ COMPONENTS = ("metattt.learners", "metattt.tasks", "metattt.optimizers")
 TRAINING_COMPONENTS = ("metattt.models", "metattt.data", "metattt.training")
 """The same for `train` only: they import Lightning, which a notebook that builds a layer does not wait for."""
 
-FREE_TEXT = ("prompt", "checkpoint", "data.path", "resume", "output_dir")
+FREE_TEXT = ("prompt", "checkpoint", "data.path", "resume", "output_dir", "source", "target")
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
 
 
@@ -84,12 +84,12 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
 
     Args:
         overrides: in Hydra's syntax, e.g. `learner=mlp`, `learner.depth=3`, `+trainer.max_time=...`.
-        job: `build`, `train`, `eval`, `generate` or `check`.
+        job: `build`, `language_model`, `train`, `eval`, `generate`, `convert` or `check`.
 
     Raises:
         MetaTTTError: as `build`.
     """
-    load_components(COMPONENTS + TRAINING_COMPONENTS if job == "train" else COMPONENTS)
+    load_components(COMPONENTS + {"train": TRAINING_COMPONENTS, "language_model": ("metattt.models",)}.get(job, ()))
     prepared = _open_custom_parts([quote_free_text(override) for override in overrides])
     outer = GlobalHydra.instance().hydra  # set if the caller is itself a Hydra application
     GlobalHydra.instance().clear()

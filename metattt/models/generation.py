@@ -69,9 +69,9 @@ def generate(
         The next token of every sequence, `[B]`; a stop token is the last one.
 
     Raises:
-        MetaTTTError: an empty prompt, a token that is not in the vocabulary, or a setting that is not allowed.
+        MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, or a setting that is not allowed.
     """
-    _check(model, ids, max_new_tokens, temperature, top_k, top_p)
+    _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask)
     return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask)
 
 
@@ -115,10 +115,15 @@ def _check(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    mask: Tensor | None,
 ) -> None:
     """One clear line for a prompt or a setting that cannot be used."""
     if ids.ndim != 2 or not ids.numel():
         raise MetaTTTError(f"prompts are token ids [B, T] with T >= 1, not of shape {list(ids.shape)}: give prompt=...")
+    if mask is not None and (mask.shape != ids.shape or mask.dtype != torch.bool or not mask.any(1).all()):
+        raise MetaTTTError(
+            f"mask is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(ids.shape)}, with a real token in every row"
+        )
     if not 0 <= int(ids.min()) <= int(ids.max()) < model.vocab_size:
         raise MetaTTTError(f"the prompt has token {int(ids.max())}, and the model's vocabulary has {model.vocab_size}")
     if max_new_tokens < 0:

@@ -1,0 +1,123 @@
+"""Texts continued by a language model: prompts of any lengths at once, stop strings, and text as it becomes certain."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from metattt.errors import MetaTTTError
+from metattt.models.generation import generate
+from metattt.models.language_model import LanguageModel
+
+
+class Tokenizer(Protocol):
+    """What generation asks of a tokenizer."""
+
+    separator: int  #: the token before every document; drawn, it ends a text
+
+    def encode(self, text: str) -> Any:
+        """Token ids, a sequence or an array of integers, without a separator."""
+
+    def decode(self, ids: Sequence[int]) -> bytes:
+        """The text of the tokens as UTF-8; it may end inside a character."""
+
+
+class Continuation:
+    """The text of one sequence as its tokens arrive.
+
+    Bytes that may yet turn out to be the beginning of a stop string, or are a part of a character, are held back.
+
+    Args:
+        tokenizer: turns tokens to text.
+        stop: the text ends before the first of these strings.
+
+    Attributes:
+        ended: a separator or a stop string has come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
+            raise MetaTTTError(f"stop={stop!r} is not allowed: give a list of texts that are not empty, stop=[...]")
+        self.tokenizer, self.stop = tokenizer, [one.encode() for one in stop]
+        self.ids: list[int] = []
+        self.shown = 0  # bytes that have been handed out
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.ended = False
+
+    def add(self, token: int) -> str:
+        """The text that has become certain with `token`; nothing once the text has ended."""
+        if self.ended:
+            return ""
+        if token == self.tokenizer.separator:
+            return self.finish()
+        self.ids.append(token)
+        data = self.tokenizer.decode(self.ids)
+        found = [place for one in self.stop if (place := data.find(one)) >= 0]
+        if found:
+            self.ended = True
+            return self._upto(min(found), data)
+        held = (size for one in self.stop for size in range(1, len(one)) if data.endswith(one[:size]))
+        return self._upto(len(data) - max(held, default=0), data)
+
+    def finish(self) -> str:
+        """What was held back, when no more tokens come."""
+        if self.ended:
+            return ""
+        self.ended = True
+        data = self.tokenizer.decode(self.ids)
+        return self._upto(len(data), data)
+
+    def _upto(self, end: int, data: bytes) -> str:
+        text = self.decoder.decode(data[self.shown : end], final=self.ended)
+        self.shown = max(self.shown, end)
+        return text
+
+
+def generate_text(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+) -> list[str]:
+    """Continues every prompt; each is read from a separator on, as documents are in training.
+
+    Args:
+        model: the model, in evaluation mode.
+        tokenizer: of the model.
+        prompts: texts of any lengths; they are read and continued together, and padding changes nothing.
+        max_new_tokens: tokens to generate at most, per prompt.
+        temperature: see `metattt.models.generation.sample`, as `top_k` and `top_p`.
+        top_k: see there.
+        top_p: see there.
+        stop: a continuation ends before the first of these strings.
+        seed: of the draws; None is torch's own state.
+
+    Returns:
+        The continuations, without prompt and stop string.
+
+    Raises:
+        MetaTTTError: no prompts, or a setting that is not allowed.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise MetaTTTError(f"prompts={prompts!r} is not allowed: give a list of at least one text")
+    texts = [Continuation(tokenizer, stop) for _ in prompts]
+    rows = [torch.tensor([tokenizer.separator, *map(int, tokenizer.encode(prompt))]) for prompt in prompts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths.unsqueeze(1)
+    device = model.embedding.weight.device
+    drawn = ["" for _ in prompts]
+    for tokens in generate(model, ids.to(device), max_new_tokens, temperature, top_k, top_p, [tokenizer.separator], seed, mask.to(device)):
+        for index, token in enumerate(tokens.tolist()):
+            drawn[index] += texts[index].add(token)
+        if all(text.ended for text in texts):
+            break
+    return [before + text.finish() for before, text in zip(drawn, texts, strict=True)]

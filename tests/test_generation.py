@@ -1,0 +1,141 @@
+"""Generation: every layer type from carried state, prompts of different lengths, sampling filters, stop strings."""
+
+from importlib.resources import files
+
+import pytest
+import torch
+from torch import Tensor
+
+from metattt.compose import compose, instantiate_model
+from metattt.data import ByteTokenizer
+from metattt.errors import MetaTTTError
+from metattt.models import LanguageModel, generate, generate_text
+from metattt.models.generation import sample
+from metattt.models.text_generation import Continuation
+
+TOKENIZER = ByteTokenizer()
+CAUSAL_LAYERS = sorted(
+    name
+    for file in (files("metattt.configs") / "layer").iterdir()
+    if (name := file.name.removesuffix(".yaml")) != file.name
+    and compose(f"layer={name}", job="language_model").optimizer.get("read") not in ("block", "final")
+)
+
+
+def make(layer: str = "ttt_linear", *overrides: str) -> LanguageModel:
+    torch.manual_seed(0)
+    model = instantiate_model(compose("preset=tiny", "dim=32", f"layer={layer}", *overrides)).double().eval()
+    with torch.no_grad():  # far enough from the start that the most probable tokens differ from place to place
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def greedy(model: LanguageModel, ids: Tensor, count: int) -> Tensor:
+    """Continuations by one full forward per token."""
+    grown = ids
+    with torch.no_grad():
+        for _ in range(count):
+            grown = torch.cat([grown, model(grown)[:, -1:].argmax(-1)], 1)
+    return grown[:, ids.shape[1] :]
+
+
+@pytest.mark.parametrize("layer", CAUSAL_LAYERS)
+def test_prompts_of_different_lengths_are_continued_as_if_alone(layer: str) -> None:
+    model = make(layer)
+    prompts = [torch.randint(256, (1, length)) for length in (19, 1, 16, 7)]
+    alone = [greedy(model, prompt, 6) for prompt in prompts]
+    for side in ("left", "right"):
+        ids, mask = torch.full((4, 23), 9), torch.zeros(4, 23, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            columns = slice(0, prompt.shape[1]) if side == "right" else slice(23 - prompt.shape[1], 23)
+            ids[row, columns], mask[row, columns] = prompt[0], True
+        together = torch.stack(list(generate(model, ids, 6, temperature=0, mask=mask)), 1)
+        assert torch.equal(together, torch.cat(alone))
+    assert len(together.unique()) > 4
+
+
+@pytest.mark.parametrize("backbone", ["mamba_backbone", "transformer_backbone"])
+def test_padding_does_not_change_draws(backbone: str) -> None:
+    model = make("ttt_mlp", f"model={backbone}")
+    ids = torch.randint(256, (2, 18))
+    wide, mask = torch.zeros(2, 30, dtype=torch.long), torch.zeros(2, 30, dtype=torch.bool)
+    wide[:, 12:], mask[:, 12:] = ids, True
+    settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 1}
+    plain = torch.stack(list(generate(model, ids, 20, **settings)), 1)  # type: ignore[arg-type]
+    padded = torch.stack(list(generate(model, wide, 20, mask=mask, **settings)), 1)  # type: ignore[arg-type]
+    assert torch.equal(plain, padded)
+
+
+def test_draws_follow_the_filtered_distribution() -> None:
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    logits, generator = probabilities.log().expand(20000, -1), torch.Generator().manual_seed(0)
+    for settings, expected in (
+        ({}, probabilities),
+        ({"temperature": 0.5}, probabilities**2),
+        ({"top_k": 3}, torch.tensor([0.4, 0.3, 0.2, 0])),
+        ({"top_p": 0.65}, torch.tensor([0.4, 0.3, 0, 0])),
+        ({"temperature": 2.0, "top_k": 2, "top_p": 0.9}, torch.tensor([0.4, 0.3, 0, 0]).sqrt()),
+    ):
+        drawn = sample(logits, generator=generator, **settings)  # type: ignore[arg-type]
+        share = drawn.bincount(minlength=4) / len(drawn)
+        torch.testing.assert_close(share, expected / expected.sum(), rtol=0, atol=0.015)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_of_a_batch_and_alone(temperature: float) -> None:
+    model, prompts = make(), ["def f(", "", "a longer prompt than the others, über 16 tokens"]
+    together = generate_text(model, TOKENIZER, prompts, 12, temperature, seed=0)
+    assert len(together) == 3 and together == generate_text(model, TOKENIZER, prompts, 12, temperature, seed=0)
+    if temperature == 0:
+        assert together == [generate_text(model, TOKENIZER, [prompt], 12, 0)[0] for prompt in prompts]
+
+
+class Parrot(LanguageModel):
+    """Says a fixed text after any prompt, one byte per step."""
+
+    def __init__(self, texts: list[bytes]):
+        super().__init__(257, 8, 1, torch.nn.Identity)
+        self.texts, self.calls = texts, 0
+
+    def step(self, ids: Tensor, state: object = None, mask: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
+        logits = torch.zeros(*ids.shape, 257)
+        for row, text in enumerate(self.texts):
+            logits[row, -1, text[self.calls] if self.calls < len(text) else TOKENIZER.separator] = 9.0
+        self.calls += 1
+        return logits, None
+
+
+def test_stop_strings_end_each_text_by_itself() -> None:
+    model = Parrot([b"one\n\ntwo", "längst STOP more".encode(), b"STO ST until the end", b"short"])
+    texts = generate_text(model, TOKENIZER, ["", "a", "bb", ""], 40, temperature=0, stop=["\n\n", "STOP"])
+    assert texts == ["one", "längst ", "STO ST until the end", "short"]
+    assert model.calls == len("STO ST until the end") + 1  # and no further: all have ended
+    model = Parrot([b"aXXb", b"XXb"])
+    assert generate_text(model, TOKENIZER, ["", ""], 40, temperature=0, stop=["XX"]) == ["a", ""]
+    assert model.calls == 3
+    assert generate_text(Parrot([b"abSTOP"]), TOKENIZER, [""], 5, temperature=0, stop=["STOP"]) == ["abSTO"]  # out of tokens
+
+
+def test_text_is_handed_out_when_it_is_certain() -> None:
+    text = Continuation(TOKENIZER, ["<end>", "<!"])
+    seen = [text.add(byte) for byte in "a<eé<<end>b".encode()]
+    assert seen == ["a", "", "", "<e", "é", "", "<", "", "", "", "", ""]
+    assert text.ended and text.finish() == ""
+    text = Continuation(TOKENIZER, ["xy"])
+    assert [text.add(byte) for byte in b"ax"] == ["a", ""] and text.finish() == "x"
+    assert Continuation(TOKENIZER).add(TOKENIZER.separator) == ""
+
+
+def test_bad_batches_are_refused() -> None:
+    model = make()
+    ids, mask = torch.zeros(2, 3, dtype=torch.long), torch.tensor([[True, True, False], [False, False, False]])
+    for wrong in (mask, mask[:, :2], mask.long()):
+        with pytest.raises(MetaTTTError, match="a real token in every row"):
+            generate(model, ids, 3, mask=wrong)
+    for prompts in ("text", []):
+        with pytest.raises(MetaTTTError, match="give a list of at least one text"):
+            generate_text(model, TOKENIZER, prompts, 3)
+    for stop in ("text", [""]):
+        with pytest.raises(MetaTTTError, match="stop="):
+            generate_text(model, TOKENIZER, ["a"], 3, stop=stop)

@@ -1,0 +1,380 @@
+"""The published language models: golden logits and gradients, names, presets, and state for every layer and backbone."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from metattt.cli import main
+from metattt.compose import compose, instantiate_model
+from metattt.errors import MetaTTTError
+from metattt.models import LanguageModel, from_jax, from_published, load_pretrained, to_jax, to_published
+from metattt.models.published_config import build_empty
+
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = ("linear_mamba", "linear_transformer", "mlp_mamba", "mlp_transformer")
+CAUSAL_LAYERS = sorted(
+    name
+    for file in (files("metattt.configs") / "layer").iterdir()
+    if (name := file.name.removesuffix(".yaml")) != file.name
+    and compose(f"layer={name}", job="language_model").optimizer.get("read") not in ("block", "final")
+)
+
+
+def golden(kind: str) -> Any:
+    return np.load(GOLDEN / f"lm_{kind}.npz")
+
+
+def part(vectors: Any, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): torch.from_numpy(vectors[name]) for name in vectors if name.startswith(prefix)}
+
+
+def config(kind: str) -> dict[str, Any]:
+    layer, backbone = kind.split("_")
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = dict.fromkeys(("use_gate", "share_qk", "pre_conv"), backbone == "mamba")
+    return sizes | parts | {"ttt_layer_type": layer, "ttt_base_lr": 1.0 if layer == "linear" else 0.1, "mini_batch_size": 16}
+
+
+def published(kind: str) -> LanguageModel:
+    return from_published(part(golden(kind), "param:"), config(kind))
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def check_golden(model: LanguageModel, kind: str) -> None:
+    vectors = golden(kind)
+    ids = torch.from_numpy(vectors["ids"])
+    logits = model(ids)
+    torch.testing.assert_close(logits, torch.from_numpy(vectors["logits"]), rtol=0, atol=1e-4)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert loss.item() == pytest.approx(float(vectors["loss"]), abs=1e-5)
+    loss.backward()
+    with torch.no_grad():  # gradients take the places of the values, so that they get the published names
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    gradients, expected = to_published(model)[0], part(vectors, "grad:")
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
+
+
+# -- golden vectors ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_loss_and_every_gradient_are_the_published_ones(kind: str) -> None:
+    check_golden(published(kind), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_bit_for_bit(kind: str) -> None:
+    tensors, settings = part(golden(kind), "param:"), config(kind)
+    model = from_published(tensors, SimpleNamespace(**settings))
+    back, keys = to_published(model)
+    assert same(back, tensors)
+    assert settings.items() <= keys.items()
+
+    params, jax_keys = to_jax(model)
+    assert params["model/h/0/seq_modeling_block/wq/kernel"].equal(tensors["model.layers.0.seq_modeling_block.q_proj.weight"].T)
+    assert jax_keys["seq_modeling_block"] == f"ttt_{kind.split('_')[0]}" + ("" if kind.endswith("mamba") else "_base")
+    again = from_jax(params, jax_keys)
+    assert same(to_published(again)[0], tensors)
+    assert same(to_jax(again)[0], params)
+    ids = torch.from_numpy(golden(kind)["ids"])
+    assert torch.equal(again(ids), model(ids))
+
+
+def test_jax_names_shapes_and_roots() -> None:
+    model = published("mlp_mamba")
+    params, keys = to_jax(model)
+    block = "model/h/0/seq_modeling_block/"
+    shapes = {name: tuple(value.shape) for name, value in params.items()}
+    assert shapes["model/wte/embedding"] == (61, 32) and shapes["model/ln_f/kernel"] == (32,)
+    assert shapes["model/h/0/feed_forward/w1/kernel"] == (32, 48) and shapes["model/h/0/feed_forward/w2/kernel"] == (48, 32)
+    assert shapes["model/h/0/conv/conv1/kernel"] == shapes[block + "conv_k/kernel"] == (4, 1, 32)
+    assert shapes[block + "learnable_ttt_lr/kernel"] == (2, 32, 1) and shapes[block + "learnable_ttt_lr/bias"] == (2, 1)
+    assert shapes[block + "ttt_dense_0"] == (2, 16, 64) and shapes[block + "ttt_bias_0"] == (2, 1, 64)
+    convolution = to_published(model)[0]["model.layers.0.conv.conv.weight"]
+    assert torch.equal(params["model/h/0/conv/conv1/kernel"][:, 0, :], convolution[:, 0, :].T)  # no flip of the taps
+
+    arrays = {name: value.numpy() for name, value in params.items()}
+    for root in ("params/params/model/", ""):
+        assert same(to_jax(from_jax({root + name.removeprefix("model/"): value for name, value in arrays.items()}, keys))[0], params)
+    tree: dict[str, Any] = {}
+    for name, value in arrays.items():
+        *path, leaf = name.split("/")
+        if path[-1] in ("learnable_ttt_lr", "ttt_norm"):  # the trainer's own single keys
+            leaf = f"{path.pop()}/{leaf}"
+        node = tree
+        for step in path:
+            node = node.setdefault(step, {})
+        node[leaf] = value
+    assert same(to_jax(from_jax({"params": tree}, keys))[0], params)
+
+
+def test_types_are_kept_and_tensors_are_not_shared() -> None:
+    tensors = {name: value.bfloat16() for name, value in part(golden("linear_mamba"), "param:").items()}
+    model = from_published(tensors, config("linear_mamba"))
+    assert same(to_published(model)[0], tensors)
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    assert tensors["model.embed_tokens.weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_untied_heads(tied: bool) -> None:
+    settings = config("linear_transformer") | {"tie_word_embeddings": tied}
+    tensors = part(golden("linear_transformer"), "param:")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    model = from_published(tensors, settings)
+    assert (model.head.weight is model.embedding.weight) == tied
+    back, _ = to_published(model)
+    assert ("lm_head.weight" in back) != tied
+    assert same(to_published(from_jax(*to_jax(model)))[0], back)
+    tensors["lm_head.weight"] += 1
+    if tied:
+        with pytest.raises(MetaTTTError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+            from_published(tensors, settings)
+    else:
+        from_published(tensors, settings)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_that_does_not_fit_is_listed() -> None:
+    tensors = part(golden("mlp_mamba"), "param:")
+    block = "model.layers.0.seq_modeling_block."
+    del tensors[block + "W2"], tensors["model.norm.weight"]
+    tensors["model.layers.0.rotary.inv_freq"] = torch.ones(3)
+    tensors["model.layers.1.seq_norm.weight"] = torch.ones(32)
+    tensors[block + "b1"] = torch.ones(2, 64)
+    tensors[block + "v_proj.weight"] = torch.ones(32, 16)
+    with pytest.raises(MetaTTTError) as caught:
+        from_published(tensors, config("mlp_mamba"))
+    message = str(caught.value)
+    assert f"missing: {block}W2, model.norm.weight;" in message
+    assert "unknown: model.layers.0.rotary.inv_freq, model.layers.1.seq_norm.weight;" in message
+    assert f"{block}b1 [2, 64] instead of [2, 1, 64]" in message and f"{block}v_proj.weight [32, 16] instead of [32, 32]" in message
+
+    params, keys = to_jax(published("linear_mamba"))
+    params["step"] = torch.tensor(3.0)
+    params["model/h/0/conv/conv1/kernel"] = params["model/h/0/conv/conv1/kernel"].permute(2, 1, 0)
+    with pytest.raises(MetaTTTError, match=r"unknown: step; wrong shape: model/h/0/conv/conv1/kernel \[32, 1, 4\] instead of \[4, 1, 32\]"):
+        from_jax(params, keys)
+
+
+def test_names_that_differ_in_the_block_are_listed_together() -> None:
+    settings = config("linear_mamba") | {"num_hidden_layers": 3}
+    with pytest.raises(MetaTTTError, match=r"missing: model\.layers\.\{1,2\}\.conv\.conv\.bias, "):
+        from_published(part(golden("linear_mamba"), "param:"), settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size=None .* expected int"),
+        ({"use_gate": "yes"}, "use_gate='yes' .* expected bool"),
+        ({"ttt_layer_type": "conv"}, "ttt_layer_type=conv .* linear or mlp"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"pre_convs": True}, "`pre_convs` .* Did you mean `pre_conv`"),
+        ({"num_attention_heads": 5}, "num_heads=5 does not divide"),
+        ({"seq_modeling_block": "self_attention"}, "seq_modeling_block=self_attention"),
+    ],
+)
+def test_bad_configurations_are_refused(change: dict[str, Any], message: str) -> None:
+    settings = {key: value for key, value in config("linear_mamba").items() if not any(key in other for other in change)}
+    with pytest.raises(MetaTTTError, match=message):
+        from_published(part(golden("linear_mamba"), "param:"), settings | change)
+
+
+def test_a_configuration_without_sizes_is_refused() -> None:
+    with pytest.raises(MetaTTTError, match="has no hidden_size, intermediate_size, num_hidden_layers, num_attention_heads"):
+        from_published({}, {"vocab_size": 61})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["layer=attention"], "layer.learner = KernelEstimator"),
+        (["layer=delta_net"], "task.feature_map = silu"),
+        (["task.rope=full"], r"blocks.0.layer.task.rope = full \(published: mini_batch\)"),
+        (["layer=ttt_mlp", "learner.depth=3"], r"learner.depth = 3 \(published: 2\)"),
+        (["layer.output_norm=false"], "layer.norm is needed"),
+        (["optimizer.base_lr=0.5", "optimizer.read=exclusive"], "read = exclusive"),
+    ],
+)
+def test_models_that_were_never_published_say_why(overrides: list[str], message: str) -> None:
+    model = build_empty(compose("preset=tiny", *overrides, job="language_model"))
+    with pytest.raises(MetaTTTError, match=message):
+        to_published(model)
+    with pytest.raises(MetaTTTError, match="JAX trainer has both or neither"):
+        to_jax(build_empty(compose("preset=tiny", "layer.gate=false", job="language_model")))
+
+
+# -- the command -------------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, kind: str, name: str = "model.safetensors") -> dict[str, Tensor]:
+    """A published checkpoint in a folder, as its authors would save it."""
+    tensors = part(golden(kind), "param:")
+    folder.mkdir(exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(tensors, folder / name)
+    else:
+        torch.save(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, folder / name)
+    (folder / "config.json").write_text(json.dumps(config(kind)))
+    return tensors
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mlp_mamba", "model.safetensors"), ("linear_transformer", "pytorch_model.bin")])
+def test_convert_and_back(kind: str, name: str, tmp_path: Path) -> None:
+    tensors = checkpoint(tmp_path / "theirs", kind, name)
+    assert main(["convert", f"source={tmp_path}/theirs", f"target={tmp_path}/ours=1"]) == 0
+    check_golden(load_pretrained(tmp_path / "ours=1"), kind)
+    check_golden(load_pretrained(tmp_path / "theirs"), kind)
+
+    assert main(["convert", f"source={tmp_path}/ours=1", f"target={tmp_path}/back", "direction=to_published"]) == 0
+    assert same(load_file(tmp_path / "back/model.safetensors"), tensors)
+    assert config(kind).items() <= json.loads((tmp_path / "back/config.json").read_text()).items()
+
+    assert main(["convert", f"source={tmp_path}/ours=1", f"target={tmp_path}/jax", "direction=to_jax"]) == 0
+    assert main(["convert", f"source={tmp_path}/jax", f"target={tmp_path}/again"]) == 0
+    assert same(load_file(tmp_path / "again/model.safetensors"), load_file(tmp_path / "ours=1/model.safetensors"))
+
+
+def test_convert_reads_split_checkpoints(tmp_path: Path) -> None:
+    tensors = checkpoint(tmp_path, "linear_mamba")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+    for name, held in parts.items():
+        save_file({one: tensors[one] for one in held}, tmp_path / name)
+    index = {"weight_map": {one: name for name, held in parts.items() for one in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same(to_published(load_pretrained(tmp_path))[0], tensors)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(MetaTTTError, match=r"parts that are not there: b\.safetensors"):
+        load_pretrained(tmp_path)
+
+
+def test_convert_exports_a_run(tmp_path: Path) -> None:
+    cfg = compose("preset=tiny", "layer=ttt_mlp", job="language_model")
+    model = instantiate_model(cfg)
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    content = {"state_dict": weights, "metattt": {"version": 1, "config": OmegaConf.to_container(cfg)}}
+    torch.save(content, tmp_path / "last.ckpt")
+    assert main(["convert", f"source={tmp_path}/last.ckpt", f"target={tmp_path}/out", "direction=to_published"]) == 0
+    ids = torch.randint(257, (1, 20))
+    assert torch.equal(load_pretrained(tmp_path / "out")(ids), model(ids))
+    assert torch.equal(load_pretrained(tmp_path)(ids), model(ids))
+
+
+@pytest.mark.parametrize("layer", ["retnet", "attention"])
+def test_any_model_of_ours_is_loaded_from_a_folder(layer: str, tmp_path: Path) -> None:
+    cfg = compose("preset=tiny", f"layer={layer}", job="language_model")
+    model = instantiate_model(cfg)
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    save_file({name: value.detach() for name, value in model.named_parameters()}, tmp_path / "model.safetensors")
+    ids = torch.randint(257, (1, 20))
+    assert torch.equal(load_pretrained(tmp_path)(ids), model(ids))
+
+
+class Code:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("run",))
+
+
+def test_files_that_cannot_be_read_cost_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = checkpoint(tmp_path / "whole", "linear_mamba")
+    data = (tmp_path / "whole/model.safetensors").read_bytes()
+    torch.save(tensors, tmp_path / "whole.pt")
+    (tmp_path / "model.safetensors").write_bytes(data[:-100])
+    (tmp_path / "half.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:9000])
+    (tmp_path / "text.bin").write_text("not a checkpoint")
+    (tmp_path / "other.pt").write_bytes(b"")
+    torch.save({"weight": torch.ones(3)}, tmp_path / "foreign.pt")
+    torch.save({"model.embed_tokens.weight": Code()}, tmp_path / "code.pt")
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied/file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/model.safetensors").write_bytes(data)
+    (tmp_path / "broken/config.json").write_text("{")
+    cases = [
+        (["source=model.safetensors"], "truncated"),
+        (["source=half.pt"], "truncated"),
+        (["source=text.bin"], "damaged"),
+        (["source=other.pt"], "damaged"),
+        (["source=foreign.pt"], "neither published names"),
+        (["source=code.pt"], "could run any code"),
+        (["source=whole.pt"], "config.json does not exist"),
+        (["source=nowhere"], "does not exist"),
+        (["source=empty"], "none of .safetensors"),
+        (["source=broken"], "is not JSON"),
+        (["source=whole", "direction=from_jax"], "names of direction=from_published"),
+        (["source=whole", "direction=to_publish"], "Did you mean direction=to_published?"),
+        (["source=whole", "target=occupied"], "not empty"),
+        (["source=whole", "target=new.safetensors"], "name of a file"),
+        ([], "no source is given"),
+    ]
+    for overrides, message in cases:
+        arguments = [one if one.startswith("direction") else one.replace("=", f"={tmp_path}/") for one in overrides]
+        if not any(one.startswith("target=") for one in arguments):
+            arguments.append(f"target={tmp_path}/new")
+        assert main(["convert", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") <= 2, captured.err
+        assert "run" not in captured.out
+        assert not (tmp_path / "new").exists()
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------------------
+
+MILLIONS = {"125m": (110.4, 114.6), "350m": (337.7, 348.8), "760m": (733.6, 758.5), "1b": (1285.6, 1307.9)}
+
+
+@pytest.mark.parametrize("preset", MILLIONS)
+def test_presets_have_the_published_numbers_of_parameters(preset: str) -> None:
+    for layer, millions in zip(("ttt_linear", "ttt_mlp"), MILLIONS[preset], strict=True):
+        model = build_empty(compose(f"preset={preset}", f"layer={layer}", "model=mamba_backbone", job="language_model"))
+        assert round(model.num_parameters() / 1e6, 1) == millions
+
+
+# -- state -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backbone", ["mamba_backbone", "transformer_backbone"])
+@pytest.mark.parametrize("layer", CAUSAL_LAYERS)
+def test_prefill_decode_and_several_tokens_from_any_offset_equal_one_forward(layer: str, backbone: str) -> None:
+    torch.manual_seed(0)
+    model = instantiate_model(compose("preset=tiny", f"layer={layer}", f"model={backbone}", "model.vocab_size=31")).eval()
+    assert (model.blocks[0].conv is not None) == (backbone == "mamba_backbone")
+    ids = torch.randint(31, (2, 45))
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from the symmetric start, where a lost state would not show
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        whole = model(ids)
+        for prefill in (1, 16, 21):
+            logits, state = model.step(ids[:, :prefill])
+            pieces, start = [logits], prefill
+            for length in (1, 1, 1, 4, 11, 1, 45):  # token by token, then several at offsets inside and across mini-batches
+                logits, state = model.step(ids[:, start : start + length], state)
+                pieces.append(logits)
+                start += length
+                if start >= 45:
+                    break
+            torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
