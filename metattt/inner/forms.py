@@ -19,6 +19,7 @@ from torch import Tensor
 
 from metattt.inner.accessors import PerTokenGradients, ReadRows, Record, Site
 from metattt.inner.gradients import functional, vjp
+from metattt.inner.mixing import MixedGradients
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, matmul
 from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
@@ -38,6 +39,7 @@ class Tokens(NamedTuple):
     alpha: Tensor | None = None
     beta: Tensor | None = None
     kappa: Tensor | None = None
+    rates: Tensor | None = None
 
     def split(self, lengths: Sequence[int]) -> list[Tokens]:
         """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in T."""
@@ -53,7 +55,11 @@ class Tokens(NamedTuple):
 
     @property
     def gates(self) -> Gates:
-        return Gates(self.eta, self.alpha, self.beta, self.kappa)
+        return Gates(self.eta, self.alpha, self.beta, self.kappa, self.rates)
+
+    def rated(self, factor: Tensor, index: int) -> Tensor:
+        """`factor` `[B, H, n]` of the tokens' gradients as it is for fast weight number `index`."""
+        return factor if self.rates is None else factor * self.rates[..., index]
 
 
 @dataclass
@@ -96,7 +102,12 @@ class Forms:
         how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
         if self.form == "summed":
             return None, carry | self._summed(tokens, anchor, carry, how)
-        gradients = self._solve(tokens, carry, phase) if self.solves else self._record(anchor, tokens)
+        if self.solves:
+            gradients = self._solve(tokens, carry, phase)
+        elif self.learner.mixes_tokens:
+            gradients = self._record_mixed(anchor, tokens)
+        else:
+            gradients = self._record(anchor, tokens)
         y = None
         if read is not None:
             assert how.mix is not None
@@ -104,8 +115,8 @@ class Forms:
             y = self.learner.predict(ReadRows(bases, how.mix, gradients, self.slow, self.operand), tokens.q)
         moved = {
             base: {
-                name: _combine(carry, factors, name, gradients.weighted_sum(name, weight, value.shape[2:]))
-                for name, value in anchor.items()
+                name: _combine(carry, factors, name, gradients.weighted_sum(name, tokens.rated(weight, i), value.shape[2:]))
+                for i, (name, value) in enumerate(anchor.items())
             }
             for base, (factors, weight) in how.carry.items()
         }
@@ -174,6 +185,35 @@ class Forms:
         errors = torch.linalg.solve_triangular(system, right - tokens.v, upper=False, unitriangular=True)
         return PerTokenGradients([Site(weight, bias, k, False, False)], [errors], self.operand)
 
+    def _record_mixed(self, anchor: Tensors, tokens: Tokens) -> MixedGradients:
+        """The same for learners that mix tokens: one backward pass per loss."""
+        k, v = tokens.k, tokens.v
+        count = k.shape[2]
+        if functional():
+            probes = [k.new_zeros(shape) for shape in self._shapes(anchor, k, v)]
+            sites: list[Site] = []
+
+            def probed(*probes: Tensor) -> tuple[Tensor, list[Tensor]]:
+                record = Record(anchor, self.slow, self.operand, probes)
+                losses = self.losses(record, k, v)
+                sites[:] = record.sites
+                return losses, [site.input for site in record.sites if site.input is not None]
+
+            losses, pull, inputs = torch.func.vjp(probed, *probes, has_aux=True)  # type: ignore[misc]
+            rest = iter(inputs)
+            sites = [site if site.input is None else site._replace(input=next(rest)) for site in sites]
+            each = [pull(_only(losses, s)) for s in range(count)]
+            return MixedGradients(sites, [torch.stack(column) for column in zip(*each, strict=True)], self.operand)
+        keep = torch.is_grad_enabled()
+        options = {"create_graph": keep, "retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        with torch.enable_grad():
+            record = Record(anchor, self.slow, self.operand)
+            losses = self.losses(record, k, v)
+            each = [torch.autograd.grad(losses, record.outputs, _only(losses, s), **options) for s in range(count)]
+        if not keep:
+            record.sites = [site if site.input is None else site._replace(input=site.input.detach()) for site in record.sites]
+        return MixedGradients(record.sites, [torch.stack(column) for column in zip(*each, strict=True)], self.operand)
+
     def _shapes(self, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
         """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the pass away."""
         key = (k.shape, v.shape, k.dtype, self.operand)
@@ -193,7 +233,12 @@ class Forms:
         def losses(*weights: Tensor) -> Tensor:
             return self.losses(FastWeights(dict(zip(names, weights, strict=True)), self.slow, self.operand), tokens.k, tokens.v)
 
-        found = vjp(losses, [anchor[name] for name in names], [weight for _, weight in how.carry.values()])
+        weights, count = [anchor[name] for name in names], len(names)
+        if tokens.rates is None:
+            found = vjp(losses, weights, [weight for _, weight in how.carry.values()])
+        else:  # a backward pass per weight, each with the weight's own step sizes
+            each = vjp(losses, weights, [tokens.rated(weight, i) for _, weight in how.carry.values() for i in range(count)])
+            found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
         return {
             base: {name: _combine(carry, factors, name, g) for name, g in zip(names, sums, strict=True)}
             for (base, (factors, _)), sums in zip(how.carry.items(), found, strict=True)
@@ -219,7 +264,7 @@ class Forms:
         gradients = {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}  # [B, n, H, *shape]
         seen = []
         for t in range(count):
-            step = {name: -spread(tokens.eta[:, :, t], g[:, t]) * g[:, t] for name, g in gradients.items()}
+            step = {name: -spread(tokens.rated(tokens.eta, i)[:, :, t], g[:, t]) * g[:, t] for i, (name, g) in enumerate(gradients.items())}
             before = rule.current(carry, phase + t) if read == "exclusive" or "update" not in rule.bases else {}
             if "update" in rule.bases:
                 carry = carry | {"update": _add(carry.get("update"), step)}
@@ -241,6 +286,13 @@ class Forms:
         rows = {name: torch.stack([w[name] for w in seen], dim=1).flatten(0, 1) for name in names}
         y = self.learner.predict(FastWeights(rows, self.slow, self.operand), alone(tokens.q))
         return y.squeeze(2).unflatten(0, (batch, count)).transpose(1, 2), carry
+
+
+def _only(losses: Tensor, s: int) -> Tensor:
+    """The cotangent that picks the losses of token s."""
+    cotangent = torch.zeros_like(losses)
+    cotangent[:, :, s] = 1
+    return cotangent
 
 
 def spread(factor: Tensor, like: Tensor) -> Tensor:

@@ -30,17 +30,9 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     name = type(learner).__name__
     summed = optimizer.read in ("previous", "committed", "block", "final") or optimizer.steps > 1
     task = materialized(task)
-    reason = None if learner.mixes_tokens else unsupported(task, learner, num_heads, d_in)
+    reason = unsupported(task, learner, num_heads, d_in)
     if learner.mixes_tokens:
-        if not summed:
-            raise MetaTTTError(
-                f"{name} mixes tokens, so optimizer.read={optimizer.read} would show it the future: set optimizer.read=previous"
-            )
-        if optimizer.anchor == "online" and optimizer.mini_batch_size > 1:
-            raise MetaTTTError(f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch")
-        if form in ("primal", "dual"):
-            raise MetaTTTError(f"layer.form={form} takes tokens apart, and {name} mixes them: set layer.form=summed")
-        return "summed"
+        return _mixing_form(form, name, optimizer, reason, summed)
     check_token_local(task, learner, num_heads, d_in)
     if form == "dual" and reason:
         raise MetaTTTError(f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or set layer.form=auto")
@@ -49,6 +41,25 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     if form != "auto":
         return form
     return "dual" if reason is None else "summed" if summed else "primal"
+
+
+def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | None, summed: bool) -> str:
+    """The form for a learner whose tokens look at each other inside a mini-batch."""
+    if optimizer.anchor == "online" and optimizer.mini_batch_size > 1:
+        raise MetaTTTError(f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch")
+    if form == "primal":
+        raise MetaTTTError(f"layer.form=primal takes tokens apart, and {name} mixes them: set layer.form=auto")
+    if summed:
+        if form == "dual":
+            raise MetaTTTError(f"layer.form=dual takes a backward pass per token for {name}, which this read does not need: use auto")
+        return "summed"
+    if form == "summed":
+        raise MetaTTTError(f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto")
+    if reason is not None:
+        raise MetaTTTError(f"optimizer.read={optimizer.read} cannot express {name}: {reason}. Set optimizer.read=previous")
+    if optimizer.anchor != "minibatch":
+        raise MetaTTTError(f"{name} mixes the tokens of a mini-batch: optimizer.read={optimizer.read} needs optimizer.anchor=minibatch")
+    return "dual"
 
 
 def materialized(task: Task) -> Task:

@@ -1,0 +1,75 @@
+"""Per-token gradients of learners whose tokens look at each other.
+
+The loss of token s then depends on the outputs `z_r` of every token r before it: with the cotangents `D_sr = ∂ℓ_s/∂z_r`,
+`G_s = Σ_r a_rᵀ D_sr`. A query reads `q_t W_t = Σ_B rows_B(t) (q_t B) − Σ_r (q_t·a_r) Σ_s mix_ts D_sr`, at the price of one backward
+pass per token. What a token leaves for later ones (cached keys and values) was made by its own weights, as in a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metattt.inner.accessors import PerTokenGradients, Site
+
+
+class Cotangents(NamedTuple):
+    """One use of a matrix: inputs `a` `[B, H, R, d_in]`, `D` `[B, H, s, R, d_out]`; R rows: tokens, and positions inside them."""
+
+    inputs: Tensor
+    cotangents: Tensor
+    transpose: bool
+
+
+class MixedGradients(PerTokenGradients):
+    """`G_s` of every fast weight from the cotangents of each loss; what `ReadRows` and the carry ask of `PerTokenGradients`.
+
+    Args:
+        sites: uses of the weights, in order.
+        deltas: `[s, B, H, n, ..., d]` for each use: the gradient of every loss by its output.
+        operand: unused here: the cotangents are contracted in the weights' own type.
+    """
+
+    def __init__(self, sites: Sequence[Site], deltas: Sequence[Tensor], operand: torch.dtype):
+        super().__init__([], [], operand)
+        self.uses: dict[str, list[Cotangents]] = {}
+        self.vectors: dict[str, list[Tensor]] = {}
+        for site, delta in zip(sites, deltas, strict=True):
+            delta = delta.movedim(0, 2)  # [B, H, s, n, ..., d]
+            rows = tuple(range(3, delta.ndim - 1))
+            if site.weight and site.input is not None and site.scale:
+                self.vectors.setdefault(site.weight, []).append((site.input.unsqueeze(2) * delta).sum(rows))
+            elif site.weight and site.input is not None:
+                use = Cotangents(site.input.flatten(2, -2), delta.flatten(3, -2), site.transpose)
+                self.uses.setdefault(site.weight, []).append(use)
+            if site.bias:
+                self.vectors.setdefault(site.bias, []).append(delta.sum(rows))
+
+    def weighted_sum(self, name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
+        total = factor.new_zeros(*factor.shape[:2], *shape)
+        for vector in self.vectors.get(name, ()):
+            total = total + torch.einsum("bhs,bhsd->bhd", factor, vector).view(total.shape)
+        for inputs, cotangents, transpose in self.uses.get(name, ()):
+            right = torch.einsum("bhs,bhsrd->bhrd", factor, cotangents)
+            part = right.mT @ inputs if transpose else inputs.mT @ right
+            total = total + part.reshape(total.shape)
+        return total
+
+    def mixed(self, name: str, mix: Tensor) -> Tensor | None:
+        parts = [mix @ vector for vector in self.vectors.get(name, ())]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
+        total: Tensor | None = None
+        x = x.unflatten(2, (mix.shape[-2], -1))  # [B, H, t, p, d]: p positions inside a query
+        for inputs, cotangents, transposed in self.uses.get(name, ()):
+            moved = torch.einsum("bhts,bhsrd->bhtrd", mix, cotangents)
+            if transpose == transposed:
+                part = torch.einsum("bhtpi,bhri,bhtrd->bhtpd", x, inputs, moved)
+            else:
+                part = torch.einsum("bhtpd,bhtrd,bhri->bhtpi", x, moved, inputs)
+            total = part if total is None else total + part
+        return None if total is None else total.flatten(2, 3)
