@@ -71,7 +71,7 @@ class TTTLayer(nn.Module):
         self.dim, self.num_heads = dim, num_heads
         self.task = task.setup(dim, num_heads, head)
         self.learner = learner.setup(num_heads, head, head)
-        self.optimizer = optimizer.setup(dim, num_heads, head)
+        self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
         self.form = choose_form(form, task, learner, optimizer, num_heads, head) if learner.has_weights else "scan"
         self.norm = nn.LayerNorm(dim, eps=1e-6) if output_norm else None
         self.gate = projection(dim, dim, False) if gate else None

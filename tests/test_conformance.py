@@ -116,7 +116,7 @@ class RawTable(Learner):
         return {"w": Weight((d_in, d_out))}
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return w.linear(x, "w") + torch.tanh(x) @ w.fast["w"].expand(x.shape[0], -1, -1, -1)
+        return w.linear(x, "w") + torch.tanh(x) @ w._fast["w"].expand(x.shape[0], -1, -1, -1)
 
 
 class WrongAlgebra(GradientDescent):

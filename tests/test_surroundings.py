@@ -394,27 +394,6 @@ def test_raw_weights_fall_back_or_are_refused_by_name(use: str) -> None:
     refused(lambda: layer_of(Raw(function), form="summed"), "layer.form=summed", "read=inclusive", "layer.form=auto")
 
 
-class GoesRound(Learner):
-    """Reaches a fast weight by another way than the primitives."""
-
-    def __init__(self, way: Callable[[FastWeights], Tensor]):
-        super().__init__()
-        self.way = way
-
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"w": Weight((d_in, d_out), std=0.3), "kernel": Weight((d_in, d_out), std=0.3)}
-
-    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return w.linear(x, "w") + x @ torch.tanh(self.way(w))
-
-
-@pytest.mark.parametrize("way", [lambda w: w.value("kernel"), lambda w: w.matrix("kernel")], ids=["value", "matrix"])
-def test_no_way_round_the_primitives_is_silently_wrong(way: Callable[[FastWeights], Tensor]) -> None:
-    spec = Specimen(lambda: GoesRound(way), Reconstruction, lambda: GradientDescent(4))
-    auto, primal = (run(spec.make(form=form), tokens(), grads=True) for form in (None, "primal"))
-    assert compare(auto, primal) <= BOUND
-
-
 def test_final_reads_of_packed_documents() -> None:
     """One set of weights answers all queries, so documents of one sequence cannot be told apart."""
     layer = layer_of(Linear(), GradientDescent(4, read="final"))

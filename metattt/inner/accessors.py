@@ -82,13 +82,13 @@ class Record(FastWeights):
         self.outputs: list[Tensor] = []
 
     def __getitem__(self, name: str) -> Any:
-        return OpaqueWeight(name, self.value(name)) if name in self.fast else self.value(name)
+        return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
 
     def _site(
         self, z: Tensor, weight: str | None, bias: str | None, x: Tensor | None, transpose: bool = False, scale: bool = False
     ) -> Tensor:
-        weight = weight if weight in self.fast else None
-        bias = bias if bias in self.fast else None
+        weight = weight if weight in self._fast else None
+        bias = bias if bias in self._fast else None
         if weight is None and bias is None:
             return z
         if self.probes is not None:
@@ -110,11 +110,11 @@ class Record(FastWeights):
 
     def embedding(self, index: Tensor, weight: str) -> Tensor:
         z = super().embedding(index, weight)
-        return self._site(z, weight, None, F.one_hot(index, self.value(weight).shape[2]).to(z.dtype)) if weight in self.fast else z
+        return self._site(z, weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype)) if weight in self._fast else z
 
     def gradients(self, deltas: Sequence[Tensor]) -> PerTokenGradients:
         """Per-token gradients from `∂Σℓ/∂output`, one per site."""
-        return PerTokenGradients(self.sites, deltas, self.operand)
+        return PerTokenGradients(self.sites, deltas, self._operand)
 
 
 class PerTokenGradients:
@@ -125,7 +125,7 @@ class PerTokenGradients:
 
     def __init__(self, sites: Sequence[Site], deltas: Sequence[Tensor], operand: torch.dtype):
         self.terms: dict[str, list[Outer | Direct]] = {}
-        self.operand = operand
+        self._operand = operand
         for site, delta in zip(sites, deltas, strict=True):
             inner = tuple(range(3, delta.ndim - 1))  # positions inside a token
             if site.weight and site.input is not None:
@@ -151,9 +151,40 @@ class PerTokenGradients:
                 part = (factor.unsqueeze(-2) @ term.value).view(*factor.shape[:2], *shape)
             else:
                 spread = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
-                part = matmul((term.left * spread.unsqueeze(-1)).mT, term.right, self.operand).view(*term.left.shape[:2], *shape)
+                part = matmul((term.left * spread.unsqueeze(-1)).mT, term.right, self._operand).view(*term.left.shape[:2], *shape)
             total = part if total is None else total + part
         return factor.new_zeros(*factor.shape[:2], *shape) if total is None else total
+
+    def gram(self) -> Tensor:
+        """`⟨G_s, G_r⟩` over all fast weights, `[B, H, n, n]`: `Σ (a_s·a_r)(δ_s·δ_r)`, no gradient is formed."""
+        total: Tensor | None = None
+        for terms in self.terms.values():
+            for one in terms:
+                for other in terms:
+                    if isinstance(one, Direct) and isinstance(other, Direct):
+                        part = one.value @ other.value.mT
+                    else:
+                        assert isinstance(one, Outer)
+                        assert isinstance(other, Outer)
+                        part = (one.left @ other.left.mT) * (one.right @ other.right.mT)
+                        part = part.unflatten(-1, (-1, other.positions)).sum(-1).unflatten(-2, (-1, one.positions)).sum(-2)
+                    total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def inner(self, weights: Tensors) -> Tensor:
+        """`⟨W, G_s⟩` over all fast weights, `[B, H, n]`."""
+        total: Tensor | None = None
+        for name, terms in self.terms.items():
+            for term in terms:
+                if isinstance(term, Direct):
+                    part = (term.value * weights[name].flatten(2).unsqueeze(2)).sum(-1)
+                else:
+                    part = ((term.left @ weights[name].view(*term.left.shape[:2], term.left.shape[-1], -1)) * term.right).sum(-1)
+                    part = part.unflatten(-1, (-1, term.positions)).sum(-1)
+                total = part if total is None else total + part
+        assert total is not None
+        return total
 
     def mixed(self, name: str, mix: Tensor) -> Tensor | None:
         """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
@@ -167,7 +198,7 @@ class PerTokenGradients:
         for term in self.terms.get(name, ()):
             assert isinstance(term, Outer)
             left, right = (term.right, term.left) if transpose else (term.left, term.right)
-            scores = matmul(x, left.mT, self.operand)
+            scores = matmul(x, left.mT, self._operand)
             if plus_one:
                 scores = scores + 1
             if queries == term.positions == 1:
@@ -175,7 +206,7 @@ class PerTokenGradients:
             else:
                 grid = scores.unflatten(-1, (-1, term.positions)).unflatten(2, (-1, queries))  # [B, H, m, P', n, P]
                 scores = (grid * mix[:, :, :, None, :, None]).flatten(4).flatten(2, 3)
-            part = matmul(scores, right, self.operand)
+            part = matmul(scores, right, self._operand)
             total = part if total is None else total + part
         return total
 
@@ -205,7 +236,7 @@ class ReadRows(FastWeights):
         self.parts = [FastWeights(weights, slow, operand) for _, weights in bases]
 
     def __getitem__(self, name: str) -> Any:
-        return OpaqueWeight(name, self.value(name)) if name in self.fast else self.value(name)
+        return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
 
     def _combine(self, parts: Sequence[Tensor]) -> Tensor:
         """`Σ_B rows_B(t) part_B` over parts `[B, H, m, ..., d]`."""
@@ -218,15 +249,15 @@ class ReadRows(FastWeights):
 
     def _vector(self, name: str, like: Tensor) -> Tensor:
         """The vector of every query, broadcast against `like` `[B, H, m, ..., d]`."""
-        if name not in self.fast:
-            return per_token(self.value(name), like)
-        vector = self._combine([part.value(name).flatten(2).unsqueeze(2) for part in self.parts])  # [B, H, m or 1, d]
+        if name not in self._fast:
+            return per_token(self._value(name), like)
+        vector = self._combine([part._value(name).flatten(2).unsqueeze(2) for part in self.parts])  # [B, H, m or 1, d]
         moved = self.gradients.mixed(name, self.mix)
         vector = vector if moved is None else vector - moved
         return vector.view(*vector.shape[:3], *(1,) * (like.ndim - 4), vector.shape[-1])
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
-        if weight not in self.fast:
+        if weight not in self._fast:
             z = super().linear(x, weight, transpose=transpose)
             return z if bias is None else z + self._vector(bias, z)
         paired = not transpose and (weight, bias) in self.gradients.paired
@@ -242,7 +273,7 @@ class ReadRows(FastWeights):
         return x * self._vector(scale, x)
 
     def embedding(self, index: Tensor, weight: str) -> Tensor:
-        if weight not in self.fast:
+        if weight not in self._fast:
             return super().embedding(index, weight)
-        rows = F.one_hot(index, self.value(weight).shape[2]).to(self.value(weight).dtype)
+        rows = F.one_hot(index, self._value(weight).shape[2]).to(self._value(weight).dtype)
         return self.linear(rows, weight)

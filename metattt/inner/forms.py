@@ -22,7 +22,7 @@ from metattt.inner.gradients import functional, vjp
 from metattt.inner.mixing import MixedGradients
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, matmul
-from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
+from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer, clip_factor
 from metattt.state import Tensors
 from metattt.tasks.base import Task
 
@@ -86,7 +86,7 @@ class Forms:
         """Whether an online rule is a linear system: a linear learner with squared loss, every gradient taken at the newest weights."""
         rule = self.optimizer
         closed = self.learner.linear_map is not None and self.task.squared_error
-        return self.form == "dual" and rule.anchor == "online" and closed and rule.token_steps() is None and rule.steps == 1
+        return self.form == "dual" and rule.anchor == "online" and closed and not rule.accumulates and rule.steps == 1
 
     def read(self, weights: Tensors, q: Tensor) -> Tensor:
         """Queries `[B, H, n, d]` answered by one set of weights per sequence."""
@@ -110,6 +110,8 @@ class Forms:
             gradients = self._record(anchor, tokens)
         y = None
         if read is not None:
+            if rule.max_norm is not None:
+                how = self._clipped(how, gradients, tokens.eta, carry.get("update"), read, rule.max_norm)
             assert how.mix is not None
             bases = [(row, carry[base]) for base, row in how.rows.items()]
             y = self.learner.predict(ReadRows(bases, how.mix, gradients, self.slow, self.operand), tokens.q)
@@ -121,6 +123,23 @@ class Forms:
             for base, (factors, weight) in how.carry.items()
         }
         return y, carry | moved
+
+    def _clipped(
+        self, how: Coefficients, gradients: PerTokenGradients, eta: Tensor, update: Tensors | None, read: str, max_norm: float
+    ) -> Coefficients:
+        """Rows scaled by `min(1, c/‖M_t‖)`, where `‖M − Σ_{s≤t} η_s G_s‖²` needs inner products of the gradients only."""
+        gram = gradients.gram() * eta.unsqueeze(-1) * eta.unsqueeze(-2)
+        squared = gram.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+        start = torch.zeros_like(squared[..., :1])
+        if update is not None:
+            start = torch.stack([x.flatten(2).square().sum(-1) for x in update.values()]).sum(0).unsqueeze(-1)
+            squared = squared + start - 2 * (eta * gradients.inner(update)).cumsum(-1)
+        if read == "exclusive":
+            squared = torch.cat([start, squared[..., :-1]], dim=-1)
+        factor = clip_factor(squared, max_norm)
+        assert how.mix is not None
+        rows = {base: row if row is None else row * factor for base, row in how.rows.items()}
+        return how._replace(rows=rows, mix=how.mix * factor.unsqueeze(-1))
 
     def _anchor(self, tokens: Tokens, carry: Carry, phase: int | Tensor) -> Tensors:
         """The weights at which the chunk's gradients are taken."""

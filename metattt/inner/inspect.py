@@ -57,6 +57,8 @@ def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | 
         raise MetaTTTError(f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto")
     if reason is not None:
         raise MetaTTTError(f"optimizer.read={optimizer.read} cannot express {name}: {reason}. Set optimizer.read=previous")
+    if optimizer.max_norm is not None:
+        raise MetaTTTError(f"optimizer.max_norm needs gradients of single tokens, and {name} mixes them: set optimizer.max_norm=null")
     if optimizer.anchor != "minibatch":
         raise MetaTTTError(f"{name} mixes the tokens of a mini-batch: optimizer.read={optimizer.read} needs optimizer.anchor=minibatch")
     return "dual"

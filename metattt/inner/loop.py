@@ -186,7 +186,7 @@ class InnerLoop(nn.Module):
         if read and rule.read == "previous":
             ys = [forms.read(carry["commit"], tokens.q)]
         elif read and rule.read == "committed" and block.length > 1:
-            ys = [forms.read(carry["commit"], tokens.q[:, :, :-1])]
+            ys = [forms.read(carry["commit"], tokens.q)[:, :, :-1]]
         if self.replays and block.commit is False and rule.read == "previous":
             return (ys[0] if ys else None), entering
         rows = rule.read if read and rule.read in ("inclusive", "exclusive") and rule.steps == 1 else None
@@ -205,7 +205,8 @@ class InnerLoop(nn.Module):
         if self.replays:
             carry = self._only_complete(entering, carry, block.commit)
         if read and rule.read == "committed":
-            ys.append(forms.read(carry["commit"], tokens.q[:, :, -1:]))
+            last = tokens.q if self.learner.mixes_tokens else tokens.q[:, :, -1:]
+            ys.append(forms.read(carry["commit"], last)[:, :, -1:])
         return (torch.cat(ys, dim=2) if len(ys) > 1 else ys[0] if ys else None), carry
 
     def _commit(self, carry: Carry, block: Block) -> Carry:

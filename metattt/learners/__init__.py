@@ -1,9 +1,29 @@
 """Learners: the models whose weights are the hidden state."""
 
+from metattt.learners.adapter import ModuleLearner
 from metattt.learners.base import Learner, NonParametric, Weight
+from metattt.learners.convolution import Convolution
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.kernel_estimator import KernelEstimator
+from metattt.learners.kernel_ridge import KernelRidge
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
+from metattt.learners.nested import NestedTTT
+from metattt.learners.swiglu import SwiGLU
+from metattt.learners.transformer import Transformer
 
-__all__ = ["MLP", "FastWeights", "KernelEstimator", "Learner", "Linear", "NonParametric", "Weight"]
+__all__ = [
+    "MLP",
+    "Convolution",
+    "FastWeights",
+    "KernelEstimator",
+    "KernelRidge",
+    "Learner",
+    "Linear",
+    "ModuleLearner",
+    "NestedTTT",
+    "NonParametric",
+    "SwiGLU",
+    "Transformer",
+    "Weight",
+]

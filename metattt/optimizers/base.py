@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -20,13 +20,15 @@ Read = Literal["inclusive", "exclusive", "previous", "committed", "block", "fina
 class Gates(NamedTuple):
     """Per-token numbers of the rule `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, each `[B, H, T]`.
 
-    Absent gates are None: α = 1, β = 0, κ = 1.
+    Absent gates are None: α = 1, β = 0, κ = 1. `rates` `[B, H, T, n]` multiplies η by a factor of its own for each of the learner's n
+    fast weights, in the order of their names; only rules without weights per token (`BlockRule`) may give it.
     """
 
     eta: Tensor
     alpha: Tensor | None = None
     beta: Tensor | None = None
     kappa: Tensor | None = None
+    rates: Tensor | None = None
 
 
 class Coefficients(NamedTuple):
@@ -99,15 +101,17 @@ class InnerOptimizer(nn.Module, ABC):
         return None
 
     belongs = False  #: a layer has claimed this optimizer
+    weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
     has_momentum = False  #: the rule carries S between tokens
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
+    max_norm: float | None = None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
 
     # -- what the layer asks ---------------------------------------------------------------------------------------------------
 
-    def setup(self, dim: int, num_heads: int, head_dim: int) -> InnerOptimizer:
-        """Creates the parameters. Called once, by the layer.
+    def setup(self, dim: int, num_heads: int, head_dim: int, weight_names: Sequence[str] = ()) -> InnerOptimizer:
+        """Creates the parameters. Called once, by the layer, with the names of the learner's fast weights.
 
         Raises:
             MetaTTTError: the optimizer already belongs to a layer.
@@ -115,13 +119,19 @@ class InnerOptimizer(nn.Module, ABC):
         if self.belongs:
             raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer an optimizer of its own")
         self.belongs = True
+        self.weight_names = tuple(weight_names)
         self.build(dim, num_heads, head_dim)
         return self
 
     @property
+    def accumulates(self) -> bool:
+        """Whether the step of the open mini-batch is carried apart from the weights, because rows scale it (τ, clipping)."""
+        return self.token_steps() is not None or self.max_norm is not None
+
+    @property
     def bases(self) -> tuple[str, ...]:
         """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and `momentum`."""
-        has_phase = self.token_steps() is not None
+        has_phase = self.accumulates
         names = ["commit"] if has_phase or self.anchor == "minibatch" or self.read in ("previous", "committed") else []
         names += ["anchor"] if self.anchor == "batch" else []
         names += ["origin"] if self.pull else []
@@ -149,14 +159,17 @@ class InnerOptimizer(nn.Module, ABC):
         if "update" not in carry:
             return base
         update = carry["update"]
-        tau = self._token_steps_at(filled, 1, next(iter(update.values())).dtype).squeeze(-1)
+        tau = self._token_steps_at(filled, 1, next(iter(update.values()))).squeeze(-1)
+        if self.max_norm is not None:
+            tau = tau * clip_factor(sum(x.flatten(2).square().sum(-1) for x in update.values()), self.max_norm)
         return {name: value + tau.view(*tau.shape, *(1,) * (value.ndim - 2)) * update[name] for name, value in base.items()}
 
-    def _token_steps_at(self, first: int | Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    def _token_steps_at(self, first: int | Tensor, count: int, like: Tensor) -> Tensor:
         """τ after `first`, `first + 1`, … tokens of the mini-batch, `[B or 1, H or 1, count]`; τ = 0 before its first token."""
         steps = self.token_steps()
-        assert steps is not None
-        shifted = F.pad(steps.to(dtype), (1, 0))
+        if steps is None:
+            steps = like.new_ones(1, self.mini_batch_size)
+        shifted = F.pad(steps.to(like.dtype), (1, 0))
         if isinstance(first, int):
             return shifted[:, first : first + count].unsqueeze(0)
         return shifted[:, first].mT.unsqueeze(-1)  # one place per sequence: count is 1
@@ -185,7 +198,7 @@ class InnerOptimizer(nn.Module, ABC):
             carried: the bases at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the anchor.
             read: which rows to compute; None for the carried tensors alone.
         """
-        if self.token_steps() is not None:
+        if self.accumulates:
             return self._token_step_coefficients(gates, phase, "update" in carried, read)
         if gates.alpha is None and gates.beta is None and gates.kappa is None:
             return self._plain_coefficients(gates.eta, newest(carried), read)
@@ -199,7 +212,7 @@ class InnerOptimizer(nn.Module, ABC):
         mix = None
         if read is not None:
             first = phase + 1 if read == "inclusive" else phase
-            tau = self._token_steps_at(first, eta.shape[-1], eta.dtype)
+            tau = self._token_steps_at(first, eta.shape[-1], eta)
             mix = tau.unsqueeze(-1) * _lower(eta, read) * eta.unsqueeze(-2)
             if started:
                 rows["update"] = tau
@@ -239,6 +252,11 @@ class InnerOptimizer(nn.Module, ABC):
             rows = {name: _shift(row, 1.0 if name == base else 0.0) for name, row in rows.items()}
             mix = torch.cat([torch.zeros_like(mix[..., :1, :]), mix[..., :-1, :]], dim=-2)
         return Coefficients(rows, mix, carry)
+
+
+def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
+    """`min(1, c/‖M‖)` from `‖M‖²`, with a derivative everywhere."""
+    return max_norm * torch.as_tensor(squared_norm).clamp(min=max_norm**2).rsqrt()
 
 
 def newest(carried: Collection[str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Literal
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
@@ -37,7 +39,7 @@ class BlockRule(GradientDescent):
         lr_scale: Literal["head_dim", "none"] = "head_dim",
         compute_chunk: int | None = None,
     ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", compute_chunk)
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", None, compute_chunk)
         if read in ("inclusive", "exclusive"):
             raise MetaTTTError(
                 f"optimizer.read={read} needs weights per token, and {type(self).__name__} moves them once per mini-batch: "
@@ -89,12 +91,14 @@ class BlockMomentum(BlockRule):
     """`S_j = β_j S_{j−1} − Σ η G`, `W_j = α_j W_{j−1} + S_j` (Titans, arXiv 2501.00663, Eq. 13–14), optionally orthogonalised (Muon).
 
     Args:
-        mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
+        mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`. `lr` may also be `per_weight`:
+            η = softplus(θ x + c) per head and fast weight, which is η_base where θ x + c is at its start (LaCT).
         momentum, momentum_init: β, as in `Momentum`, pooled over the mini-batch.
         decay, decay_init: α likewise.
         pool: what is averaged over a mini-batch: the gates' `logits` (Titans) or the `gates` themselves (LaCT).
         orthogonalize: replace the step of each matrix by its polar factor, by Newton–Schulz iterations (Muon).
-        row_norm: rescale every row of a matrix to the norm it has in W0 (LaCT, arXiv 2505.23884).
+        row_norm: rescale the weights of every output of a matrix to the norm they have in W0 (LaCT, arXiv 2505.23884; rows of its
+            matrices, which are `(d_out, d_in)`).
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class BlockMomentum(BlockRule):
         read: Read = "previous",
         steps: int = 1,
         base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
+        lr: Literal["per_head", "shared", "constant", "per_weight"] = "per_head",
         lr_scale: Literal["head_dim", "none"] = "head_dim",
         momentum: Literal["none", "constant", "shared", "per_head"] = "per_head",
         momentum_init: float = 0.9,
@@ -115,7 +119,11 @@ class BlockMomentum(BlockRule):
         row_norm: bool = False,
         compute_chunk: int | None = None,
     ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
+        check_choice("optimizer.lr", lr, ("per_head", "shared", "constant", "per_weight"))
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, "constant" if lr == "per_weight" else lr, lr_scale, compute_chunk)
+        if lr == "per_weight" and not base_lr > 0:
+            raise MetaTTTError(f"optimizer.base_lr={base_lr} is not allowed with optimizer.lr=per_weight: a softplus is positive")
+        self.per_weight = lr == "per_weight"
         sources = ("none", "constant", "shared", "per_head")
         check_choice("optimizer.momentum", momentum, sources)
         check_choice("optimizer.decay", decay, sources)
@@ -129,11 +137,25 @@ class BlockMomentum(BlockRule):
         super().build(dim, num_heads, head_dim)
         self.momentum_gate = Gate(self.momentum, self.momentum_init, dim, num_heads)
         self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
+        if self.per_weight:
+            count = num_heads * len(self.weight_names)
+            self.rate_weight = nn.Parameter(torch.randn(count, dim) * 0.02)
+            self.rate_bias = nn.Parameter(torch.full((count,), self.scale + math.log(-math.expm1(-self.scale))))  # softplus of it is η_base
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
         alpha, beta = (self._pooled(gate, x) for gate in (self.decay_gate, self.momentum_gate))
-        return Gates(gates.eta, alpha, beta, torch.ones_like(gates.eta)), state
+        ones = torch.ones_like(gates.eta)
+        if not self.per_weight:
+            return Gates(gates.eta, alpha, beta, ones), state
+        return Gates(ones, alpha, beta, ones, self._rates(x)), state
+
+    def _rates(self, x: Tensor) -> Tensor:
+        """η of every fast weight, `[B, H, T, n]`, in fp32 or wider."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            rates = F.softplus(x.to(wide) @ self.rate_weight.to(wide).mT + self.rate_bias.to(wide))
+        return rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _pooled(self, gate: Gate, x: Tensor) -> Tensor | None:
         if self.pool == "logits" and gate.source in ("shared", "per_head"):
@@ -153,7 +175,7 @@ class BlockMomentum(BlockRule):
             step = newton_schulz(memory[name]) if self.orthogonalize and weight.ndim == 4 else memory[name]
             moved = (weight if alpha is None else _spread(alpha, weight) * weight) + step
             if self.row_norm and weight.ndim == 4:
-                moved = moved * (_row_norms(carry["origin"][name]) / _row_norms(moved))
+                moved = moved * (_output_norms(carry["origin"][name]) / _output_norms(moved))
             after[name] = moved
         return {"commit": after} | ({"momentum": memory} if self.roles else {})
 
@@ -228,8 +250,9 @@ def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
     return x.mT if transpose else x
 
 
-def _row_norms(matrix: Tensor) -> Tensor:
-    return (matrix.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+def _output_norms(matrix: Tensor) -> Tensor:
+    """Norm of the weights into every output of `[..., d_in, d_out]`."""
+    return (matrix.square().sum(-2, keepdim=True) + 1e-12).sqrt()
 
 
 def _spread(gate: Tensor, like: Tensor) -> Tensor:

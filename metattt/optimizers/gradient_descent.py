@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import check_choice
+from metattt.errors import MetaTTTError, check_choice
 from metattt.optimizers.base import Anchor, Gates, InnerOptimizer, Read
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -24,6 +24,7 @@ class GradientDescent(InnerOptimizer):
         lr_scale: `head_dim` divides η by the head width, as the published models do.
         token_steps: τ_i = max(0, 1/(i+1) + δ_i) with learnable δ, `shared` by the heads (as published) or `per_head`: query i of a
             mini-batch sees W_a − τ_i Σ_{s≤i} η_s ∇ℓ_s. `none` sets τ = 1.
+        max_norm: clip what a mini-batch adds to the weights of a head to this norm, for every query up to its own token; null: no clipping.
     """
 
     def __init__(
@@ -36,9 +37,13 @@ class GradientDescent(InnerOptimizer):
         lr: Literal["per_head", "shared", "constant"] = "per_head",
         lr_scale: Literal["head_dim", "none"] = "head_dim",
         token_steps: Literal["none", "shared", "per_head"] = "none",
+        max_norm: float | None = None,
         compute_chunk: int | None = None,
     ):
         super().__init__(mini_batch_size, anchor, read, steps, compute_chunk)
+        if max_norm is not None and not max_norm > 0:
+            raise MetaTTTError(f"optimizer.max_norm={max_norm} is not allowed: it must be positive, or null for no clipping")
+        self.max_norm = max_norm
         check_choice("optimizer.lr", lr, ("per_head", "shared", "constant"))
         check_choice("optimizer.lr_scale", lr_scale, ("head_dim", "none"))
         check_choice("optimizer.token_steps", token_steps, ("none", "shared", "per_head"))

@@ -56,7 +56,7 @@ class Momentum(GradientDescent):
     ):
         if decay == "mamba2":
             lr = "constant"  # Δ is the step size
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", compute_chunk)
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", None, compute_chunk)
         check_choice("optimizer.momentum", momentum, ("none", "constant", "shared", "per_head"))
         check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "retnet", "mamba2"))
         check_choice("optimizer.gradient_at", gradient_at, ("previous", "decayed"))

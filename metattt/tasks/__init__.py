@@ -1,6 +1,7 @@
 """Tasks: what is learned from a token."""
 
 from metattt.tasks.base import Task, Views
+from metattt.tasks.next_token import NextToken
 from metattt.tasks.reconstruction import Reconstruction
 
-__all__ = ["Reconstruction", "Task", "Views"]
+__all__ = ["NextToken", "Reconstruction", "Task", "Views"]

@@ -34,7 +34,8 @@ class Reconstruction(Task):
         corruption: replace the training view by a noisy one: `noise` adds `corruption_rate` times a standard normal, `mask` zeroes
             that share of its entries. The labels and the test view stay clean.
         seed: seed of the corruption. None draws a new one for every sequence; it is part of the state.
-        loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, or `huber`, the last two summed over the width.
+        loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, `huber`, the last two summed
+            over the width, or `cosine` 1 − cos(f(k), v).
         huber_delta: where the Huber loss turns linear.
 
     Raises:
@@ -53,7 +54,7 @@ class Reconstruction(Task):
         corruption: Literal["none", "noise", "mask"] = "none",
         corruption_rate: float = 0.1,
         seed: int | None = None,
-        loss: Literal["squared", "mean_squared", "dot", "huber"] = "squared",
+        loss: Literal["squared", "mean_squared", "dot", "huber", "cosine"] = "squared",
         huber_delta: float = 1.0,
     ):
         super().__init__()
@@ -61,7 +62,7 @@ class Reconstruction(Task):
         check_choice("task.rope", rope, ("none", "mini_batch", "full"))
         check_choice("task.feature_map", feature_map, FEATURE_MAPS)
         check_choice("task.corruption", corruption, ("none", "noise", "mask"))
-        check_choice("task.loss", loss, ("squared", "mean_squared", "dot", "huber"))
+        check_choice("task.loss", loss, ("squared", "mean_squared", "dot", "huber", "cosine"))
         if conv_width < 1:
             raise MetaTTTError(f"conv_width={conv_width} is not allowed: a convolution has at least one tap (task.conv_width=4)")
         if not 0 <= corruption_rate <= 1 and corruption == "mask":
@@ -86,10 +87,10 @@ class Reconstruction(Task):
             self.k = projection(dim, width, self.bias)
 
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        state = dict(state)
+        kept: Tensors = {}
         if self.shared_qk:
             shared, tail = self.q(x), state.get("conv")
-            q, state["conv"] = self.conv_q(shared, tail, ctx)
+            q, kept["conv"] = self.conv_q(shared, tail, ctx)
             k, _ = self.conv_k(shared, tail, ctx)
         else:
             q, k = self.q(x), self.k(x)
@@ -102,10 +103,9 @@ class Reconstruction(Task):
             cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.corruption != "none":
-            if "seed" not in state:
-                state["seed"] = self.draw_seed(x)
-            k = self.corrupt(k, state["seed"], ctx)
-        return Views(k, v, q), state
+            kept["seed"] = state["seed"] if "seed" in state else self.draw_seed(x)
+            k = self.corrupt(k, kept["seed"], ctx)
+        return Views(k, v, q), kept
 
     def draw_seed(self, x: Tensor) -> Tensor:
         """One seed per sequence, `[B]`."""
@@ -124,6 +124,9 @@ class Reconstruction(Task):
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
         if self.loss_name == "dot":
             return -(prediction * v).sum(-1)
+        if self.loss_name == "cosine":
+            lengths = [(x.square().sum(-1) + 1e-6).sqrt() for x in (prediction, v)]  # of a zero vector, too, it can be differentiated
+            return 1 - (prediction * v).sum(-1) / (lengths[0] * lengths[1])
         error = prediction - v
         if self.loss_name == "squared":
             return 0.5 * error.square().sum(-1)

@@ -231,7 +231,7 @@ LAWS: dict[str, Law] = {
         Law("limits", "b = 1 online, b >= T batch", limits, 1e-9),
         Law("masks", "padding changes nothing", masks, 1e-9),
         Law("packing", "packed = apart", packing, 1e-9),
-        Law("round_trips", "copies and saved states", round_trips, 0.0),
+        Law("round_trips", "copies and saved states", round_trips, 1e-12),
         Law("precision_outputs", "bf16 outputs", precision_outputs, 2e-2),
         Law("precision_gradients", "bf16 gradients", precision_gradients, 5e-2),
     )

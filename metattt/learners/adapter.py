@@ -1,0 +1,219 @@
+"""Any `torch.nn.Module` as a learner, unmodified."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from metattt.errors import MetaTTTError
+from metattt.learners.base import Learner, Weight
+from metattt.learners.composed import Normalize
+from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
+from metattt.learners.standin import StandIn
+from metattt.learners.translation import Translation
+from metattt.registry import register
+
+
+@dataclass(frozen=True, eq=False)
+class GivenWeight(Weight):
+    """A weight whose initial value, the same for all heads, is given."""
+
+    tensor: Tensor | None = None
+
+    def sample(self, num_heads: int) -> Tensor:
+        assert self.tensor is not None
+        return self.tensor.detach().expand(num_heads, *self.shape).clone()
+
+
+@register(group="learner", name="module")
+class ModuleLearner(Learner):
+    """`f` is a module of PyTorch or of yours; its trainable parameters are W0, one copy for each head.
+
+    The module maps tokens `[N, d_in]` to predictions `[N, d_out]`, d the head width. What it does with its parameters is translated to
+    the accessor's primitives, so that the dual form is exact: linear maps, convolutions, embeddings, normalisations with an affine,
+    sums and products with vectors. A module that does more with a parameter gets another form (`layer.form=auto`), in which it runs
+    once for each sequence and head. Buffers and frozen parameters are shared by all heads and stay as they are.
+
+    Args:
+        module: copied when the layer is built.
+        residual, norm: use `x + LN(f(x))`.
+        learn_init: train W0 in the outer loop.
+        mixes_tokens: declare that the module looks at several tokens. It then sees those of one mini-batch, `[n, d_in]`, and must be
+            causal.
+
+    Raises:
+        MetaTTTError: when the layer is built, for a module without trainable parameters, of another width, with dropout, batch
+            statistics, or parameters that cannot be replaced.
+    """
+
+    def __init__(self, module: nn.Module, residual: bool = False, norm: bool = False, learn_init: bool = True, mixes_tokens: bool = False):
+        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
+        if not isinstance(module, nn.Module):
+            raise MetaTTTError(f"learner.module={module!r} is not a torch.nn.Module: set learner.module._target_ to its class")
+        self.module, self.mixes_tokens = module, mixes_tokens
+        self.refusal: str | None = None  # why the module cannot run on all sequences and heads at once
+        self.batched = True  # whether torch.vmap can run it, where it cannot
+        self._slots: dict[str, list[tuple[nn.Module, str]]] = {}  # where each weight lives in the module
+        self._shapes: dict[str, torch.Size] = {}  # what the module sees
+
+    def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
+        super().setup(num_heads, d_in, d_out)
+        with torch.random.fork_rng(devices=[]):
+            self._examine(num_heads, d_in, d_out)
+        return self
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        name = type(self.module).__name__
+        for part in self.module.modules():
+            if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+                raise MetaTTTError(f"{name} has {part}, which would differ between training and reading a token: set its p to 0")
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                raise MetaTTTError(f"{name} has {type(part).__name__}, which mixes tokens and sequences: use a LayerNorm or GroupNorm")
+            if isinstance(part, nn.RNNBase):
+                raise MetaTTTError(f"{name} has {type(part).__name__}, whose parameters cannot be replaced: write it with nn.Linear")
+        self.module = copy.deepcopy(self.module)
+        found: dict[str, Weight] = {}
+        names: dict[int, str] = {}
+        for prefix, part in self.module.named_modules():
+            for attribute, parameter in part._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                weight = names.setdefault(id(parameter), f"{prefix}.{attribute}".lstrip(".").replace(".", "/"))
+                found[weight] = GivenWeight(tuple(parameter.shape) or (1,), tensor=parameter)
+                self._shapes[weight] = parameter.shape
+                self._slots.setdefault(weight, []).append((part, attribute))
+                part._parameters[attribute] = None
+        if not found:
+            raise MetaTTTError(f"{name} has no trainable parameter, so there is nothing for the inner loop to learn")
+        return found
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        if self.refusal is None and not self.mixes_tokens:
+            return self._together(w, x)
+        if w.factored:
+            raise UnsupportedOperation(self.refusal or "the module mixes tokens")
+        return self._apart(w, x)
+
+    def _together(self, w: FastWeights, x: Tensor) -> Tensor:
+        """All tokens in one batch, on the accessor's primitives."""
+        batch, heads, count = x.shape[:3]
+        translation = Translation(w, (batch, heads, count))
+        standins = {name: StandIn(translation, name, shape, x.dtype, x.device) for name, shape in self._shapes.items()}
+        with translation:
+            y = self._run(standins, x.flatten(0, 2))
+        return y.unflatten(0, (batch, heads, count))
+
+    def _apart(self, w: FastWeights, x: Tensor) -> Tensor:
+        """Each sequence and head with its own weights, as tensors."""
+        batch, heads = x.shape[:2]
+        names = list(self._shapes)
+        values = [w[name].expand(batch, *w[name].shape[1:]) for name in names]
+
+        def one(x: Tensor, *values: Tensor) -> Tensor:
+            with Normalize(), sdpa_kernel(SDPBackend.MATH):
+                return self._run({n: v.view(self._shapes[n]) for n, v in zip(names, values, strict=True)}, x)
+
+        if self.can_vmap():
+            return torch.vmap(torch.vmap(one))(x, *values)
+        rows = [torch.stack([one(x[i, j], *(v[i, j] for v in values)) for j in range(heads)]) for i in range(batch)]
+        return torch.stack(rows)
+
+    def can_vmap(self) -> bool:
+        """Whether `torch.vmap` can run the module here; otherwise each sequence and head is run in turn."""
+        return self.batched
+
+    def _run(self, values: Mapping[str, Any], x: Tensor) -> Tensor:
+        with self._holding(values, x.dtype):
+            y = self.module(x)
+        if not isinstance(y, Tensor) or y.ndim != 2 or y.shape[0] != x.shape[0]:
+            found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise MetaTTTError(f"{type(self.module).__name__} maps {list(x.shape)} to {found}: expected [{x.shape[0]}, d_out]")
+        return y
+
+    @contextmanager
+    def _holding(self, values: Mapping[str, Any], dtype: torch.dtype) -> Iterator[None]:
+        """The module with `values` for its parameters, and with its constants in the type of the inner loop."""
+        places: list[tuple[dict[str, Any], str, Any]] = [
+            (part._parameters, attribute, values[name]) for name, slots in self._slots.items() for part, attribute in slots
+        ]
+        for part in self.module.modules():
+            for constants in (part._parameters, part._buffers):
+                for attribute, constant in constants.items():
+                    if constant is not None and constant.is_floating_point() and constant.dtype != dtype:
+                        places.append((constants, attribute, constant.to(dtype)))
+        before = [holder[attribute] for holder, attribute, _ in places]
+        try:
+            for holder, attribute, value in places:
+                holder[attribute] = value
+            yield
+        finally:
+            for (holder, attribute, _), value in zip(places, before, strict=True):
+                holder[attribute] = value
+
+    # -- once, when the layer is built ----------------------------------------------------------------------------------------------
+
+    def _examine(self, num_heads: int, d_in: int, d_out: int) -> None:
+        """Finds out how the module can be run, on random weights and tokens.
+
+        A translation counts only if it gives what the module gives for one sequence and head at a time: this finds modules whose
+        batch axis is not the first one, and those that look at other tokens.
+        """
+        name = type(self.module).__name__
+        fast = {key: torch.randn(1, *value.shape, dtype=torch.float64) / 2 for key, value in self.init.items()}
+        plain = FastWeights(fast, {}, torch.float64)
+        for count in (3, 5):
+            x = torch.randn(1, num_heads, count, d_in, dtype=torch.float64)
+            expected = self._try_apart(plain, x)
+            if expected.shape[-1] != d_out:
+                raise MetaTTTError(f"{name} gives predictions of width {expected.shape[-1]}: they must have the head width {d_out}")
+            if expected.requires_grad:
+                raise MetaTTTError(f"{name} keeps its parameters in places where they cannot be replaced: use them as attributes")
+            if self.mixes_tokens:
+                self._check_causal(plain, x)
+            elif self.refusal is None:
+                self.refusal = self._try_together(plain, x, expected)
+
+    def _try_apart(self, plain: FastWeights, x: Tensor) -> Tensor:
+        try:
+            return self._apart(plain, x)
+        except MetaTTTError:
+            raise
+        except RuntimeError as error:
+            if not self.batched:
+                raise MetaTTTError(
+                    f"{type(self.module).__name__} cannot run on tokens {list(x.shape[2:])}: {_first_line(error)}"
+                ) from error
+        self.batched = False  # torch.vmap cannot run everything
+        return self._try_apart(plain, x)
+
+    def _try_together(self, plain: FastWeights, x: Tensor, expected: Tensor) -> str | None:
+        """Why the module cannot run on all tokens at once; None if it can."""
+        try:
+            found = self._together(plain, x)
+        except UnsupportedOperation as error:
+            return str(error)
+        except (MetaTTTError, RuntimeError, TypeError, AttributeError) as error:
+            return f"{type(self.module).__name__} does not run on stand-ins for its parameters: {_first_line(error)}"
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item()):
+            return None
+        return f"{type(self.module).__name__} does not keep the tokens of a batch apart"
+
+    def _check_causal(self, plain: FastWeights, x: Tensor) -> None:
+        x = x.requires_grad_()
+        with torch.enable_grad():
+            y = self._apart(plain, x)
+            for t in range(x.shape[2] - 1):
+                (grad,) = torch.autograd.grad(y[:, :, t].sum(), x, retain_graph=True)
+                if grad[:, :, t + 1 :].any():
+                    raise MetaTTTError(f"{type(self.module).__name__} lets a token see later ones of its mini-batch: make it causal")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

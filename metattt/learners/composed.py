@@ -1,0 +1,57 @@
+"""Normalisations composed of elementary operations, in place of the native ones.
+
+The native ones have wrong or missing higher derivatives, and the outer loop differentiates the inner loop's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from metattt.learners.base import standardize
+
+
+class Normalize(TorchFunctionMode):
+    """Replaces native normalisations by compositions of elementary operations, which any order of derivative can pass."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        composed = COMPOSED.get(function)
+        return (composed or function)(*args, **(kwargs or {}))
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+) -> Tensor:
+    y = standardize(x.flatten(-len(shape)), eps).view(x.shape)
+    return _affine(y, weight, bias)
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
+    axes = tuple(range(-len(shape), 0))
+    y = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
+    return _affine(y, weight, None)
+
+
+def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True) -> Tensor:
+    y = standardize(x.unflatten(1, (groups, -1)).flatten(2), eps).view(x.shape)
+    return _affine(y.movedim(1, -1), weight, bias).movedim(-1, 1)
+
+
+def _affine(y: Any, weight: Any, bias: Any) -> Any:
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+COMPOSED: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    F.group_norm: group_norm,
+    torch.group_norm: group_norm,
+}

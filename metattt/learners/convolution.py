@@ -1,0 +1,78 @@
+"""Convolutional learners: over the features of one token, or causal over the tokens of the mini-batch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.learners.base import Learner, Weight
+from metattt.learners.fast_weights import FastWeights
+from metattt.learners.mlp import ACTIVATIONS
+from metattt.registry import register
+
+
+@register(group="learner", name="convolution")
+class Convolution(Learner):
+    """Two layers, the first (over tokens) or both (over features) a convolution, with an activation between them.
+
+    Over `features` a token of d features is a signal of length d: `f(x) = conv(act(conv(x)))`, from 1 channel to `channels` and back.
+    Over `tokens`, `f(x)_t = act(b1 + Σ_j x_{t−width+1+j} W1_j) W2 + b2` with d · `channels` hidden units, zeros before the mini-batch.
+
+    Args:
+        over: `features`, or `tokens`: the learner then mixes the tokens of a mini-batch, and needs a read of earlier commits.
+        width: taps (features or tokens).
+        channels: channels per feature between the two layers.
+        activation: as in `MLP`.
+        residual, norm: use `x + LN(f(x))`.
+        learn_init: train W0. False keeps the random W0 it starts with.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        over: Literal["features", "tokens"] = "features",
+        width: int = 3,
+        channels: int = 4,
+        activation: str = "gelu_tanh",
+        residual: bool = True,
+        norm: bool = True,
+        learn_init: bool = True,
+    ):
+        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
+        check_choice("learner.over", over, ("features", "tokens"))
+        check_choice("learner.activation", activation, ACTIVATIONS)
+        for key, value in (("width", width), ("channels", channels)):
+            if value < 1:
+                raise MetaTTTError(f"learner.{key}={value} is not allowed: it must be at least 1")
+        self.mixes_tokens = over == "tokens" and width > 1
+        self.over, self.width, self.channels, self.activation = over, width, channels, activation
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        second: tuple[int, ...]
+        if self.over == "tokens":
+            hidden = self.channels * d_in
+            first, second = (self.width, d_in, hidden), (hidden, d_out)
+        elif d_in != d_out:
+            raise MetaTTTError(f"learner.over=features keeps the width, which is {d_in} for inputs and {d_out} for labels: use learner=mlp")
+        else:
+            first, second = (self.width, 1, self.channels), (self.width, self.channels, 1)
+        return {
+            "w1": Weight(first, std=(first[0] * first[1]) ** -0.5),
+            "b1": Weight(first[-1:], std=0.0),
+            "w2": Weight(second, std=0.02),
+            "b2": Weight(second[-1:], std=0.0),
+        }
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.activation]
+        if self.over == "features":
+            signal = x.unsqueeze(-1)  # [..., d, 1]
+            return w.conv1d(activation(w.conv1d(signal, "w1", "b1")), "w2", "b2").squeeze(-1)
+        padded = F.pad(x, (0, 0, self.width - 1, 0))
+        windows = padded.unfold(2, self.width, 1).mT.flatten(-2)  # [B, H, T, width · d]
+        return w.linear(activation(w.linear(windows, "w1", "b1")), "w2", "b2")

@@ -1,0 +1,69 @@
+"""A non-parametric learner that answers every query from all tokens of the call: the attention layers of vision transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.learners.base import NonParametric, Weight
+from metattt.registry import register
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+
+
+@register(group="learner", name="global_estimator")
+class GlobalEstimator(NonParametric):
+    """`f(q) = Σ_s κ(q, k_s) v_s / Z` over all tokens s of the call: not causal, and each call is a set of tokens of its own.
+
+    | kernel | Z | layer |
+    |---|---|---|
+    | exponential, exp(q·k / h) | Σ_s κ(q, k_s) | self-attention |
+    | linear, q·k / h, after elu + 1 | Σ_s κ(q, k_s) | linear attention of Katharopoulos et al. (arXiv 2006.16236) |
+    | linear, q·k / h | N tokens | linear attention with the identity map, `q (kᵀv) / (N d)` (arXiv 2310.13807, Sec. 5) |
+
+    Args:
+        kernel: `exponential` or `linear`; the latter never makes the N × N matrix.
+        normalize: Z is the sum of the kernel's values; False: the number of tokens N.
+        bandwidth: h; None takes √d for the exponential and d for the linear kernel.
+
+    Raises:
+        MetaTTTError: a bandwidth that is not positive, or exponential without normalize; at a call with a state or `reset`.
+    """
+
+    def __init__(self, kernel: Literal["exponential", "linear"] = "exponential", normalize: bool = True, bandwidth: float | None = None):
+        super().__init__(learn_init=False)
+        check_choice("learner.kernel", kernel, ("exponential", "linear"))
+        if bandwidth is not None and not bandwidth > 0:
+            raise MetaTTTError(f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null")
+        if kernel == "exponential" and not normalize:
+            raise MetaTTTError("learner.normalize=false goes with learner.kernel=linear only")
+        self.kernel, self.normalize, self.bandwidth = kernel, normalize, bandwidth
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {}
+
+    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+        """Predictions `[B, H, T, d]`, and the number of tokens seen, `[B]`: a call with a state is refused by it."""
+        if state or ctx.first is not None:
+            raise MetaTTTError(
+                "learner=global_estimator answers from all tokens of one call: it takes no state and no reset= "
+                "(causal attention is layer=attention)"
+            )
+        k, v, q = views
+        valid = None if ctx.valid is None else ctx.valid[:, None, None]  # [B, 1, 1, T]
+        if self.kernel == "exponential":
+            scale = 1 / (math.sqrt(k.shape[-1]) if self.bandwidth is None else self.bandwidth)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=valid, scale=scale), {"count": ctx.lengths}
+        if valid is not None:
+            k = torch.where(valid.mT, k, 0)
+        if self.normalize:  # h cancels
+            weights = k.mT @ v
+            total = (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
+            return (q @ weights) / total, {"count": ctx.lengths}
+        share = 1 / (ctx.lengths.clamp(min=1).to(k.dtype) * (k.shape[-1] if self.bandwidth is None else self.bandwidth))
+        return q @ (k.mT @ v * share.view(-1, 1, 1, 1)), {"count": ctx.lengths}

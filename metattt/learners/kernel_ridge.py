@@ -1,0 +1,114 @@
+"""Kernel ridge regression: the hidden state is the data, and a query is answered by the exact fit to it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.learners.base import NonParametric, Weight
+from metattt.learners.fast_weights import FastWeights
+from metattt.registry import register
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+
+
+@register(group="learner", name="kernel_ridge")
+class KernelRidge(NonParametric):
+    """`f(q) = κ(q, K_t) (κ(K_t, K_t) + λI)⁻¹ V_t` over the tokens read so far: the minimum of `Σ_s ½‖f(k_s) − v_s‖² + ½λ‖f‖²`.
+
+    A new token adds a row to the Cholesky factor L of `κ + λI`, and the factor of the first t tokens is the leading block of L. So one
+    factorisation answers the queries of all tokens: with `Z = L⁻¹V` and column t of `C = L⁻¹κ(K, q)`, `f(q_t) = Σ_{s≤t} C_st Z_s`.
+    With S tokens read, a token costs O(S²) and the state holds L, S² numbers a head.
+
+    Args:
+        kernel: `linear` κ = q·k, `gaussian` exp(−‖q − k‖² / 2h), or `exponential` exp(q·k / h).
+        ridge: λ.
+        bandwidth: h; None takes √d.
+        residual, norm: use `x + LN(f(x))`.
+
+    Raises:
+        MetaTTTError: an unknown kernel, or a ridge or bandwidth that is not positive.
+    """
+
+    def __init__(
+        self,
+        kernel: Literal["linear", "gaussian", "exponential"] = "gaussian",
+        ridge: float = 1.0,
+        bandwidth: float | None = None,
+        residual: bool = False,
+        norm: bool = False,
+    ):
+        super().__init__(residual=residual, norm=norm, learn_init=False)
+        check_choice("learner.kernel", kernel, ("linear", "gaussian", "exponential"))
+        if not ridge > 0:
+            raise MetaTTTError(f"learner.ridge={ridge} is not allowed: it must be positive, or equal tokens have no solution")
+        if bandwidth is not None and not bandwidth > 0:
+            raise MetaTTTError(f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null for the root of the head width")
+        self.kernel, self.ridge, self.bandwidth = kernel, ridge, bandwidth
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {}
+
+    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+        """Predictions `[B, H, T, d]`, and the data with its factor: `k`, `solved` = Z `[B, H, S, d]`, `factor` = L `[B, H, S, S]`.
+
+        Where sequences differ, `document` `[B, S]` numbers the documents (−1 for padding); κ between different ones is 0.
+        """
+        wide = torch.promote_types(views.k.dtype, torch.float32)
+        with torch.autocast(views.k.device.type, enabled=False):
+            k, v, q = (view.to(wide) for view in views)
+            past = state["k"].shape[2] if state else 0
+            document = self._documents(state, ctx, past)
+            old = state["k"] if state else k[:, :, :0]
+            data = torch.cat([old, k], dim=2)
+            new = self._kernel(k, data, document, past)  # [B, H, T, S]
+            identity = torch.eye(k.shape[2], dtype=wide, device=k.device)
+            factor, solved = self._grow(new, v, identity, state)
+            asked = self._kernel(q, data, document, past).mT
+            whitened = torch.linalg.solve_triangular(factor, asked, upper=False)  # C
+            seen = torch.ones(whitened.shape[-2:], dtype=torch.bool, device=k.device).triu(-past)
+            y = (whitened * seen).mT @ solved
+        after = {"k": data, "solved": solved, "factor": factor} | ({} if document is None else {"document": document})
+        return self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), q, y), after
+
+    def _grow(self, new: Tensor, v: Tensor, identity: Tensor, state: Tensors) -> tuple[Tensor, Tensor]:
+        """L and Z with the rows of the new tokens: `L = [[L₁, 0], [M, N]]`, `M = κ₂₁L₁⁻ᵀ`, `NNᵀ = κ₂₂ + λI − MMᵀ`."""
+        past = new.shape[3] - new.shape[2]
+        block = new[..., past:] + self.ridge * identity
+        if not state:
+            factor = torch.linalg.cholesky(block)
+            return factor, torch.linalg.solve_triangular(factor, v, upper=False)
+        old, solved = state["factor"], state["solved"]
+        left = torch.linalg.solve_triangular(old, new[..., :past].mT, upper=False).mT
+        right = torch.linalg.cholesky(block - left @ left.mT)
+        rows = torch.linalg.solve_triangular(right, v - left @ solved, upper=False)
+        top = torch.cat([old, old.new_zeros(*old.shape[:3], right.shape[-1])], dim=3)
+        return torch.cat([top, torch.cat([left, right], dim=3)], dim=2), torch.cat([solved, rows], dim=2)
+
+    def _kernel(self, a: Tensor, data: Tensor, document: Tensor | None, past: int) -> Tensor:
+        """κ of the new tokens' views `a` `[B, H, T, d]` with all data, `[B, H, T, S]`."""
+        width = math.sqrt(a.shape[-1]) if self.bandwidth is None else self.bandwidth
+        value = a @ data.mT
+        if self.kernel == "exponential":
+            value = (value / width).exp()
+        elif self.kernel == "gaussian":
+            distance = a.square().sum(-1, keepdim=True) + data.square().sum(-1).unsqueeze(-2) - 2 * value
+            value = (distance / (-2 * width)).exp()
+        if document is None:
+            return value
+        same = document[:, past:].unsqueeze(-1) == document.unsqueeze(1)
+        real = (document >= 0).unsqueeze(1)
+        return torch.where((same & real).unsqueeze(1), value, 0)
+
+    def _documents(self, state: Tensors, ctx: Context, past: int) -> Tensor | None:
+        if "document" not in state and ctx.valid is None and ctx.first is None:
+            return None
+        batch, count = ctx.positions.shape
+        before = state.get("document", ctx.positions.new_zeros(batch, past))
+        newest = before.max(1, keepdim=True).values.clamp(min=0) if past else ctx.positions.new_zeros(batch, 1)
+        now = newest.expand(-1, count) if ctx.first is None else newest + ctx.first.cumsum(1)
+        return torch.cat([before, now if ctx.valid is None else torch.where(ctx.valid, now, -1)], dim=1)

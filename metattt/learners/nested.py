@@ -1,0 +1,61 @@
+"""A sequence layer that learns, as the hidden state of another: learning to learn to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError
+from metattt.learners.adapter import ModuleLearner
+from metattt.learners.base import Learner
+from metattt.registry import register
+
+
+class Outputs(nn.Module):
+    """A sequence layer on one sequence without a state: `[n, d]` to `[n, d]`."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.unsqueeze(0))[0].squeeze(0)
+        return y
+
+
+@register(group="learner", name="nested_ttt")
+class NestedTTT(ModuleLearner):
+    """`f` is itself a TTT layer, which reads the tokens of one mini-batch from its own W0.
+
+    The inner layer's parameters (its W0, views, learning rates and projections) are the fast weights that the outer loop's mini-batches
+    train; the learner of the inner layer may be nested again. `f` mixes the tokens of a mini-batch, so the outer rule reads earlier
+    commits (`optimizer.read=previous`); the inner rule has mini-batches of its own inside. With `layer.group_size=0` all sequences and
+    heads run at once, otherwise one after the other, in less memory.
+
+    Args:
+        layer: makes the inner layer when called with `dim=` (the head width) and `group_size=`: a `functools.partial` of `TTTLayer`.
+        residual, norm: use `x + LN(f(x))`.
+        learn_init: train W0.
+
+    Raises:
+        MetaTTTError: when the layer is built, for an inner layer that is not causal, or does not fit the width.
+    """
+
+    def __init__(self, layer: Callable[..., nn.Module], residual: bool = True, norm: bool = True, learn_init: bool = True):
+        if not callable(layer):
+            raise MetaTTTError(
+                f"learner.layer={layer!r} makes no layer: give a function of dim= and group_size=, such as partial(TTTLayer, ...)"
+            )
+        super().__init__(nn.Identity(), residual=residual, norm=norm, learn_init=learn_init, mixes_tokens=True)
+        self.layer = layer
+
+    def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
+        # No recomputation inside: it does not go with torch.vmap, and the outer layer recomputes already.
+        self.module = Outputs(self.layer(dim=d_in, group_size=0))
+        return super().setup(num_heads, d_in, d_out)
+
+    def can_vmap(self) -> bool:
+        # Under torch.vmap the inner layer takes its gradients with torch.func, which saved-tensor hooks (recomputation) rule out.
+        return self.batched and torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -1,0 +1,75 @@
+"""A transformer block as the hidden state: attention inside the model that learns while it reads."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.learners.base import Learner, Weight, standardize
+from metattt.learners.fast_weights import FastWeights
+from metattt.registry import register
+
+
+@register(group="learner", name="transformer")
+class Transformer(Learner):
+    """Pre-norm block: `h = x + A(LN(x))`, `f(x) = h + MLP(LN(h))`, with attention A over the tokens of the mini-batch up to each one.
+
+    A token's loss thus depends on the tokens before it in the mini-batch, and a query attends to the queries before it. Attention and
+    norms are composed of elementary operations, which second derivatives of the inner loop can pass.
+
+    Args:
+        num_heads: attention heads inside one learner; they divide the head width.
+        expansion: hidden width of the MLP as a multiple of the head width.
+        residual, norm: use `x + LN(f(x))`.
+        learn_init: train W0. False keeps the random W0 it starts with.
+
+    Raises:
+        MetaTTTError: heads that do not divide the width, an expansion that is not positive, or labels of another width.
+    """
+
+    mixes_tokens = True
+
+    def __init__(self, num_heads: int = 1, expansion: float = 4.0, residual: bool = False, norm: bool = True, learn_init: bool = True):
+        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
+        if num_heads < 1:
+            raise MetaTTTError(f"learner.num_heads={num_heads} is not allowed: it must be at least 1")
+        if not expansion > 0:
+            raise MetaTTTError(f"learner.expansion={expansion} is not allowed: it must be positive")
+        self.num_heads, self.expansion = num_heads, expansion
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        if d_in % self.num_heads:
+            raise MetaTTTError(f"learner.num_heads={self.num_heads} does not divide the head width {d_in}: set learner.num_heads=1")
+        if d_in != d_out:
+            raise MetaTTTError(f"a transformer block keeps the width, which is {d_in} for inputs and {d_out} for labels")
+        hidden = max(1, round(self.expansion * d_in))
+        matrices = {
+            "wq": (d_in, d_in),
+            "wk": (d_in, d_in),
+            "wv": (d_in, d_in),
+            "wo": (d_in, d_in),
+            "w1": (d_in, hidden),
+            "w2": (hidden, d_in),
+        }
+        return {
+            **{name: Weight(shape, std=0.02 if name in ("wo", "w2") else shape[0] ** -0.5) for name, shape in matrices.items()},
+            "b1": Weight((hidden,), std=0.0),
+            "b2": Weight((d_in,), std=0.0),
+            **{f"scale{i}": Weight((d_in,), value=1.0) for i in (1, 2)},
+            **{f"shift{i}": Weight((d_in,), std=0.0) for i in (1, 2)},
+        }
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        h = x + self.attention(w, w.bias(w.scale(standardize(x), "scale1"), "shift1"))
+        hidden = w.linear(w.bias(w.scale(standardize(h), "scale2"), "shift2"), "w1", "b1")
+        return h + w.linear(F.gelu(hidden, approximate="tanh"), "w2", "b2")
+
+    def attention(self, w: FastWeights, x: Tensor) -> Tensor:
+        """Causal attention among the tokens at hand, `[B, H, T, d]`."""
+        q, k, v = (w.linear(x, name).unflatten(-1, (self.num_heads, -1)).transpose(2, 3) for name in ("wq", "wk", "wv"))
+        scores = q @ k.mT * q.shape[-1] ** -0.5  # [B, H, heads, T, T]
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        y = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+        return w.linear(y.transpose(2, 3).flatten(-2), "wo")

@@ -1,0 +1,182 @@
+"""An unmodified module on fast weights: its parameters are replaced by stand-ins, whose uses become accessor primitives.
+
+The module sees the tokens of all sequences and heads as one batch `[N, ...]`, N = B·H·T; the accessor knows which of them share weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.learners.composed import COMPOSED, Normalize
+from metattt.learners.fast_weights import FastWeights
+from metattt.learners.standin import UNARY, StandIn, standins
+
+ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+}
+ALIASES = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "mm": "matmul"}
+
+
+class Translation(Normalize):
+    """Carries out what a module does with its parameters, on the accessor.
+
+    Args:
+        w: the accessor.
+        tokens: (B, H, T); the module's batch axis is their product.
+    """
+
+    def __init__(self, w: FastWeights, tokens: tuple[int, int, int]):
+        super().__init__()
+        self.w, self.tokens, self.count = w, tokens, tokens[0] * tokens[1] * tokens[2]
+        self.kinds: dict[str, str] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        standin = next(standins((*args, *kwargs.values())), None)
+        if standin is None or function in COMPOSED:  # a composed function meets its stand-ins as operators
+            return super().__torch_function__(function, types, args, kwargs)
+        name = getattr(function, "__name__", str(function))
+        return self.translate(ALIASES.get(name, name), standin, args, kwargs)
+
+    def translate(self, name: str, standin: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in ELEMENTWISE and kwargs.get("alpha", 1) == 1 and kwargs.get("rounding_mode") is None:
+            return self.elementwise(name, args[0], args[1] if len(args) > 1 else kwargs.get("other"))
+        if name in UNARY and standin.is_vector and len(args) == 1 and not kwargs.get("inplace"):
+            return standin.then(UNARY[name])
+        handlers: dict[str, Callable[..., Any]] = {
+            "linear": self.linear,
+            "matmul": self.matmul,
+            "addmm": self.addmm,
+            "embedding": self.embedding,
+            "conv1d": self.conv1d,
+            "conv2d": self.conv2d,
+            "prelu": self.prelu,
+        }
+        if name not in handlers:
+            raise standin.refusal(name)
+        return handlers[name](*args, **kwargs)
+
+    # -- the primitives -------------------------------------------------------------------------------------------------------------
+
+    def split(self, x: Any, standin: StandIn, operation: str) -> Tensor:
+        """`[N, ...]` to `[B, H, T, ...]`."""
+        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] != self.count:
+            raise standin.refusal(f"{operation} on something that is not a batch of tokens")
+        return x.unflatten(0, self.tokens)
+
+    def use(self, standin: StandIn, kind: str) -> str:
+        """The weight's name, after a check that it is used in one way only (as a matrix, or entry by entry)."""
+        if self.kinds.setdefault(standin.name, kind) != kind or (kind == "matrix" and standin.functions):
+            raise standin.refusal("a matrix product and an elementwise operation")
+        return standin.name
+
+    def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
+        if not isinstance(weight, StandIn):
+            if isinstance(input, StandIn):
+                raise input.refusal("linear as an input")
+            return F.linear(input, weight) + bias
+        if weight.ndim != 2:
+            raise weight.refusal("linear as a vector")
+        x = self.split(input, weight, "linear")
+        if x.ndim == 3:
+            raise weight.refusal("linear on something that is not a batch of tokens")
+        fused = None
+        if isinstance(bias, StandIn) and bias.shape == weight.shape[:1] and not bias.functions:
+            fused = self.use(bias, "entries")
+        z = self.w.linear(x, self.use(weight, "matrix"), fused, transpose=not weight.transposed).flatten(0, 2)
+        return z if bias is None or fused is not None else z + bias
+
+    def matmul(self, input: Any, other: Any = None, mat2: Any = None) -> Any:
+        other = mat2 if other is None else other
+        if not isinstance(other, StandIn):
+            raise next(standins((input,))).refusal("matmul on the left")
+        return (input * other).sum(-1) if other.ndim == 1 else self.linear(input, other.mT)
+
+    def addmm(self, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+        if (beta, alpha) != (1, 1):
+            raise next(standins((input, mat1, mat2))).refusal(f"addmm with beta={beta}, alpha={alpha}")
+        return self.matmul(mat1, mat2) + input if isinstance(mat2, StandIn) else mat1 @ mat2 + input
+
+    def embedding(
+        self, input: Any, weight: StandIn, padding_idx: int | None = None, max_norm: Any = None, *options: Any, **named: Any
+    ) -> Tensor:
+        if (padding_idx is not None and padding_idx >= 0) or max_norm is not None or weight.transposed:
+            raise weight.refusal("embedding with padding_idx or max_norm")
+        index = self.split(input, weight, "embedding")
+        return self.w.embedding(index, self.use(weight, "matrix")).flatten(0, 2)
+
+    def conv1d(
+        self, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> Tensor:
+        stride, padding, dilation = (
+            (x if isinstance(x, str) else (1, x) if isinstance(x, int) else (1, *x)) for x in (stride, padding, dilation)
+        )
+        if not isinstance(padding, str):
+            padding = (0, padding[1])
+        return self._convolution(input.unsqueeze(-2), weight, bias, stride, padding, dilation, groups, "conv1d").squeeze(-2)
+
+    def conv2d(
+        self, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> Tensor:
+        stride, padding, dilation = (
+            (x if isinstance(x, str) else (x, x) if isinstance(x, int) else tuple(x)) for x in (stride, padding, dilation)
+        )
+        return self._convolution(input, weight, bias, stride, padding, dilation, groups, "conv2d")
+
+    def _convolution(
+        self, x: Tensor, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, operation: str
+    ) -> Tensor:
+        """`[N, C, h, w]` to `[N, C', h', w']`: a matrix product with unfolded windows."""
+        if not isinstance(weight, StandIn):
+            raise bias.refusal(f"{operation} with a weight that is not trained")
+        if groups != 1:
+            raise weight.refusal(f"{operation} with groups={groups}")
+        if x.ndim != 4:
+            raise weight.refusal(f"{operation} on something that is not a batch of tokens")
+        size = (1, *weight.shape[2:])[-2:]
+        if padding == "same":
+            total = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+            x, padding = F.pad(x, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2)), (0, 0)
+        elif padding == "valid":
+            padding = (0, 0)
+        windows = F.unfold(x, size, dilation, padding, stride).mT  # [N, places, C·k]
+        z = self.w.linear(self.split(windows, weight, operation), self.use(weight, "matrix"), transpose=True).flatten(0, 2)
+        height, width = ((x.shape[i + 2] + 2 * padding[i] - dilation[i] * (size[i] - 1) - 1) // stride[i] + 1 for i in (0, 1))
+        z = z if bias is None else z + bias
+        return z.mT.unflatten(-1, (height, width))
+
+    def prelu(self, input: Tensor, weight: StandIn) -> Any:
+        negative = input.clamp(max=0)
+        moved = negative * weight if weight.shape[0] == 1 else (negative.movedim(1, -1) * weight).movedim(-1, 1)
+        return input.clamp(min=0) + moved
+
+    def elementwise(self, name: str, a: Any, b: Any) -> Any:
+        """A sum, difference, product or quotient of a stand-in with tokens, or of a vector with a number."""
+        operation = ELEMENTWISE[name]
+        standin, other = (a, b) if isinstance(a, StandIn) else (b, a)
+        swapped = standin is b
+        if isinstance(other, int | float) and standin.is_vector:
+            return standin.then(lambda z: operation(other, z) if swapped else operation(z, other))
+        if isinstance(other, StandIn):
+            raise standin.refusal(f"{name} with the fast weight {other.name!r}")
+        self.split(other, standin, name)
+        shape = standin.shape[1:] if standin.ndim == other.ndim and standin.shape[0] == 1 else standin.shape
+        if len(shape) >= other.ndim or shape.numel() > other.numel() // self.count or standin.transposed:
+            raise standin.refusal(f"{name} on something that is not a batch of tokens")
+        z = self.entries(standin).view(self.count, *(1,) * (other.ndim - 1 - len(shape)), *shape)
+        return operation(other, z) if swapped else operation(z, other)
+
+    def entries(self, standin: StandIn) -> Tensor:
+        """The weight of every token, `[N, entries]`: the gradient of an elementwise operation has no smaller form."""
+        value = self.w._value(self.use(standin, "entries"))
+        z = self.w.bias(value.new_zeros(*self.tokens, value[0, 0].numel()), standin.name).flatten(0, 2)
+        for function in standin.functions:
+            z = function(z)
+        return z
