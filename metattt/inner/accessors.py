@@ -155,6 +155,13 @@ class PerTokenGradients:
             total = part if total is None else total + part
         return factor.new_zeros(*factor.shape[:2], *shape) if total is None else total
 
+    def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """`(a, δ)` with `G_s = a_sᵀ δ_s`, `[B, H, n, d_in]` and `[B, H, n, d_out]`, if the matrix has one use a token."""
+        terms = self.terms.get(name, [])
+        if len(terms) != 1 or not isinstance(terms[0], Outer) or terms[0].positions != 1:
+            return None
+        return terms[0].left, terms[0].right
+
     def gram(self) -> Tensor:
         """`⟨G_s, G_r⟩` over all fast weights, `[B, H, n, n]`: `Σ (a_s·a_r)(δ_s·δ_r)`, no gradient is formed."""
         total: Tensor | None = None

@@ -122,7 +122,19 @@ class Forms:
             }
             for base, (factors, weight) in how.carry.items()
         }
+        if rule.in_token_space(phase, tokens.k.shape[2], carry) and not self.learner.mixes_tokens:
+            moved["factors"] = self._factors(gradients, tokens, anchor)
         return y, carry | moved
+
+    def _factors(self, gradients: PerTokenGradients, tokens: Tokens, anchor: Tensors) -> Tensors:
+        """`−Σ_s η_s G_s` of a whole mini-batch as products of `[B, H, n, d_in]` and `[B, H, n, d_out]`, where these are smaller."""
+        found = {}
+        for i, (name, weight) in enumerate(anchor.items()):
+            pair = gradients.factors(name)
+            if pair is not None and tokens.k.shape[2] < min(weight.shape[2:]):
+                found[f"{name}.left"] = -pair[0] * tokens.rated(tokens.eta, i).unsqueeze(-1)
+                found[f"{name}.right"] = pair[1]
+        return found
 
     def _clipped(
         self, how: Coefficients, gradients: PerTokenGradients, eta: Tensor, update: Tensors | None, read: str, max_norm: float

@@ -219,6 +219,7 @@ class InnerLoop(nn.Module):
         return {
             role: carry[role] if role == "weights" else _where(block.commit, after.get(role), carry.get(role))
             for role in {**carry, **after}
+            if role != "factors"  # those of a mini-batch that is complete
         }
 
     def _restart(self, carry: Carry, restart: Tensor, like: Tensor) -> Carry:

@@ -187,6 +187,10 @@ class InnerOptimizer(nn.Module, ABC):
         """`[1, H, T]` order in which the steps of a `final` read take the tokens, one part a step; None: every step takes all."""
         return None
 
+    def in_token_space(self, phase: int | Tensor, count: int, carry: dict[str, Tensors]) -> bool:
+        """Whether `commit` can use the step of a whole mini-batch in factored form (role `factors`), which then must be one chunk."""
+        return False
+
     def coefficients(
         self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: Literal["inclusive", "exclusive"] | None
     ) -> Coefficients:

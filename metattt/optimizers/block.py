@@ -165,6 +165,10 @@ class BlockMomentum(BlockRule):
     def _gate(self, gate: Gate, mean: Tensor | None) -> Tensor | None:
         return torch.sigmoid(mean) if mean is not None and self.pool == "logits" and gate.source in ("shared", "per_head") else mean
 
+    def in_token_space(self, phase: int | Tensor, count: int, carry: Carry) -> bool:
+        whole = isinstance(phase, int) and phase == 0 and count == self.mini_batch_size and "update" not in carry
+        return self.orthogonalize and self.momentum == "none" and whole
+
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
         memory = dict(carry["update"])
@@ -172,7 +176,11 @@ class BlockMomentum(BlockRule):
             memory = {name: _spread(beta, x) * carry["momentum"][name] + x for name, x in memory.items()}
         after = {}
         for name, weight in carry["commit"].items():
-            step = newton_schulz(memory[name]) if self.orthogonalize and weight.ndim == 4 else memory[name]
+            step, factors = memory[name], carry.get("factors", {})
+            if self.orthogonalize and f"{name}.left" in factors:
+                step = newton_schulz_factored(factors[f"{name}.left"], factors[f"{name}.right"])
+            elif self.orthogonalize and weight.ndim == 4:
+                step = newton_schulz(step)
             moved = (weight if alpha is None else _spread(alpha, weight) * weight) + step
             if self.row_norm and weight.ndim == 4:
                 moved = moved * (_output_norms(carry["origin"][name]) / _output_norms(moved))
@@ -248,6 +256,17 @@ def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if transpose else x
+
+
+def newton_schulz_factored(left: Tensor, right: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """`newton_schulz(leftᵀ right)` for `[..., b, m]` and `[..., b, n]`, iterating on `[..., b, b]`: `X = leftᵀ M right` throughout."""
+    first, second = left @ left.mT, right @ right.mT
+    norm = ((first * second).sum((-2, -1), keepdim=True) + eps**2).sqrt()
+    middle = torch.eye(left.shape[-2], dtype=left.dtype, device=left.device) / norm
+    for _ in range(steps):
+        gram = middle @ second @ middle.mT @ first  # X Xᵀ leftᵀ = leftᵀ gram
+        middle = 3.4445 * middle + (-4.7750 * gram + 2.0315 * gram @ gram) @ middle
+    return left.mT @ middle @ right
 
 
 def _output_norms(matrix: Tensor) -> Tensor:
