@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from metattt.errors import MetaTTTError
+from metattt.timm_models import register_with_timm
 
 if TYPE_CHECKING:
     from metattt.compose import build
@@ -26,3 +27,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+register_with_timm()

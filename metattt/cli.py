@@ -7,11 +7,13 @@ with 130.
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from importlib.resources.abc import Traversable
+
+from metattt.choices import choices
 
 COMMANDS = {  # name: (what it does, module, function)
     "train": (
@@ -25,17 +27,26 @@ COMMANDS = {  # name: (what it does, module, function)
         "evaluate",
     ),
     "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.evaluation.generate", "generate"),
+    "prepare": (
+        "text to shards of tokens for data=shards: source=<files or dataset> target=<new folder>",
+        "metattt.data.prepare",
+        "prepare",
+    ),
     "convert": (
         "published TTT checkpoints to ours and back: source=<folder or file> target=<new folder>",
         "metattt.models.convert",
         "convert",
     ),
+    "layers": ("the known layers: their three parts, and the state and cost of each", "metattt.layers", "layers"),
+    "bench": ("a benchmark, gated by a check of its results: metattt bench <name>", "metattt.bench.run", "bench"),
     "check": (
         "check every law of the conformance suite for the chosen parts: learner=<name>",
         "metattt.testing",
         "check",
     ),
 }
+
+NAMED = {"bench": "benchmark"}  # commands whose first word may be a name alone: the choice for this key
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"metattt {_version()}")
         return 0
     command, overrides = given[0], given[1:]
+    if command in NAMED and overrides and re.fullmatch(r"\w+", overrides[0]):
+        overrides[0] = f"{NAMED[command]}={overrides[0]}"
     if command not in COMMANDS:
         return _fail(f"`{command}` is not a command.{_did_you_mean(command)} Commands: {', '.join(COMMANDS)}")
     if any(flag in ("-h", "--help") for flag in overrides):
@@ -120,12 +133,12 @@ def _command_help(command: str) -> str:
     lines = [f"usage: metattt {command} [<key>=<value> ...]", "", COMMANDS[command][0], ""]
     lines += ["Choices, <group>=<name>; a field of the choice is set with <group>.<field>=<value>:"]
     for group in sorted(_groups(command)):
-        choices = _choices(group)
-        if not choices:  # a group that is there for files of the user's own
+        names = choices(group)
+        if not names:  # a group that is there for files of the user's own
             continue
-        width = max(map(len, choices))
+        width = max(map(len, names))
         lines += ["", f"  {group}"]
-        lines += [f"    {name:<{width}}  {summary}".rstrip() for name, summary in sorted(choices.items())]
+        lines += [f"    {name:<{width}}  {summary}".rstrip() for name, summary in sorted(names.items())]
     lines += ["", f"Keys and defaults (configs/{command}.yaml):", ""]
     return "\n".join(lines + [f"  {line}".rstrip() for line in job.splitlines()])
 
@@ -142,30 +155,6 @@ def _groups(job: str) -> set[str]:
         elif entry != "_self_" and (files("metattt.configs") / f"{entry}.yaml").is_file():
             found |= _groups(entry)
     return found
-
-
-def _choices(group: str) -> dict[str, str]:
-    """Name -> one-line description (the first comment of its file), from our configs and those of other packages."""
-    choices: dict[str, str] = {}
-    packages = ["metattt.configs", *(entry.value for entry in entry_points(group="metattt.configs"))]
-    for package in packages:
-        try:
-            folder = files(package) / group
-            found = [file for file in folder.iterdir() if file.name.endswith(".yaml")] if folder.is_dir() else []
-        except ImportError:  # a package that is broken is reported when something is run
-            continue
-        for file in found:
-            choices.setdefault(file.name.removesuffix(".yaml"), _description(file))
-    return choices
-
-
-def _description(file: Traversable) -> str:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            return ""
-        if not line.startswith("# @package"):
-            return line.lstrip("# ")
-    return ""
 
 
 if __name__ == "__main__":

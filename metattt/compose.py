@@ -44,10 +44,14 @@ if TYPE_CHECKING:
 COMPONENTS = ("metattt.learners", "metattt.tasks", "metattt.optimizers")
 """Packages of ours whose modules are imported so that their classes register their schemas."""
 
-TRAINING_COMPONENTS = ("metattt.models", "metattt.data", "metattt.training")
-"""The same for `train` only: they import Lightning, which a notebook that builds a layer does not wait for."""
+JOB_COMPONENTS = {
+    "train": ("metattt.models", "metattt.data", "metattt.training"),
+    "language_model": ("metattt.models",),
+    "bench": ("metattt.bench",),
+}
+"""The same for one job only: training imports Lightning, which a notebook that builds a layer does not wait for."""
 
-FREE_TEXT = ("prompt", "checkpoint", "data.path", "resume", "output_dir", "source", "target")
+FREE_TEXT = ("prompt", "checkpoint", "data.path", "resume", "init_from", "output_dir", "source", "target")
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
 
 
@@ -84,12 +88,12 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
 
     Args:
         overrides: in Hydra's syntax, e.g. `learner=mlp`, `learner.depth=3`, `+trainer.max_time=...`.
-        job: `build`, `language_model`, `train`, `eval`, `generate`, `convert` or `check`.
+        job: `build`, `language_model`, `train`, `eval`, `generate`, `convert`, `layers`, `bench` or `check`.
 
     Raises:
         MetaTTTError: as `build`.
     """
-    load_components(COMPONENTS + {"train": TRAINING_COMPONENTS, "language_model": ("metattt.models",)}.get(job, ()))
+    load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
     prepared = _open_custom_parts([quote_free_text(override) for override in overrides])
     outer = GlobalHydra.instance().hydra  # set if the caller is itself a Hydra application
     GlobalHydra.instance().clear()
@@ -142,14 +146,14 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
 def quote_free_text(override: str) -> str:
     """Quote the value of an override of a free-text key, so that Hydra takes it as written.
 
-    Left as they are: `null`, a value that is in quotes already, a list for `data.path`, and interpolations in paths.
+    Left as they are: `null`, a value that is in quotes already, a list for `data.path` or `checkpoint`, and interpolations in paths.
     """
     match = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", override, flags=re.DOTALL)
     if match is None or match[2] not in FREE_TEXT:
         return override
     prefix, key, value = match.groups()
     in_quotes = re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL)
-    if value == "null" or in_quotes or (key == "data.path" and value.startswith("[") and value.endswith("]")):
+    if value == "null" or in_quotes or (key in ("data.path", "checkpoint") and value.startswith("[") and value.endswith("]")):
         return override
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there

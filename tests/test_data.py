@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from metattt.data.documents import read_documents
-from metattt.data.text import ByteTokenizer, ShuffledBatches, TextData
+from metattt.data.text import ByteTokenizer, TextData
+from metattt.data.windows import ShuffledBatches
 from metattt.errors import MetaTTTError
 
 

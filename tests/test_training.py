@@ -158,12 +158,12 @@ def test_a_checkpoint_holds_plain_data_only(finished: Path) -> None:
 def test_eval_agrees_with_the_validation_of_the_run(
     finished: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scores = evaluate(compose(f"checkpoint={finished}", "device=cpu", job="eval"))
+    scores = evaluate(compose(f"checkpoint={finished}", "device=cpu", job="eval"))["finished"]
     assert math.isclose(scores.bits_per_byte, float(log(finished)[-1]["validation/bits_per_byte"]), rel_tol=1e-5)
     assert math.isclose(scores.perplexity, math.exp(scores.loss)) and "bits per byte" in capsys.readouterr().out
     (tmp_path / "mine.txt").write_text("my own text " * 30)
     own = evaluate(compose(f"checkpoint={finished}", f"data.path={tmp_path}", "split=all", "data.context_length=16", job="eval"))
-    assert own.tokens == 361 // 17 * 16
+    assert own["finished"].tokens == 361 // 17 * 16
     with pytest.raises(MetaTTTError, match="split=test is not allowed"):
         evaluate(compose(f"checkpoint={finished}", "split=test", job="eval"))
     with pytest.raises(MetaTTTError, match="checkpoint="):

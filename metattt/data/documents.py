@@ -44,36 +44,53 @@ def read_documents(path: str | Sequence[str] | None, text_key: str) -> list[Docu
     Raises:
         MetaTTTError: a path that does not exist or holds no text, or a file that cannot be read.
     """
+    documents = list(iterate_documents(find_files(path), text_key))
+    if not documents:
+        raise MetaTTTError(f"data.path={path} holds no text: its files ({', '.join(SUFFIXES)}) are missing or empty")
+    return documents
+
+
+def iterate_documents(files: Sequence[tuple[Path, Path]], text_key: str) -> Iterator[Document]:
+    """The documents of files that are not empty, one after the other: `files` are those of `find_files`.
+
+    Raises:
+        MetaTTTError: a file that cannot be read.
+    """
+    return (document for file, base in files for document in _read(file, base, text_key) if document.text)
+
+
+def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list[tuple[Path, Path]]:
+    """Every file with text under a path, in order, with the folder that its name is relative to.
+
+    Args:
+        path: as for `read_documents`.
+        key: of the setting, for messages.
+
+    Raises:
+        MetaTTTError: a path that does not exist, or holds no such files.
+    """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in root.rglob("*.py") if not STANDARD_LIBRARY_SKIPS & set(file.relative_to(root).parts)]
-        documents = [document for file in sorted(files) for document in _read(file, root, text_key)]
-    else:
-        documents = []
-        for one in [path] if isinstance(path, str) else path:
-            documents += _read_path(Path(one).expanduser(), text_key)
-    if not any(document.text for document in documents):
-        raise MetaTTTError(f"data.path={path} holds no text: its files ({', '.join(SUFFIXES)}) are missing or empty")
-    return [document for document in documents if document.text]
+        return [(file, root) for file in sorted(files)]
+    return [found for one in ([path] if isinstance(path, str) else path) for found in _find(Path(one).expanduser(), key)]
 
 
-def _read_path(root: Path, text_key: str) -> list[Document]:
+def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if root.is_file():
         if root.suffix not in SUFFIXES:
-            raise MetaTTTError(f"data.path={root}: {root.suffix or 'no suffix'} is not supported; use {', '.join(SUFFIXES)}")
-        files, base = [root], root.parent
-    elif root.is_dir():
-        base = root
-        files = sorted(
-            file
-            for file in root.rglob("*")
-            if file.suffix in SUFFIXES and file.is_file() and not SKIPPED_FOLDERS & set(file.relative_to(root).parts)
-        )
-        if not files:
-            raise MetaTTTError(f"data.path={root} holds no files that can be read: use {', '.join(SUFFIXES)}")
-    else:
-        raise MetaTTTError(f"data.path={root} does not exist: give a file or a folder of {', '.join(SUFFIXES)}")
-    return [document for file in files for document in _read(file, base, text_key)]
+            raise MetaTTTError(f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {', '.join(SUFFIXES)}")
+        return [(root, root.parent)]
+    if not root.is_dir():
+        raise MetaTTTError(f"{key}={root} does not exist: give a file or a folder of {', '.join(SUFFIXES)}")
+    files = sorted(
+        file
+        for file in root.rglob("*")
+        if file.suffix in SUFFIXES and file.is_file() and not SKIPPED_FOLDERS & set(file.relative_to(root).parts)
+    )
+    if not files:
+        raise MetaTTTError(f"{key}={root} holds no files that can be read: use {', '.join(SUFFIXES)}")
+    return [(file, root) for file in files]
 
 
 def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:

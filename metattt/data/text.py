@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
-import lightning
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from metattt.data.documents import Document, read_documents
+from metattt.data.windows import ShuffledBatches as ShuffledBatches
+from metattt.data.windows import Split, WindowData
 from metattt.errors import MetaTTTError
 from metattt.registry import register
-
-Split = Literal["train", "validation", "all"]
 
 
 class ByteTokenizer:
@@ -23,6 +20,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     separator = 256
+    end: int | None = None
 
     @property
     def token_bytes(self) -> Tensor:
@@ -39,53 +37,8 @@ class ByteTokenizer:
         return bytes(token for token in ids if token < 256)
 
 
-class Windows(Dataset[Tensor]):
-    """Windows of consecutive tokens `[N, T + 1]`, indexed by a batch of positions at once: `[B, T + 1]` int64."""
-
-    def __init__(self, windows: np.ndarray):
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: list[int]) -> Tensor:
-        return torch.from_numpy(self.windows[index].astype(np.int64))
-
-
-class ShuffledBatches(Sampler[list[int]]):
-    """Batches of positions, a new permutation for every pass over the data.
-
-    The batch at a step depends on `seed` and the step alone, so a resumed run sees the batches that it would have seen.
-
-    Args:
-        num_windows: windows in the data; at least one.
-        batch_size: windows per batch. A batch may reach into the next pass: no window is dropped.
-        seed: of the permutations.
-        num_batches: length of the run (batches).
-        start: batches that the run has seen already.
-    """
-
-    def __init__(self, num_windows: int, batch_size: int, seed: int, num_batches: int, start: int = 0):
-        self.num_windows, self.batch_size, self.seed = num_windows, batch_size, seed
-        self.num_batches, self.start = num_batches, start
-
-    def __len__(self) -> int:
-        return self.num_batches  # of the whole run: Lightning counts the batches before `start` too
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order, order_pass = np.empty(0, np.int64), -1
-        for batch in range(self.start, self.num_batches):
-            index = []
-            for position in range(batch * self.batch_size, (batch + 1) * self.batch_size):
-                if position // self.num_windows != order_pass:
-                    order_pass = position // self.num_windows
-                    order = np.random.default_rng((self.seed, order_pass)).permutation(self.num_windows)
-                index.append(int(order[position % self.num_windows]))
-            yield index
-
-
 @register(group="data", name="text")
-class TextData(lightning.LightningDataModule):
+class TextData(WindowData):
     """Files of text, split into training and validation by document, cut into windows of bytes.
 
     Args:
@@ -100,6 +53,7 @@ class TextData(lightning.LightningDataModule):
         text_key: key (jsonl) or column (parquet) that holds the text.
         seed: of the split and of the order of the windows.
         num_workers: processes that make batches; 0 makes them in the training process.
+        document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
 
     Raises:
         MetaTTTError: a size that is not allowed; from `setup`: what `read_documents` refuses, and text that is too short.
@@ -116,16 +70,14 @@ class TextData(lightning.LightningDataModule):
         text_key: str = "text",
         seed: int = 0,
         num_workers: int = 0,
+        document_reset: bool = False,
     ):
-        super().__init__()
-        for name, value in (("context_length", context_length), ("batch_size", batch_size)):
-            if value < 1:
-                raise MetaTTTError(f"data.{name}={value} is not allowed: it must be at least 1")
+        super().__init__(context_length, batch_size, seed, num_workers, document_reset)
         if not 0 < validation_fraction < 1:
             raise MetaTTTError(f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1")
-        self.path, self.context_length, self.batch_size = path, context_length, batch_size
+        self.path = path
         self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
-        self.max_bytes, self.text_key, self.seed, self.num_workers = max_bytes, text_key, seed, num_workers
+        self.max_bytes, self.text_key = max_bytes, text_key
         self.tokenizer = ByteTokenizer()
         self._documents: list[Document] | None = None
         self._windows: dict[Split, np.ndarray] = {}
@@ -133,6 +85,13 @@ class TextData(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Reads the documents, once."""
         self.documents  # noqa: B018 (a property that reads the files)
+
+    @property
+    def source(self) -> str:
+        return "the Python standard library" if self.path is None else str(self.path)
+
+    def sample_document(self) -> bytes:
+        return self.split("validation")[0]
 
     @property
     def documents(self) -> list[Document]:
@@ -190,33 +149,3 @@ class TextData(lightning.LightningDataModule):
             left = None if left is None else left - len(text)
             pieces += [separator, self.tokenizer.encode(text)]
         return np.concatenate(pieces)
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        """Shuffled windows for the whole run, from the step that the trainer has reached."""
-        windows = self.windows("train")
-        steps, done = -(-len(windows) // self.batch_size), 0
-        if self.trainer is not None:
-            per_step = self.trainer.accumulate_grad_batches
-            done = self.trainer.global_step * per_step
-            if self.trainer.max_steps > 0:
-                steps = self.trainer.max_steps * per_step
-        batches = ShuffledBatches(len(windows), self.batch_size, self.seed, steps, done)
-        return self._loader(windows, batches)
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        """The validation windows in order."""
-        return self.loader("validation")
-
-    def loader(self, name: Split) -> DataLoader[Tensor]:
-        """The windows of a split, in order, once."""
-        windows = self.windows(name)
-        index = list(range(len(windows)))
-        batches = [index[start : start + self.batch_size] for start in range(0, len(index), self.batch_size)]
-        return self._loader(windows, batches)
-
-    def _loader(self, windows: np.ndarray, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
-        # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off
-        return DataLoader(
-            Windows(windows), batch_size=None, sampler=batches, num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )  # fmt: skip

@@ -1,26 +1,29 @@
-"""`metattt eval`: loss, perplexity and bits per byte of a checkpoint on a text."""
+"""`metattt eval`: loss, perplexity and bits per byte of checkpoints on a text, by position; and the losses of their inner loops."""
 
 from __future__ import annotations
 
-import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import hydra
-import torch
-import torch.nn.functional as F
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from metattt.data.text import Split, TextData
-from metattt.errors import MetaTTTError
+from metattt.data.windows import Split, WindowData
+from metattt.errors import MetaTTTError, check_choice
+from metattt.evaluation import by_position, inner_loss
+from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.settings import pick_device, settings
 from metattt.models.language_model import LanguageModel
-from metattt.training.checkpoint import load_model
+from metattt.training.checkpoint import FILE_NAME, checkpoint_config, find_checkpoint, load_model, read_checkpoint
+
+ROWS = 40  # a table with more positions than this is left to the CSV
+ORDER_ONLY = ("seed", "validation_fraction", "max_bytes")  # fields of the data that split=all does not depend on
+NOT_TEXT = ("batch_size", "num_workers", "document_reset")  # fields that do not choose the text
 
 
 @dataclass
@@ -38,36 +41,21 @@ class EvalData:
 class EvalSettings:
     """The keys of `configs/eval.yaml`."""
 
-    checkpoint: str
+    checkpoint: Any
+    labels: list[str] | None = None
     split: str = "validation"
     device: str = "auto"
+    segment: int = 2048
+    bins: str = "log"
+    num_bins: int = 16
+    inner_loss: bool = False
+    inner_loss_windows: int = 32
+    output_dir: str | None = None
     data: EvalData = field(default_factory=EvalData)
 
 
-class Scores(NamedTuple):
-    """Sums over the predicted tokens of a text: their cross-entropy (nats), their number, and the bytes that they stand for."""
-
-    nats: float
-    tokens: int
-    bytes: int
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """Per token."""
-        return math.exp(min(self.loss, 700.0))  # a double ends near exp(709)
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nats / math.log(2) / self.bytes
-
-
-def evaluate(cfg: DictConfig) -> Scores:
-    """Prints the scores of a checkpoint as a table, and returns them.
+def evaluate(cfg: DictConfig) -> dict[str, Scores]:
+    """Prints the scores of checkpoints on one text as tables, writes them by position as CSV and PNG, and returns them by label.
 
     Args:
         cfg: the configuration of the job `eval`.
@@ -76,39 +64,139 @@ def evaluate(cfg: DictConfig) -> Scores:
         MetaTTTError: a checkpoint, a text or a setting that cannot be used.
     """
     chosen = settings(EvalSettings, cfg)
-    if chosen.split not in ("train", "validation", "all"):
-        raise MetaTTTError(f"split={chosen.split} is not allowed: use train, validation or all")
+    check_choice("split", chosen.split, ("train", "validation", "all"))
     split: Split = chosen.split  # type: ignore[assignment]
-    model, config = load_model(chosen.checkpoint, pick_device(chosen.device))
-    changes = {key: value for key, value in vars(chosen.data).items() if value is not None}
-    data: TextData = hydra.utils.instantiate({**config.data, **changes}, _convert_="all")
-    scores = score(model, data.loader(split), data.tokenizer.token_bytes, progress=True)
-    table = Table(title=f"{split} text of {data.path or 'the Python standard library'}", title_justify="left")
-    for name in ("tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte"):
-        table.add_column(name, justify="right")
-    table.add_row(f"{scores.tokens:,}", f"{scores.loss:.4f}", f"{scores.perplexity:.4f}", f"{scores.bits_per_byte:.4f}")
-    Console(highlight=False, soft_wrap=True).print(table)
+    if chosen.inner_loss_windows < 1:
+        raise MetaTTTError(f"inner_loss_windows={chosen.inner_loss_windows} is not allowed: it must be at least 1")
+    device = pick_device(chosen.device)
+    files = checkpoints(chosen.checkpoint)
+    names = labels(files, chosen.labels)
+    console = Console(highlight=False, soft_wrap=True)
+    configs = [checkpoint_config(read_checkpoint(file)) for file in files]  # all of them: a mistake shows before the work
+    texts = [_text(config, chosen.data) for config in configs]
+    for name, text in zip(names[1:], texts[1:], strict=True):
+        _check_same_text(texts[0], text, names[0], name, split)
+    data = _data(texts[0])
+    edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
+
+    scores: dict[str, Scores] = {}
+    curves: dict[str, dict[int, inner_loss.Curves]] = {}
+    for name, file, text in zip(names, files, texts, strict=True):
+        model, _ = load_model(file, device)
+        start = data.tokenizer.separator if text.get("document_reset") else None
+        scores[name] = score(model, data.loader(split), data.tokenizer.token_bytes, chosen.segment, start, progress=True)
+        if chosen.inner_loss and _can_measure(console, name, model):
+            curves[name] = inner_loss.average(model, data.loader(split), chosen.inner_loss_windows, chosen.segment, progress=True)
+    _print(console, scores, edges, f"{split} text of {data.source}")
+    trained = {name: int(config.data.context_length) for name, config in zip(names, configs, strict=True)}
+    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else files[0].parent / "eval"
+    try:
+        written = _write(folder, scores, edges, chosen.bins, trained, curves)
+    except OSError as error:
+        raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
+    for path in written:
+        console.print(f"written  {path}", markup=False)
     return scores
 
 
-def score(model: LanguageModel, loader: DataLoader[Tensor], token_bytes: Tensor, progress: bool = False) -> Scores:
-    """Scores a model on windows `[B, T + 1]`: every token but the first of each is predicted from those before it.
+def checkpoints(given: Any) -> list[Path]:
+    """The checkpoint files that `checkpoint=` names: one, or a list.
 
-    Args:
-        model: the model, in evaluation mode.
-        loader: batches of windows.
-        token_bytes: `[V]` bytes that each token stands for.
-        progress: show a progress bar on a terminal (stderr).
+    Raises:
+        MetaTTTError: as `find_checkpoint`, or what is neither a path nor a list of paths.
     """
-    device = next(model.parameters()).device
-    nats, tokens, num_bytes = 0.0, 0, 0
-    console = Console(stderr=True)
-    for batch in track(loader, "evaluating", console=console, transient=True, disable=not (progress and console.is_terminal)):
-        ids = batch.to(device)
-        labels = ids[:, 1:]
-        with torch.inference_mode():
-            logits = model(ids[:, :-1]).float()
-            nats += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
-        tokens += labels.numel()
-        num_bytes += int(token_bytes[batch[:, 1:]].sum())
-    return Scores(nats, tokens, num_bytes)
+    paths = [given] if isinstance(given, str) else given
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
+        raise MetaTTTError(f"checkpoint={given} is not allowed: give a run's folder, its .ckpt file, or a list of these, [a,b]")
+    return [find_checkpoint(path) for path in paths]
+
+
+def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
+    """A name for every checkpoint: the given ones, or those of the run's folders (numbered where they are the same).
+
+    Raises:
+        MetaTTTError: not one label for each checkpoint, or the same label twice.
+    """
+    if given is not None:
+        if len(given) != len(files) or len(set(given)) != len(given):
+            raise MetaTTTError(f"labels=[{','.join(given)}] must be {len(files)} different names, one for every checkpoint")
+        return list(given)
+    names = [file.absolute().parent.name if file.name == FILE_NAME else file.stem for file in files]
+    return _numbered(names)
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Names that differ: those that occur more than once get a number."""
+    return [name if names.count(name) == 1 else f"{name}-{names[: i + 1].count(name)}" for i, name in enumerate(names)]
+
+
+def _text(config: DictConfig, changes: EvalData) -> dict[str, Any]:
+    """The data of a run, as a plain dictionary, with what the command line changes."""
+    data: Any = OmegaConf.to_container(config.data, resolve=True)
+    return data | {key: value for key, value in vars(changes).items() if value is not None}
+
+
+def _data(text: dict[str, Any]) -> WindowData:
+    """The data module of a run; what it refuses becomes one line."""
+    try:
+        data = hydra.utils.instantiate(text, _convert_="all")
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise cause if isinstance(cause, MetaTTTError) else MetaTTTError(f"data: {str(cause).splitlines()[0]}") from error
+    if not isinstance(data, WindowData):
+        raise MetaTTTError(f"the checkpoint was trained on {type(data).__name__}, not on text: metattt eval takes language models")
+    return data
+
+
+def _check_same_text(first: dict[str, Any], other: dict[str, Any], one: str, two: str, split: Split) -> None:
+    """Refuses a comparison on different texts, or on a text that one of the two was trained on."""
+    ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else ())
+    for key in sorted(first.keys() & other.keys()):
+        if key not in ignored and first[key] != other[key]:
+            known = f"set data.{key}" if key in vars(EvalData()) else "compare them with split=all data.path=<a text that none has seen>"
+            raise MetaTTTError(f"{one} and {two} have different texts, data.{key} is {first[key]} and {other[key]}: {known}")
+
+
+def _can_measure(console: Console, name: str, model: LanguageModel) -> bool:
+    """Whether any layer has inner-loss curves; a line for those that have none."""
+    skipped = inner_loss.unmeasured(model)
+    for reason in dict.fromkeys(skipped.values()):
+        blocks = ", ".join(str(index) for index, other in skipped.items() if other == reason)
+        console.print(f"no inner-loss curves of {name}, layer {blocks}: {reason}", markup=False)
+    return len(skipped) < len(model.blocks)
+
+
+def _print(console: Console, scores: dict[str, Scores], edges: Sequence[int], title: str) -> None:
+    """The totals, and below them the table by position if it is not too long."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("model")
+    for name in ("tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte"):
+        table.add_column(name, justify="right")
+    for label, one in scores.items():
+        table.add_row(label, f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.4f}", f"{one.bits_per_byte:.4f}")
+    console.print(table)
+    if len(edges) - 1 <= ROWS:
+        console.print(by_position.table(scores, edges))
+
+
+def _write(
+    folder: Path,
+    scores: dict[str, Scores],
+    edges: Sequence[int],
+    bins: str,
+    trained: dict[str, int],
+    curves: dict[str, dict[int, inner_loss.Curves]],
+) -> list[Path]:
+    """The files of an evaluation; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "by_position.csv", folder / "by_position.png"]
+    by_position.write_csv(scores, edges, written[0])
+    by_position.plot(scores, edges, bins, trained, written[1])
+    if curves:
+        written.append(folder / "inner_loss.csv")
+        inner_loss.write_csv(curves, written[-1])
+    safe = _numbered([re.sub(r"[^\w.-]+", "-", name) for name in curves])
+    for (name, found), part in zip(curves.items(), safe, strict=True):
+        written.append(folder / (f"inner_loss_{part}.png" if len(scores) > 1 else "inner_loss.png"))
+        inner_loss.plot(found, f"Inner loss of {name}", written[-1])
+    return written

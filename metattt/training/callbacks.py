@@ -33,6 +33,7 @@ class Progress(TQDMProgressBar):
 
     def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
         names = {"train/loss": "loss", "train/bits_per_byte": "bits/byte", "validation/bits_per_byte": "validation bits/byte"}
+        names["validation/top1"] = "validation top-1"
         known = trainer.callback_metrics
         return {short: f"{known[name].item():.3f}" for name, short in names.items() if name in known}
 
@@ -55,17 +56,23 @@ class Progress(TQDMProgressBar):
 
 
 class LossCurve(lightning.Callback):
-    """Bits per byte against steps, as a PNG: training, validation, and the baseline as a dashed line.
+    """A metric against steps, as a PNG: training, validation, and the baseline as a dashed line.
 
     The points are kept in the checkpoint, so that the curve of a resumed run is whole.
 
     Args:
         path: the PNG to write, whenever validation ends.
         every: steps between two points of the training curve.
+        metric: logged as `train/<metric>` and `validation/<metric>`.
+        label: of the metric, with its unit.
+        title: of the figure.
     """
 
-    def __init__(self, path: str, every: int = 5):
+    def __init__(
+        self, path: str, every: int = 5, metric: str = "bits_per_byte", label: str = "bits per byte", title: str = "Next-byte prediction"
+    ):
         self.path, self.every = Path(path), every
+        self.metric, self.label, self.title = metric, label, title
         self.baseline: float | None = None  # bits per byte; set by the training command
         self.points: dict[str, list[list[float]]] = {"train": [], "validation": []}
 
@@ -84,20 +91,20 @@ class LossCurve(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.global_step and trainer.is_global_zero:
             self._add("validation", trainer)
-            plot(self.points, self.baseline, self.path)
+            plot(self.points, self.baseline, self.path, self.label, self.title)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.is_global_zero:
-            plot(self.points, self.baseline, self.path)
+            plot(self.points, self.baseline, self.path, self.label, self.title)
 
     def _add(self, name: str, trainer: lightning.Trainer) -> None:
-        value = trainer.callback_metrics.get(f"{name}/bits_per_byte")
+        value = trainer.callback_metrics.get(f"{name}/{self.metric}")
         step = trainer.global_step
         if value is not None and (not self.points[name] or self.points[name][-1][0] < step):
             self.points[name].append([step, value.item()])
 
 
-def plot(points: dict[str, list[list[float]]], baseline: float | None, path: Path) -> None:
+def plot(points: dict[str, list[list[float]]], baseline: float | None, path: Path, label: str, title: str) -> None:
     """Draws the curves of `LossCurve` into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -111,9 +118,9 @@ def plot(points: dict[str, list[list[float]]], baseline: float | None, path: Pat
             axes.plot(steps, bits, label=name, **style)
     if baseline is not None:
         axes.axhline(baseline, linestyle="--", color="gray", label="order-2 byte model")
-    axes.set(xlabel="outer-loop steps", ylabel="bits per byte", title="Next-byte prediction")
+    axes.set(xlabel="outer-loop steps", ylabel=label, title=title)
     values = [value for curve in points.values() for _, value in curve]
-    if values:  # the first steps, near 8 bits per byte, would squeeze the rest
+    if values:  # the first steps would squeeze the rest
         low, high = min([*values, baseline or values[0]]), max(sorted(values)[: max(1, int(0.97 * len(values)))])
         axes.set_ylim(low - 0.1, max(high, baseline or 0.0) + 0.1)
     axes.grid(alpha=0.3)
@@ -152,7 +159,10 @@ class StopOnInterrupt(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.requested and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        # Ctrl-C reaches the processes of a run at different moments: they stop together
+        if trainer.strategy.reduce_boolean_decision(self.requested, all=False):
             trainer.save_checkpoint(self.folder / FILE_NAME)
             self.saved = True
 

@@ -67,10 +67,22 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[La
     content = read_checkpoint(path)
     config = checkpoint_config(content)
     model = instantiate_model(config)
+    _fill(model, content, f"{path} does not fit the model of its own configuration")
+    return model.to(device).eval(), config
+
+
+def load_weights(model: LanguageModel, path: str | Path) -> None:
+    """Gives a model the weights of a checkpoint of a model alike, trained on windows of any length.
+
+    Raises:
+        MetaTTTError: as `read_checkpoint`, or parameters that are not those of `model`.
+    """
+    _fill(model, read_checkpoint(path), f"init_from={path} does not fit this model")
+
+
+def _fill(model: LanguageModel, content: dict[str, Any], complaint: str) -> None:
     weights = {name.removeprefix(WEIGHTS): value for name, value in content["state_dict"].items() if name.startswith(WEIGHTS)}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise MetaTTTError(f"{path} does not fit the model of its own configuration: {reason}") from error
-    return model.to(device).eval(), config
+        raise MetaTTTError(f"{complaint}: {str(error).splitlines()[-1].strip()}") from error

@@ -1,4 +1,4 @@
-"""The outer loop: next-token prediction with AdamW."""
+"""The outer loop: next-token prediction with AdamW, in one process or in several."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
+from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.registry import register
 from metattt.training.checkpoint import KEY, VERSION
+from metattt.training.sharding import FullyShardedData, shard
 
 
 @register(group="training", name="adamw")
@@ -30,6 +32,8 @@ class AdamW:
         warmup_fraction: share of the steps with a rising learning rate.
         min_lr: learning rate at the last step.
     """
+
+    forward_only = False  #: the optimizer needs the loss alone, again and again: no graph is made, and nothing is backpropagated
 
     def __init__(
         self,
@@ -47,9 +51,13 @@ class AdamW:
         self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
         self.warmup_fraction, self.min_lr = warmup_fraction, min_lr
 
+    def warmup_steps(self, num_steps: int) -> int:
+        """Steps with a rising learning rate, at least one."""
+        return max(1, round(self.warmup_fraction * num_steps))
+
     def factor(self, step: int, num_steps: int) -> float:
         """The learning rate at a step, over its peak."""
-        warmup = max(1, round(self.warmup_fraction * num_steps))
+        warmup = self.warmup_steps(num_steps)
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
@@ -57,15 +65,18 @@ class AdamW:
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The outer optimizer, with the parameters in two groups: those that decay, and the others."""
+        """The outer optimizer."""
+        return torch.optim.AdamW(self.groups(model), lr=self.lr, betas=self.betas, eps=self.eps)
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The parameters in two groups: those that decay, and the others."""
         matrices = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
         decayed = {id(weight) for weight in matrices}
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        groups = [
+        return [
             {"params": [p for p in parameters if id(p) in decayed], "weight_decay": self.weight_decay},
             {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
 
 
 class LanguageModeling(lightning.LightningModule):
@@ -76,56 +87,85 @@ class LanguageModeling(lightning.LightningModule):
         recipe: the outer optimizer and its schedule.
         token_bytes: `[V]` bytes of text that each token stands for.
         config: the resolved configuration of the run, kept in every checkpoint.
+        document_start: the token at which the inner loop starts again from W0; None: it never does.
     """
 
-    def __init__(self, model: LanguageModel, recipe: AdamW, token_bytes: Tensor, config: dict[str, Any]):
+    def __init__(self, model: LanguageModel, recipe: AdamW, token_bytes: Tensor, config: dict[str, Any], document_start: int | None = None):
         super().__init__()
         self.model = model
         self.recipe = recipe
         self.config = config
+        self.document_start = document_start
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        self.validation_sums = (0.0, 0, 0)  # nats, bytes, tokens
+        # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so far
+        self.step_sums = self.validation_sums = torch.zeros(3, dtype=torch.float64)
 
-    def losses(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), and the bytes that they stand for."""
-        logits = self.model(ids[:, :-1])
-        labels = ids[:, 1:]
-        nats = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-        return nats, self.token_bytes[labels].sum()
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, FullyShardedData):
+            shard(self.model, self.trainer.strategy.device_mesh["data_parallel"])
+
+    def sums(self, ids: Tensor) -> Tensor:
+        """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes: `[3]`.
+
+        The first T tokens are read. Labels that are `NO_TOKEN` do not count.
+        """
+        read, labels = ids[:, :-1].clamp(min=0), ids[:, 1:]
+        reset = None if self.document_start is None else read == self.document_start
+        logits = self.model(read, reset=reset)
+        nats = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=NO_TOKEN, reduction="sum")
+        real = labels != NO_TOKEN
+        counts = torch.stack((real.sum(), (self.token_bytes[labels.clamp(min=0)] * real).sum()))
+        return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
-        nats, num_bytes = self.losses(ids)
-        loss = nats / ids[:, 1:].numel()
+        with torch.set_grad_enabled(not self.recipe.forward_only):
+            sums = self.sums(ids)
+        loss = sums[0] / sums[1]
         if not torch.isfinite(loss):  # before the update: the parameters and the last checkpoint stay good
             raise MetaTTTError(
                 f"the loss is {loss.item()} at step {self.global_step + 1}: lower training.lr (now {self.recipe.lr}) "
                 "or the inner learning rate optimizer.base_lr"
             )
-        self.log("step", self.global_step + 1.0)  # Lightning takes the step of the log from here; its own count slips on resuming
-        self.log("train/loss", loss)
-        self.log("train/bits_per_byte", nats.detach() / math.log(2) / num_bytes)
+        per_step = self.trainer.accumulate_grad_batches
+        self.step_sums = sums.detach().double() + (self.step_sums if batch_idx % per_step else 0)
+        if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
+            nats, num_tokens, num_bytes = self._over_processes(self.step_sums)
+            self.log("step", self.global_step + 1.0)  # Lightning takes the step of the log from here; its own count slips on resuming
+            self.log("train/loss", nats / num_tokens)
+            self.log("train/bits_per_byte", nats / math.log(2) / num_bytes)
         return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self.recipe.forward_only:
+            super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("lr", optimizer.param_groups[0]["lr"])
 
     def on_validation_epoch_start(self) -> None:
-        self.validation_sums = (0.0, 0, 0)
+        self.validation_sums = torch.zeros(3, dtype=torch.float64)
 
     def validation_step(self, ids: Tensor, batch_idx: int) -> None:
-        nats, num_bytes = self.losses(ids)
-        total = self.validation_sums
-        self.validation_sums = (total[0] + nats.item(), total[1] + int(num_bytes), total[2] + ids[:, 1:].numel())
+        self.validation_sums = self.validation_sums + self.sums(ids).double().cpu()
 
     def on_validation_epoch_end(self) -> None:
         # sums over all windows, divided once: the last batch may be smaller
-        nats, num_bytes, num_tokens = self.validation_sums
+        nats, num_tokens, num_bytes = self._over_processes(self.validation_sums.to(self.device))
         self.log("step", float(self.global_step))
         self.log("validation/loss", nats / num_tokens)
         self.log("validation/bits_per_byte", nats / math.log(2) / num_bytes)
 
+    def _over_processes(self, sums: Tensor) -> Tensor:
+        """The sum of what every process has."""
+        return self.trainer.strategy.reduce(sums, reduce_op="sum")  # type: ignore[return-value]
+
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        if self.recipe.forward_only and (self.trainer.accumulate_grad_batches > 1 or self.trainer.world_size > 1):
+            raise MetaTTTError(
+                f"{type(self.recipe).__name__} takes its steps from one batch in one process: "
+                "set trainer.accumulate_grad_batches=1, trainer.devices=1 and batch_tokens=null"
+            )
         optimizer = self.recipe.optimizer(self.model)
         num_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.recipe.factor(step, num_steps))
@@ -133,3 +173,10 @@ class LanguageModeling(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[KEY] = {"version": VERSION, "config": self.config}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Counts the batches of the run as this number of processes would have needed them: the steps are what stays."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            shift = checkpoint["global_step"] * self.trainer.accumulate_grad_batches - counts["ready"]
+            counts.update({name: count + shift for name, count in counts.items()})

@@ -1,4 +1,4 @@
-"""`metattt train`: from a configuration to a trained model, a log, a loss curve and a sample."""
+"""`metattt train`: from a configuration to a trained model, a log, curves and a report; text or images, as the data is."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ import hydra
 import lightning
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
 
 from metattt.compose import compose, instantiate_model
-from metattt.data.text import Split, TextData
+from metattt.data.images import Images
 from metattt.errors import MetaTTTError
-from metattt.evaluation.ngram import NGram
-from metattt.models.generation import generate
 from metattt.training.callbacks import Interrupted, LossCurve
-from metattt.training.checkpoint import FILE_NAME, checkpoint_config, find_checkpoint, read_checkpoint
-from metattt.training.lightning_module import LanguageModeling
+from metattt.training.checkpoint import FILE_NAME, checkpoint_config, find_checkpoint, load_weights, read_checkpoint
+from metattt.training.image_job import ImageJob
+from metattt.training.inner_loss_curves import InnerLossCurves
+from metattt.training.job import Job
+from metattt.training.text_job import TextJob
 
-SAMPLE_PROMPT_BYTES = 64
-SAMPLE_BYTES = 200
-SPLITS: tuple[Split, ...] = ("train", "validation")
 RESUMABLE = ("trainer", "callbacks", "logger")  # parts of the configuration that a resumed run may change
 
 
 def train(cfg: DictConfig) -> int:
-    """Trains a model, validates it, compares it with an order-2 byte model, and prints what came out.
+    """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`).
 
     Args:
         cfg: the configuration, as `metattt.compose.compose(job="train")` makes it.
@@ -45,10 +43,12 @@ def train(cfg: DictConfig) -> int:
     Raises:
         MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a loss that is not finite.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, quiet=bool(rank_zero_only.rank))  # one of several processes speaks
     _quiet_lightning()
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
-    cfg.data.path = _absolute(cfg.data.path)  # so that the checkpoint can be used from another folder
+    for key in ("path", "validation_path"):
+        if key in cfg.data:
+            cfg.data[key] = _absolute(cfg.data[key])  # so that the checkpoint can be used from another folder
     checkpoint = find_checkpoint(cfg.resume) if cfg.resume else None
     done = 0
     if checkpoint is not None:
@@ -60,22 +60,22 @@ def train(cfg: DictConfig) -> int:
     folder = Path(cfg.output_dir)
 
     lightning.seed_everything(cfg.seed, verbose=False)
-    data = _data(cfg)
+    data = _instantiate(cfg, "data")
+    job: Job[Any, Any] = ImageJob(cfg, data) if isinstance(data, Images) else TextJob(cfg, data)
     model = instantiate_model(cfg)
-    module = LanguageModeling(
-        model,
-        _instantiate(cfg, "training"),
-        data.tokenizer.token_bytes,
-        OmegaConf.to_container(cfg),  # type: ignore[arg-type]
-    )
+    if cfg.init_from == "":
+        raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
+    if cfg.init_from and checkpoint is None:
+        load_weights(model, cfg.init_from)
+    if cfg.compile:
+        for block in model.blocks:  # alike, so compiled once
+            block.compile()
+    module = job.module(model, _instantiate(cfg, "training"))
     trainer = _trainer(cfg)
-    baseline = NGram(data.tokenizer.vocab_size).fit(data.windows("train"))
-    baseline_bits = baseline.bits_per_byte(data.windows("validation"), data.tokenizer.token_bytes.numpy())
-    for curve in _curves(trainer):
-        curve.baseline = baseline_bits
+    job.prepare(trainer)
     if checkpoint is not None:
         _replay_log(trainer, done)
-    _header(console, cfg, trainer, data, module, done)
+    job.header(console, trainer, model, done)
 
     started = time.monotonic()
     try:
@@ -87,9 +87,9 @@ def train(cfg: DictConfig) -> int:
     seconds = time.monotonic() - started
     if not _validated_last(trainer):
         trainer.validate(module, datamodule=data, verbose=False)
-    bits = trainer.callback_metrics["validation/bits_per_byte"].item()
-    _report(console, trainer, folder, bits, baseline_bits, seconds)
-    _sample(console, module, data, cfg.seed)
+    job.report(console, trainer, seconds)
+    _files(console, trainer, folder)
+    job.sample(console, module)
     return 0
 
 
@@ -148,18 +148,6 @@ def _instantiate(cfg: DictConfig, key: str) -> Any:
         raise MetaTTTError(f"{key}: {str(cause).splitlines()[0]}") from error
 
 
-def _data(cfg: DictConfig) -> TextData:
-    """The data module, read and checked against the model's vocabulary."""
-    data: TextData = _instantiate(cfg, "data")
-    data.setup()
-    if data.tokenizer.vocab_size > cfg.model.vocab_size:
-        raise MetaTTTError(
-            f"the text has {data.tokenizer.vocab_size} different tokens and the model {cfg.model.vocab_size}: "
-            f"set model.vocab_size={data.tokenizer.vocab_size}"
-        )
-    return data
-
-
 def _trainer(cfg: DictConfig) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
     callbacks = [_instantiate(cfg.callbacks, name) for name in cfg.callbacks or {}]
@@ -168,10 +156,6 @@ def _trainer(cfg: DictConfig) -> lightning.Trainer:
         return hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False)
     except Exception as error:  # Lightning's own checks of its arguments
         raise MetaTTTError(f"trainer: {str(error.__cause__ or error).splitlines()[0]}") from error
-
-
-def _curves(trainer: lightning.Trainer) -> list[LossCurve]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, LossCurve)]  # type: ignore[attr-defined]
 
 
 def _replay_log(trainer: lightning.Trainer, done: int) -> None:
@@ -194,54 +178,21 @@ def _validated_last(trainer: lightning.Trainer) -> bool:
     return isinstance(interval, int) and interval > 0 and batches % interval == 0
 
 
-def _header(console: Console, cfg: DictConfig, trainer: lightning.Trainer, data: TextData, module: LanguageModeling, done: int) -> None:
-    """What is about to run, in three lines."""
-    if not trainer.is_global_zero:
-        return
-    tokens = data.batch_size * data.context_length * trainer.accumulate_grad_batches * trainer.world_size
-    source = "the Python standard library" if data.path is None else data.path
-    sizes = [data.windows(name).size / 1e6 for name in SPLITS]
-    console.print(f"text    {source}: {sizes[0]:.1f} MB to train, {sizes[1]:.2f} MB to validate")
-    console.print(f"model   {module.model.num_parameters():,} parameters on {trainer.strategy.root_device}")
-    start = f", from step {done:,}" if done else ""
-    console.print(f"run     {trainer.max_steps:,} steps of {tokens:,} tokens{start} -> {cfg.output_dir}")
-
-
-def _report(console: Console, trainer: lightning.Trainer, folder: Path, bits: float, baseline: float, seconds: float) -> None:
-    """The final table: the model against the baseline, and where the files are."""
-    if not trainer.is_global_zero:
-        return
-    table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
-    table.add_column("validation")
-    table.add_column("bits per byte", justify="right")
-    table.add_row("model", f"{bits:.4f}")
-    table.add_row("order-2 byte model, same training text", f"{baseline:.4f}")
-    table.add_row("model / order-2", f"{bits / baseline:.4f} ({100 * (bits / baseline - 1):+.1f}%)")
-    console.print(table)
+def _files(console: Console, trainer: lightning.Trainer, folder: Path) -> None:
+    """Where the results are."""
     console.print(f"checkpoint  {folder / FILE_NAME}")
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             console.print(f"log         {Path(logger.log_dir) / 'metrics.csv'}")
-    for curve in _curves(trainer):
-        console.print(f"loss curve  {curve.path}")
-
-
-def _sample(console: Console, module: LanguageModeling, data: TextData, seed: int) -> None:
-    """A continuation of the beginning of a held-out document."""
-    prompt = data.split("validation")[0][:SAMPLE_PROMPT_BYTES]
-    ids = [data.tokenizer.separator, *data.tokenizer.encode(prompt).tolist()]
-    model = module.model.eval()
-    tokens = generate(
-        model, torch.tensor([ids], device=module.device), SAMPLE_BYTES, temperature=0.7, stop=[data.tokenizer.separator], seed=seed
-    )
-    text = data.tokenizer.decode([int(token) for token in tokens])
-    console.print(f"\nsample, temperature 0.7, after a prompt of {len(prompt)} bytes:")
-    console.print(prompt.decode(errors="replace"), style="dim", end="", markup=False)
-    console.print(text.decode(errors="replace"), markup=False)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (LossCurve, InnerLossCurves)) and callback.path.is_file():
+            console.print(f"{'loss curve' if isinstance(callback, LossCurve) else 'inner loss'}  {callback.path}")
 
 
 def _quiet_lightning() -> None:
     """Only what a user can act on: no lines about devices, workers and tips."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for message in ("does not have many workers", "dataloader is not resumable", "exists and is not empty", "isinstance.treespec"):
+    unneeded = ("does not have many workers", "dataloader is not resumable", "exists and is not empty", "isinstance.treespec")
+    several = ("sync_dist=True", "returned a view tensor")  # the sums are over all processes already; nothing is done in place
+    for message in (*unneeded, *several):
         warnings.filterwarnings("ignore", f".*{message}.*")

@@ -1,0 +1,122 @@
+"""What a benchmark found out, as Markdown, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]  # JSON values by column
+
+
+@dataclass(frozen=True)
+class Check:
+    """A comparison that was made before anything was timed: the relative error, and what it may be at most."""
+
+    name: str
+    error: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: curves by name, each a list of x and a list of y."""
+
+    title: str
+    x: str
+    y: str
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of one benchmark.
+
+    Attributes:
+        title: one line.
+        text: what was measured and how, as Markdown.
+        tables: rows by the tables' titles. All rows of a table have the same columns.
+        checks: what held before the measurement.
+        settings: the benchmark's settings, for the JSON file.
+        panels: plots, side by side.
+    """
+
+    title: str
+    text: str
+    tables: Mapping[str, Sequence[Row]]
+    checks: Sequence[Check]
+    settings: Mapping[str, Any]
+    panels: Sequence[Panel] = field(default_factory=tuple)
+
+    def markdown(self) -> str:
+        lines = [f"# {self.title}", "", self.text, ""]
+        for title, rows in self.tables.items():
+            lines += [f"## {title}", "", *markdown_table(rows), ""]
+        lines += ["Checked before anything was timed:", ""]
+        lines += [f"- {check.name}: relative error {check.error:.1e} (at most {check.bound:.0e})" for check in self.checks]
+        return "\n".join([*lines, "", _sentence(environment()), ""])
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """Writes `<name>.md`, `.json` and, if there are panels, `.png`, and returns their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"environment": environment()} | {key: value for key, value in asdict(self).items() if key != "panels"}
+        paths = [folder / f"{name}.md", folder / f"{name}.json"]
+        paths[0].write_text(self.markdown(), encoding="utf-8")
+        paths[1].write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if self.panels:
+            paths.append(folder / f"{name}.png")
+            _draw(self.panels, paths[-1])
+        return paths
+
+
+def environment() -> dict[str, Any]:
+    """Versions and the kind of machine: what a number depends on beside the code."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {
+        "device": device,
+        "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def markdown_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a table, numbers to the right."""
+    if not rows:
+        return ["(no rows)"]
+    columns = list(rows[0])
+    numeric = [all(isinstance(row[column], int | float | None) for row in rows) for column in columns]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "|".join("---:" if right else "---" for right in numeric) + "|"]
+    return lines + ["| " + " | ".join(_cell(row[column]) for column in columns) + " |" for row in rows]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _sentence(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in facts.items()) + "."
+
+
+def _draw(panels: Sequence[Panel], path: Path) -> None:
+    from matplotlib.figure import Figure  # not pyplot: no window system is asked for
+
+    figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
+    colours = [f"C{i}" for i in range(10)]
+    for number, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), number, xscale="log", yscale="log", title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        for i, (name, (x, y)) in enumerate(panel.curves.items()):
+            axes.plot(x, y, label=name, color=colours[i % 10], linestyle="-" if i < 10 else "--", marker="o", markersize=3)
+        axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,51 @@
+"""`metattt bench <name>`: run one benchmark and write what it found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from metattt.bench.base import Benchmark
+from metattt.bench.report import Report
+from metattt.errors import MetaTTTError
+from metattt.registry import REGISTERED
+
+
+def bench(cfg: DictConfig) -> None:
+    """Runs `cfg.benchmark` and writes Markdown, JSON and a picture to `cfg.output_dir`.
+
+    Args:
+        cfg: as `configs/bench.yaml` has it.
+
+    Raises:
+        MetaTTTError: a setting that cannot be used, or a check that failed.
+    """
+    if cfg.threads < 1:
+        raise MetaTTTError(f"threads={cfg.threads} is not allowed: it must be at least 1")
+    console = Console(highlight=False, soft_wrap=True)
+    torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+    benchmark: Benchmark = hydra.utils.instantiate(cfg.benchmark, _convert_="all")
+    target = str(cfg.benchmark._target_)
+    name = next((known for (group, known), path in REGISTERED.items() if (group, path) == ("benchmark", target)), "benchmark")
+    report = benchmark.run(lambda line: console.print(line, style="dim"))
+    _show(console, report)
+    for path in report.write(Path(cfg.output_dir).expanduser(), name):
+        console.print(f"written  {path}")
+
+
+def _show(console: Console, report: Report) -> None:
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    for title, rows in report.tables.items():
+        table = Table(title=title, title_justify="left")
+        for column in rows[0]:
+            table.add_column(column, justify="right" if isinstance(rows[0][column], int | float) else "left")
+        for row in rows:
+            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value) for value in row.values()))
+        console.print(table)

@@ -1,0 +1,99 @@
+"""The 1,797 handwritten digits that come with scikit-learn: 8×8 pixels, no download."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from metattt.data.images import Batch, Images
+from metattt.data.windows import ShuffledBatches
+from metattt.errors import MetaTTTError
+from metattt.registry import register
+
+SIDE = 8  # pixels
+
+
+class _Digits(Dataset[Batch]):
+    """Images `[N, 1, h, w]` and labels `[N]`, indexed by a batch of positions at once."""
+
+    def __init__(self, images: Tensor, labels: Tensor):
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: list[int]) -> Batch:
+        return self.images[index], self.labels[index]
+
+
+@register(group="data", name="digits")
+class DigitsData(Images):
+    """scikit-learn's digits (UCI's optical recognition test set), always split in the same way.
+
+    Args:
+        img_size: height and width (pixels); a multiple of 8, every pixel repeated.
+        batch_size: images per batch.
+        validation_fraction: share of the images held out.
+        seed: of the order of the training images.
+
+    Raises:
+        MetaTTTError: a size that is not allowed.
+    """
+
+    in_chans = 1
+
+    def __init__(self, img_size: int = SIDE, batch_size: int = 64, validation_fraction: float = 0.2, seed: int = 0):
+        super().__init__()
+        if img_size < SIDE or img_size % SIDE:
+            raise MetaTTTError(
+                f"data.img_size={img_size} is not allowed: the digits have {SIDE}×{SIDE} pixels, choose a multiple of {SIDE}"
+            )
+        if batch_size < 1:
+            raise MetaTTTError(f"data.batch_size={batch_size} is not allowed: it must be at least 1")
+        if not 0 < validation_fraction < 1:
+            raise MetaTTTError(f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1")
+        self.img_size, self.batch_size, self.validation_fraction, self.seed = img_size, batch_size, validation_fraction, seed
+        self._splits: dict[str, _Digits] = {}
+
+    num_classes = 10
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the digits, once."""
+        if self._splits:
+            return
+        from sklearn.datasets import load_digits
+
+        pixels, labels = load_digits(return_X_y=True)
+        images = torch.from_numpy(pixels.astype(np.float32) / 8 - 1).view(-1, 1, SIDE, SIDE)  # 0…16 to −1…1
+        factor = self.img_size // SIDE
+        images = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
+        held_out = round(self.validation_fraction * len(order))
+        for name, index in (("validation", order[:held_out]), ("train", order[held_out:])):
+            self._splits[name] = _Digits(images[index], torch.from_numpy(labels)[index])
+
+    def describe(self) -> str:
+        sizes = [len(self._splits[name]) for name in ("train", "validation")]
+        return f"scikit-learn's digits: {sizes[0]:,} images to train, {sizes[1]:,} to validate"
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Shuffled batches for the whole run, from the step that the trainer has reached."""
+        data = self._splits["train"]
+        steps, done = -(-len(data) // self.batch_size), 0
+        if self.trainer is not None:
+            per_step = self.trainer.accumulate_grad_batches
+            done = self.trainer.global_step * per_step
+            if self.trainer.max_steps > 0:
+                steps = self.trainer.max_steps * per_step
+        return self._loader(data, ShuffledBatches(len(data), self.batch_size, self.seed, steps, done))
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """The held-out digits in order."""
+        data, index = self._splits["validation"], list(range(len(self._splits["validation"])))
+        size = max(256, self.batch_size)
+        return self._loader(data, [index[start : start + size] for start in range(0, len(index), size)])
+
+    def _loader(self, data: _Digits, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Batch]:
+        return DataLoader(data, batch_size=None, sampler=batches)  # the sampler hands out whole batches

@@ -1,0 +1,200 @@
+"""Images for classification: folders, tar files, WebDataset and Hugging Face datasets, read and augmented by timm."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning
+from PIL import Image
+from timm.data import ImageDataset, create_dataset, create_loader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.registry import register
+
+Batch = tuple[Tensor, Tensor]  # images [B, C, h, w] in [−1, 1], labels [B]
+
+
+class Images(lightning.LightningDataModule):
+    """What every source of labelled images tells the training job.
+
+    Attributes:
+        img_size: height and width (pixels).
+        in_chans: channels.
+        batch_size: images per batch.
+        seed: of the order of the images.
+    """
+
+    img_size: int
+    in_chans: int
+    batch_size: int
+    seed: int
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes; None if the source does not say."""
+        return None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Finds or reads the images, once."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Where the images are from and how many, for the header of a run."""
+        raise NotImplementedError
+
+
+class CorruptImage(MetaTTTError):
+    """An image file that cannot be read."""
+
+    def __init__(self, message: str):
+        # A data worker hands its error on as a traceback in text: the last line is ours.
+        super().__init__(message.strip().splitlines()[-1].rpartition("CorruptImage: ")[2])
+
+
+class CheckedImages(ImageDataset):
+    """timm's dataset, where a file that cannot be read is named, and refused or skipped.
+
+    Args:
+        dataset: timm's dataset.
+        corrupt: `error`, or `skip` to take the next image instead, with a warning.
+    """
+
+    def __init__(self, dataset: ImageDataset, corrupt: str):
+        super().__init__("", reader=dataset.reader, input_img_mode=dataset.input_img_mode)
+        self.corrupt = corrupt
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        for attempt in range(len(self)):
+            place = (index + attempt) % len(self)
+            try:
+                file, target, *_ = self.reader[place]
+                image = Image.open(file).convert(self.input_img_mode)
+            except Exception as error:  # each format's decoder has errors of its own
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                message = f"the image {self._name(place)} cannot be read ({reason})"
+                if self.corrupt == "error":
+                    raise CorruptImage(f"{message}: remove it, or set data.corrupt=skip") from error
+                warnings.warn(f"{message}: skipped", stacklevel=2)
+                continue
+            return (image if self.transform is None else self.transform(image)), -1 if target is None else int(target)
+        raise CorruptImage("no image of the data set can be read")
+
+    def _name(self, index: int) -> str:
+        try:
+            return str(self.reader.filename(index, absolute=True))
+        except Exception:  # a reader without file names, or one that has to decode the image to know
+            return f"number {index}"
+
+
+@register(group="data", name="images")
+class ImageData(Images):
+    """Images in any form that timm reads, with the augmentation of the MTTT paper (arXiv 2310.13807, Sec. 5).
+
+    Args:
+        path: folder (with `train` and `validation` or `val` inside, classes as folders), or a tar file; the root or cache of others.
+        dataset: timm's name of another kind: `wds/<name>`, `hfds/<user>/<name>`, `tfds/<name>`, `torch/<name>`. Empty: a folder or tar.
+        validation_path: folder or tar file of the validation images, if it is not inside `path`.
+        train_split, validation_split: names of the splits.
+        img_size: height and width after cropping (pixels).
+        in_chans: 3 for colour, 1 for grey.
+        batch_size: images per batch.
+        num_workers: processes that read images.
+        min_area: smallest share of the area that a random crop takes.
+        flip: flip half of the training images.
+        augment: timm's name of an augmentation, `rand-m10-n2` for RandAugment(2, 10); None for none.
+        corrupt: a file that cannot be read is an `error`, or `skip` takes the next image with a warning. (Streams are up to timm.)
+        seed: of the order of streamed images.
+
+    Raises:
+        MetaTTTError: a value that is not allowed; from `setup`: no images, or fewer than a batch.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        dataset: str = "",
+        validation_path: str | None = None,
+        train_split: str = "train",
+        validation_split: str = "validation",
+        img_size: int = 224,
+        in_chans: int = 3,
+        batch_size: int = 1024,
+        num_workers: int = 8,
+        min_area: float = 0.05,
+        flip: bool = True,
+        augment: str | None = None,
+        corrupt: Literal["error", "skip"] = "error",
+        seed: int = 0,
+    ):
+        super().__init__()
+        check_choice("data.corrupt", corrupt, ("error", "skip"))
+        for name, value in (("img_size", img_size), ("batch_size", batch_size)):
+            if value < 1:
+                raise MetaTTTError(f"data.{name}={value} is not allowed: it must be at least 1")
+        if in_chans not in (1, 3):
+            raise MetaTTTError(f"data.in_chans={in_chans} is not allowed: 3 for colour, 1 for grey")
+        if not 0 < min_area <= 1:
+            raise MetaTTTError(f"data.min_area={min_area} is not allowed: it must be between 0 and 1")
+        self.path, self.dataset, self.validation_path = path, dataset, validation_path
+        self.splits = {"train": train_split, "validation": validation_split}
+        self.img_size, self.in_chans, self.batch_size, self.num_workers = img_size, in_chans, batch_size, num_workers
+        self.min_area, self.flip, self.augment, self.corrupt, self.seed = min_area, flip, augment, corrupt, seed
+        self._datasets: dict[str, Any] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Finds the images, once."""
+        for name in self.splits:
+            if name not in self._datasets:
+                self._datasets[name] = self._dataset(name)
+        if len(self._datasets["train"]) < self.batch_size:
+            raise MetaTTTError(
+                f"data.path={self.path} has {len(self._datasets['train'])} training images, fewer than data.batch_size={self.batch_size}"
+            )
+
+    def _dataset(self, name: str) -> Dataset[Any]:
+        if self.path is None and not self.dataset:
+            raise MetaTTTError("no images are given: set data.path=<folder or tar file>, or data.dataset=hfds/<name> or wds/<name>")
+        train = name == "train"
+        root = self.path if train or self.validation_path is None else self.validation_path
+        if not self.dataset and not Path(str(root)).exists():
+            raise MetaTTTError(f"data.{'path' if root == self.path else 'validation_path'}={root} does not exist")
+        try:
+            found = create_dataset(
+                self.dataset, root, split=self.splits[name], is_training=train, batch_size=self.batch_size, seed=self.seed,
+                input_img_mode="RGB" if self.in_chans == 3 else "L",
+            )  # fmt: skip
+        except Exception as error:  # whatever the readers of the many formats raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise MetaTTTError(f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {reason}") from error
+        return CheckedImages(found, self.corrupt) if type(found) is ImageDataset else found
+
+    @property
+    def num_classes(self) -> int | None:
+        reader = getattr(self._datasets["train"], "reader", None)
+        classes = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)  # a folder's name for it, or a tar's
+        return len(classes) if classes else None
+
+    def describe(self) -> str:
+        sizes = [len(self._datasets[name]) for name in ("train", "validation")]
+        return f"{self.dataset or self.path}: {sizes[0]:,} images to train, {sizes[1]:,} to validate"
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Random crops, shuffled."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """Centre crops: the shorter side is 8/7 of the crop."""
+        return self._loader("validation")
+
+    def _loader(self, name: str) -> DataLoader[Batch]:
+        centre = (0.5,) * self.in_chans
+        loader: DataLoader[Batch] = create_loader(
+            self._datasets[name], (self.in_chans, self.img_size, self.img_size), self.batch_size, is_training=name == "train",
+            use_prefetcher=False, scale=(self.min_area, 1.0), hflip=0.5 if self.flip else 0.0, color_jitter=0.0, auto_augment=self.augment,
+            interpolation="bilinear", mean=centre, std=centre, crop_pct=0.875, num_workers=self.num_workers, pin_memory=False,
+        )  # fmt: skip
+        return loader

@@ -1,0 +1,145 @@
+"""Windows of the tokens that `metattt prepare` has written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from metattt.data.manifest import check_shard, read_manifest, refuse_strangers
+from metattt.data.tokenizers import FILE_NAME as TOKENIZER
+from metattt.data.tokenizers import describe, load_tokenizer
+from metattt.data.windows import Split, WindowArray, WindowData
+from metattt.errors import MetaTTTError
+from metattt.registry import register
+
+DOCUMENT_TOKENS = 1024  # of a held-out document, for a sample
+
+
+class ShardWindows:
+    """Windows `[N, width]` of the tokens of several files, as if they were one, read from the disk as they are needed.
+
+    Args:
+        files: the files, flat arrays of tokens.
+        dtype: of the tokens.
+        width: tokens per window.
+        rows: the windows to take; None takes all.
+    """
+
+    def __init__(self, files: Sequence[Path], dtype: np.dtype, width: int, rows: np.ndarray | None = None):
+        self.pieces = [np.memmap(file, dtype, mode="r") for file in files]
+        self.ends = np.cumsum([len(piece) for piece in self.pieces])
+        self.width, self.dtype = width, dtype
+        self.num_windows = int(self.ends[-1]) // width if files else 0
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.num_windows if self.rows is None else len(self.rows)
+
+    def __getitem__(self, index: Sequence[int]) -> np.ndarray:
+        rows = index if self.rows is None else self.rows[index]
+        return np.stack([self.tokens(int(row) * self.width, self.width) for row in rows])
+
+    @property
+    def size(self) -> int:
+        return len(self) * self.width
+
+    def tokens(self, start: int, count: int) -> np.ndarray:
+        """Consecutive tokens, whatever files they are in."""
+        found: list[np.ndarray] = []
+        piece = int(np.searchsorted(self.ends, start, side="right"))
+        while count > 0 and piece < len(self.pieces):
+            offset = start - int(self.ends[piece]) + len(self.pieces[piece])
+            found.append(self.pieces[piece][offset : offset + count])
+            start, count, piece = start + len(found[-1]), count - len(found[-1]), piece + 1
+        return np.concatenate(found)
+
+
+@register(group="data", name="shards")
+class ShardData(WindowData):
+    """Prepared tokens, cut into windows without overlap.
+
+    Args:
+        path: a folder that `metattt prepare` has written.
+        context_length: T, tokens that the model reads (a window has one more: the last label).
+        batch_size: windows per batch in each process, at most.
+        validation_max_tokens: validate on at most this many tokens, evenly spread. None: on all.
+        seed: of the order of the windows.
+        num_workers: processes that make batches; 0 makes them in the training process.
+        document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
+        verify: compare the checksums of all shards first, not their sizes alone.
+
+    Raises:
+        MetaTTTError: a size that is not allowed; from `setup`: a folder that is not complete, or files that are not its own.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        context_length: int = 2048,
+        batch_size: int = 8,
+        validation_max_tokens: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        document_reset: bool = False,
+        verify: bool = False,
+    ):
+        super().__init__(context_length, batch_size, seed, num_workers, document_reset)
+        self.path, self.validation_max_tokens, self.verify = path, validation_max_tokens, verify
+        self.folder = Path(path).expanduser()
+        self._windows: dict[Split, ShardWindows] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the manifest and checks the files, once."""
+        if hasattr(self, "manifest"):
+            return
+        manifest = read_manifest(self.folder)
+        if manifest is None:
+            raise MetaTTTError(f"data.path={self.path} holds no shards: write them with metattt prepare source=<text> target={self.path}")
+        if not manifest["complete"]:
+            raise MetaTTTError(f"the shards of data.path={self.path} are not complete: run the same metattt prepare again")
+        self.dtype = np.dtype(manifest["dtype"])
+        refuse_strangers(self.folder, {shard["file"] for shard in manifest["shards"]})
+        for shard in manifest["shards"]:
+            check_shard(self.folder, shard, self.dtype.itemsize, self.verify)
+        file = self.folder / TOKENIZER
+        self.tokenizer = load_tokenizer(str(file) if manifest["settings"]["tokenizer"]["kind"] == TOKENIZER else "bytes")
+        if describe(self.tokenizer) != manifest["settings"]["tokenizer"]:
+            raise MetaTTTError(f"{file} is not the tokenizer of these shards: it has been changed")
+        self.manifest = manifest
+
+    @property
+    def source(self) -> str:
+        return self.path
+
+    def windows(self, name: Split) -> WindowArray:
+        """The windows of one split; `all` is the training windows and then those of validation.
+
+        Raises:
+            MetaTTTError: if the split is shorter than one window.
+        """
+        if name not in self._windows:
+            self.setup()
+            width = self.context_length + 1
+            files = [self.folder / shard["file"] for shard in self.manifest["shards"] if name in (shard["split"], "all")]
+            windows = ShardWindows(files, self.dtype, width)
+            count = len(windows)
+            if not count:
+                tokens = int(windows.ends[-1]) if files else 0
+                raise MetaTTTError(
+                    f"the {name} shards of data.path={self.path} have {tokens} tokens, fewer than the {width} of one window: "
+                    f"set data.context_length={max(1, tokens - 1)} or less, or prepare more text"
+                )
+            if name != "train" and self.validation_max_tokens is not None:
+                keep = min(count, max(1, self.validation_max_tokens // width))
+                windows = ShardWindows(files, self.dtype, width, np.arange(keep) * count // keep)
+            self._windows[name] = windows
+        return self._windows[name]
+
+    def sample_document(self) -> bytes:
+        windows = self.windows("validation")
+        assert isinstance(windows, ShardWindows)
+        ids = windows.tokens(0, DOCUMENT_TOKENS).tolist()
+        starts = [place for place, token in enumerate(ids) if token == self.tokenizer.separator and place]
+        return self.tokenizer.decode(ids[: starts[0] if starts else None])

@@ -1,0 +1,107 @@
+"""Where `metattt prepare` takes documents from: local files, or a streamed dataset of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from metattt.data.documents import SUFFIXES, Document, find_files, iterate_documents
+from metattt.errors import MetaTTTError
+
+
+class Source(ABC):
+    """Documents in an order that is always the same.
+
+    Attributes:
+        name: for the manifest: the same text has the same name.
+        num_bytes: size of the text, roughly; None if it is not known.
+        can_skip: the first documents can be left out without reading them.
+    """
+
+    name: str
+    num_bytes: int | None
+    can_skip: bool
+
+    @abstractmethod
+    def documents(self, skip: int = 0) -> Iterator[Document]:
+        """All documents but the first `skip`."""
+
+
+class Files(Source):
+    """Local files: txt, md, py, jsonl, parquet.
+
+    Args:
+        path: a file, a folder or a list of these; None: the sources of Python's standard library.
+        text_key: key (jsonl) or column (parquet) that holds the text.
+
+    Raises:
+        MetaTTTError: a path without such files.
+    """
+
+    can_skip = False
+
+    def __init__(self, path: str | Sequence[str] | None, text_key: str):
+        self.files, self.text_key = find_files(path, "source"), text_key
+        given = [] if path is None else [path] if isinstance(path, str) else path
+        self.name = ", ".join(str(Path(one).expanduser().absolute()) for one in given) or "the Python standard library"
+        self.num_bytes = sum(file.stat().st_size for file, _ in self.files)
+
+    def documents(self, skip: int = 0) -> Iterator[Document]:
+        return islice(iterate_documents(self.files, self.text_key), skip, None)
+
+
+class Stream(Source):
+    """A dataset of the Hugging Face Hub, streamed.
+
+    Args:
+        name: of the dataset.
+        config: name of its configuration; None for the only one.
+        split: name of its split.
+        text_key: column that holds the text.
+
+    Raises:
+        MetaTTTError: the library is not installed, or the dataset cannot be opened or has no such column.
+    """
+
+    num_bytes = None
+    can_skip = True
+
+    def __init__(self, name: str, config: str | None, split: str, text_key: str):
+        try:
+            import datasets
+        except ImportError as error:
+            raise MetaTTTError(
+                f"source={name} is no local file or folder, and a dataset of the Hugging Face Hub needs: pip install datasets"
+            ) from error
+        try:
+            self.dataset: Any = datasets.load_dataset(name, config, split=split, streaming=True)
+        except Exception as error:  # no network, no such dataset, no such split: as many kinds of errors
+            raise MetaTTTError(f"source={name} cannot be opened as a dataset: {str(error).strip().splitlines()[0]}") from error
+        self.name = "/".join(filter(None, (name, config, split)))
+        self.text_key = text_key
+
+    def documents(self, skip: int = 0) -> Iterator[Document]:
+        for row, content in enumerate(self.dataset.skip(skip) if skip else self.dataset, start=skip):
+            if not isinstance(content.get(self.text_key), str):
+                raise MetaTTTError(
+                    f"source={self.name}: row {row} has no text in {self.text_key!r}, only {', '.join(content)}: set text_key="
+                )
+            yield Document(f"{self.name}:{row}", content[self.text_key].encode())  # empty ones too: rows stay countable
+
+
+def open_source(source: Any, text_key: str, config: str | None, split: str) -> Source:
+    """Local files where there are any, else a dataset by its name.
+
+    Raises:
+        MetaTTTError: neither.
+    """
+    if source is None or not isinstance(source, str):
+        return Files(source, text_key)
+    path = Path(source).expanduser()
+    looks_local = path.is_absolute() or source.startswith((".", "~")) or path.suffix in SUFFIXES or source.count("/") > 1
+    if path.exists() or looks_local:
+        return Files(source, text_key)
+    return Stream(source, config, split, text_key)

@@ -1,0 +1,207 @@
+"""Loss by token position: what a model gains from a longer context (arXiv 2407.04620, Fig. 5)."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.models.language_model import LanguageModel
+
+BINS = ("log", "fixed", "none")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sums over the windows of a text by position: entry t is the prediction of a token from the t + 1 tokens before it.
+
+    Attributes:
+        nats: `[T]` cross-entropy.
+        bytes: `[T]` bytes that the predicted tokens stand for.
+        windows: number of windows.
+    """
+
+    nats: np.ndarray
+    bytes: np.ndarray
+    windows: int
+
+    @property
+    def length(self) -> int:
+        """T, tokens."""
+        return len(self.nats)
+
+    @property
+    def tokens(self) -> int:
+        """Number of predicted tokens."""
+        return self.windows * self.length
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return float(self.nats.sum()) / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return math.exp(min(self.loss, 700.0))  # a double ends near exp(709)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """NaN if the tokens stand for no bytes (separators alone)."""
+        count = int(self.bytes.sum())
+        return float(self.nats.sum()) / math.log(2) / count if count else math.nan
+
+    def between(self, start: int, stop: int) -> Scores:
+        """The scores of the positions `start` … `stop − 1`."""
+        return Scores(self.nats[start:stop], self.bytes[start:stop], self.windows)
+
+
+def score(
+    model: LanguageModel,
+    loader: DataLoader[Tensor],
+    token_bytes: Tensor,
+    segment: int = 2048,
+    document_start: int | None = None,
+    progress: bool = False,
+) -> Scores:
+    """Scores a model on windows `[B, T + 1]`: every token but the first of each is predicted from those before it.
+
+    A window is read in segments whose state is handed on, so that memory depends on the segment and not on T. (Learners whose
+    state is the data itself keep the data.)
+
+    Args:
+        model: the model, in evaluation mode.
+        loader: batches of windows, all of the same length.
+        token_bytes: `[V]` bytes that each token stands for.
+        segment: tokens per call of the model.
+        document_start: the token at which the inner loop starts again from W0; None: it never does.
+        progress: show a progress bar on a terminal (stderr).
+
+    Raises:
+        MetaTTTError: a segment that is not positive.
+    """
+    if segment < 1:
+        raise MetaTTTError(f"segment={segment} is not allowed: a call of the model reads at least 1 token")
+    device = next(model.parameters()).device
+    nats: list[Tensor] = []
+    num_bytes: list[Tensor] = []
+    windows = 0
+    console = Console(stderr=True)
+    for batch in track(loader, "evaluating", console=console, transient=True, disable=not (progress and console.is_terminal)):
+        losses = _losses(model, batch.to(device), segment, document_start)
+        nats.append(losses.double().sum(0).cpu())
+        num_bytes.append(token_bytes[batch[:, 1:]].sum(0))
+        windows += len(batch)
+    return Scores(torch.stack(nats).sum(0).numpy(), torch.stack(num_bytes).sum(0).numpy(), windows)
+
+
+def _losses(model: LanguageModel, ids: Tensor, segment: int, document_start: int | None) -> Tensor:
+    """Cross-entropy of every prediction, `[B, T + 1]` ids to `[B, T]` nats."""
+    losses = []
+    state = None
+    with torch.inference_mode():
+        for start in range(0, ids.shape[1] - 1, segment):
+            read = ids[:, start : min(start + segment, ids.shape[1] - 1)]
+            labels = ids[:, start + 1 : start + 1 + read.shape[1]]
+            logits, state = model.step(read, state, reset=None if document_start is None else read == document_start)
+            losses.append(F.cross_entropy(logits.float().mT, labels, reduction="none"))
+        return torch.cat(losses, dim=1)
+
+
+# -- bins ------------------------------------------------------------------------------------------------------------------------
+
+
+def bin_edges(length: int, bins: str, count: int) -> list[int]:
+    """Edges `0 = e_0 < … < e_n = length` of the bins `e_i … e_{i+1} − 1` that smooth a curve over positions.
+
+    Args:
+        length: T, positions.
+        bins: `log` (each bin longer than the last by a constant factor), `fixed` (all of the same length) or `none` (one per position).
+        count: bins at most; less where they would be shorter than a token. `none` ignores it.
+
+    Raises:
+        MetaTTTError: an unknown kind, or no bin.
+    """
+    check_choice("bins", bins, BINS)
+    if count < 1:
+        raise MetaTTTError(f"num_bins={count} is not allowed: it must be at least 1")
+    if bins == "none":
+        return list(range(length + 1))
+    edges = np.geomspace(1, length + 1, count + 1) - 1 if bins == "log" else np.linspace(0, length, count + 1)
+    return sorted({0, length, *(round(float(edge)) for edge in edges)})
+
+
+# -- output ----------------------------------------------------------------------------------------------------------------------
+
+
+def table(scores: Mapping[str, Scores], edges: Sequence[int]) -> Table:
+    """Bits per byte by position: a row for every bin, a column for every model."""
+    shown = Table(title="bits per byte by position (tokens of context)", title_justify="left")
+    shown.add_column("position", justify="right")
+    for label in scores:
+        shown.add_column(label, justify="right")
+    for start, stop in pairwise(edges):
+        name = f"{start + 1:,}" if stop == start + 1 else f"{start + 1:,} – {stop:,}"
+        shown.add_row(name, *(f"{one.between(start, stop).bits_per_byte:.4f}" for one in scores.values()))
+    return shown
+
+
+def write_csv(scores: Mapping[str, Scores], edges: Sequence[int], path: Path) -> None:
+    """A row for every model and bin: positions `first` … `last`, counted from 1, and the mean over them and over windows."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", "first", "last", "tokens", "loss", "perplexity", "bits_per_byte"])
+        for label, all_positions in scores.items():
+            for start, stop in pairwise(edges):
+                one = all_positions.between(start, stop)
+                writer.writerow([label, start + 1, stop, one.tokens, one.loss, one.perplexity, one.bits_per_byte])
+
+
+def plot(scores: Mapping[str, Scores], edges: Sequence[int], bins: str, trained: Mapping[str, int], path: Path) -> None:
+    """Draws loss against position into a PNG file.
+
+    Args:
+        scores: by the model's name.
+        edges: of the bins.
+        bins: the kind of bins; `log` takes a logarithmic axis.
+        trained: context length in training (tokens) by name; where it is shorter than the curve it is marked.
+        path: the PNG.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    first, last = np.array(edges[:-1]) + 1, np.array(edges[1:])
+    middle = np.sqrt(first * last) if bins == "log" else (first + last) / 2
+    marks: dict[int, list[str]] = {}
+    for label, one in scores.items():
+        losses = [one.between(start, stop).loss for start, stop in pairwise(edges)]
+        axes.plot(middle, losses, label=label, linewidth=1.5, marker="o" if len(losses) <= 64 else None, markersize=3.5)
+        if trained.get(label, one.length) < one.length:
+            marks.setdefault(trained[label], []).append(label)
+    for length, labels in marks.items():
+        name = "trained context" if len(labels) == len(scores) else f"trained context of {', '.join(labels)}"
+        axes.axvline(length, linestyle=":", color="gray", linewidth=1.2)
+        axes.annotate(name, (length, 0.98), xycoords=("data", "axes fraction"), rotation=90, ha="right", va="top", fontsize=8, color="gray")
+    if bins == "log":
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set(xlabel="position (tokens of context)", ylabel="loss (nats per token)", title="Loss by position")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)

@@ -1,0 +1,227 @@
+"""Inner-loss curves: how well the hidden state of each layer solves its own task along a sequence (arXiv 2407.04620, Fig. 7)."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from metattt.errors import MetaTTTError
+from metattt.inner.forms import Tokens
+from metattt.inner.packing import pack
+from metattt.inner.stream import stream
+from metattt.layer import TTTLayer
+from metattt.learners.fast_weights import FastWeights
+from metattt.models.language_model import LanguageModel
+from metattt.optimizers.base import Gates
+from metattt.state import State, Tensors
+from metattt.tasks.base import Views
+
+Curves = dict[str, Tensor]
+COLUMNS = ("position", "init", "step_0", "step_1", "target_variance")
+
+
+def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) -> dict[int, Curves]:
+    """Squared error of every layer's learner on the last token of each mini-batch: mean over sequences, heads and features.
+
+    | name | weights |
+    |---|---|
+    | `init` | W0, with which the sequence began |
+    | `step_0` | those at the start of the mini-batch |
+    | `step_1` | those after the mini-batch |
+
+    `target_variance` is the error of the best constant: the squared distance of the target of these tokens (`v`, or `v − k` where the
+    learner is `x + LN(f(x))`) from its mean over the sequence.
+
+    Args:
+        model: the model, in evaluation mode.
+        ids: `[B, T]` token ids, without padding. Each row is one sequence: the state does not start again at documents.
+        segment: tokens per call of the model, cut to whole mini-batches; the state is handed on.
+
+    Returns:
+        By the index of the block, `[T // b]` numbers by name (b is the layer's mini-batch size), and under `position` the position of
+        the last token of each mini-batch, counted from 1. Left out: tokens after the last whole mini-batch, and blocks of `unmeasured`.
+
+    Raises:
+        MetaTTTError: no layer can be measured, or there are fewer tokens than in one mini-batch.
+    """
+    skipped = unmeasured(model)
+    layers: dict[int, Any] = {index: block.layer for index, block in enumerate(model.blocks) if index not in skipped}
+    if not layers:
+        raise MetaTTTError(f"no layer has inner-loss curves: {next(iter(skipped.values()))}")
+    sizes: list[int] = [layer.optimizer.mini_batch_size for layer in layers.values()]
+    if ids.shape[1] < max(sizes):
+        raise MetaTTTError(f"{ids.shape[1]} tokens are less than one mini-batch of {max(sizes)}: give longer windows (data.context_length)")
+    period = math.lcm(*sizes)
+    recorders = {index: _Recorder(layer) for index, layer in layers.items()}
+    hooks = [layer.register_forward_pre_hook(recorders[index]) for index, layer in layers.items()]
+    try:
+        with torch.no_grad():
+            if ids.shape[1] <= segment:
+                model(ids)
+            else:
+                state = None
+                for piece in ids.split(max(1, segment // period) * period, dim=1):  # each begins with a mini-batch
+                    _, state = model.step(piece, state)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {index: recorder.curves() for index, recorder in recorders.items()}
+
+
+def unmeasured(model: LanguageModel) -> dict[int, str]:
+    """The blocks whose layer has no inner-loss curves, and why."""
+    reasons = {}
+    for index, block in enumerate(model.blocks):
+        layer: Any = block.layer
+        if not isinstance(layer, TTTLayer):
+            reasons[index] = f"{type(layer).__name__} has no inner loop"
+        elif not layer.learner.has_weights:
+            reasons[index] = f"{type(layer.learner).__name__} keeps its data and has no weights to train"
+        elif layer.optimizer.read == "final":
+            reasons[index] = "optimizer.read=final trains on the whole sequence and has no mini-batches"
+        elif layer.task.label_dim != layer.dim // layer.num_heads:
+            reasons[index] = f"{type(layer.task).__name__} decodes what the learner predicts, so it has no squared error of its own"
+    return reasons
+
+
+def average(model: LanguageModel, loader: DataLoader[Tensor], windows: int, segment: int, progress: bool = False) -> dict[int, Curves]:
+    """`inner_loss_curves`, averaged over the first windows of a text.
+
+    Args:
+        model: the model, in evaluation mode.
+        loader: batches of windows `[B, T + 1]`, whose last token is not read.
+        windows: number of windows to read, at most.
+        segment: tokens per call of the model.
+        progress: show a progress bar on a terminal (stderr).
+    """
+    device, console = next(model.parameters()).device, Console(stderr=True)
+    sums: dict[int, Curves] = {}
+    total = 0
+    for batch in track(loader, "inner losses", console=console, transient=True, disable=not (progress and console.is_terminal)):
+        batch = batch[: windows - total]
+        for index, curves in inner_loss_curves(model, batch[:, :-1].to(device), segment).items():
+            known = sums.get(index, {})
+            sums[index] = {name: known.get(name, 0) + len(batch) * values.double() for name, values in curves.items()}
+        total += len(batch)
+        if total >= windows:
+            break
+    return {index: {name: values / total for name, values in curves.items()} for index, curves in sums.items()}
+
+
+class _Recorder:
+    """Follows one layer as a forward pre-hook: runs the layer's own inner loop one mini-batch at a time, and looks in between."""
+
+    def __init__(self, layer: TTTLayer):
+        self.layer = layer
+        self.errors: dict[str, list[Tensor]] = {"init": [], "step_0": [], "step_1": []}
+        self.targets: list[Tensor] = []  # [B, H, d] of the last token of each mini-batch
+        self.target_sum: Tensor | float = 0.0  # [B, H, d] over all tokens
+
+    def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        layer, (x, state) = self.layer, arguments
+        rule, size = layer.optimizer, layer.optimizer.mini_batch_size
+        if state is None:
+            state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
+        context = pack(x, None, None, state.pos, size).context
+        views, _ = layer.task.views(x, state.task, context)
+        gates, _ = rule.gates(x, state.optimizer, context)
+        operand = views.k.dtype
+        wide = torch.promote_types(operand, torch.float32)
+        first = rule.current(layer.inner.start(x.shape[0], wide), 0)
+        count, rest = divmod(x.shape[1], size)
+        lengths = [size] * count + [rest] * (rest > 0)
+        pieces = Tokens(*views, *gates).split(lengths)  # type: ignore[arg-type]
+        inner = State(state.pos, state.phase, state.weights, {}, {}, state.learner)
+        for tokens, positions in zip(pieces[:count], context.positions.split(lengths, dim=1), strict=False):
+            before = rule.current(inner.weights, 0) if inner.weights else first
+            after = inner.pos + size
+            read = stream(layer.inner, Views(*tokens[:3]), Gates(*tokens[3:]), inner, after, context._replace(positions=positions))
+            inner = State(after, read.phase, read.weights, {}, {}, read.learner)
+            now = rule.current(inner.weights, 0)
+            self._record(tokens.map(lambda view: view.to(wide)), {"init": first, "step_0": before, "step_1": now}, operand)
+
+    def _record(self, tokens: Tokens, weights: dict[str, Tensors], operand: torch.dtype) -> None:
+        learner, k, v = self.layer.learner, tokens.k, tokens.v
+        slow = {name: value.to(k.dtype) for name, value in learner.slow.items()}
+        with torch.autocast(k.device.type, enabled=False):
+            for name, fast in weights.items():
+                # all tokens of the mini-batch are predicted: a learner that mixes tokens sees those before the last one
+                predicted = learner.predict(FastWeights(fast, slow, operand), k)[:, :, -1]
+                self.errors[name].append((predicted - v[:, :, -1]).square().mean())
+        target = v - k if learner.residual else v
+        self.targets.append(target[:, :, -1])
+        self.target_sum = self.target_sum + target.sum(2)
+
+    def curves(self) -> Curves:
+        """`[T // b]` numbers by name."""
+        size = self.layer.optimizer.mini_batch_size
+        curves = {name: torch.stack(errors) for name, errors in self.errors.items()}
+        mean = self.target_sum / (len(self.targets) * size)
+        curves["target_variance"] = torch.stack([(target - mean).square().mean() for target in self.targets])
+        curves["position"] = torch.arange(1, len(self.targets) + 1) * size
+        return curves
+
+
+# -- output ----------------------------------------------------------------------------------------------------------------------
+
+
+def write_csv(curves: Mapping[str, Mapping[int, Curves]], path: Path) -> None:
+    """A row for every model, layer and mini-batch."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", "layer", "mini_batch", *COLUMNS])
+        for label, layers in curves.items():
+            for index, statistics in layers.items():
+                columns = [statistics[name].tolist() for name in COLUMNS]
+                for number, row in enumerate(zip(*columns, strict=True)):
+                    writer.writerow([label, index, number, *row])
+
+
+def plot(curves: Mapping[int, Curves], title: str, path: Path, points: int = 64) -> None:
+    """Draws the three curves of every layer into a PNG file, a panel for each layer, with the target's variance as a dashed line.
+
+    Args:
+        curves: by the index of the block.
+        title: of the figure.
+        path: the PNG.
+        points: longer curves are smoothed: every point is the mean of equally many mini-batches, `points` of them or less.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, math.ceil(math.sqrt(len(curves))))
+    rows = math.ceil(len(curves) / columns)
+    figure = Figure(figsize=(3.4 * columns + 0.6, 2.5 * rows + 0.8), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for panel, (index, statistics) in zip(panels, curves.items(), strict=False):
+        values = {name: statistics[name].double().cpu().numpy() for name in COLUMNS}
+        group = math.ceil(len(values["position"]) / points)
+        where = _grouped(values["position"], group)
+        for name, label in (("init", "init: W0"), ("step_0", "step_0: before the mini-batch"), ("step_1", "step_1: after it")):
+            panel.plot(where, _grouped(values[name], group), label=label, linewidth=1.3)
+        panel.plot(where, _grouped(values["target_variance"], group), label="target variance", color="gray", linestyle="--", linewidth=0.9)
+        panel.set_title(f"layer {index}", fontsize=9)
+        panel.set_xlabel("position (tokens)", fontsize=8)
+        panel.set_ylabel("squared error", fontsize=8)
+        panel.grid(alpha=0.3)
+        panel.tick_params(labelsize=8)
+    for panel in panels[len(curves) :]:
+        panel.set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _grouped(values: np.ndarray, size: int) -> np.ndarray:
+    """Means of `size` neighbours; the last group may be smaller."""
+    return np.array([values[start : start + size].mean() for start in range(0, len(values), size)])

@@ -1,0 +1,182 @@
+"""`metattt layers`: the known layers, each with its three parts, the size of its state, and how its cost grows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hydra.utils import get_class
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from metattt.choices import choices
+from metattt.compose import compose, instantiate_layer
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.registry import REGISTERED
+
+GROUPS = ("task", "learner", "optimizer")
+GROWTH = ("constant", "tokens", "tokens²")
+
+
+def layers(cfg: DictConfig) -> None:
+    """Prints the table.
+
+    Args:
+        cfg: `dim` and `num_heads` of the layers, as `configs/layers.yaml` has them.
+
+    Raises:
+        MetaTTTError: a width that a layer cannot have.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    table = Table(title=f"layer=<name>, dim={cfg.dim}, num_heads={cfg.num_heads}", title_justify="left", show_lines=True)
+    for column in ("layer", *GROUPS, "causal", "state of a sequence", "cost of a token"):
+        table.add_column(column, overflow="fold", no_wrap=column == "layer")
+    for name in known_layers():
+        known = describe(name, cfg.dim, cfg.num_heads)
+        parts = (f"{part}\n[dim]{settings}[/]" if settings else part for part, settings in (known.parts[group] for group in GROUPS))
+        cost = "constant" if known.cost_growth == 0 else f"grows with {GROWTH[known.cost_growth]}"
+        table.add_row(f"[bold]{name}[/]", *parts, "yes" if known.causal else "no", known.state, cost)
+    console.print(table)
+    console.print("Under each part: what differs from its defaults. State in fp32, inside a mini-batch (between them it is smaller).")
+
+
+@dataclass(frozen=True)
+class KnownLayer:
+    """What `describe` finds out about one layer.
+
+    Attributes:
+        parts: for each of `GROUPS`, the part's name and its settings that differ from the defaults.
+        causal: no output depends on a later token.
+        state_bytes: of one sequence, as polynomial in the tokens read: constant, per token, per token squared; None if every call is
+            a set of tokens of its own.
+        cost_growth: of the time for one token with the tokens before it: 0 constant, 1 linear, 2 quadratic.
+    """
+
+    parts: dict[str, tuple[str, str]]
+    causal: bool
+    state_bytes: tuple[float, float, float] | None
+    cost_growth: int
+
+    @property
+    def state(self) -> str:
+        """The leading term of the size, for people."""
+        if self.state_bytes is None:
+            return "none: one call"
+        power = max((i for i, bytes_ in enumerate(self.state_bytes) if bytes_), default=0)
+        return readable(self.state_bytes[power]) + ("" if power == 0 else f" x {GROWTH[power]}")
+
+
+def known_layers() -> list[str]:
+    """Names for `layer=`, without `custom`, which chooses nothing."""
+    return sorted(set(choices("layer")) - {"custom"})
+
+
+def describe(name: str, dim: int, num_heads: int) -> KnownLayer:
+    """A known layer's parts, and what a few tokens tell about its state and cost.
+
+    Raises:
+        MetaTTTError: an unknown name, or widths that the layer refuses.
+    """
+    cfg = compose(f"layer={name}", f"dim={dim}", f"num_heads={num_heads}", job="build")
+    layer = instantiate_layer(cfg)
+    parts = {group: _part(cfg[group], group) for group in GROUPS}
+    block = max(layer.optimizer.block, 16)
+    counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
+    sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
+    state = _polynomial(sizes, counts)
+    growth = max(_degree(state), _degree(_polynomial(costs, counts)) - 1)
+    return KnownLayer(parts, _is_causal(layer), state if _goes_on(layer) else None, growth)
+
+
+def readable(size: float) -> str:
+    """Bytes for people, in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if size == round(size) else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _part(node: DictConfig, group: str) -> tuple[str, str]:
+    """A part's name in the registry, and the settings that differ from its constructor's defaults."""
+    target = str(node._target_)
+    name = next((known for (where, known), path in REGISTERED.items() if (where, path) == (group, target)), target)
+    defaults = {key: parameter.default for key, parameter in inspect.signature(get_class(target)).parameters.items()}
+    changed = [(key, node[key]) for key, default in defaults.items() if key in node and default is not inspect.Parameter.empty]
+    return name, ", ".join(f"{key}={_yaml(value)}" for key, value in changed if value != defaults[key])
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+class Operations(TorchDispatchMode):
+    """Counts multiplications and additions of matrix products and attention while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        cost = flop_registry.get(func._overloadpacket)
+        if cost is not None:
+            self.count += cost(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def _measure(layer: TTTLayer, count: int) -> tuple[int, int]:
+    """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for them."""
+    x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        layer(x)  # the first call of a length finds out shapes
+        with Operations() as operations:
+            _, state = layer(x)
+    return state.nbytes, operations.count
+
+
+def _polynomial(values: Sequence[int], counts: Sequence[int]) -> tuple[float, float, float]:
+    """Coefficients of the parabola through three `values` at evenly spaced `counts`."""
+    (first, second, third), (start, following, _) = values, counts
+    step = following - start
+    square = (third - 2 * second + first) / (2 * step**2)
+    slope = (second - first) / step - square * (start + following)
+    return first - slope * start - square * start**2, slope, square
+
+
+def _degree(polynomial: tuple[float, ...]) -> int:
+    return max((i for i, factor in enumerate(polynomial) if abs(factor) > 1e-6), default=0)
+
+
+def _goes_on(layer: TTTLayer) -> bool:
+    """Whether a call can go on from the state of another."""
+    x = torch.zeros(1, 1, layer.dim)
+    with torch.no_grad():
+        try:
+            layer(x, layer(x)[1])
+        except MetaTTTError:
+            return False
+    return True
+
+
+def _is_causal(layer: TTTLayer) -> bool:
+    """Whether the first outputs stay the same when the last token changes."""
+    x = torch.randn(1, 2 * layer.optimizer.mini_batch_size + 2, layer.dim, generator=torch.Generator().manual_seed(0))
+    changed = torch.cat([x[:, :-1], 2 * x[:, -1:]], dim=1)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        outputs = []
+        for tokens in (x, changed):
+            torch.manual_seed(0)
+            outputs.append(layer(tokens)[0])
+    if not outputs[0].isfinite().all():
+        raise MetaTTTError("a known layer gives values that are not finite on random tokens")
+    return torch.allclose(outputs[0][:, :-1], outputs[1][:, :-1], rtol=1e-5, atol=1e-6 * outputs[0].abs().max().item())

@@ -1,0 +1,156 @@
+"""timm's vision transformer with any of our layers in the place of attention."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.registry import register
+
+EPS = 1e-6  # of every LayerNorm
+
+
+class SequenceLayer(nn.Module):
+    """What timm's block calls attention: `[B, N, D]` to `[B, N, D]` through `layer`, which the model sets.
+
+    timm's options for attention (biases, norms, dropout) are ignored: they belong to the layer.
+    """
+
+    layer: nn.Module
+
+    def __init__(self, dim: int, num_heads: int, **options: Any):
+        super().__init__()
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise MetaTTTError("the layer decides which tokens see each other: attn_mask and is_causal are not taken")
+        return self.layer(x)[0]
+
+
+@register(group="model", name="vision_transformer")
+class ImageTransformer(VisionTransformer):
+    """The ViT of the MTTT paper (arXiv 2310.13807, Sec. 5): pre-LN blocks, no class token, mean over tokens, a tanh layer, classes.
+
+    Argument names are timm's.
+
+    Args:
+        layer: makes the sequence layer of one block, called as `y, state = layer(x)`; called `depth` times.
+        embed_dim: D, width of the residual stream.
+        num_heads: H, for checks only: the layers bring their own.
+        depth: number of blocks.
+        mlp_ratio: hidden width of the blocks' MLPs over D.
+        img_size: height and width of the images (pixels).
+        patch_size: of a token (pixels); 1 makes every pixel a token.
+        in_chans: channels.
+        num_classes: number of classes.
+        position: `sincos2d` (fixed), or `learned`, starting from N(0, 1/D).
+        checkpoint: recompute every block in the backward pass.
+
+    Raises:
+        MetaTTTError: sizes that do not fit; from `forward`, images of another size.
+    """
+
+    def __init__(
+        self,
+        layer: Callable[[], nn.Module],
+        embed_dim: int,
+        num_heads: int,
+        depth: int = 12,
+        mlp_ratio: float = 4.0,
+        img_size: int = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        position: Literal["sincos2d", "learned"] = "sincos2d",
+        checkpoint: bool = False,
+    ):
+        check_choice("model.position", position, ("sincos2d", "learned"))
+        sizes = {"depth": depth, "img_size": img_size, "patch_size": patch_size, "in_chans": in_chans, "num_classes": num_classes}
+        for name, size in sizes.items():
+            if size < 1:
+                raise MetaTTTError(f"model.{name}={size} is not allowed: it must be at least 1")
+        if img_size % patch_size:
+            raise MetaTTTError(f"model.patch_size={patch_size} does not divide model.img_size={img_size}")
+        if position == "sincos2d" and embed_dim % 4:
+            raise MetaTTTError(f"model.position=sincos2d needs a width that is a multiple of 4, not {embed_dim}: set position=learned")
+        super().__init__(
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim, depth=depth,
+            num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False, act_layer="gelu_tanh",
+            norm_layer=_layer_norm, attn_layer=SequenceLayer, pos_embed="learn" if position == "learned" else "none", weight_init="skip",
+        )  # fmt: skip
+        for block in self.blocks:
+            block.attn.layer = layer()  # type: ignore[union-attr]
+        self.reset_classifier(num_classes)
+        if position == "learned":
+            nn.init.normal_(self.get_parameter("pos_embed"), std=1 / math.sqrt(embed_dim))
+        else:
+            del self.pos_embed
+            self.register_buffer("pos_embed", sincos2d(img_size // patch_size, img_size // patch_size, embed_dim), persistent=False)
+        _initialize(self)
+        self.set_grad_checkpointing(checkpoint)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Images `[B, C, h, w]` to logits `[B, classes]`."""
+        channels, (height, width) = self.in_chans, self.patch_embed.img_size
+        if x.ndim != 4 or x.shape[1:] != (channels, height, width):
+            raise MetaTTTError(
+                f"images have shape {list(x.shape)}, the model takes [B, {channels}, {height}, {width}]: "
+                "set model.img_size and model.in_chans, or resize the images (data.img_size)"
+            )
+        return super().forward(x, attn_mask, is_causal)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head: a tanh layer, then logits that start at zero. Fewer than one class: features only."""
+        self.num_classes = num_classes
+        if num_classes < 1:
+            self.head = nn.Identity()
+            return
+        like = {"device": self.patch_embed.proj.weight.device, "dtype": self.patch_embed.proj.weight.dtype}
+        pre_logits, logits = nn.Linear(self.embed_dim, self.embed_dim, **like), nn.Linear(self.embed_dim, num_classes, **like)
+        head = nn.Sequential(OrderedDict[str, nn.Module](pre_logits=pre_logits, tanh=nn.Tanh(), logits=logits))
+        _initialize(head)
+        for parameter in logits.parameters():
+            nn.init.zeros_(parameter)
+        self.head = head  # type: ignore[assignment]
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the position table and of what the layers hold besides kernels: biases and norms per head, gates."""
+        kernels = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+        # One matrix per head is a kernel; one vector per head is a bias, a norm or a gate.
+        return {name for name, parameter in self.named_parameters() if name not in kernels and (parameter.ndim < 3 or name == "pos_embed")}
+
+    def num_parameters(self) -> int:
+        """Number of trained parameters without the position table, as the paper counts."""
+        return sum(p.numel() for name, p in self.named_parameters() if p.requires_grad and name != "pos_embed")
+
+
+def sincos2d(height: int, width: int, dim: int) -> Tensor:
+    """Fixed position table `[1, height · width, dim]`: sines and cosines of x, then of y (MoCo v3; arXiv 2205.01580)."""
+    frequency = 10000.0 ** -(torch.arange(dim // 4) / max(1, dim // 4 - 1))
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    angles = [axis.reshape(-1, 1) * frequency for axis in (x, y)]
+    return torch.cat([function(angle) for angle in angles for function in (torch.sin, torch.cos)], dim=1).unsqueeze(0)
+
+
+def _layer_norm(dim: int, device: Any = None, dtype: Any = None) -> nn.LayerNorm:
+    return nn.LayerNorm(dim, eps=EPS, device=device, dtype=dtype)
+
+
+def _initialize(model: nn.Module) -> None:
+    """Linear maps Xavier uniform (also those of the layers), biases of the MLPs N(0, 1e-6²) and others zero, as published."""
+    for name, module in model.named_modules():
+        if name.endswith("logits") and not name.endswith("pre_logits"):
+            continue
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+        elif isinstance(module, nn.Conv2d):
+            nn.init.trunc_normal_(module.weight, std=1 / math.sqrt(module.weight[0].numel()))
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
+            nn.init.normal_(module.bias, std=1e-6) if ".mlp." in name else nn.init.zeros_(module.bias)

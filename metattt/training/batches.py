@@ -1,0 +1,67 @@
+"""The tokens of one outer-loop step, divided among processes and batches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import lightning
+
+from metattt.errors import MetaTTTError
+
+
+class Plan(NamedTuple):
+    """How the windows of a step are read.
+
+    Attributes:
+        batch_size: windows per batch, in each process.
+        accumulate: batches per step, in each process.
+    """
+
+    batch_size: int
+    accumulate: int
+
+
+def plan_batches(batch_tokens: int | None, context_length: int, batch_size: int, accumulate: int, world_size: int) -> Plan:
+    """Divides a step among the processes, so that it has the same tokens whatever their number.
+
+    Args:
+        batch_tokens: tokens per step, over all processes. None: those of `batch_size` and `accumulate` in one process.
+        context_length: T, tokens per window.
+        batch_size: windows per batch, at most.
+        accumulate: batches per step of one process.
+        world_size: number of processes.
+
+    Raises:
+        MetaTTTError: tokens that are no whole number of windows, or windows that the processes cannot share equally.
+    """
+    if batch_tokens is None:
+        windows = batch_size * accumulate
+        setting = f"data.batch_size={batch_size} * trainer.accumulate_grad_batches={accumulate}"
+    else:
+        setting = f"batch_tokens={batch_tokens} of windows of data.context_length={context_length}"
+        if batch_tokens < 1 or batch_tokens % context_length:
+            near = max(1, round(batch_tokens / context_length)) * context_length
+            raise MetaTTTError(f"{setting} do not fill whole windows: set batch_tokens={near}")
+        windows = batch_tokens // context_length
+    if windows % world_size:
+        raise MetaTTTError(
+            f"{setting} are {windows} windows per step, which {world_size} processes cannot share equally: "
+            f"set trainer.devices or the batch so that they divide"
+        )
+    share = windows // world_size
+    size = next(size for size in range(min(batch_size, share), 0, -1) if share % size == 0)
+    return Plan(size, share // size)
+
+
+def validate_between_steps(trainer: lightning.Trainer) -> None:
+    """Takes `trainer.val_check_interval` as steps (or a share of them), not batches: the same whatever the processes.
+
+    For data whose loader covers the whole run.
+    """
+    interval = trainer.val_check_interval
+    if trainer.fast_dev_run:
+        return
+    if trainer.max_steps > 0 and isinstance(interval, float):
+        interval = max(1, int(interval * trainer.max_steps))
+    if trainer.max_steps > 0 and isinstance(interval, int):
+        trainer.val_check_interval = min(interval, trainer.max_steps) * trainer.accumulate_grad_batches

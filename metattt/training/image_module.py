@@ -1,0 +1,125 @@
+"""The outer loop for images: classification with timm's optimizers, schedule and mixup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from timm.data import Mixup
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError
+from metattt.models.vision import ImageTransformer
+from metattt.registry import register
+from metattt.training.checkpoint import KEY, VERSION
+
+
+@register(group="training", name="timm")
+class TimmRecipe:
+    """The recipe of the MTTT paper (arXiv 2310.13807, Sec. 5; Beyer et al., arXiv 2205.01580) from timm's factories.
+
+    Args:
+        optimizer: timm's name of the outer optimizer.
+        lr: peak learning rate.
+        betas: decay of the first and the second moment.
+        weight_decay: of kernels. Biases, norms, gates and position tables do not decay.
+        warmup_steps: steps with a rising learning rate; then it falls to zero along a cosine.
+        mixup: α of mixup; 0 is none.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        optimizer: str = "adamw",
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.1,
+        warmup_steps: int = 10000,
+        mixup: float = 0.0,
+    ):
+        if not lr > 0:
+            raise MetaTTTError(f"training.lr={lr} is not allowed: it must be positive")
+        for name, value in (("warmup_steps", warmup_steps), ("mixup", mixup), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise MetaTTTError(f"training.{name}={value} is not allowed: it must not be negative")
+        self.name, self.lr, self.betas = optimizer, lr, (float(betas[0]), float(betas[1]))
+        self.weight_decay, self.warmup_steps, self.mixup = weight_decay, warmup_steps, mixup
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The outer optimizer; the model's `no_weight_decay` says what does not decay."""
+        return create_optimizer_v2(model, opt=self.name, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> CosineLRScheduler:
+        """Linear warm-up, then a cosine to zero at the last step."""
+        warmup = min(self.warmup_steps, num_steps - 1)
+        return CosineLRScheduler(optimizer, t_initial=num_steps - warmup, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False)
+
+
+class ImageClassification(lightning.LightningModule):
+    """Trains a model on images `[B, C, h, w]` with labels `[B]`.
+
+    Args:
+        model: the vision transformer.
+        recipe: the outer optimizer, its schedule, and mixup.
+        config: the resolved configuration of the run, kept in every checkpoint.
+    """
+
+    def __init__(self, model: ImageTransformer, recipe: TimmRecipe, config: dict[str, Any]):
+        super().__init__()
+        self.model, self.recipe, self.config = model, recipe, config
+        self.mixup = Mixup(mixup_alpha=recipe.mixup, label_smoothing=0.0, num_classes=model.num_classes) if recipe.mixup else None
+        self.validation_sums = torch.zeros(4, dtype=torch.float64)  # cross-entropy (nats), top-1 and top-5 hits, images
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        if self.mixup is not None:
+            images, labels = self.mixup(images, labels)  # labels become probabilities [B, classes]
+        loss = F.cross_entropy(self.model(images).float(), labels)
+        if not torch.isfinite(loss):  # before the update: the parameters and the last checkpoint stay good
+            raise MetaTTTError(
+                f"the loss is {loss.item()} at step {self.global_step + 1}: lower training.lr (now {self.recipe.lr}) "
+                "or the inner learning rate optimizer.base_lr"
+            )
+        self.log("step", self.global_step + 1.0)  # Lightning takes the step of the log from here
+        self.log("train/loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("lr", optimizer.param_groups[0]["lr"])
+
+    def on_validation_epoch_start(self) -> None:
+        self.validation_sums = torch.zeros(4, dtype=torch.float64)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        logits = self.model(images).float()
+        found = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
+        sums = (F.cross_entropy(logits, labels, reduction="sum"), found[:, 0].sum(), found.sum(), torch.tensor(len(labels)))
+        self.validation_sums = self.validation_sums + torch.stack([value.double().cpu() for value in sums])
+
+    def on_validation_epoch_end(self) -> None:
+        # sums over all images, divided once: the last batch may be smaller
+        sums = self.trainer.strategy.reduce(self.validation_sums.to(self.device), reduce_op="sum")
+        nats, top1, top5, images = sums
+        self.log("step", float(self.global_step))
+        self.log("validation/loss", nats / images)
+        self.log("validation/top1", top1 / images)
+        self.log("validation/top5", top5 / images)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = self.recipe.optimizer(self.model)
+        schedule: Any = self.recipe.schedule(optimizer, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step_update(num_updates=self.global_step)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[KEY] = {"version": VERSION, "config": self.config}

@@ -1,0 +1,49 @@
+"""The inner learning rate rises with the outer one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.optimizers.gradient_descent import GradientDescent
+
+
+class InnerWarmup(lightning.Callback):
+    """Raises the base inner learning rate of every layer linearly to `optimizer.base_lr`, over the warm-up steps of the run.
+
+    The rate belongs to the run and not to the model: a checkpoint that is loaded for evaluation has the final one.
+
+    Args:
+        start: the rate at the first step.
+
+    Raises:
+        MetaTTTError: a start that is not positive; when training starts: a model without an inner learning rate.
+    """
+
+    def __init__(self, start: float = 0.01):
+        if not start > 0:
+            raise MetaTTTError(f"callbacks.inner_warmup.start={start} is not allowed: it must be positive")
+        self.start = start
+        self.final: dict[GradientDescent, float] = {}
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        rules = [module.optimizer for module in pl_module.modules() if isinstance(module, TTTLayer)]
+        self.final = {rule: rule.scale for rule in rules if isinstance(rule, GradientDescent)}
+        if not self.final:
+            raise MetaTTTError(
+                "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with ~callbacks.inner_warmup"
+            )
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int) -> None:
+        warmup = pl_module.recipe.warmup_steps(int(trainer.estimated_stepping_batches))  # type: ignore[union-attr]
+        done = min(1.0, trainer.global_step / warmup)
+        for rule, final in self.final.items():
+            first = self.start / rule.base_lr
+            rule.scale = final * (first + (1 - first) * done)
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        for rule, final in self.final.items():
+            rule.scale = final

@@ -1,0 +1,103 @@
+"""What is special about training on text: the vocabulary, the order-2 baseline, bits per byte, and a sample at the end."""
+
+from __future__ import annotations
+
+import lightning
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from metattt.data.text import TextData
+from metattt.data.windows import Split, WindowData
+from metattt.errors import MetaTTTError
+from metattt.evaluation.ngram import NGram
+from metattt.models.generation import generate
+from metattt.models.language_model import LanguageModel
+from metattt.training.batches import plan_batches, validate_between_steps
+from metattt.training.callbacks import LossCurve
+from metattt.training.job import Job
+from metattt.training.lightning_module import AdamW, LanguageModeling
+
+SAMPLE_PROMPT_BYTES = 64
+SAMPLE_BYTES = 200
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+
+class TextJob(Job[LanguageModel, LanguageModeling]):
+    """Next-token prediction on windows of text.
+
+    Args:
+        cfg: the configuration of the run.
+        data: its data module; read and checked against the model's vocabulary here.
+
+    Raises:
+        MetaTTTError: text that cannot be used, or that has more tokens than the model.
+    """
+
+    def __init__(self, cfg: DictConfig, data: WindowData):
+        self.cfg, self.data = cfg, data
+        self.baseline: float | None = None  # bits per byte of an order-2 byte model
+        data.setup("fit")
+        for name in SPLITS:
+            data.windows(name)
+        if data.tokenizer.vocab_size > cfg.model.vocab_size:
+            raise MetaTTTError(
+                f"the text has {data.tokenizer.vocab_size} different tokens and the model {cfg.model.vocab_size}: "
+                f"set model.vocab_size={data.tokenizer.vocab_size}"
+            )
+
+    def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
+        """The Lightning module."""
+        config = OmegaConf.to_container(self.cfg)
+        return LanguageModeling(model, recipe, self.data.tokenizer.token_bytes, config, self.data.document_start)  # type: ignore[arg-type]
+
+    def prepare(self, trainer: lightning.Trainer) -> None:
+        """Sizes of batches that the trainer's processes take, and the baseline."""
+        data = self.data
+        plan = plan_batches(
+            self.cfg.batch_tokens, data.context_length, data.batch_size, trainer.accumulate_grad_batches, trainer.world_size
+        )
+        data.batch_size, trainer.accumulate_grad_batches = plan
+        validate_between_steps(trainer)
+        if trainer.is_global_zero and isinstance(data, TextData):  # other tokens are not bytes
+            counted = NGram(data.tokenizer.vocab_size).fit(data.windows("train"))
+            self.baseline = counted.bits_per_byte(data.windows("validation"), data.tokenizer.token_bytes.numpy())
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, LossCurve):
+                callback.baseline = self.baseline
+
+    def header(self, console: Console, trainer: lightning.Trainer, model: LanguageModel, done: int) -> None:
+        """What is about to run, in three lines."""
+        data = self.data
+        tokens = data.batch_size * data.context_length * trainer.accumulate_grad_batches * trainer.world_size
+        sizes = [data.windows(name).size / 1e6 for name in SPLITS]
+        unit = "MB" if isinstance(data, TextData) else "M tokens"
+        processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
+        console.print(f"text    {data.source}: {sizes[0]:.1f} {unit} to train, {sizes[1]:.2f} {unit} to validate")
+        console.print(f"model   {model.num_parameters():,} parameters on {trainer.strategy.root_device}{processes}")
+        start = f", from step {done:,}" if done else ""
+        console.print(f"run     {trainer.max_steps:,} steps of {tokens:,} tokens{start} -> {self.cfg.output_dir}")
+
+    def report(self, console: Console, trainer: lightning.Trainer, seconds: float) -> None:
+        """The final table: the model against the baseline."""
+        bits = trainer.callback_metrics["validation/bits_per_byte"].item()
+        table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
+        table.add_column("validation")
+        table.add_column("bits per byte", justify="right")
+        table.add_row("model", f"{bits:.4f}")
+        if self.baseline is not None:
+            table.add_row("order-2 byte model, same training text", f"{self.baseline:.4f}")
+            table.add_row("model / order-2", f"{bits / self.baseline:.4f} ({100 * (bits / self.baseline - 1):+.1f}%)")
+        console.print(table)
+
+    def sample(self, console: Console, module: LanguageModeling) -> None:
+        """A continuation of the beginning of a held-out document. Every process takes part: the model may be divided among them."""
+        data = self.data
+        prompt = data.sample_document()[:SAMPLE_PROMPT_BYTES]
+        ids = torch.tensor([[data.tokenizer.separator, *data.tokenizer.encode(prompt).tolist()]], device=module.device)
+        tokens = generate(module.model.eval(), ids, SAMPLE_BYTES, temperature=0.7, stop=[data.tokenizer.separator], seed=self.cfg.seed)
+        text = data.tokenizer.decode([int(token) for token in tokens])
+        console.print(f"\nsample, temperature 0.7, after a prompt of {len(prompt)} bytes:")
+        console.print(prompt.decode(errors="replace"), style="dim", end="", markup=False)
+        console.print(text.decode(errors="replace"), markup=False)

@@ -1,0 +1,106 @@
+"""`metattt layers` and `metattt bench`: what they print and write, and that a wrong result is never timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from metattt.bench.base import require
+from metattt.bench.delta import Delta
+from metattt.bench.report import Check, Panel, Report, markdown_table
+from metattt.bench.state import StateAndCost
+from metattt.bench.timing import in_turn, ratios, spread
+from metattt.cli import main
+from metattt.errors import MetaTTTError
+from metattt.layers import describe, known_layers, readable
+
+
+@pytest.mark.parametrize(
+    ("name", "causal", "state", "growth"),
+    [
+        ("delta_net", True, "520 B", 0),  # W of two heads, and the position
+        ("ttt_linear", True, None, 0),
+        ("attention", True, "128 B x tokens", 1),
+        ("kernel_ridge", True, "8 B x tokens²", 2),
+        ("mttt_linear", False, None, 0),
+        ("self_attention", False, "none: one call", 1),
+        ("linear_attention_image", False, "none: one call", 0),
+    ],
+)
+def test_what_is_known_of_a_layer(name: str, causal: bool, state: str | None, growth: int) -> None:
+    known = describe(name, 16, 2)
+    assert (known.causal, known.cost_growth) == (causal, growth)
+    if state is not None:
+        assert known.state == state
+    else:
+        assert known.state_bytes is not None and known.state_bytes[0] > 512 and known.state_bytes[1:] == (0, 0)
+
+
+def test_metattt_layers_lists_every_layer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("metattt.layers.known_layers", lambda: ["delta_net", "lact"])
+    assert main(["layers", "dim=16", "num_heads=2"]) == 0
+    out = capsys.readouterr().out
+    for word in ("delta_net", "lact", "swiglu", "block_momentum", "orthogonalize=true", "anchor=online"):
+        assert word in out
+    assert main(["layers", "dim=15", "num_heads=2"]) == 2
+    assert {"titans", "nested_ttt"} < set(known_layers()) and "custom" not in known_layers()
+
+
+def test_readable() -> None:
+    assert [readable(size) for size in (8, 1536, 3 * 2**20, 2**31)] == ["8 B", "1.5 KiB", "3 MiB", "2.0 GiB"]
+
+
+def test_metattt_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["benchmark.length=40", "benchmark.dim=8", "benchmark.rounds=1", "benchmark.at_least=0", f"output_dir={tmp_path}"]
+    assert main(["bench", "delta", *small]) == 0, capsys.readouterr().err
+    content = json.loads((tmp_path / "delta.json").read_text())
+    assert {row["way"] for row in content["tables"]["Time"]} == {"solved", "form=primal", "plain loop"}
+    assert all(check["error"] <= check["bound"] for check in content["checks"]) and len(content["checks"]) == 8
+    assert "| gated_delta_net | plain loop |" in (tmp_path / "delta.md").read_text()
+    assert main(["bench", "delta", *small, "threads=0"]) == 2
+    assert main(["bench", "dleta"]) == 2
+    assert "Did you mean" in capsys.readouterr().err
+
+
+def test_a_red_gate_reports_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("metattt.bench.delta.plain_loop", lambda layer, x: layer(x)[0] * 1.001)
+    with pytest.raises(MetaTTTError, match="nothing is reported: delta_net, plain loop"):
+        Delta(40, 8, rounds=1).run(lambda line: None)
+    monkeypatch.undo()
+    with pytest.raises(MetaTTTError, match="times faster"):
+        Delta(8, 8, rounds=1, at_least=1e9).run(lambda line: None)
+    with pytest.raises(MetaTTTError):
+        require("nan", float("nan"), 1.0)
+
+
+def test_state_benchmark() -> None:
+    report = StateAndCost(["attention", "delta_net", "self_attention"], [8, 16], call=8, dim=8, rounds=1).run(lambda line: None)
+    state = {row["layer"]: row for row in report.tables["State (bytes)"]}
+    assert state["attention"]["T = 16"] > state["attention"]["T = 8"]
+    assert state["delta_net"]["T = 16"] == state["delta_net"]["T = 8"]
+    assert {check.name.split(",")[0] for check in report.checks} == {"attention", "delta_net"}
+    short = StateAndCost(["kernel_ridge"], [8, 16], call=8, dim=8, max_state=600, rounds=1).run(lambda line: None)
+    assert short.tables["State (bytes)"][0]["T = 16"] is None
+    with pytest.raises(MetaTTTError, match="multiples"):
+        StateAndCost([], [8, 12], call=8)
+
+
+def test_timing_in_turn() -> None:
+    calls: list[str] = []
+    seconds = in_turn({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=1)
+    assert "".join(calls) == "abababab" and len(seconds["a"]) == 3
+    assert ratios([2.0, 6.0], [1.0, 2.0]) == (2.0, 2.5, 3.0)
+    assert str(spread([1.0, 2.0, 4.0])) == "2 (1 to 4)"
+
+
+def test_reports(tmp_path: Path) -> None:
+    panel = Panel("p", "x", "y", {"curve": ([1, 10], [1.0, 2.0])})
+    report = Report("Title", "Text.", {"Numbers": [{"name": "a", "ms": 0.12345, "bytes": None}]}, [Check("c", 0.0, 1e-9)], {}, [panel])
+    names = [path.name for path in report.write(tmp_path, "one")]
+    assert names == ["one.md", "one.json", "one.png"]
+    assert "| a | 0.123 | – |" in (tmp_path / "one.md").read_text()
+    assert markdown_table([]) == ["(no rows)"]
+    assert torch.get_num_threads() == json.loads((tmp_path / "one.json").read_text())["environment"]["threads"]

@@ -1,0 +1,369 @@
+"""Evaluation: loss by position, several checkpoints on one plot, and the losses of the inner loops, in files and in the log."""
+
+import csv
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.cli import main
+from metattt.compose import compose, instantiate_model
+from metattt.errors import MetaTTTError
+from metattt.evaluation import by_position
+from metattt.evaluation.by_position import Scores, bin_edges, score
+from metattt.evaluation.evaluate import evaluate, labels
+from metattt.evaluation.inner_loss import average, inner_loss_curves, unmeasured
+from metattt.evaluation.inner_loss import plot as plot_inner_loss
+from metattt.learners.fast_weights import FastWeights
+from metattt.models.language_model import LanguageModel
+from metattt.state import Context
+from metattt.training.checkpoint import read_checkpoint
+from metattt.training.train import train
+
+TINY = ("dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=31", "data.context_length=32", "optimizer.mini_batch_size=8")
+RUN = ("dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=24", "data.batch_size=4", "trainer.accelerator=cpu",
+       "optimizer.mini_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1")  # fmt: skip
+
+
+def tiny(*overrides: str) -> LanguageModel:
+    """A model in float64 whose inner loops do enough to be seen."""
+    torch.manual_seed(1)
+    basis = [override for override in TINY if "layer=attention" not in overrides or "optimizer" not in override]
+    model = instantiate_model(compose(*basis, *overrides)).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "token_step" not in name:  # a negative step is no step
+                parameter += (0.5 if "init" in name or "norm" in name else 0.2) * torch.randn_like(parameter)
+    return model
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# -- loss by position ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segment", [1, 5, 8, 32, 100])
+@pytest.mark.parametrize("document_start", [None, 3])
+def test_loss_by_position_is_that_of_one_call(segment: int, document_start: int | None) -> None:
+    model = tiny()
+    batches = [torch.randint(31, (3, 21)), torch.randint(31, (2, 21))]
+    sizes = torch.arange(31)
+    found = score(model, batches, sizes, segment, document_start)  # type: ignore[arg-type]
+    ids = torch.cat(batches)
+    with torch.no_grad():
+        reset = None if document_start is None else ids[:, :-1] == document_start
+        chance = model(ids[:, :-1], reset=reset).log_softmax(-1)
+    expected = -chance.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1).sum(0)
+    np.testing.assert_allclose(found.nats, expected.numpy(), rtol=1e-6)  # logits are scored in float32
+    np.testing.assert_array_equal(found.bytes, ids[:, 1:].sum(0).numpy())
+    assert found.windows == 5 and found.tokens == 100
+    assert math.isclose(found.loss, expected.sum().item() / 100, rel_tol=1e-6)
+    assert math.isclose(found.bits_per_byte, expected.sum().item() / math.log(2) / int(ids[:, 1:].sum()), rel_tol=1e-6)
+
+
+def test_no_call_reads_more_than_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lengths, bytes_ = tiny(), [], []
+    step = model.step
+
+    def counted(ids: Tensor, state: object = None, *rest: object, **named: object) -> object:
+        lengths.append(ids.shape[1])
+        logits, after = step(ids, state, *rest, **named)  # type: ignore[arg-type]
+        bytes_.append(sum(layer.nbytes for layer in after.layers))
+        return logits, after
+
+    monkeypatch.setattr(model, "step", counted)
+    score(model, [torch.randint(31, (1, 513))], torch.ones(31, dtype=torch.long), 64)  # type: ignore[arg-type]
+    assert lengths == [64] * 8 and len(set(bytes_)) == 1  # neither the input nor the state grows
+    with pytest.raises(MetaTTTError, match="segment=0"):
+        score(model, [], torch.ones(31), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["log", "fixed", "none"])
+@pytest.mark.parametrize("length", [1, 2, 7, 256, 32768])
+@pytest.mark.parametrize("count", [1, 5, 16, 400])
+def test_bins_divide_the_positions(kind: str, length: int, count: int) -> None:
+    edges = bin_edges(length, kind, count)
+    widths = np.diff(edges)
+    assert edges[0] == 0 and edges[-1] == length and (widths > 0).all()
+    if kind == "none":
+        assert len(widths) == length
+    else:
+        assert len(widths) <= count
+    if kind == "fixed":
+        assert widths.max() - widths.min() <= 1
+    if kind == "log" and count < length:
+        assert widths[-1] == widths.max()
+
+
+def test_bins_average_over_tokens() -> None:
+    scores = Scores(np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.array([2, 2, 0, 2, 2]), 2)
+    edges = bin_edges(5, "fixed", 2)
+    losses = [scores.between(start, stop).loss for start, stop in pairwise(edges)]
+    assert edges == [0, 2, 5] and losses == [12 / 4, 4 / 6]
+    assert sum(scores.between(start, stop).tokens for start, stop in pairwise(edges)) == scores.tokens
+    assert math.isnan(scores.between(2, 3).bits_per_byte)
+    with pytest.raises(MetaTTTError, match=r"bins=lin.*log, fixed, none"):
+        bin_edges(5, "lin", 2)
+    with pytest.raises(MetaTTTError, match="num_bins=0"):
+        bin_edges(5, "log", 0)
+
+
+def test_table_csv_and_plot(tmp_path: Path) -> None:
+    scores = {name: Scores(np.linspace(6, 4, 64), np.full(64, 2), 2) for name in ("one", "two")}
+    edges = bin_edges(64, "log", 6)
+    by_position.write_csv(scores, edges, tmp_path / "a.csv")
+    by_position.plot(scores, edges, "log", {"one": 16, "two": 64}, tmp_path / "a.png")
+    written = rows(tmp_path / "a.csv")
+    assert by_position.table(scores, edges).row_count == len(edges) - 1 and len(written) == 2 * (len(edges) - 1)
+    assert [int(row["last"]) for row in written[: len(edges) - 1]] == edges[1:]
+    assert float(written[-1]["bits_per_byte"]) == scores["two"].between(edges[-2], 64).bits_per_byte
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- inner loss ------------------------------------------------------------------------------------------------------------------
+
+
+def plain_curves(model: LanguageModel, ids: Tensor, size: int) -> list[dict[str, Tensor]]:
+    """The statistics of TTT-Linear and TTT-MLP of the Transformer backbone, token after token, with nothing of ours but parameters."""
+    x = F.embedding(ids, model.embedding.weight)
+    curves = []
+    for block in model.blocks:
+        layer: Callable = block.layer  # type: ignore[assignment]
+        read = block.layer_norm(x)
+        curves.append(plain_layer(layer, read, size))
+        x = x + layer(read)[0]
+        x = x + block.ffn(block.ffn_norm(x))
+    return curves
+
+
+def plain_layer(layer, x: Tensor, size: int) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    batch, count, heads = x.shape[0], x.shape[1], layer.num_heads
+    width = x.shape[2] // heads
+    task, learner, rule = layer.task, layer.learner, layer.optimizer
+    keys, values = x @ task.k.weight.T, x @ task.v.weight.T
+    found: dict[str, list[list[Tensor]]] = {name: [[] for _ in range(count // size)] for name in ("init", "step_0", "step_1", "target")}
+    total = 0
+    for b in range(batch):
+        for h in range(heads):
+            part = slice(h * width, (h + 1) * width)
+            k, v = turned(keys[b, :, part], size), values[b, :, part]
+            gain, shift = learner.slow["norm_scale"][h], learner.slow["norm_bias"][h]
+
+            def predict(w: list[Tensor], one: Tensor, gain: Tensor = gain, shift: Tensor = shift) -> Tensor:
+                z = one @ w[0] + w[1]
+                if len(w) == 4:
+                    z = F.gelu(z, approximate="tanh") @ w[2] + w[3]
+                return one + (z - z.mean()) / torch.sqrt(z.var(correction=0) + 1e-6) * gain + shift
+
+            start = [learner.init[name][h] for name in ("w1", "b1", "w2", "b2") if name in learner.init]
+            now = [w.detach().requires_grad_() for w in start]
+            for j in range(count // size):
+                last = (j + 1) * size - 1
+                found["init"][j].append((predict(start, k[last]) - v[last]).square().mean())
+                found["step_0"][j].append((predict(now, k[last]) - v[last]).square().mean())
+                move = [torch.zeros_like(w) for w in now]
+                for t in range(j * size, (j + 1) * size):
+                    loss = 0.5 * (predict(now, k[t]) - v[t]).square().sum()
+                    rate = rule.base_lr / width * torch.sigmoid(x[b, t] @ rule.lr_weight[h] + rule.lr_bias[h])
+                    move = [m + rate * g for m, g in zip(move, torch.autograd.grad(loss, now), strict=True)]
+                tau = torch.relu(1 / size + rule.token_step_offset[0, -1])
+                now = [(w - tau * m).detach().requires_grad_() for w, m in zip(now, move, strict=True)]
+                found["step_1"][j].append((predict(now, k[last]) - v[last]).square().mean())
+            target = v - k
+            for j in range(count // size):
+                found["target"][j].append((target[(j + 1) * size - 1] - target.mean(0)).square().mean())
+            total += 1
+    return {name: torch.stack([torch.stack(one).mean() for one in by_batch]).detach() for name, by_batch in found.items()}
+
+
+def turned(k: Tensor, size: int) -> Tensor:
+    """Rotary encoding of `[T, d]` by the position in the mini-batch, through complex numbers."""
+    position = torch.arange(len(k), dtype=k.dtype) % size
+    angle = position[:, None] * 10000.0 ** (-torch.arange(0, k.shape[1], 2, dtype=k.dtype) / k.shape[1])
+    return torch.view_as_real(
+        torch.view_as_complex(k.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones_like(angle), angle)
+    ).flatten(-2)
+
+
+@pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp"])
+def test_curves_equal_a_plain_loop(layer: str) -> None:
+    model = tiny(f"layer={layer}", "model=transformer_backbone")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.layer.optimizer.token_step_offset.add_(0.5)  # type: ignore[union-attr]
+    ids = torch.randint(31, (3, 24))
+    expected = plain_curves(model, ids, 8)
+    curves = inner_loss_curves(model, ids)
+    assert list(curves) == [0, 1]
+    for index, plain in enumerate(expected):
+        found = curves[index]
+        assert found["position"].tolist() == [8, 16, 24]
+        for name, theirs in (("init", "init"), ("step_0", "step_0"), ("step_1", "step_1"), ("target_variance", "target")):
+            torch.testing.assert_close(found[name], plain[theirs], rtol=1e-9, atol=1e-12)
+        assert found["init"][0] == found["step_0"][0] and not torch.isclose(found["step_0"], found["step_1"]).any()
+
+
+LAYERS = (
+    "ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "linear_attention", "mamba2", "titans", "nested_transformer", "nested_ttt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_curves_of_every_layer_in_one_call_or_in_segments(layer: str) -> None:
+    model = tiny(f"layer={layer}", *["optimizer.mini_batch_size=1"] * ("delta" in layer))
+    ids = torch.randint(31, (2, 27))
+    size: int = model.blocks[0].layer.optimizer.mini_batch_size  # type: ignore[union-attr, assignment]
+    whole, cut = inner_loss_curves(model, ids), inner_loss_curves(model, ids, 10)
+    for index, curves in whole.items():
+        assert curves["position"].tolist() == list(range(size, 28, size))
+        for name, values in curves.items():
+            assert values.isfinite().all()
+            torch.testing.assert_close(cut[index][name], values, rtol=1e-9, atol=1e-12)
+        assert curves["init"][0] == curves["step_0"][0]
+        assert not torch.isclose(curves["init"][1:], curves["step_0"][1:]).all()
+        assert not torch.isclose(curves["step_0"], curves["step_1"]).all()
+    assert list(whole) == [0, 1]
+
+
+@pytest.mark.parametrize("layer", ["ttt_linear", "titans", "nested_transformer"])
+def test_the_weights_looked_at_are_those_that_the_layer_hands_on(layer: str) -> None:
+    model = tiny(f"layer={layer}", "model.num_layers=1")
+    block, ids = model.blocks[0], torch.randint(31, (2, 16))
+    seen = inner_loss_curves(model, ids)[0]["step_1"][-1]
+    with torch.no_grad():
+        x = F.embedding(ids, model.embedding.weight)
+        context = Context(torch.arange(16).expand(2, -1), None, None, 8)
+        if block.conv is not None:
+            x = x + block.conv(block.conv_norm(x), None, context)[0]
+        x = block.layer_norm(x)
+        _, state = block.layer(x)
+        views, _ = block.layer.task.views(x, {}, context)
+        weights = FastWeights(state.weights["commit"], block.layer.learner.slow, x.dtype)
+        error = block.layer.learner.predict(weights, views.k[:, :, 8:])[:, :, -1] - views.v[:, :, -1]
+    torch.testing.assert_close(seen, error.square().mean(), rtol=1e-9, atol=0)
+
+
+def test_the_model_is_as_it_was() -> None:
+    model, ids = tiny(), torch.randint(31, (2, 24))
+    with torch.no_grad():
+        before = model(ids)
+        inner_loss_curves(model, ids)
+        assert torch.equal(before, model(ids)) and not any(block.layer._forward_pre_hooks for block in model.blocks)
+
+
+def test_layers_without_curves_say_why() -> None:
+    model = tiny("layer=attention")
+    assert unmeasured(model) == dict.fromkeys((0, 1), "KernelEstimator keeps its data and has no weights to train")
+    with pytest.raises(MetaTTTError, match="no layer has inner-loss curves: KernelEstimator"):
+        inner_loss_curves(model, torch.zeros(1, 24, dtype=torch.long))
+    with pytest.raises(MetaTTTError, match=r"5 tokens are less than one mini-batch of 8.*data\.context_length"):
+        inner_loss_curves(tiny(), torch.zeros(1, 5, dtype=torch.long))
+
+
+def test_average_is_over_windows_and_drawn(tmp_path: Path) -> None:
+    model = tiny()
+    ids = torch.randint(31, (5, 25))
+    found = average(model, [ids[:3], ids[3:]], 4, 2048)  # type: ignore[arg-type]
+    expected = inner_loss_curves(model, ids[:4, :-1])
+    for index, curves in expected.items():
+        for name, values in curves.items():
+            torch.testing.assert_close(found[index][name], values.double(), rtol=1e-9, atol=0)
+    plot_inner_loss(found, "a model", tmp_path / "a.png", points=2)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small runs on the same text, and one with another split."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("evaluation")
+    (folder / "text").mkdir()
+    for index in range(12):
+        (folder / "text" / f"{index}.txt").write_text(f"document {index} " + "alpha beta gamma " * (10 + index))
+    for name, layer, rest in (
+        ("linear", "ttt_linear", ["callbacks.inner_loss.every=2"]), ("attention", "attention", ["~callbacks.inner_loss"]),
+        ("other", "ttt_linear", ["seed=1"]),
+    ):  # fmt: skip
+        wanted = [override for override in RUN if layer == "ttt_linear" or "optimizer" not in override]
+        assert train(compose(*wanted, f"layer={layer}", f"data.path={folder / 'text'}", f"output_dir={folder / name}", *rest)) == 0
+    return folder
+
+
+def test_several_checkpoints_on_one_plot(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([
+        "eval", f"checkpoint=[{runs / 'linear'},{runs / 'attention'}]", "labels=[TTT,softmax]", f"output_dir={tmp_path}", "inner_loss=true",
+        "data.context_length=50", "segment=20", "num_bins=4", "device=cpu",
+    ])  # fmt: skip
+    output = capsys.readouterr().out
+    assert code == 0 and "KernelEstimator" in output and "TTT" in output and "softmax" in output
+    assert {file.name for file in tmp_path.iterdir()} == {"by_position.csv", "by_position.png", "inner_loss.csv", "inner_loss_TTT.png"}
+    written = rows(tmp_path / "by_position.csv")
+    assert [row["model"] for row in written] == ["TTT"] * 4 + ["softmax"] * 4 and written[-1]["last"] == "50"
+    inner = rows(tmp_path / "inner_loss.csv")
+    assert {row["model"] for row in inner} == {"TTT"} and [float(row["position"]) for row in inner] == [8, 16, 24, 32, 40, 48]
+
+
+def test_one_checkpoint_writes_beside_itself(runs: Path) -> None:
+    found = evaluate(compose(f"checkpoint={runs / 'linear' / 'last.ckpt'}", "bins=none", "device=cpu", job="eval"))
+    assert list(found) == ["linear"] and len(rows(runs / "linear" / "eval" / "by_position.csv")) == 24
+    again = evaluate(compose(f"checkpoint=[{runs / 'linear'},{runs / 'linear'}]", "device=cpu", job="eval"))
+    assert list(again) == ["linear-1", "linear-2"] and again["linear-1"].loss == again["linear-2"].loss == found["linear"].loss
+
+
+def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) -> None:
+    pair = f"checkpoint=[{runs / 'linear'},{runs / 'other'}]"
+    with pytest.raises(MetaTTTError, match=r"data\.seed is 0 and 1: compare them with split=all"):
+        evaluate(compose(pair, job="eval"))
+    assert len(evaluate(compose(pair, "split=all", f"output_dir={tmp_path}", "device=cpu", job="eval"))) == 2
+    with pytest.raises(MetaTTTError, match="2 different names"):
+        labels([tmp_path / "a", tmp_path / "b"], ["x"])
+    with pytest.raises(MetaTTTError, match="2 different names"):
+        labels([tmp_path / "a", tmp_path / "b"], ["x", "x"])
+    for override, message in (
+        ("inner_loss_windows=0", "inner_loss_windows=0"), ("bins=linear", "bins=linear"), ("segment=0", "segment=0"),
+        ("segment=many", "segment"), (f"output_dir={runs / 'text' / '0.txt'}", "cannot be written"),
+    ):  # fmt: skip
+        with pytest.raises(MetaTTTError, match=message):
+            evaluate(compose(f"checkpoint={runs / 'linear'}", override, "device=cpu", job="eval"))
+    with pytest.raises(MetaTTTError, match="give a run's folder"):
+        evaluate(compose("checkpoint=[1,2]", job="eval"))
+
+
+# -- the callback ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_callback_logs_every_other_validation(runs: Path) -> None:
+    log = rows(runs / "linear" / "metrics.csv")
+    names = [f"inner_loss/layer0/{name}" for name in ("init", "step_0", "step_1")]
+    assert [int(row["step"]) for row in log if row[names[0]]] == [2, 4]
+    assert all(float(row[name]) > 0 for row in log if row[names[0]] for name in names)
+    assert not any("inner_loss" in name for name in rows(runs / "other" / "metrics.csv")[0])
+
+
+@pytest.mark.parametrize("rest", [(), ("task.corruption=noise",)])
+def test_the_callback_changes_nothing_else(rest: tuple[str, ...], runs: Path, tmp_path: Path) -> None:
+    for every in (0, 1):
+        assert train(compose(*RUN, *rest, f"data.path={runs / 'text'}", f"output_dir={tmp_path / str(every)}",
+                             f"callbacks.inner_loss.every={every}")) == 0  # fmt: skip
+    one, two = (read_checkpoint(tmp_path / name)["state_dict"] for name in ("0", "1"))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def test_the_callback_refuses_what_it_cannot_measure(runs: Path, tmp_path: Path) -> None:
+    wanted = [override for override in RUN if "optimizer" not in override]
+    with pytest.raises(MetaTTTError, match=r"KernelEstimator.*callbacks\.inner_loss\.every=0"):
+        train(compose(*wanted, "layer=attention", f"data.path={runs / 'text'}", f"output_dir={tmp_path}", "callbacks.inner_loss.every=1"))
+    with pytest.raises(MetaTTTError, match=r"callbacks\.inner_loss\.every=-1"):
+        train(compose(*RUN, f"data.path={runs / 'text'}", f"output_dir={tmp_path}", "callbacks.inner_loss.every=-1"))

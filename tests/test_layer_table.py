@@ -1,0 +1,79 @@
+"""Every known layer, as configured, against a plain loop over tokens written from its published equations; and the laws it obeys."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import layer_references
+import pytest
+import torch
+from torch import Tensor
+
+from metattt.compose import compose
+from metattt.testing import LAWS, NotApplicable, Specimen
+from metattt.testing.report import specimen_of
+from metattt.testing.specimen import Run, compare, cotangent, gradients
+
+BOUND = 1e-9  # relative, float64
+B = 4  # tokens a mini-batch, for the layers that have them
+SMALL = {
+    "lact": [f"optimizer.mini_batch_size={B}"],
+    "nearest": ["learner.neighbours=3"],
+    "nested_transformer": [f"optimizer.mini_batch_size={B}"],
+    "nested_ttt": ["optimizer.mini_batch_size=6"],  # more than one of the inner layer's, which has four tokens
+    "titans": [f"optimizer.mini_batch_size={B}"],
+    "ttt_linear": [f"optimizer.mini_batch_size={B}"],
+    "ttt_mlp": [f"optimizer.mini_batch_size={B}"],
+}
+NO_GRADIENT = {"nearest": {"task.q.weight", "task.k.weight"}}  # which tokens are nearest is a choice
+NOT_APPLICABLE = {
+    *((row, law) for row in ("mttt_linear", "mttt_mlp") for law in ("splits", "causality", "packing")),  # a call answers at its end
+    *((row, "forms") for row in ("attention", "nearest", "kernel_ridge")),  # they have one
+}
+ONE_CALL = ["self_attention", "linear_attention_image", "linear_attention_elu_image"]  # a call is a set of tokens, without state
+SEQUENTIAL = [
+    *("linear_attention", "linear_attention_elu", "retnet", "mamba2", "delta_net", "gated_delta_net", "ttt_linear", "ttt_mlp"),
+    *("titans", "lact", "attention", "nearest", "kernel_ridge", "mttt_linear", "mttt_mlp", "nested_transformer", "nested_ttt"),
+]
+ROWS = SEQUENTIAL + ONE_CALL
+
+
+def specimen(row: str) -> Specimen:
+    return specimen_of(compose(f"layer={row}", "dim=8", "num_heads=2", *SMALL.get(row, []), job="check"))
+
+
+def test_every_known_layer_is_a_row() -> None:
+    folder = files("metattt.configs") / "layer"
+    known = {file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")}
+    assert known - {"custom"} == set(ROWS)  # custom chooses nothing
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_equals_its_published_equations(row: str) -> None:
+    spec = specimen(row)
+    spec = Specimen(spec.learner, spec.task, spec.optimizer, spec.dim, spec.num_heads, spec.options, longest_mini_batch=16)
+    layer = spec.make()
+    b = layer.optimizer.mini_batch_size
+    x = torch.randn(2, min(2 * b + 3, 15), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def through(function: object) -> Run:
+        tokens = x.clone().requires_grad_()
+        y: Tensor = function(tokens)  # type: ignore[operator]
+        return Run(y.detach(), None, gradients(layer, tokens, (y * cotangent(y)).sum()))  # type: ignore[arg-type]
+
+    published = getattr(layer_references, row)
+    parameters = dict(layer.named_parameters())
+    expected = through(lambda tokens: published(parameters, tokens, 2, b))
+    assert compare(through(lambda tokens: layer(tokens)[0]), expected) < BOUND
+    still = {name for name, g in expected.grads.items() if not g.any()}
+    assert still == NO_GRADIENT.get(row, set())  # nothing else is left out of the comparison
+
+
+@pytest.mark.parametrize("law", ["forms", "splits", "causality", "masks", "packing", "round_trips"])
+@pytest.mark.parametrize("row", SEQUENTIAL)
+def test_laws(row: str, law: str) -> None:
+    if (row, law) in NOT_APPLICABLE:
+        with pytest.raises(NotApplicable):
+            LAWS[law].worst_error(specimen(row))
+        return
+    assert LAWS[law].worst_error(specimen(row)) <= LAWS[law].bound

@@ -1,0 +1,185 @@
+"""MTTT layers against vectors computed with the published code, in float64, through the layers that users build."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from metattt import TTTLayer, build
+from metattt.errors import MetaTTTError
+from metattt.inner.diagnostics import inner_losses
+from metattt.models import mttt_from_published
+from metattt.models.mttt import to_ours
+from metattt.testing.specimen import cotangent, gradients
+
+GOLDEN: Any = np.load(Path(__file__).parent / "golden" / "mttt_layer.npz")
+STEPS = {"mlp1": 1, "mlp4": 4, "lin": 1}
+SIZES = ("dim=32", "num_heads=4")
+
+
+def part(kind: str, group: str) -> dict[str, Tensor]:
+    prefix = f"{kind}/{group}/"
+    return {name.removeprefix(prefix): torch.tensor(GOLDEN[name]) for name in GOLDEN.files if name.startswith(prefix)}
+
+
+def published(kind: str) -> TTTLayer:
+    return mttt_from_published(part(kind, "p"), STEPS[kind])
+
+
+def built(kind: str, *overrides: str) -> TTTLayer:
+    """What the command line would train, with the published parameters."""
+    name = "mttt_linear" if kind == "lin" else "mttt_mlp"
+    layer = build(f"layer={name}", f"optimizer.steps={STEPS[kind]}", *SIZES, *overrides).double()
+    layer.load_state_dict(to_ours(part(kind, "p")))
+    return layer
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+def check(layer: TTTLayer, kind: str) -> None:
+    x, weights = torch.tensor(GOLDEN["x"]).requires_grad_(), torch.tensor(GOLDEN["ct"])
+    y, _ = layer(x)
+    (y * weights).sum().backward()
+    assert x.grad is not None
+    assert error(y, torch.tensor(GOLDEN[f"{kind}/y"])) < 1e-9
+    assert error(x.grad, torch.tensor(GOLDEN[f"{kind}/gx"])) < 1e-9
+    expected = to_ours(part(kind, "g"))
+    ours = dict(layer.named_parameters())
+    assert ours.keys() == expected.keys()
+    for name, parameter in ours.items():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            assert error(parameter.grad, expected[name]) < 1e-9, name
+        else:
+            assert kind == "lin" and name == "learner.init.w1"
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("make", [published, built])
+def test_golden_vectors(kind: str, make: Any) -> None:
+    layer = make(kind)
+    check(layer, kind)
+    losses = inner_losses(layer, torch.tensor(GOLDEN["x"]))
+    assert losses.shape == (STEPS[kind] + 1, 4)
+    assert error(losses.sum(1), torch.tensor(GOLDEN[f"{kind}/il"])) < 1e-9
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("overrides", [("optimizer.compute_chunk=5",), ("layer.form=summed",), ("layer.group_size=0",)])
+def test_golden_vectors_in_chunks_and_other_forms(kind: str, overrides: tuple[str, ...]) -> None:
+    check(built(kind, *overrides), kind)
+
+
+def test_published_parameters_that_do_not_fit() -> None:
+    params = part("mlp1", "p")
+    with pytest.raises(MetaTTTError, match=r"missing \['psi/bias'\]"):
+        mttt_from_published({name: value for name, value in params.items() if name != "psi/bias"})
+    with pytest.raises(MetaTTTError, match=r"g_bias has shape \[32\], expected \[1 D\] = \[1, 32\]"):
+        mttt_from_published(params | {"g_bias": params["g_bias"][0]})
+
+
+def test_mttt_linear_is_linear_attention_with_the_identity_map() -> None:
+    layer = published("lin")
+    task, x = layer.task, torch.tensor(GOLDEN["x"])
+    heads = [view(x).unflatten(-1, (4, 8)).transpose(1, 2) for view in (task.phi, task.psi)]
+    k, q = heads
+    v = (x - task.decoder_bias).unsqueeze(1) @ task.decoder.mT
+    expected = layer.out((q @ (k.mT @ v) / (12 * 8)).transpose(1, 2).flatten(2))
+    assert error(layer(x)[0], expected) < 1e-10
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "elu"])
+def test_linear_attention_of_images(feature_map: str) -> None:
+    name = "linear_attention_elu_image" if feature_map == "elu" else "linear_attention_image"
+    layer, x = build(f"layer={name}", *SIZES).double(), torch.tensor(GOLDEN["x"])
+    q, k, v = (getattr(layer.task, key)(x).unflatten(-1, (4, 8)).transpose(1, 2) for key in "qkv")
+    if feature_map == "elu":
+        q, k = (torch.where(z > 0, z + 1, z.exp()) for z in (q, k))
+    scores = q @ k.mT
+    scores = scores / (scores.sum(-1, keepdim=True) if feature_map == "elu" else 12 * 8)
+    assert error(layer(x)[0], layer.out((scores @ v).transpose(1, 2).flatten(2))) < 1e-10
+
+
+def test_linear_attention_is_one_step_on_the_dot_product_loss() -> None:
+    """The same layer with the ordinary parts: a linear learner, W0 = 0, `-<v, f(k)>`."""
+    overrides = (
+        "learner=linear_map",
+        "optimizer=whole",
+        "task.loss=dot",
+        "task.bias=true",
+        "layer.output_norm=false",
+        "layer.output_bias=true",
+    )
+    trained, average = build("layer=custom", *overrides, *SIZES).double(), build("layer=linear_attention_image", *SIZES).double()
+    average.load_state_dict({name: value for name, value in trained.state_dict().items() if not name.startswith("learner")})
+    x = torch.tensor(GOLDEN["x"])
+    assert error(trained(x)[0], average(x)[0]) < 1e-10
+
+
+def test_self_attention_of_images() -> None:
+    layer, x = build("layer=self_attention", *SIZES).double(), torch.tensor(GOLDEN["x"])
+    q, k, v = (getattr(layer.task, key)(x).unflatten(-1, (4, 8)).transpose(1, 2) for key in "qkv")
+    expected = layer.out(((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+    assert error(layer(x)[0], expected) < 1e-10
+
+
+@pytest.mark.parametrize("layer", ["self_attention", "linear_attention_image", "linear_attention_elu_image", "mttt_mlp", "mttt_linear"])
+def test_padding_changes_nothing(layer: str) -> None:
+    module, x = build(f"layer={layer}", *SIZES).double(), torch.tensor(GOLDEN["x"])
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, 3:6] = False
+    y, _ = module(x, mask=mask)
+    alone, _ = module(x[1:, mask[1]])
+    assert error(y[1:, mask[1]], alone) < 1e-10 and error(y[:1], module(x[:1])[0]) < 1e-10
+
+
+def test_attention_to_all_tokens_is_not_carried_on() -> None:
+    layer, x = build("layer=self_attention", *SIZES), torch.randn(2, 12, 32)
+    _, state = layer(x)
+    with pytest.raises(MetaTTTError, match="takes no state and no reset="):
+        layer(x, state)
+    with pytest.raises(MetaTTTError, match="takes no state and no reset="):
+        layer(x, reset=torch.zeros(2, 12, dtype=torch.bool).index_fill(1, torch.tensor([4]), True))
+    with pytest.raises(MetaTTTError, match=r"learner\.kernel=linear"):
+        build("layer=self_attention", "learner.normalize=false", *SIZES)
+
+
+SGD = ("layer=mttt_mlp", "optimizer.steps=4", "optimizer.sampling=sgd", *SIZES)
+
+
+def test_sgd_is_repeatable_with_a_seed() -> None:
+    x = torch.randn(2, 12, 32)
+    seeded, free = build(*SGD, "optimizer.seed=3"), build(*SGD)
+    assert torch.equal(seeded(x)[0], seeded(x)[0])
+    assert not torch.equal(free(x)[0], free(x)[0])
+    losses = inner_losses(seeded, x)
+    assert losses.shape == (5, 4) and torch.equal(losses, inner_losses(seeded, x))
+
+
+def test_sgd_in_chunks_equals_sgd_at_once() -> None:
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    found = []
+    for chunk in (3, 10, 2048):
+        layer, given = build(*SGD, "optimizer.seed=0", f"optimizer.compute_chunk={chunk}").double(), x.clone().requires_grad_()
+        y, _ = layer(given)
+        found.append([y.detach(), *gradients(layer, given, (y * cotangent(y)).sum()).values()])
+    for other in found[1:]:
+        assert max(error(a, b) for a, b in zip(other, found[0], strict=True)) < 1e-9
+
+
+def test_sgd_takes_parts_of_equal_size() -> None:
+    layer = build(*SGD)
+    with pytest.raises(MetaTTTError, match=r"10 tokens do not divide into optimizer\.steps=4 parts"):
+        layer(torch.randn(2, 10, 32))
+    with pytest.raises(MetaTTTError, match="padding makes them unequal"):
+        layer(torch.randn(2, 12, 32), mask=torch.arange(12).expand(2, -1) < torch.tensor([[12], [8]]))
+
+
+def test_inner_losses_need_inner_steps() -> None:
+    with pytest.raises(MetaTTTError, match="inner_losses needs a layer with optimizer=whole"):
+        inner_losses(build("layer=ttt_linear", *SIZES), torch.randn(1, 4, 32))

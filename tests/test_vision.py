@@ -1,0 +1,360 @@
+"""Vision transformers with our layers: timm's registry, published sizes and costs, training on digits and on folders of images."""
+
+import csv
+import pickle
+import subprocess
+import sys
+import tarfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.optim import create_optimizer_v2
+
+import metattt
+from metattt.cli import main
+from metattt.compose import compose, instantiate_model
+from metattt.data.images import ImageData
+from metattt.errors import MetaTTTError
+from metattt.evaluation.flops import flops_per_image
+from metattt.models.vision import ImageTransformer, sincos2d
+from metattt.testing.specimen import cotangent
+from metattt.timm_models import LAYERS, SIZES
+from metattt.training.image_module import TimmRecipe
+from metattt.training.inner_loss_curves import inner_losses_by_layer
+from metattt.training.train import train
+
+ROWS = tuple(LAYERS)
+EXPERIMENTS = Path(metattt.__file__).parent / "configs" / "experiment"
+OURS = ("imagenet_patch", "imagenet_pixel", "table2", "digits_pixel")
+IMAGE_EXPERIMENTS = sorted(
+    name for file in EXPERIMENTS.rglob("*.yaml") if (name := file.relative_to(EXPERIMENTS).with_suffix("").as_posix()).split("/")[0] in OURS
+)
+TINY = {"depth": 2, "img_size": 8, "num_classes": 5}
+
+
+@cache
+def blank(name: str, steps: int = 1, depth: int = 12) -> ImageTransformer:
+    """A model of the published size, without memory."""
+    with torch.device("meta"):
+        return timm.create_model(name, depth=depth, overrides=[f"optimizer.steps={steps}"] if steps > 1 else [])
+
+
+@cache
+def cost(name: str, steps: int = 1) -> int:
+    """Of six blocks and the patch embedding."""
+    return flops_per_image(blank(name, steps, depth=6))
+
+
+# -- timm ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["import timm, metattt", "import metattt; assert 'torch' not in sys.modules; import timm"])
+def test_timm_knows_the_models_after_import(first: str) -> None:
+    code = f"import sys; {first}; print(timm.list_models('vit_*_mttt_mlp'))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(size in out for size in SIZES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("row", ROWS)
+def test_every_model_trains(size: str, row: str) -> None:
+    model = timm.create_model(f"{size}_{row}", **TINY | ({"patch_size": 4} if "patch" in size else {}))
+    images = torch.randn(2, model.in_chans, 8, 8)
+    logits = model(images)
+    assert logits.shape == (2, 5) and not logits.any()  # the head starts at zero
+    torch.nn.functional.cross_entropy(logits, torch.tensor([1, 2])).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    assert model.head.logits.weight.grad.any()
+    pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("layer", ["ttt_mlp", "ttt_linear", "delta_net", "attention"])
+def test_any_layer_of_ours_can_be_dropped_in(layer: str) -> None:
+    model = timm.create_model("vit_digits_pixel_mttt_mlp", layer=layer, **TINY)
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 5)
+
+
+def test_what_timm_does_with_a_model() -> None:
+    model = timm.create_model("vit_tiny_patch16_mttt_mlp", img_size=32, depth=2)
+    assert timm.data.resolve_model_data_config(model)["mean"] == (0.5, 0.5, 0.5)
+    model.reset_classifier(7)
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 7)
+    model.reset_classifier(0)
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 192)
+    with pytest.raises(MetaTTTError, match="no pretrained weights"):
+        timm.create_model("vit_tiny_patch16_mttt_mlp", pretrained=True)
+
+
+# -- sizes and costs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("vit_small_patch16_self_attention", 22_122_472),
+        ("vit_small_patch16_linear_attention", 22_122_472),
+        ("vit_small_patch16_mttt_linear", 22_122_472),
+        ("vit_small_patch16_mttt_mlp", 24_560_104),
+        ("vit_tiny_pixel_linear_attention", 5_569_576),
+        ("vit_tiny_pixel_mttt_linear", 5_569_576),
+        ("vit_tiny_pixel_mttt_mlp", 6_774_568),
+    ],
+)
+def test_published_numbers_of_parameters(name: str, parameters: int) -> None:
+    assert blank(name).num_parameters() == parameters
+
+
+def macs(row: str, width: int, tokens: int, steps: int = 1) -> int:
+    """Multiply-adds per token and block of the paper's layers, with the MLP of the block."""
+    square, head = width**2, 64 * width
+    layer = {
+        "linear_attention": 4 * square + 2 * head,
+        "linear_attention_elu": 4 * square + 2 * head,
+        "self_attention": 4 * square + 2 * tokens * width,
+        "mttt_linear": 5 * square + 3 * head,
+        "mttt_mlp": 5 * square + 28 * head + (steps - 1) * (2 * square + 20 * head),
+    }
+    return 8 * square + layer[row]
+
+
+@pytest.mark.parametrize(("size", "width", "tokens"), [("vit_small_patch16", 384, 196), ("vit_tiny_pixel", 192, 50_176)])
+@pytest.mark.parametrize(("row", "steps"), [*((row, 1) for row in ROWS), ("mttt_mlp", 4)])
+def test_relative_cost_of_an_image(size: str, width: int, tokens: int, row: str, steps: int) -> None:
+    found = cost(f"{size}_{row}", steps) / cost(f"{size}_linear_attention")
+    expected = macs(row, width, tokens, steps) / macs("linear_attention", width, tokens)
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_counting_leaves_the_model_alone() -> None:
+    model = timm.create_model("vit_digits_pixel_mttt_mlp", overrides=["optimizer.steps=4", "optimizer.sampling=sgd", "optimizer.seed=3"])
+    assert flops_per_image(model) > 0
+    assert model.blocks[0].attn.layer.optimizer.seed == 3 and not next(model.parameters()).is_meta
+
+
+# -- the model -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_recomputing_blocks_changes_nothing() -> None:
+    overrides = ["optimizer.steps=4", "optimizer.sampling=sgd"]  # new permutations at every call, but the same ones when recomputed
+    model = timm.create_model("vit_digits_pixel_mttt_mlp", overrides=overrides, **TINY).double()
+    torch.nn.init.normal_(model.head.logits.weight)
+    found = []
+    for recompute in (False, True):
+        model.set_grad_checkpointing(recompute)
+        model.zero_grad()
+        torch.manual_seed(0)
+        logits = model(torch.ones(2, 1, 8, 8, dtype=torch.float64).cumsum(-1))
+        (logits * cotangent(logits)).sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*found, strict=True))
+
+
+def test_only_kernels_decay() -> None:
+    model = timm.create_model("vit_digits_pixel_mttt_mlp", **TINY)
+    groups = create_optimizer_v2(model, opt="adamw", lr=1.0, weight_decay=0.1).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+    layer = "blocks.0.attn.layer."
+    inside = {name.removeprefix(layer) for name in decayed if name.startswith(layer)}
+    assert inside == {"task.phi.weight", "task.psi.weight", "task.decoder", "learner.init.w1", "learner.init.w2", "out.weight"}
+    assert "pos_embed" not in decayed and "patch_embed.proj.weight" in decayed and "head.logits.weight" in decayed
+    assert not any("norm" in name or name.endswith("bias") for name in decayed)
+
+
+def test_position_tables() -> None:
+    table = sincos2d(3, 4, 8)
+    assert table.shape == (1, 12, 8)
+    frequency = np.array([1.0, 1e-4])
+    expected = [np.sin(3 * frequency), np.cos(3 * frequency), np.sin(2 * frequency), np.cos(2 * frequency)]  # x = 3, y = 2
+    np.testing.assert_allclose(table[0, 11], np.concatenate(expected), rtol=1e-5)
+    patch = timm.create_model("vit_small_patch16_mttt_linear", img_size=32, depth=1)
+    assert "pos_embed" not in dict(patch.named_parameters()) and "pos_embed" not in patch.state_dict()
+    pixel = timm.create_model("vit_tiny_pixel_mttt_linear", img_size=16, depth=1)
+    assert pixel.pos_embed.requires_grad and pixel.pos_embed.std().item() == pytest.approx(192**-0.5, rel=0.02)
+
+
+def test_linear_maps_start_as_published() -> None:
+    layer = timm.create_model("vit_tiny_pixel_mttt_mlp", img_size=8, depth=1).blocks[0].attn.layer
+    bound = (3 / 192) ** 0.5
+    for weight in (layer.task.phi.weight, layer.task.psi.weight, layer.task.decoder, layer.out.weight):
+        assert 0.98 * bound < weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"img_size": 10, "patch_size": 4}, "patch_size=4 does not divide"),
+        ({"position": "none"}, r"model\.position"),
+        ({"num_classes": 0}, r"num_classes=0"),
+    ],
+)
+def test_sizes_that_do_not_fit(options: dict[str, object], message: str) -> None:
+    with pytest.raises(MetaTTTError, match=message):
+        timm.create_model("vit_digits_pixel_mttt_mlp", **options)
+
+
+def test_images_of_another_size_are_one_clear_line() -> None:
+    model = timm.create_model("vit_digits_pixel_mttt_mlp")
+    with pytest.raises(MetaTTTError, match=r"images have shape \[1, 1, 9, 9\], the model takes \[B, 1, 8, 8\]"):
+        model(torch.randn(1, 1, 9, 9))
+    model = timm.create_model("vit_digits_pixel_mttt_mlp", overrides=["optimizer.steps=5", "optimizer.sampling=sgd"])
+    with pytest.raises(MetaTTTError, match=r"64 tokens do not divide into optimizer\.steps=5"):
+        model(torch.randn(1, 1, 8, 8))
+
+
+# -- training ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", IMAGE_EXPERIMENTS)
+def test_every_experiment_composes_and_its_model_runs(name: str) -> None:
+    cfg = compose(f"experiment={name}", "dim=16", "num_heads=2", "model.depth=1", "model.img_size=16", "model.num_classes=5")
+    model = instantiate_model(cfg)
+    assert model(torch.randn(1, cfg.model.in_chans, 16, 16)).shape == (1, 5)
+    assert (cfg.model.patch_size == 1) == ("pixel" in name) == (cfg.training.mixup == 0)
+
+
+SMALL = ("dim=16", "num_heads=2", "model.depth=1", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "callbacks.loss_curve.every=1")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps, never stopped."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("digits") / "run"
+    assert (
+        train(compose("experiment=digits_pixel", *SMALL, "trainer.max_steps=4", "trainer.val_check_interval=2", f"output_dir={folder}"))
+        == 0
+    )
+    return folder
+
+
+def test_a_run_leaves_its_files(finished: Path) -> None:
+    names = {file.name for file in finished.iterdir()}
+    assert names == {"last.ckpt", "metrics.csv", "loss_curve.png", "inner_loss.png", "inner_loss.csv"}
+    with (finished / "inner_loss.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["step"] for row in rows} == {"2", "4"} and [row["inner_step"] for row in rows[:5]] == list("01234")
+    assert all(float(row["loss"]) > 0 for row in rows)
+
+
+def test_a_run_goes_on_with_more_steps(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", f"resume={finished}", f"output_dir={run}", "trainer.max_steps=6"]) == 0
+    out = capsys.readouterr().out
+    for words in ("scikit-learn's digits", "GFLOPs per image of 64 tokens", "from step 4", "top-1", "inner loss"):
+        assert words in out
+    assert (run / "last.ckpt").is_file()
+
+
+def test_sizes_of_data_and_model_are_compared(tmp_path: Path) -> None:
+    common = ("experiment=digits_pixel", *SMALL, f"output_dir={tmp_path}")
+    cases = {
+        "data.img_size=16": "img_size=16 and the model takes 8: set model.img_size=16",
+        "data.img_size=9": "choose a multiple of 8",
+        "model.num_classes=9": "set model.num_classes=10",
+        "model.in_chans=3": "set model.in_chans=1",
+        "training.lr=0": r"training\.lr=0",
+        "optimizer.steps=3": r"64 tokens do not divide into optimizer\.steps=3",
+    }
+    for override, message in cases.items():
+        with pytest.raises(MetaTTTError, match=message):
+            train(compose(*common, override))
+    with pytest.raises(MetaTTTError, match="set model=vision_transformer"):
+        train(compose("data=digits", f"output_dir={tmp_path}"))
+
+
+def test_schedule_of_the_paper() -> None:
+    recipe = TimmRecipe(warmup_steps=10)
+    optimizer = recipe.optimizer(torch.nn.Linear(2, 2))
+    schedule, rates = recipe.schedule(optimizer, 110), []
+    for step in range(111):
+        schedule.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == 0 and max(rates) == rates[10] == 1e-3 and rates[60] == pytest.approx(5e-4) and rates[110] == pytest.approx(0)
+
+
+def test_inner_losses_by_layer() -> None:
+    model = timm.create_model("vit_digits_pixel_mttt_mlp", overrides=["optimizer.steps=2"], **TINY)
+    losses = inner_losses_by_layer(model, torch.randn(3, 1, 8, 8))
+    assert [loss.shape for loss in losses] == [(3,), (3,)] and all(loss[0] > loss[2] for loss in losses)
+    assert inner_losses_by_layer(timm.create_model("vit_digits_pixel_self_attention", **TINY), torch.randn(3, 1, 8, 8)) == []
+
+
+# -- folders of images ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    for split in ("train", "validation"):
+        for kind in ("cat", "dog"):
+            (tmp_path / "images" / split / kind).mkdir(parents=True)
+            for index in range(3):
+                pixels = random.integers(0, 255, (20, 30, 3), np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / split / kind / f"{index}.png")
+    return tmp_path / "images"
+
+
+def small(folder: Path, **options: object) -> ImageData:
+    return ImageData(**{"path": str(folder), "img_size": 16, "batch_size": 4, "num_workers": 0} | options)  # type: ignore[arg-type]
+
+
+def test_a_folder_trains(folder: Path, tmp_path: Path) -> None:
+    cfg = compose(
+        "experiment=imagenet_patch/mttt_mlp", *SMALL, f"data.path={folder}", "data.img_size=32", "model.img_size=32", "data.batch_size=2",
+        "data.num_workers=0", "trainer.max_steps=3", "training.warmup_steps=1", f"output_dir={tmp_path / 'run'}", "model.num_classes=2",
+    )  # fmt: skip
+    assert train(cfg) == 0
+    assert (tmp_path / "run" / "inner_loss.png").is_file()
+
+
+def test_a_tar_file_is_read(folder: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        for file in sorted((folder / "train").rglob("*.png")):
+            archive.add(file, file.relative_to(folder / "train"))
+    data = small(tmp_path / "train.tar", validation_path=str(folder))
+    data.setup()
+    images, labels = next(iter(data.train_dataloader()))
+    assert images.shape == (4, 3, 16, 16) and images.abs().max() <= 1 and set(labels.tolist()) <= {0, 1} and data.num_classes == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_file_is_named(folder: Path, workers: int) -> None:
+    broken = folder / "train" / "dog" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:100])
+    data = small(folder, batch_size=6, num_workers=workers)
+    data.setup()
+    with pytest.raises(MetaTTTError, match=r"dog/1\.png cannot be read .*data\.corrupt=skip") as error:
+        list(data.train_dataloader())
+    assert len(str(error.value).splitlines()) == 1
+    skipping = small(folder, batch_size=6, corrupt="skip")
+    skipping.setup()
+    with pytest.warns(UserWarning, match=r"dog/1\.png cannot be read"):
+        assert next(iter(skipping.train_dataloader()))[0].shape == (6, 3, 16, 16)
+
+
+def test_images_that_cannot_be_found(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "set data.path=": ImageData(),
+        "missing does not exist": small(tmp_path / "missing"),
+        "no train images can be read": small(tmp_path / "empty"),
+        "fewer than data.batch_size=7": small(folder, batch_size=7),
+    }
+    for message, data in cases.items():
+        with pytest.raises(MetaTTTError, match=message):
+            data.setup()
+    for options in ({"in_chans": 2}, {"min_area": 0.0}, {"img_size": 0}, {"corrupt": "ignore"}):
+        with pytest.raises(MetaTTTError):
+            small(folder, **options)
+
+
+def test_grey_images_have_one_channel(folder: Path) -> None:
+    data = small(folder, in_chans=1)
+    data.setup()
+    assert next(iter(data.val_dataloader()))[0].shape == (4, 1, 16, 16)
