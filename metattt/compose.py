@@ -153,7 +153,7 @@ def quote_free_text(override: str) -> str:
         return override
     prefix, key, value = match.groups()
     in_quotes = re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL)
-    if value == "null" or in_quotes or (key in ("data.path", "checkpoint") and value.startswith("[") and value.endswith("]")):
+    if value == "null" or in_quotes or (key in ("data.path", "checkpoint", "source") and value.startswith("[") and value.endswith("]")):
         return override
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there

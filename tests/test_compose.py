@@ -66,7 +66,7 @@ def test_every_block_gets_a_layer_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides, expected",
+    ("overrides", "expected"),
     [
         (["learner.bais=1"], "`bais` is not a field of learner. Did you mean `learner.bias`?"),
         (["+learner.bais=1"], "Did you mean `learner.bias`?"),
@@ -111,7 +111,7 @@ def test_errors_of_the_parts_pass_through() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, expected",
+    ("arguments", "expected"),
     [
         (["check", "learner.bais=1"], "Did you mean `learner.bias`?"),
         (["check", "learner=mpl"], "Did you mean `learner=mlp`?"),

@@ -1,6 +1,5 @@
 """Generation: every layer type from carried state, prompts of different lengths, sampling filters, stop strings."""
 
-from importlib.resources import files
 
 import pytest
 import torch
@@ -9,17 +8,14 @@ from torch import Tensor
 from metattt.compose import compose, instantiate_model
 from metattt.data import ByteTokenizer
 from metattt.errors import MetaTTTError
+from metattt.layers import known_layers
 from metattt.models import LanguageModel, generate, generate_text
 from metattt.models.generation import sample
 from metattt.models.text_generation import Continuation
 
 TOKENIZER = ByteTokenizer()
-CAUSAL_LAYERS = sorted(
-    name
-    for file in (files("metattt.configs") / "layer").iterdir()
-    if (name := file.name.removesuffix(".yaml")) != file.name
-    and compose(f"layer={name}", job="language_model").optimizer.get("read") not in ("block", "final")
-)
+NOT_CAUSAL = {"mttt_linear", "mttt_mlp", "self_attention", "linear_attention_image", "linear_attention_elu_image"}  # for images
+CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL]
 
 
 def make(layer: str = "ttt_linear", *overrides: str) -> LanguageModel:

@@ -1,7 +1,6 @@
 """The published language models: golden logits and gradients, names, presets, and state for every layer and backbone."""
 
 import json
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +16,14 @@ from torch import Tensor
 from metattt.cli import main
 from metattt.compose import compose, instantiate_model
 from metattt.errors import MetaTTTError
+from metattt.layers import known_layers
 from metattt.models import LanguageModel, from_jax, from_published, load_pretrained, to_jax, to_published
 from metattt.models.published_config import build_empty
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("linear_mamba", "linear_transformer", "mlp_mamba", "mlp_transformer")
-CAUSAL_LAYERS = sorted(
-    name
-    for file in (files("metattt.configs") / "layer").iterdir()
-    if (name := file.name.removesuffix(".yaml")) != file.name
-    and compose(f"layer={name}", job="language_model").optimizer.get("read") not in ("block", "final")
-)
+NOT_CAUSAL = {"mttt_linear", "mttt_mlp", "self_attention", "linear_attention_image", "linear_attention_elu_image"}  # for images
+CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL]
 
 
 def golden(kind: str) -> Any:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from metattt.data.documents import Document, read_documents
-from metattt.data.windows import ShuffledBatches as ShuffledBatches
 from metattt.data.windows import Split, WindowData
 from metattt.errors import MetaTTTError
 from metattt.registry import register

@@ -38,7 +38,8 @@ class InnerWarmup(lightning.Callback):
             )
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int) -> None:
-        warmup = pl_module.recipe.warmup_steps(int(trainer.estimated_stepping_batches))  # type: ignore[union-attr]
+        recipe: Any = pl_module.recipe
+        warmup = recipe.warmup_steps(int(trainer.estimated_stepping_batches))
         done = min(1.0, trainer.global_step / warmup)
         for rule, final in self.final.items():
             first = self.start / rule.base_lr

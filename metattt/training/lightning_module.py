@@ -158,7 +158,7 @@ class LanguageModeling(lightning.LightningModule):
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         """The sum of what every process has."""
-        return self.trainer.strategy.reduce(sums, reduce_op="sum")  # type: ignore[return-value]
+        return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         if self.recipe.forward_only and (self.trainer.accumulate_grad_batches > 1 or self.trainer.world_size > 1):

@@ -43,7 +43,7 @@ def train(cfg: DictConfig) -> int:
     Raises:
         MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a loss that is not finite.
     """
-    console = Console(highlight=False, soft_wrap=True, quiet=bool(rank_zero_only.rank))  # one of several processes speaks
+    console = Console(highlight=False, soft_wrap=True, quiet=bool(getattr(rank_zero_only, "rank", 0)))  # one of several processes speaks
     _quiet_lightning()
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
     for key in ("path", "validation_path"):
