@@ -57,9 +57,9 @@ def test_the_list_is_complete() -> None:
 
 @pytest.mark.parametrize("group", [*CONTEXTS, "table1", "minibatch"])
 def test_every_experiment_composes(group: str) -> None:
-    for name in EXPERIMENTS:
-        if name.partition("/")[0] != group:
-            continue
+    rows = [name for name in EXPERIMENTS if name.partition("/")[0] == group]
+    # The rows of the context lengths come from one table: every fifth of them, and all of the others.
+    for name in rows[::5] if group in CONTEXTS else rows:
         cfg = compose(f"experiment={name}")
         context, size = CONTEXTS.get(group, 2048), name.rpartition("_")[2] if "/" in name and group in CONTEXTS else "125m"
         assert cfg.data.context_length == context and cfg.batch_tokens == 524288 == cfg.batch_tokens // context * context

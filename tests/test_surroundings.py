@@ -212,7 +212,7 @@ def compiled_error(spec: Specimen, backend: str, length: int) -> float:
     return error(layer, lambda x: graph(x)[0], tokens(length))
 
 
-@every_form
+@pytest.mark.parametrize("name", ["dual", "summed", "primal", "online"])
 def test_compiled_in_one_graph(name: str) -> None:
     assert compiled_error(SPECIMENS[name], "aot_eager", length=6) <= BOUND
 
@@ -349,15 +349,27 @@ def test_loss_that_mixes_tokens_or_loses_them() -> None:
     refused(lambda: TTTLayer(8, 2, OneLoss(), Linear(), GradientDescent(4)), "OneLoss.loss", "shape")
 
 
-class Declared(Mixes):
+class LooksAhead(Mixes):
     mixes_tokens = True
 
 
-@pytest.mark.parametrize("read", ["inclusive", "exclusive"])
-def test_declared_mixing_needs_a_read_that_does_not_look_ahead(read: Any) -> None:
-    refused(lambda: layer_of(Declared(), GradientDescent(4, read=read)), "Declared", f"read={read}", "optimizer.read=previous")
+class Declared(LooksAhead):
+    """An average over the tokens so far."""
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.linear(x - x.cumsum(2) / torch.arange(1, x.shape[2] + 1, dtype=x.dtype).unsqueeze(-1), "w")
+
+
+@pytest.mark.parametrize("read", ["inclusive", "exclusive", "previous", "committed"])
+def test_mixing_must_be_causal(read: Any) -> None:
+    refused(lambda: layer_of(LooksAhead(), GradientDescent(4, read=read)), "LooksAhead", "later")
+    assert layer_of(Declared(), GradientDescent(4, read=read)).form == ("dual" if read in ("inclusive", "exclusive") else "summed")
+
+
+def test_forms_that_take_mixing_apart_are_refused() -> None:
     for form in ("primal", "dual"):
-        refused(lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form), f"form={form}", "summed")
+        refused(lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form), f"form={form}", "auto")
+    refused(lambda: layer_of(Declared(), GradientDescent(4, anchor="batch")), "Declared", "anchor=minibatch")
 
 
 class Raw(Learner):

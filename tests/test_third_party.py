@@ -96,7 +96,7 @@ import importlib, os, pathlib, pkgutil
 import metattt
 package = pathlib.Path(metattt.__file__).parent
 assert str(package).startswith(os.environ["WHEEL"]), package
-optional = {"triton"}
+optional = {"triton", "datasets", "tokenizers"}
 modules = ["metattt." + ".".join(f.relative_to(package).with_suffix("").parts) for f in package.rglob("*.py")]
 for name in sorted(name.removesuffix(".__init__") for name in modules):
     try:
@@ -112,10 +112,11 @@ jobs = sorted(f.stem for f in configs.glob("*.yaml"))
 assert {"build", "check"} <= set(jobs)
 count = 0
 for job in jobs:
-    compose(job=job)
+    needed = ["benchmark=delta"] if job == "bench" else []
+    compose(*needed, job=job)
     for group in sorted(_groups(job)):
         for choice in sorted((configs / group).glob("*.yaml")):
-            overrides = [f"{group}={choice.stem}"]
+            overrides = [*(word for word in needed if group != "benchmark"), f"{group}={choice.stem}"]
             if group == "optimizer" and choice.stem == "append":
                 overrides.append("layer=custom")
             compose(*overrides, job=job)

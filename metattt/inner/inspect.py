@@ -32,6 +32,8 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     task = materialized(task)
     reason = unsupported(task, learner, num_heads, d_in)
     if learner.mixes_tokens:
+        if optimizer.read not in ("block", "final"):
+            check_token_local(task, learner, num_heads, d_in)
         return _mixing_form(form, name, optimizer, reason, summed)
     check_token_local(task, learner, num_heads, d_in)
     if form == "dual" and reason:
@@ -88,10 +90,10 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
 
 
 def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -> None:
-    """Refuses a learner or loss that looks at other tokens without declaring it: its per-token gradients would be wrong.
+    """Refuses a learner or loss that looks at other tokens without declaring it, or at later ones: its gradients would be wrong.
 
     Raises:
-        MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`.
+        MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`, or `r > s` for a learner that declares `mixes_tokens`.
     """
     with torch.device("cpu"), torch.enable_grad():
         fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
@@ -104,7 +106,11 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
         for s in range(k.shape[2]):
             (grad,) = torch.autograd.grad(losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True)
             grad[:, :, s] = 0
-            if grad.abs().max() > 0:
+            if learner.mixes_tokens and grad[:, :, s:].abs().max() > 0:
+                raise MetaTTTError(
+                    f"{type(learner).__name__} lets tokens look at later ones: make it causal, or set optimizer.read=block"
+                )
+            if not learner.mixes_tokens and grad.abs().max() > 0:
                 raise MetaTTTError(
                     f"{type(learner).__name__} lets tokens look at each other but does not say so: "
                     "set mixes_tokens = True on the class, or make forward act on each token alone"
