@@ -35,7 +35,8 @@ class TTTLayer(nn.Module):
         output_norm: LayerNorm over D before the output projection.
         gate: multiply by gelu(x Wg) before the output projection.
         output_bias: a bias in the output projection.
-        form: how the inner loop is computed (`auto`, `dual`, `summed`, `primal`); every form gives the same result.
+        form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same result. `fused`
+            takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
         group_size: mini-batches recomputed together in the backward pass; None takes √(T/b), 0 stores everything.
 
     Raises:
@@ -77,7 +78,7 @@ class TTTLayer(nn.Module):
         self.gate = projection(dim, dim, False) if gate else None
         self.out = projection(dim, dim, output_bias)
         # The loop shares the three parts, so it must not register them a second time.
-        self.__dict__["inner"] = InnerLoop(task, learner, optimizer, self.form, group_size)
+        self.__dict__["inner"] = InnerLoop(task, learner, optimizer, self.form, group_size, strict=form == "fused")
 
     inner: InnerLoop
     task: Task

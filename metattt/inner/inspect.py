@@ -9,19 +9,20 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.accessors import Record, UnsupportedOperation
+from metattt.inner.fused import covering
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
 
-FORMS = ("primal", "dual", "summed")
+FORMS = ("primal", "dual", "summed", "fused")
 
 
 def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, d_in: int) -> str:
     """The form a layer uses.
 
-    `auto` takes `dual` where every fast weight reaches only primitives, else `summed` where the read needs no per-token weights, else
-    `primal` if tokens do not mix.
+    `auto` takes `fused` where a kernel covers the combination, else `dual` where every fast weight reaches only primitives, else `summed`
+    where the read needs no per-token weights, else `primal` if tokens do not mix.
 
     Raises:
         MetaTTTError: the form cannot compute this combination exactly, or the learner mixes tokens without saying so.
@@ -36,19 +37,25 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
             check_token_local(task, learner, num_heads, d_in)
         return _mixing_form(form, name, optimizer, reason, summed)
     check_token_local(task, learner, num_heads, d_in)
+    covered, reasons = covering(task, learner, optimizer) if form in ("auto", "fused") and reason is None else ([], {})
+    if form == "fused" and not covered:
+        why = reason or "; ".join(f"{kernel}: {cause}" for kernel, cause in reasons.items())
+        raise MetaTTTError(f"layer.form=fused has no kernel for this combination ({why}): set layer.form=auto")
     if form == "dual" and reason:
         raise MetaTTTError(f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or set layer.form=auto")
     if form == "summed" and not summed:
         raise MetaTTTError(f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto")
     if form != "auto":
         return form
-    return "dual" if reason is None else "summed" if summed else "primal"
+    return "fused" if covered else "dual" if reason is None else "summed" if summed else "primal"
 
 
 def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | None, summed: bool) -> str:
     """The form for a learner whose tokens look at each other inside a mini-batch."""
     if optimizer.anchor == "online" and optimizer.mini_batch_size > 1:
         raise MetaTTTError(f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch")
+    if form == "fused":
+        raise MetaTTTError(f"layer.form=fused has no kernel for {name}, which mixes tokens: set layer.form=auto")
     if form == "primal":
         raise MetaTTTError(f"layer.form=primal takes tokens apart, and {name} mixes them: set layer.form=auto")
     if summed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 from collections.abc import Iterator, Sequence
 
@@ -11,6 +13,7 @@ from torch.func import functional_call
 
 from metattt.errors import MetaTTTError
 from metattt.inner.forms import Carry, Forms, Tokens, spread
+from metattt.inner.fused import Kernel, MiniBatches, covering
 from metattt.inner.gradients import in_transform
 from metattt.inner.packing import Block, Frame
 from metattt.inner.recompute import recompute
@@ -18,6 +21,8 @@ from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Task
+
+log = logging.getLogger("metattt")
 
 STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
 
@@ -41,14 +46,20 @@ class InnerLoop(nn.Module):
     """Runs a learner through time. Holds no parameters but those of its three parts.
 
     Args:
-        form: `primal`, `dual` or `summed`.
-        group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores everything.
+        form: `primal`, `dual`, `summed`, or `fused`: whole mini-batches by a kernel that covers the combination, the others as `dual`.
+        group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores everything (a kernel
+            takes a size of its own then).
+        strict: a call that no kernel accepts is refused instead of computed as `dual`.
     """
 
-    def __init__(self, task: Task, learner: Learner, optimizer: InnerOptimizer, form: str, group_size: int | None):
+    def __init__(
+        self, task: Task, learner: Learner, optimizer: InnerOptimizer, form: str, group_size: int | None, strict: bool = False
+    ):
         super().__init__()
         self.task, self.learner, self.optimizer = task, learner, optimizer
-        self.form, self.group_size = form, group_size
+        self.form, self.group_size, self.strict = "dual" if form == "fused" else form, group_size, strict
+        self.kernels = covering(task, learner, optimizer)[0] if form == "fused" else []
+        self._refusals: set[str] = set()
         self._shapes: dict[tuple[object, ...], list[torch.Size]] = {}
 
     @property
@@ -118,6 +129,81 @@ class InnerLoop(nn.Module):
         return y
 
     def _scan(self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype) -> tuple[Tensor | None, Carry]:
+        """The blocks one after the other: runs of whole mini-batches by a kernel where one accepts them, the rest in groups."""
+        if not (read and self.kernels):
+            return self._grouped(tokens, carry, blocks, read, operand)
+        outputs: list[Tensor] = []
+        runs: list[list[Block]] = []
+        for block in blocks:
+            if runs and block.whole(self.optimizer.mini_batch_size) == runs[-1][0].whole(self.optimizer.mini_batch_size):
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        for run, piece in zip(runs, tokens.split([sum([block.length for block in run]) for run in runs]), strict=True):
+            whole = run[0].whole(self.optimizer.mini_batch_size)
+            if whole and set(carry) != {"commit"}:  # the first block ends a mini-batch that an earlier call began
+                first, piece = piece.split([run[0].length, sum([block.length for block in run[1:]])])
+                y, carry = self._grouped(first, carry, run[:1], True, operand)
+                run = run[1:]
+                outputs += [] if y is None else [y]
+            if not run:
+                continue
+            given = self._mini_batches(piece, carry, operand) if whole else None
+            kernel = None if given is None else self._kernel(given)
+            if given is None or kernel is None:
+                y, carry = self._grouped(piece, carry, run, True, operand)
+            else:
+                with torch.autocast(piece.k.device.type, enabled=False):
+                    y, weights = kernel.scan(given, self._reference)
+                carry = {"commit": weights}
+            outputs += [] if y is None else [y]
+        return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry
+
+    def _mini_batches(self, tokens: Tokens, carry: Carry, operand: torch.dtype) -> MiniBatches:
+        rule, slow = self.optimizer, {name: value for name, value in self.learner.slow.items()}  # noqa: C416 (as compile traces it)
+        return MiniBatches(tokens, carry["commit"], slow, rule.token_steps(), rule.mini_batch_size, operand, self.group_size)
+
+    def _kernel(self, given: MiniBatches) -> Kernel | None:
+        """The first kernel that takes these tensors.
+
+        Raises:
+            MetaTTTError: none does, and `layer.form=fused` was asked for.
+        """
+        device, reasons = given.tokens.k.device.type, []
+        if in_transform():
+            reasons = ["kernels do not run inside torch.func transforms"]
+        else:
+            for kernel in self.kernels:
+                if kernel.device != device:
+                    reason: str | None = f"for {kernel.device}"
+                elif torch.compiler.is_compiling() and not kernel.traceable:
+                    reason = "not under torch.compile"
+                else:
+                    reason = kernel.accepts(given)
+                if reason is None:
+                    return kernel
+                reasons.append(f"{kernel.name}: {reason}")
+        message = "; ".join(reasons)
+        if self.strict:
+            raise MetaTTTError(f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto")
+        if not torch.compiler.is_compiling() and message not in self._refusals:
+            self._refusals.add(message)
+            log.debug("form=dual in a call on %s: %s", device, message)
+        return None
+
+    def _reference(self, given: MiniBatches) -> tuple[Tensor, Tensors]:
+        """What a kernel computes, by the dual form."""
+        rule = copy.copy(self.optimizer)
+        rule.__dict__["token_steps"] = lambda: given.tau  # the tensor that the derivatives are wanted for
+        loop = InnerLoop(self.task, self.learner, rule, "dual", 0)
+        blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.k.shape[2] // given.size)
+        slow = {f"learner.slow.{name}": value for name, value in given.slow.items()}
+        y, carry = functional_call(loop, slow, (given.tokens, {"commit": given.weights}, blocks, True, given.operand))
+        return y, carry["commit"]
+
+    def _grouped(
+        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
+    ) -> tuple[Tensor | None, Carry]:
         size = self.group_size if self.group_size is not None else max(1, round(math.sqrt(len(blocks))))
         if size == 0 or not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_transform():
             return self(tokens, carry, blocks, read, operand)

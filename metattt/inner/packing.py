@@ -36,6 +36,10 @@ class Block(NamedTuple):
     filled: int | Tensor
     restart: Tensor | None = None
 
+    def whole(self, size: int) -> bool:
+        """Whether this is one mini-batch of `size` tokens for all sequences, from its first token to its commit."""
+        return self.length == size and isinstance(self.phase, int) and self.phase == 0 and self.commit is True and self.restart is None
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -205,5 +209,9 @@ def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int |
         places = torch.arange(1, size + 1, device=open_.device)
         filled = (places * live[:, start : start + size]).amax(1)
         commit: bool | Tensor = live[:, start + size - 1] if size == block else False
-        blocks.append(Block(size, 0, commit, filled, None if restart is None else restart[:, number]))
+        again = None if restart is None else restart[:, number]
+        if not torch.compiler.is_compiling():  # most blocks are like any other: then kernels can take them
+            commit = True if commit is not False and bool(commit.all()) else commit  # type: ignore[union-attr]
+            again = again if again is not None and bool(again.any()) else None
+        blocks.append(Block(size, 0, commit, filled, again))
     return Frame(blocks, source, column.clamp(0, columns - 1), live, end)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from metattt.compose import instantiate_layer
+from metattt.inner.fused import covering
 from metattt.inner.inspect import unsupported
 from metattt.layer import TTTLayer
 from metattt.testing.laws import LAWS
@@ -75,10 +76,14 @@ def why_this_form(layer: TTTLayer, asked: str) -> str:
         return "the learner keeps its data and answers by itself"
     if asked != "auto":
         return f"layer.form={asked} was asked for"
+    if layer.form == "fused":
+        return "kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in layer.inner.kernels)
     if learner.mixes_tokens:
         return "the learner mixes tokens, so no token has a gradient of its own"
     width = layer.dim // layer.num_heads
     reason = unsupported(layer.task, learner, layer.num_heads, width)
     if reason is None:
-        return "every fast weight reaches only primitives"
+        refusals = covering(layer.task, learner, layer.optimizer)[1]
+        kernels = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+        return f"every fast weight reaches only primitives; no kernel covers the combination ({kernels})"
     return f"{reason}, so the dual form cannot express the learner"
