@@ -1,0 +1,275 @@
+"""`form=fused`: every kernel against the dual form, for every combination of parts that it says it computes, and no other."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from metattt.choices import choices
+from metattt.compose import build, compose, instantiate_layer
+from metattt.errors import MetaTTTError
+from metattt.inner.fused import Kernel, MiniBatches, Scan, covering, kernels
+from metattt.layer import TTTLayer
+from metattt.learners.linear import Linear
+from metattt.learners.mlp import MLP
+from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.optimizers.momentum import Momentum
+from metattt.registry import PARAMETERS, REGISTERED
+from metattt.state import Tensors
+from metattt.tasks.reconstruction import Reconstruction
+from metattt.testing.specimen import Specimen, compare, run, state_distance
+
+BOUND = 1e-9
+LEARNERS = {
+    "linear": lambda: Linear(),
+    "linear without bias": lambda: Linear(bias=False),
+    "mlp": lambda: MLP(),
+    "mlp without bias": lambda: MLP(bias=False, expansion=1.5),
+}
+RULES = {
+    "plain": lambda: GradientDescent(4, lr="constant"),
+    "token steps": lambda: GradientDescent(4, token_steps="shared"),
+    "token steps per head": lambda: GradientDescent(3, token_steps="per_head"),
+    "decay": lambda: Momentum(4, momentum="none", decay="per_head"),
+    "fixed decay": lambda: Momentum(5, momentum="none", decay="retnet"),
+}
+
+
+def specimen(learner: str, rule: str, **options: Any) -> Specimen:
+    return Specimen(LEARNERS[learner], lambda: Reconstruction(views="shared_qk", rope="mini_batch"), RULES[rule], 8, 2, options, 16)
+
+
+def only(layer: TTTLayer, *chosen: Kernel) -> TTTLayer:
+    """The layer, computed by these kernels or not at all."""
+    layer.inner.kernels, layer.inner.strict = list(chosen), True
+    return layer
+
+
+@pytest.mark.parametrize("group_size", [None, 1, 3, 100])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_equals_the_dual_form(learner: str, rule: str, group_size: int | None) -> None:
+    spec = specimen(learner, rule)
+    assert spec.make().form == "fused"
+    fused, dual = spec.make(form="fused", group_size=group_size), spec.make(form="dual")
+    b = fused.optimizer.mini_batch_size
+    for length, cuts in ((5 * b, []), (5 * b + 1, []), (7 * b + 2, [1, 3 * b, 4 * b + 1]), (b - 1, []), (2 * b, [b])):
+        x = torch.randn(2, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+        found, expected = run(fused, x, cuts, grads=True), run(dual, x, cuts, grads=True)
+        assert compare(found, expected) < BOUND, (length, cuts)
+        assert state_distance(dual, found.state, expected.state) < BOUND
+
+
+@pytest.mark.parametrize("learner", ["linear", "mlp"])
+def test_packed_documents_and_padding(learner: str) -> None:
+    spec = specimen(learner, "token steps")
+    fused, dual = spec.make(form="fused"), spec.make(form="dual")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 40, 8, dtype=torch.float64, generator=generator)
+    reset = torch.rand(2, 40, generator=generator) < 0.1
+    mask = torch.rand(2, 40, generator=generator) < 0.9
+    for flags in ({"reset": reset}, {"mask": mask}, {"reset": reset, "mask": mask}):
+        assert compare(run(fused, x, grads=True, **flags), run(dual, x, grads=True, **flags)) < BOUND
+
+
+@pytest.mark.parametrize("learner", ["linear", "mlp"])
+def test_derivatives_of_the_derivatives(learner: str) -> None:
+    """`create_graph` goes through the dual form: nothing is detached."""
+    spec = specimen(learner, "token steps")
+    x = spec.tokens(batch=1)
+
+    def second(layer: TTTLayer) -> list[Tensor]:
+        tokens = x.clone().requires_grad_()
+        leaves = [tokens, *layer.parameters()]
+        first = torch.autograd.grad(layer(tokens)[0].square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))  # type: ignore[arg-type]
+
+    for found, expected in zip(second(spec.make(form="fused")), second(spec.make(form="dual")), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12 + 1e-9 * expected.abs().max().item())
+
+
+def test_inference_mode() -> None:
+    layer = specimen("linear", "token steps").make(form="fused")
+    x = torch.randn(1, 16, 8, dtype=torch.float64)
+    y = layer(x)[0]
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x)[0], y.detach(), rtol=1e-12, atol=1e-12)
+
+
+# -- what a kernel says it computes -------------------------------------------------------------------------------------------------
+
+
+def combinations() -> list[DictConfig]:
+    """Every task with every learner and every optimizer that the package has, and every known layer."""
+    sizes = ("dim=8", "num_heads=2")
+    known = [compose(f"layer={name}", *sizes, job="build") for name in sorted(set(choices("layer")) - {"custom"})]
+    parts: dict[str, list[DictConfig]] = {}
+    for group in ("task", "learner", "optimizer"):
+        names = sorted(set(choices(group)) - {"custom"})
+        parts[group] = [compose(f"{group}={name}", "layer=custom", *sizes, job="build")[group] for name in names]
+    for chosen in itertools.product(*parts.values()):
+        cfg = known[0].copy()
+        for group, node in zip(parts, chosen, strict=True):
+            cfg[group] = node
+        known.append(cfg)
+    return known
+
+
+def one_step_away() -> list[tuple[DictConfig, str]]:
+    """TTT-Linear and TTT-MLP with every choice of every part changed to each of its other values."""
+    numbers = {"steps": [2], "max_norm": [0.5], "depth": [1, 3], "mini_batch_size": [3], "huber_delta": [0.5], "conv_width": [2]}
+    found = []
+    for layer in ("ttt_linear", "ttt_mlp"):
+        base = compose(f"layer={layer}", "dim=8", "num_heads=2", "optimizer.mini_batch_size=4", job="build")
+        for group in ("task", "learner", "optimizer"):
+            target = str(base[group]._target_)
+            for key, value in base[group].items():
+                allowed = list(PARAMETERS[target].get(key, ())) if key in PARAMETERS[target] else []
+                others = allowed + numbers.get(key, []) + ([not value] if isinstance(value, bool) else [])
+                if key == "activation":
+                    others = ["relu", "gelu", "tanh", "identity"]
+                for other in others:
+                    if other != value:
+                        found.append((base, f"{group}.{key}={other}"))
+    return found
+
+
+def scan_of(kernel: Kernel, layer: TTTLayer) -> None:
+    """Outputs and gradients by this kernel alone against the dual form."""
+    dual = layer.inner.form == "dual"
+    assert dual
+    x = torch.randn(2, 3 * layer.optimizer.mini_batch_size, layer.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = run(only(layer, kernel), x, grads=True)
+    layer.inner.kernels = []
+    assert compare(found, run(layer, x, grads=True)) < BOUND
+
+
+def test_no_kernel_is_taken_for_what_it_does_not_compute() -> None:
+    """All registered kernels × all configurations: what one covers, it computes; a layer that none covers is not fused."""
+    on_cpu = [kernel for kernel in kernels() if kernel.device == "cpu"]
+    assert {kernel.name for kernel in on_cpu} >= {"ttt_linear.closed_form", "ttt_mlp.closed_form"}
+    taken = set()
+    for cfg in combinations():
+        torch.manual_seed(0)
+        try:
+            layer = instantiate_layer(cfg)
+        except MetaTTTError:  # the parts do not go together
+            continue
+        if not layer.learner.has_weights:
+            continue
+        covered = covering(layer.task, layer.learner, layer.optimizer)[0]
+        assert (layer.form == "fused") == bool(covered)
+        check(layer, covered, taken)
+    assert taken >= {"ttt_linear.closed_form", "ttt_mlp.closed_form"}
+
+
+def test_nor_for_a_neighbour_of_what_it_computes() -> None:
+    taken: set[str] = set()
+    refused = 0
+    for cfg, override in one_step_away():
+        merged = cfg.copy()
+        key, value = override.split("=")
+        node = merged[key.split(".")[0]]
+        node[key.split(".")[1]] = {"True": True, "False": False}.get(value, value)
+        torch.manual_seed(0)
+        try:
+            layer = instantiate_layer(merged)
+        except MetaTTTError:
+            continue
+        covered = covering(layer.task, layer.learner, layer.optimizer)[0]
+        refused += not covered
+        check(layer, covered, taken)
+    assert refused > 20
+    assert taken >= {"ttt_linear.closed_form", "ttt_mlp.closed_form"}
+
+
+def check(layer: TTTLayer, covered: list[Kernel], taken: set[str]) -> None:
+    """Every kernel of the CPU that covers the layer and takes float64 tensors gives what the dual form gives."""
+    layer = layer.double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    for kernel in covered:
+        if kernel.device == "cpu" and "native" not in kernel.name:  # float32 only: tests/test_native.py
+            scan_of(kernel, layer)
+            taken.add(kernel.name)
+
+
+def test_a_subclass_that_changes_the_function_is_not_covered() -> None:
+    class Scaled(Linear):
+        def forward(self, w: Any, x: Tensor) -> Tensor:
+            return 2 * super().forward(w, x)
+
+    class Renamed(Linear):
+        """The same function."""
+
+    class Twice(GradientDescent):
+        def commit(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+            return super().commit(super().commit(carry, filled), 0)
+
+    def form(learner: Any, rule: Any) -> str:
+        return TTTLayer(8, 2, Reconstruction(), learner, rule).form
+
+    assert form(Scaled(), GradientDescent(4)) == "dual"
+    assert form(Renamed(), GradientDescent(4)) == "fused"
+    assert form(Linear(), Twice(4)) == "dual"
+
+
+def test_a_kernel_registers_itself() -> None:
+    assert all((kernel.name, kernel.device)[1] in ("cpu", "cuda") for kernel in kernels())
+    assert len({kernel.name for kernel in kernels()}) == len(kernels())
+    assert ("learner", "linear") in REGISTERED
+
+
+# -- what a user sees ------------------------------------------------------------------------------------------------------------------
+
+
+def test_fused_or_an_error() -> None:
+    with pytest.raises(MetaTTTError, match=r"form=fused has no kernel for this combination .*read=exclusive.*layer.form=auto"):
+        build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.read=exclusive", "layer.form=fused")
+    with pytest.raises(MetaTTTError, match="mixes tokens"):
+        build("layer=nested_transformer", "dim=8", "num_heads=2", "layer.form=fused")
+    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "layer.form=fused")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(MetaTTTError, match=r"bfloat16.*layer.form=auto"):
+        layer(torch.randn(1, 32, 8))
+
+
+def test_auto_says_why_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
+    layer = build("layer=ttt_linear", "dim=8", "num_heads=2")
+    with caplog.at_level(logging.DEBUG, "metattt"), torch.autocast("cpu", torch.bfloat16):
+        layer(torch.randn(1, 32, 8))
+        layer(torch.randn(1, 32, 8))
+    said = [record.getMessage() for record in caplog.records if record.name == "metattt" and "form=dual" in record.getMessage()]
+    assert len(said) == 1  # once, not in every call
+    assert "bfloat16" in said[0]
+
+
+def test_a_kernel_of_ones_own() -> None:
+    """The contract is all that a kernel needs: here one that computes through the reference."""
+    seen = []
+
+    class Borrowed(Kernel):
+        name, device = "borrowed", "cpu"
+
+        def covers(self, task: Any, learner: Any, optimizer: Any) -> str | None:
+            return None
+
+        def accepts(self, given: MiniBatches) -> str | None:
+            return None
+
+        def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+            seen.append(given.tokens.k.shape[2])
+            return reference(given)
+
+    spec = specimen("linear", "token steps")
+    layer = only(spec.make(), Borrowed())
+    x = spec.tokens()
+    assert compare(run(layer, x, [3], grads=True), run(spec.make(form="primal"), x, [3], grads=True)) < BOUND
+    assert seen == [4]
