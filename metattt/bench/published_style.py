@@ -1,7 +1,7 @@
 """The inner loop in the style of the published PyTorch models: a baseline to time against.
 
-The dual form of each mini-batch is written out in closed form, inputs are sliced in a Python loop, and autograd goes through all of it
-(the equations of arXiv 2407.04620, Sec. 2.5, with the published models' token steps folded into η).
+The dual form of each mini-batch is written out in closed form, inputs are sliced in a Python loop, outputs are written into one tensor,
+and autograd goes through all of it (the equations of arXiv 2407.04620, Sec. 2.5, with the published models' token steps folded into η).
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ def published_style(
         Predictions `[B, H, T, d]` and the weights at the end.
     """
     size = tau.shape[-1]
-    blocks = {name: x.unflatten(2, (-1, size)) for name, x in (("q", q), ("k", k), ("v", v))}
-    steps = tau[:, None, None, :, None] * eta.unflatten(2, (-1, size)).unsqueeze(-2)  # [B, H, n, b, b]
+    blocks = {name: x.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4) for name, x in (("q", q), ("k", k), ("v", v))}
+    steps = (tau[:, None, None, :, None] * eta.unflatten(2, (-1, size)).unsqueeze(-2)).permute(2, 0, 1, 3, 4)  # [n, B, H, b, b]
     state = {name: x if x.ndim == 4 else x.unsqueeze(2) for name, x in weights.items()}
     norm = scale[None, :, None], shift[None, :, None]
     step = _mlp if "w2" in weights else _linear
-    rows = []
-    for i in range(steps.shape[2]):
-        y, state = step(*(blocks[name][:, :, i] for name in "qkv"), steps[:, :, i], state, *norm)
-        rows.append(y)
-    return torch.cat(rows, dim=2), {name: x if x.shape[2] > 1 else x.squeeze(2) for name, x in state.items()}
+    out = torch.empty_like(blocks["q"])
+    for i in range(steps.shape[0]):
+        out[i], state = step(*(blocks[name][i] for name in "qkv"), steps[i], state, *norm)
+    return out.permute(1, 2, 0, 3, 4).flatten(2, 3), {name: x if x.shape[2] > 1 else x.squeeze(2) for name, x in state.items()}
 
 
 def _linear(

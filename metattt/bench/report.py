@@ -44,6 +44,7 @@ class Report:
         checks: what held before the measurement.
         settings: the benchmark's settings, for the JSON file.
         panels: plots, side by side.
+        file: path under the output folder to write instead of the benchmark's name, without ending.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Report:
     checks: Sequence[Check]
     settings: Mapping[str, Any]
     panels: Sequence[Panel] = field(default_factory=tuple)
+    file: str | None = None
 
     def markdown(self) -> str:
         lines = [f"# {self.title}", "", self.text, ""]
@@ -63,8 +65,9 @@ class Report:
 
     def write(self, folder: Path, name: str) -> list[Path]:
         """Writes `<name>.md`, `.json` and, if there are panels, `.png`, and returns their paths."""
+        folder, name = (folder / (self.file or name)).parent, (self.file or name).rsplit("/", 1)[-1]
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"environment": environment()} | {key: value for key, value in asdict(self).items() if key != "panels"}
+        content = {"environment": environment()} | {key: value for key, value in asdict(self).items() if key not in ("panels", "file")}
         paths = [folder / f"{name}.md", folder / f"{name}.json"]
         paths[0].write_text(self.markdown(), encoding="utf-8")
         paths[1].write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from metattt.bench.base import Benchmark
 from metattt.bench.report import Report
+from metattt.compose import instantiate_part
 from metattt.errors import MetaTTTError
 from metattt.registry import REGISTERED
 
@@ -30,7 +30,7 @@ def bench(cfg: DictConfig) -> None:
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
-    benchmark: Benchmark = hydra.utils.instantiate(cfg.benchmark, _convert_="all")
+    benchmark: Benchmark = instantiate_part(cfg, "benchmark")
     target = str(cfg.benchmark._target_)
     name = next((known for (group, known), path in REGISTERED.items() if (group, path) == ("benchmark", target)), "benchmark")
     report = benchmark.run(lambda line: console.print(line, style="dim"))

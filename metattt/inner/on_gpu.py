@@ -1,0 +1,44 @@
+"""How a layer calls the Triton operations: what they take, and the way from `[B, H, T, d]` to their `[B, T, H, d]`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from metattt.inner.fused import Kernel, MiniBatches, Scan
+from metattt.state import Tensors
+
+WIDTHS = (32, 64, 96, 128)
+SIZES = (8, 16, 32, 64)
+OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class OnGPU(Kernel):
+    """A Triton operation that is registered with `torch.library`, derivatives and shapes included."""
+
+    device = "cuda"
+    traceable = True
+
+    @abstractmethod
+    def operation(self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches) -> tuple[Tensor, list[Tensor]]:
+        """Predictions `[B, T, H, d]` for tokens of that layout, and the final weights in the order of `given.weights`."""
+
+    def accepts(self, given: MiniBatches) -> str | None:
+        tokens = given.tokens
+        width = tokens.k.shape[-1]
+        if any(gate is not None for gate in (tokens.alpha, tokens.beta, tokens.kappa, tokens.rates)):
+            return "gates other than the step size"
+        if given.operand not in OPERANDS or tokens.eta.dtype != torch.float32:
+            return f"operands of {str(given.operand).removeprefix('torch.')}"
+        if width not in WIDTHS or tokens.v.shape[-1] != width:
+            return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
+        if given.size not in SIZES:
+            return f"optimizer.mini_batch_size={given.size}, not one of {', '.join(map(str, SIZES))}"
+        return None
+
+    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+        q, k, v = (x.to(given.operand).transpose(1, 2) for x in (given.tokens.q, given.tokens.k, given.tokens.v))
+        y, weights = self.operation(q, k, v, given.tokens.eta.transpose(1, 2), given)
+        return y.transpose(1, 2).to(given.tokens.eta.dtype), dict(zip(given.weights, weights, strict=True))

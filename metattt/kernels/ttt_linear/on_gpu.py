@@ -1,0 +1,30 @@
+"""TTT-Linear in a layer on the GPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from metattt.inner.fused import MiniBatches
+from metattt.inner.on_gpu import OnGPU
+from metattt.kernels.ttt_linear.covers import uncovered
+from metattt.learners.base import Learner
+from metattt.optimizers.base import InnerOptimizer
+from metattt.tasks.base import Task
+
+
+class TTTLinearOnGPU(OnGPU):
+    name = "ttt_linear.triton"
+
+    def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+        return uncovered(task, learner, optimizer)
+
+    def operation(self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches) -> tuple[Tensor, list[Tensor]]:
+        from metattt.kernels.ttt_linear.op import ttt_linear  # Triton is imported where it is used
+
+        weights = [given.weights["w1"], given.weights.get("b1")]
+        o, final = ttt_linear(
+            q, k, v, eta, *weights, given.slow["norm_scale"], given.slow["norm_bias"],
+            tau=given.tau, mini_batch_size=given.size, initial_state=tuple(weights), output_final_state=True,
+        )  # fmt: skip
+        assert final is not None
+        return o, [x for x, w in zip((final.w, final.b), weights, strict=True) if w is not None]

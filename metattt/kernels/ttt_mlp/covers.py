@@ -1,0 +1,21 @@
+"""Which combinations the kernels of TTT-MLP on the CPU compute."""
+
+from __future__ import annotations
+
+from metattt.inner.fused import linear_rule
+from metattt.learners.base import Learner
+from metattt.learners.mlp import MLP
+from metattt.optimizers.base import InnerOptimizer
+from metattt.tasks.base import Task
+
+
+def uncovered(task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+    """Why this is not `x + LN(gelu(xW₁ + b₁)W₂ + b₂)` with squared error under a linear rule, or None if it is."""
+    same = all(getattr(type(learner), name) is getattr(MLP, name) for name in ("forward", "predict", "wrap", "mixes_tokens"))
+    if not (isinstance(learner, MLP) and same and learner.depth == 2 and learner.residual and learner.norm):
+        return "the learner is not x + LN(MLP of two layers)"
+    if learner.activation != "gelu_tanh":
+        return f"learner.activation={learner.activation}"
+    if not task.squared_error:
+        return "the loss is not ½‖f(k) − v‖²"
+    return linear_rule(optimizer)

@@ -1,0 +1,34 @@
+"""TTT-MLP in a layer on the GPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from metattt.inner.fused import MiniBatches
+from metattt.inner.on_gpu import OnGPU
+from metattt.kernels.ttt_mlp.covers import uncovered
+from metattt.learners.base import Learner
+from metattt.optimizers.base import InnerOptimizer
+from metattt.tasks.base import Task
+
+
+class TTTMLPOnGPU(OnGPU):
+    name = "ttt_mlp.triton"
+
+    def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+        return uncovered(task, learner, optimizer)
+
+    def accepts(self, given: MiniBatches) -> str | None:
+        width, hidden = given.weights["w1"].shape[-2:]
+        return f"learner of {hidden} hidden units, not {4 * width}" if hidden != 4 * width else super().accepts(given)
+
+    def operation(self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches) -> tuple[Tensor, list[Tensor]]:
+        from metattt.kernels.ttt_mlp.op import ttt_mlp  # Triton is imported where it is used
+
+        weights = [given.weights.get(name) for name in ("w1", "b1", "w2", "b2")]
+        o, final = ttt_mlp(
+            q, k, v, eta, *weights, given.slow["norm_scale"], given.slow["norm_bias"],
+            tau=given.tau, mini_batch_size=given.size, initial_state=tuple(weights), output_final_state=True,
+        )  # fmt: skip
+        assert final is not None
+        return o, [x for x in (final.w1, final.b1, final.w2, final.b2) if x is not None]

@@ -1,0 +1,104 @@
+"""The Triton operations in a layer, and the benchmark of the GPU, on the CPU under Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from metattt.bench import gpu, peers
+from metattt.cli import main
+from metattt.errors import MetaTTTError
+from metattt.inner.on_gpu import OnGPU
+from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
+from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
+from metattt.layer import TTTLayer
+from metattt.learners.linear import Linear
+from metattt.learners.mlp import MLP
+from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.optimizers.momentum import Momentum
+from metattt.tasks.reconstruction import Reconstruction
+from metattt.testing.specimen import Specimen, compare, run, state_distance
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+
+KERNELS = {"linear": (TTTLinearOnGPU, Linear), "mlp": (TTTMLPOnGPU, MLP)}
+
+
+def interpreted(kernel: type[OnGPU]) -> OnGPU:
+    made = kernel()
+    made.device = "cpu"
+    return made
+
+
+def through(layer: TTTLayer, kernel: OnGPU) -> TTTLayer:
+    layer.inner.kernels, layer.inner.strict = [kernel], True
+    return layer
+
+
+@pytest.mark.parametrize(("bias", "steps"), [(True, "shared"), (False, "none"), (True, "per_head")])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any) -> None:
+    kernel, learner = KERNELS[name]
+    spec = Specimen(
+        lambda: learner(bias=bias), lambda: Reconstruction(rope="mini_batch"), lambda: GradientDescent(8, token_steps=steps), 64, 2, {}, 8
+    )
+    layer, dual = through(spec.make(dtype=torch.float32), interpreted(kernel)), spec.make(dtype=torch.float32, form="dual")
+    x = torch.randn(2, 27, 64, generator=torch.Generator().manual_seed(0))
+    for cuts in ([], [5]):
+        found, expected = run(layer, x, cuts, grads=True), run(dual, x, cuts, grads=True)
+        assert compare(found, expected) < 1e-3
+        assert state_distance(dual, found.state, expected.state) < 1e-3
+    reset = torch.zeros(2, 27, dtype=torch.bool)
+    reset[0, 11] = reset[1, 20] = True
+    assert compare(run(layer, x, reset=reset, grads=True), run(dual, x, reset=reset, grads=True)) < 1e-3
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_it_does_not_take_it_refuses(name: str) -> None:
+    kernel, learner = KERNELS[name]
+
+    def refused(match: str, dim: int = 64, rule: Any = None, dtype: torch.dtype = torch.float32, made: Any = None) -> None:
+        layer = TTTLayer(dim, 2, Reconstruction(), made or learner(), rule or GradientDescent(8)).to(dtype)
+        with pytest.raises(MetaTTTError, match=match):
+            through(layer, interpreted(kernel))(torch.randn(1, 8, dim, dtype=dtype))
+
+    refused("head width 24", dim=48)
+    refused("mini_batch_size=4", rule=GradientDescent(4))
+    refused("float64", dtype=torch.float64)
+    refused("gates other than", rule=Momentum(8, momentum="none", decay="constant"))
+    if name == "mlp":
+        refused("64 hidden units, not 128", made=MLP(expansion=2))
+
+
+def test_the_gpu_benchmark_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["tokens=32", "lengths=[32]", "num_heads=1", "head_dim=32", "dtype=float32", "decode_batch=3", "rounds=1", "device=cpu"]
+    case = gpu.Case(18, 32, 16, "float32", heads=1, batch=1)
+    monkeypatch.setattr(gpu, "CASES", (case, case._replace(length=9, packed=False)))
+    monkeypatch.setattr(gpu, "tuning", lambda *_: iter([("nothing", lambda: lambda: None)]))
+    assert main(["bench", "gpu", *(f"benchmark.{word}" for word in small), f"output_dir={tmp_path}"]) == 0, capsys.readouterr().err
+    written = (tmp_path / "gpu" / "interpreter.md").read_text()
+    assert {"interpreter.md", "interpreter.json", "interpreter.png"} == {file.name for file in (tmp_path / "gpu").iterdir()}
+    assert "NO" not in written
+    for word in ("ttt_linear_decode", "ttt_mlp_decode", "torch attention", "share of copy bandwidth", "nothing"):
+        assert word in written, word
+
+
+def test_a_wrong_operation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "CASES", (gpu.Case(9, 32, 16, "float32", heads=1, batch=1),))
+    monkeypatch.setattr(gpu, "relative", lambda found, expected: float("nan"))
+    monkeypatch.setattr(gpu, "tuning", lambda *_: iter(()))
+    sizes: dict[str, Any] = {"tokens": 16, "lengths": [16], "num_heads": 1, "head_dim": 32, "dtype": "float32"}
+    report = gpu.GPU(**sizes, decode_batch=2, rounds=1, device="cpu").run(lambda line: None)
+    assert {row["operation"] for row in report.tables["Sequences"]} == {peer.name for peer in peers.peers(16)}
+    assert not report.tables["Decoding"]
+    assert not report.checks
+
+
+def test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["bench", "gpu"]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
