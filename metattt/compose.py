@@ -11,7 +11,7 @@ are decorated with `metattt.registry.register`) and `metattt.configs` (packages 
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,14 @@ from metattt.compose_errors import (
     explain_instantiation,
     not_a_field,
     refused_value,
+    unnamed_choice,
 )
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, register
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from metattt.layer import TTTLayer
     from metattt.models.language_model import LanguageModel
 
@@ -51,8 +54,18 @@ JOB_COMPONENTS = {
 }
 """The same for one job only: training imports Lightning, which a notebook that builds a layer does not wait for."""
 
-FREE_TEXT = ("prompt", "checkpoint", "data.path", "resume", "init_from", "output_dir", "source", "target")
+FREE_TEXT = (
+    "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume", "init_from",
+    "output_dir", "source", "target", "dataset_files", "tokenizer",
+)  # fmt: skip
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
+
+LISTS = ("data.path", "checkpoint", "source", "dataset_files")
+"""Those of them that may also be a list, [a,b]."""
+
+
+NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
+"""Choices of nothing, as they are by default."""
 
 
 class ThirdPartyConfigs(SearchPathPlugin):
@@ -94,7 +107,8 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
         MetaTTTError: as `build`.
     """
     load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
-    prepared = _open_custom_parts([quote_free_text(override) for override in overrides])
+    named = [NOTHING.get(override, override) for override in overrides]
+    prepared = _open_custom_parts([quote_free_text(override) for override in named if override])
     outer = GlobalHydra.instance().hydra  # set if the caller is itself a Hydra application
     GlobalHydra.instance().clear()
     try:
@@ -102,6 +116,11 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
             cfg = hydra.compose(job, prepared)
     except (HydraException, OmegaConfBaseException) as error:
         raise MetaTTTError(explain_composition(error, job)) from error
+    except ValueError as error:  # Hydra's, for a choice that is no name
+        message = unnamed_choice(prepared)
+        if message is None:
+            raise
+        raise MetaTTTError(message) from error
     finally:
         GlobalHydra.instance().hydra = outer
     _check_parameters(cfg, job)
@@ -110,13 +129,15 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
 
 def instantiate_layer(cfg: DictConfig) -> "TTTLayer":
     """A new layer from `cfg.layer`, with its own task, learner and optimizer."""
-    layer: TTTLayer = _instantiate(cfg, "layer")
+    layer: TTTLayer = instantiate_part(cfg, "layer")
     return layer
 
 
-def instantiate_model(cfg: DictConfig) -> "LanguageModel":
-    """The model of `cfg.model`; every one of its blocks gets a new layer of `cfg.layer`."""
-    model: LanguageModel = _instantiate(cfg, "model", _partial_=True)(layer=partial(instantiate_layer, cfg))
+def instantiate_model(cfg: DictConfig, on_block: Callable[["nn.Module"], object] | None = None) -> "LanguageModel":
+    """The model of `cfg.model`; every one of its blocks gets a new layer of `cfg.layer`. `on_block`: see `LanguageModel`."""
+    make = instantiate_part(cfg, "model", _partial_=True)
+    layer = partial(instantiate_layer, cfg)
+    model: LanguageModel = make(layer=layer) if on_block is None else make(layer=layer, on_block=on_block)
     return model
 
 
@@ -146,14 +167,14 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
 def quote_free_text(override: str) -> str:
     """Quote the value of an override of a free-text key, so that Hydra takes it as written.
 
-    Left as they are: `null`, a value that is in quotes already, a list for `data.path` or `checkpoint`, and interpolations in paths.
+    Left as they are: `null`, a value that is in quotes already, a list for a key of `LISTS`, and interpolations in paths.
     """
     match = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", override, flags=re.DOTALL)
     if match is None or match[2] not in FREE_TEXT:
         return override
     prefix, key, value = match.groups()
     in_quotes = re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL)
-    if value == "null" or in_quotes or (key in ("data.path", "checkpoint", "source") and value.startswith("[") and value.endswith("]")):
+    if value == "null" or in_quotes or (key in LISTS and value.startswith("[") and value.endswith("]")):
         return override
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
@@ -190,7 +211,7 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
                 raise MetaTTTError(refused_value(full_key, value, parameters[key]))
 
 
-def _instantiate(cfg: DictConfig, key: str, **options: Any) -> Any:
+def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
     """`hydra.utils.instantiate` of one node, with our errors."""
     try:
         return hydra.utils.instantiate(cfg[key], _convert_="all", **options)

@@ -65,8 +65,9 @@ class Digits(Benchmark):
                 say(f"{NAMES[row]}, seed {seed}: top-1 {accuracy:.2f}%, cross-entropy {loss:.4f}")
         table = [self._row(row, found) for row, found in results.items()]
         cfg = compose("experiment=digits_pixel", *self.overrides)
+        blocks = "one block" if cfg.model.depth == 1 else f"{cfg.model.depth} blocks"
         text = (
-            f"Held-out digits (359 of 1,797), raw 8×8 pixels as tokens, {cfg.model.depth} blocks of width {cfg.dim} with "
+            f"Held-out digits (359 of 1,797), raw 8×8 pixels as tokens, {blocks} of width {cfg.dim} with "
             f"{cfg.num_heads} heads, {cfg.trainer.max_steps} steps of {cfg.data.batch_size} images, the same recipe for all rows; mean ± "
             f"standard deviation over {len(self.seeds)} seeds. Made by `metattt bench digits`; one row is "
             "`metattt train experiment=digits_pixel/<row>`.\n\n"
@@ -123,4 +124,7 @@ class Digits(Benchmark):
             (shows if gap > noise else hidden).append(f"{NAMES[better]} above {NAMES[worse]} ({gap:+.1f} points)")
         lines = [f"The paper's order shows here by more than the spread over seeds: {'; '.join(shows)}." if shows else ""]
         lines += [f"It does not show at this size: {'; '.join(hidden)}." if hidden else ""]
+        if {"mttt_linear", "linear_attention"} <= accuracy.keys():
+            gap = abs(statistics.mean(accuracy["mttt_linear"]) - statistics.mean(accuracy["linear_attention"]))
+            lines += [f"MTTT-Linear computes linear attention with the identity map: the {gap:.1f} points between them are chance."]
         return " ".join(line for line in lines if line)

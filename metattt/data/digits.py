@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.images import Batch, Images
-from metattt.data.windows import ShuffledBatches
+from metattt.data.images import NO_LABEL, Batch, Images
+from metattt.data.windows import batches_in_order, batches_of_run, process
 from metattt.errors import MetaTTTError
 from metattt.registry import register
 
@@ -16,7 +16,7 @@ SIDE = 8  # pixels
 
 
 class _Digits(Dataset[Batch]):
-    """Images `[N, 1, h, w]` and labels `[N]`, indexed by a batch of positions at once."""
+    """Images `[N, 1, h, w]` and labels `[N]`, indexed by a batch of positions at once; position −1 has no label."""
 
     def __init__(self, images: Tensor, labels: Tensor):
         self.images, self.labels = images, labels
@@ -25,7 +25,8 @@ class _Digits(Dataset[Batch]):
         return len(self.labels)
 
     def __getitem__(self, index: list[int]) -> Batch:
-        return self.images[index], self.labels[index]
+        place = torch.tensor(index)
+        return self.images[place], torch.where(place < 0, NO_LABEL, self.labels[place])
 
 
 @register(group="data", name="digits")
@@ -34,7 +35,7 @@ class DigitsData(Images):
 
     Args:
         img_size: height and width (pixels); a multiple of 8, every pixel repeated.
-        batch_size: images per batch.
+        batch_size: images per batch, over all processes; in a run, each process takes its share.
         validation_fraction: share of the images held out.
         seed: of the order of the training images.
 
@@ -81,19 +82,12 @@ class DigitsData(Images):
     def train_dataloader(self) -> DataLoader[Batch]:
         """Shuffled batches for the whole run, from the step that the trainer has reached."""
         data = self._splits["train"]
-        steps, done = -(-len(data) // self.batch_size), 0
-        if self.trainer is not None:
-            per_step = self.trainer.accumulate_grad_batches
-            done = self.trainer.global_step * per_step
-            if self.trainer.max_steps > 0:
-                steps = self.trainer.max_steps * per_step
-        return self._loader(data, ShuffledBatches(len(data), self.batch_size, self.seed, steps, done))
+        return self._loader(data, batches_of_run(len(data), self.batch_size, self.seed, self.trainer))
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """The held-out digits in order."""
-        data, index = self._splits["validation"], list(range(len(self._splits["validation"])))
-        size = max(256, self.batch_size)
-        return self._loader(data, [index[start : start + size] for start in range(0, len(index), size)])
+        """The held-out digits in order, a part of them in each process."""
+        data = self._splits["validation"]
+        return self._loader(data, batches_in_order(len(data), max(256, self.batch_size), *process(self.trainer)))
 
     def _loader(self, data: _Digits, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Batch]:
         return DataLoader(data, batch_size=None, sampler=batches)  # the sampler hands out whole batches

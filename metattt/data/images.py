@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning
 from PIL import Image
-from timm.data import ImageDataset, create_dataset, create_loader
+from timm.data import create_dataset, create_loader, create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from metattt.data.windows import batches_in_order, batches_of_run, process
 from metattt.errors import MetaTTTError, check_choice
 from metattt.registry import register
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, h, w] in [−1, 1], labels [B]
+NO_LABEL = -1  # of an image that only fills up a batch, so that every process has as many; it counts nowhere
 
 
 class Images(lightning.LightningDataModule):
@@ -24,7 +27,7 @@ class Images(lightning.LightningDataModule):
     Attributes:
         img_size: height and width (pixels).
         in_chans: channels.
-        batch_size: images per batch.
+        batch_size: images per batch; in a run, of each process.
         seed: of the order of the images.
     """
 
@@ -55,37 +58,50 @@ class CorruptImage(MetaTTTError):
         super().__init__(message.strip().splitlines()[-1].rpartition("CorruptImage: ")[2])
 
 
-class CheckedImages(ImageDataset):
-    """timm's dataset, where a file that cannot be read is named, and refused or skipped.
+class CheckedImages(Dataset[tuple[Any, int]]):
+    """Images of timm or torchvision by number, where one that cannot be read is named, and refused or skipped.
+
+    Number −1 is some image with `NO_LABEL`.
 
     Args:
-        dataset: timm's dataset.
+        dataset: timm's dataset with a reader, or torchvision's, of pairs (image, label).
+        mode: PIL's name of the colours: `RGB`, `L`.
         corrupt: `error`, or `skip` to take the next image instead, with a warning.
     """
 
-    def __init__(self, dataset: ImageDataset, corrupt: str):
-        super().__init__("", reader=dataset.reader, input_img_mode=dataset.input_img_mode)
-        self.corrupt = corrupt
+    def __init__(self, dataset: Any, mode: str, corrupt: str):
+        self.dataset, self.mode, self.corrupt = dataset, mode, corrupt
+        self.reader = getattr(dataset, "reader", None)
+        self.transform: Callable[[Image.Image], Any] | None = None  # set by timm's loader
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = self._read(max(0, index))
+        return (image if self.transform is None else self.transform(image)), label if index >= 0 else NO_LABEL
+
+    def _read(self, index: int) -> tuple[Image.Image, int]:
         for attempt in range(len(self)):
             place = (index + attempt) % len(self)
             try:
-                file, target, *_ = self.reader[place]
-                image = Image.open(file).convert(self.input_img_mode)
+                if self.reader is None:
+                    image, label, *_ = self.dataset[place]
+                else:
+                    file, label, *_ = self.reader[place]
+                    image = Image.open(file)
+                return image.convert(self.mode), int(label)
             except Exception as error:  # each format's decoder has errors of its own
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 message = f"the image {self._name(place)} cannot be read ({reason})"
                 if self.corrupt == "error":
                     raise CorruptImage(f"{message}: remove it, or set data.corrupt=skip") from error
                 warnings.warn(f"{message}: skipped", stacklevel=2)
-                continue
-            return (image if self.transform is None else self.transform(image)), -1 if target is None else int(target)
         raise CorruptImage("no image of the data set can be read")
 
     def _name(self, index: int) -> str:
         try:
-            return str(self.reader.filename(index, absolute=True))
+            return str(self.reader.filename(index, absolute=True))  # type: ignore[union-attr]
         except Exception:  # a reader without file names, or one that has to decode the image to know
             return f"number {index}"
 
@@ -96,18 +112,20 @@ class ImageData(Images):
 
     Args:
         path: folder (with `train` and `validation` or `val` inside, classes as folders), or a tar file; the root or cache of others.
-        dataset: timm's name of another kind: `wds/<name>`, `hfds/<user>/<name>`, `tfds/<name>`, `torch/<name>`. Empty: a folder or tar.
+        dataset: timm's name of another kind: `wds/<name>`, `hfds/<user>/<name>`, `hfids/<user>/<name>` (streamed), `tfds/<name>`,
+            `torch/<name>`. Empty: a folder or tar.
         validation_path: folder or tar file of the validation images, if it is not inside `path`.
-        train_split, validation_split: names of the splits.
+        train_split, validation_split: names of the splits; for WebDataset also files and their number of images,
+            `train-{0000..1023}.tar|1281167`.
         img_size: height and width after cropping (pixels).
         in_chans: 3 for colour, 1 for grey.
-        batch_size: images per batch.
+        batch_size: images per batch, over all processes; in a run, each process takes its share.
         num_workers: processes that read images.
         min_area: smallest share of the area that a random crop takes.
         flip: flip half of the training images.
-        augment: timm's name of an augmentation, `rand-m10-n2` for RandAugment(2, 10); None for none.
+        augment: timm's name of an augmentation, `rand-m10-n2-p1` for RandAugment(2, 10); None for none.
         corrupt: a file that cannot be read is an `error`, or `skip` takes the next image with a warning. (Streams are up to timm.)
-        seed: of the order of streamed images.
+        seed: of the order of the images.
 
     Raises:
         MetaTTTError: a value that is not allowed; from `setup`: no images, or fewer than a batch.
@@ -139,14 +157,26 @@ class ImageData(Images):
             raise MetaTTTError(f"data.in_chans={in_chans} is not allowed: 3 for colour, 1 for grey")
         if not 0 < min_area <= 1:
             raise MetaTTTError(f"data.min_area={min_area} is not allowed: it must be between 0 and 1")
+        if augment is not None:
+            try:
+                create_transform(img_size, is_training=True, auto_augment=augment)
+            except Exception as error:  # timm has assertions and lookups, no error of its own
+                raise MetaTTTError(
+                    f"data.augment={augment} is not known to timm: rand-m10-n2-p1, augmix-m3-w3, original, or null"
+                ) from error
         self.path, self.dataset, self.validation_path = path, dataset, validation_path
         self.splits = {"train": train_split, "validation": validation_split}
         self.img_size, self.in_chans, self.batch_size, self.num_workers = img_size, in_chans, batch_size, num_workers
         self.min_area, self.flip, self.augment, self.corrupt, self.seed = min_area, flip, augment, corrupt, seed
         self._datasets: dict[str, Any] = {}
+        self._streams_for = (1, batch_size)  # processes and batch size that the streams were made for
 
     def setup(self, stage: str | None = None) -> None:
-        """Finds the images, once."""
+        """Finds the images, once. Streams are made again when there are several processes: timm then gives each a part."""
+        now = (process(self.trainer)[1], self.batch_size)
+        if now != self._streams_for and any(isinstance(found, IterableDataset) for found in self._datasets.values()):
+            self._datasets.clear()
+        self._streams_for = now
         for name in self.splits:
             if name not in self._datasets:
                 self._datasets[name] = self._dataset(name)
@@ -158,43 +188,56 @@ class ImageData(Images):
     def _dataset(self, name: str) -> Dataset[Any]:
         if self.path is None and not self.dataset:
             raise MetaTTTError("no images are given: set data.path=<folder or tar file>, or data.dataset=hfds/<name> or wds/<name>")
-        train = name == "train"
+        train, mode = name == "train", "RGB" if self.in_chans == 3 else "L"
         root = self.path if train or self.validation_path is None else self.validation_path
         if not self.dataset and not Path(str(root)).exists():
             raise MetaTTTError(f"data.{'path' if root == self.path else 'validation_path'}={root} does not exist")
         try:
             found = create_dataset(
                 self.dataset, root, split=self.splits[name], is_training=train, batch_size=self.batch_size, seed=self.seed,
-                input_img_mode="RGB" if self.in_chans == 3 else "L",
+                input_img_mode=mode,
             )  # fmt: skip
         except Exception as error:  # whatever the readers of the many formats raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise MetaTTTError(f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {reason}") from error
-        return CheckedImages(found, self.corrupt) if type(found) is ImageDataset else found
+        return found if isinstance(found, IterableDataset) else CheckedImages(found, mode, self.corrupt)
 
     @property
     def num_classes(self) -> int | None:
-        reader = getattr(self._datasets["train"], "reader", None)
-        classes = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)  # a folder's name for it, or a tar's
-        return len(classes) if classes else None
+        found = self._datasets["train"]
+        for source in (getattr(found, "reader", None), getattr(found, "dataset", None)):
+            classes = getattr(source, "class_to_idx", None) or getattr(source, "class_name_to_idx", None)  # a folder's name, or a tar's
+            if classes:
+                return len(classes)
+        return None
 
     def describe(self) -> str:
         sizes = [len(self._datasets[name]) for name in ("train", "validation")]
         return f"{self.dataset or self.path}: {sizes[0]:,} images to train, {sizes[1]:,} to validate"
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Random crops, shuffled."""
+        """Random crops, shuffled, for the whole run from the step that the trainer has reached; a stream: for an epoch."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """Centre crops: the shorter side is 8/7 of the crop."""
+        """Centre crops, a part of them in each process: the shorter side is 8/7 of the crop."""
         return self._loader("validation")
 
     def _loader(self, name: str) -> DataLoader[Batch]:
-        centre = (0.5,) * self.in_chans
+        data, centre = self._datasets[name], (0.5,) * self.in_chans
         loader: DataLoader[Batch] = create_loader(
-            self._datasets[name], (self.in_chans, self.img_size, self.img_size), self.batch_size, is_training=name == "train",
+            data, (self.in_chans, self.img_size, self.img_size), self.batch_size, is_training=name == "train",
             use_prefetcher=False, scale=(self.min_area, 1.0), hflip=0.5 if self.flip else 0.0, color_jitter=0.0, auto_augment=self.augment,
             interpolation="bilinear", mean=centre, std=centre, crop_pct=0.875, num_workers=self.num_workers, pin_memory=False,
         )  # fmt: skip
-        return loader
+        if isinstance(data, IterableDataset):
+            return loader
+        order = (
+            batches_of_run(len(data), self.batch_size, self.seed, self.trainer)
+            if name == "train"
+            else batches_in_order(len(data), self.batch_size, *process(self.trainer))
+        )
+        return DataLoader(  # timm's, in an order of ours: the same one whatever the processes, and gone on with where a run stopped
+            data, batch_sampler=order, num_workers=loader.num_workers, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn,
+            persistent_workers=loader.persistent_workers,
+        )  # fmt: skip

@@ -113,6 +113,30 @@ def batches_in_order(num_windows: int, batch_size: int, rank: int = 0, world_siz
     return batches
 
 
+def process(trainer: lightning.Trainer | None) -> tuple[int, int]:
+    """This process among all, and their number."""
+    return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+
+
+def batches_of_run(count: int, batch_size: int, seed: int, trainer: lightning.Trainer | None) -> ShuffledBatches:
+    """This process's batches of a whole run, from the step that the trainer has reached; without a trainer, of one pass.
+
+    Args:
+        count: windows (or images) in the data.
+        batch_size: windows per batch in each process.
+        seed: of the order.
+        trainer: says how many steps and processes there are.
+    """
+    rank, world_size = process(trainer)
+    batches, done = -(-count // (batch_size * world_size)), 0
+    if trainer is not None:
+        per_step = trainer.accumulate_grad_batches
+        done = trainer.global_step * per_step
+        if trainer.max_steps > 0:
+            batches = trainer.max_steps * per_step
+    return ShuffledBatches(count, batch_size, seed, batches, done, rank, world_size)
+
+
 class WindowData(lightning.LightningDataModule):
     """A data module of windows; subclasses say what the windows of a split are.
 
@@ -158,27 +182,16 @@ class WindowData(lightning.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Shuffled windows for the whole run, from the step that the trainer has reached."""
         windows = self.windows("train")
-        rank, world_size = self._process()
-        steps, done = -(-len(windows) // (self.batch_size * world_size)), 0
-        if self.trainer is not None:
-            per_step = self.trainer.accumulate_grad_batches
-            done = self.trainer.global_step * per_step
-            if self.trainer.max_steps > 0:
-                steps = self.trainer.max_steps * per_step
-        return self._loader(windows, ShuffledBatches(len(windows), self.batch_size, self.seed, steps, done, rank, world_size))
+        return self._loader(windows, batches_of_run(len(windows), self.batch_size, self.seed, self.trainer))
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """The validation windows in order, a part of them in each process."""
-        return self.loader("validation", *self._process())
+        return self.loader("validation", *process(self.trainer))
 
     def loader(self, name: Split, rank: int = 0, world_size: int = 1) -> DataLoader[Tensor]:
         """The windows of a split, in order, once."""
         windows = self.windows(name)
         return self._loader(windows, batches_in_order(len(windows), self.batch_size, rank, world_size))
-
-    def _process(self) -> tuple[int, int]:
-        """This process among all, and their number."""
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
     def _loader(self, windows: WindowArray, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
         # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off

@@ -1,4 +1,4 @@
-"""Operations of a forward pass, counted on the meta device: no memory, no time."""
+"""Operations of a forward pass, counted on the meta device: no memory, little time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from metattt.layer import TTTLayer
 from metattt.models.vision import ImageTransformer
 from metattt.optimizers import WholeSequence
 
@@ -17,16 +19,43 @@ from metattt.optimizers import WholeSequence
 def flops_per_image(model: ImageTransformer) -> int:
     """Floating-point operations of the matrix products for one image, inner loops included; 2 for each multiply-add."""
     blank = copy.deepcopy(model).to("meta").eval()
+    layer: nn.Module = blank.blocks[0].attn.layer  # type: ignore[union-attr, assignment]
+    for block in blank.blocks:
+        block.attn = _Skipped()
     image = torch.empty(1, model.in_chans, *model.patch_embed.img_size, device="meta")
-    for module in blank.modules():
+    return _count(blank, image) + len(blank.blocks) * flops_of_layer(layer, model.patch_embed.num_patches, model.embed_dim)
+
+
+def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
+    """The same for a sequence layer on the meta device, and one sequence of `count` tokens of width `dim`.
+
+    A layer that reads mini-batch by mini-batch costs the same for each, so that two and three of them tell the cost of all.
+    """
+    for module in layer.modules():
         if isinstance(module, WholeSequence):
             module.seed = None  # the meta device has no generators
-            module.compute_chunk = image.numel()  # all tokens at once
+            module.compute_chunk = count  # all tokens at once
+    if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read != "final":
+        size = layer.optimizer.block
+        if count > 3 * size:
+            two, three = (_count(layer, torch.empty(1, blocks * size, dim, device="meta")) for blocks in (2, 3))
+            return two + round((count / size - 2) * (three - two))
+    return _count(layer, torch.empty(1, count, dim, device="meta"))
+
+
+def _count(module: nn.Module, x: Tensor) -> int:
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _OneTotal()  # type: ignore[assignment]
     with torch.no_grad(), mock.patch.object(torch, "autocast", _nothing), counter:
-        blank(image)
+        module(x)
     return counter.get_total_flops()
+
+
+class _Skipped(nn.Module):
+    """In the place of a block's layer."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return x
 
 
 class _OneTotal(nullcontext[None]):

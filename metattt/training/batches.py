@@ -1,8 +1,8 @@
-"""The tokens of one outer-loop step, divided among processes and batches."""
+"""The tokens or images of one outer-loop step, divided among processes and batches."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning
 
@@ -13,7 +13,7 @@ class Plan(NamedTuple):
     """How the windows of a step are read.
 
     Attributes:
-        batch_size: windows per batch, in each process.
+        batch_size: windows or images per batch, in each process.
         accumulate: batches per step, in each process.
     """
 
@@ -43,14 +43,42 @@ def plan_batches(batch_tokens: int | None, context_length: int, batch_size: int,
             near = max(1, round(batch_tokens / context_length)) * context_length
             raise MetaTTTError(f"{setting} do not fill whole windows: set batch_tokens={near}")
         windows = batch_tokens // context_length
-    if windows % world_size:
+    return _share(windows, "windows", batch_size, world_size, setting)
+
+
+def plan_images(batch_size: int, accumulate: int, world_size: int) -> Plan:
+    """The same for `batch_size * accumulate` images per step over all processes.
+
+    Raises:
+        MetaTTTError: images that the processes cannot share equally.
+    """
+    setting = f"data.batch_size={batch_size} * trainer.accumulate_grad_batches={accumulate}"
+    return _share(batch_size * accumulate, "images", batch_size, world_size, setting)
+
+
+def _share(count: int, unit: str, batch_size: int, world_size: int, setting: str) -> Plan:
+    """The largest batches, up to `batch_size`, that divide a process's share of `count`."""
+    if count % world_size:
         raise MetaTTTError(
-            f"{setting} are {windows} windows per step, which {world_size} processes cannot share equally: "
+            f"{setting} are {count} {unit} per step, which {world_size} processes cannot share equally: "
             f"set trainer.devices or the batch so that they divide"
         )
-    share = windows // world_size
+    share = count // world_size
     size = next(size for size in range(min(batch_size, share), 0, -1) if share % size == 0)
     return Plan(size, share // size)
+
+
+def recount_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Counts the batches of a saved run as this number of processes would have needed them: the steps are what stays.
+
+    Args:
+        checkpoint: of Lightning; changed in place.
+        accumulate: batches per step of one process, now.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        shift = checkpoint["global_step"] * accumulate - counts["ready"]
+        counts.update({name: count + shift for name, count in counts.items()})
 
 
 def validate_between_steps(trainer: lightning.Trainer) -> None:

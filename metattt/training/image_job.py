@@ -11,8 +11,10 @@ from metattt.data.images import Images
 from metattt.errors import MetaTTTError
 from metattt.evaluation.flops import flops_per_image
 from metattt.models.vision import ImageTransformer
+from metattt.training.batches import plan_images, validate_between_steps
 from metattt.training.image_module import ImageClassification, TimmRecipe
 from metattt.training.job import Job
+from metattt.training.sharding import FullyShardedData
 
 
 class ImageJob(Job[ImageTransformer, ImageClassification]):
@@ -27,7 +29,7 @@ class ImageJob(Job[ImageTransformer, ImageClassification]):
     """
 
     def __init__(self, cfg: DictConfig, data: Images):
-        self.cfg, self.data = cfg, data
+        self.cfg, self.data, self.mixup = cfg, data, False
         if "num_classes" not in cfg.model:
             raise MetaTTTError("images need a model for images: set model=vision_transformer, or choose experiment=digits_pixel")
         data.setup()
@@ -41,23 +43,37 @@ class ImageJob(Job[ImageTransformer, ImageClassification]):
 
     def module(self, model: ImageTransformer, recipe: TimmRecipe) -> ImageClassification:
         """The Lightning module."""
-        if recipe.mixup and self.data.batch_size % 2:
-            raise MetaTTTError(f"training.mixup mixes pairs of images, and data.batch_size={self.data.batch_size} is odd")
+        if not isinstance(recipe, TimmRecipe):
+            raise MetaTTTError(f"training: {type(recipe).__name__} is not for images: set training=timm")
+        self.mixup = recipe.mixup > 0
         return ImageClassification(model, recipe, OmegaConf.to_container(self.cfg))  # type: ignore[arg-type]
 
     def prepare(self, trainer: lightning.Trainer) -> None:
-        """Nothing: the batches are as configured."""
+        """Divides the batch among the trainer's processes, and counts the steps between validations over all passes."""
         if self.cfg.batch_tokens is not None:
             raise MetaTTTError("batch_tokens is for text: set data.batch_size and trainer.accumulate_grad_batches")
+        if isinstance(trainer.strategy, FullyShardedData):
+            raise MetaTTTError("trainer=fsdp is for text: models for images fit on one device, set trainer=ddp")
+        plan = plan_images(self.data.batch_size, trainer.accumulate_grad_batches, trainer.world_size)
+        self.data.batch_size, trainer.accumulate_grad_batches = plan
+        if self.mixup and plan.batch_size % 2:
+            raise MetaTTTError(
+                f"training.mixup={self.cfg.training.mixup} mixes pairs of images, and a batch has {plan.batch_size} of them: "
+                "change data.batch_size, or set training.mixup=0"
+            )
+        validate_between_steps(trainer)
+        if isinstance(trainer.val_check_interval, int):
+            trainer.check_val_every_n_epoch = None  # a stream has passes, which may be shorter
 
     def header(self, console: Console, trainer: lightning.Trainer, model: ImageTransformer, done: int) -> None:
         """What is about to run, in three lines."""
         images = self.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+        processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
         tokens, flops = model.patch_embed.num_patches, flops_per_image(model)
         console.print(f"images  {self.data.describe()}")
         console.print(
             f"model   {model.num_parameters():,} parameters, {flops / 1e9:.3g} GFLOPs per image of {tokens:,} tokens, "
-            f"on {trainer.strategy.root_device}"
+            f"on {trainer.strategy.root_device}{processes}"
         )
         start = f", from step {done:,}" if done else ""
         console.print(f"run     {trainer.max_steps:,} steps of {images:,} images{start} -> {self.cfg.output_dir}")

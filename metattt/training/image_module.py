@@ -12,10 +12,13 @@ from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from metattt.data.images import NO_LABEL
 from metattt.errors import MetaTTTError
 from metattt.models.vision import ImageTransformer
 from metattt.registry import register
+from metattt.training.batches import recount_batches
 from metattt.training.checkpoint import KEY, VERSION
 
 
@@ -75,10 +78,17 @@ class ImageClassification(lightning.LightningModule):
         super().__init__()
         self.model, self.recipe, self.config = model, recipe, config
         self.mixup = Mixup(mixup_alpha=recipe.mixup, label_smoothing=0.0, num_classes=model.num_classes) if recipe.mixup else None
+        self.step_loss = torch.zeros(())  # of the batches of a step so far (nats per image), summed
         self.validation_sums = torch.zeros(4, dtype=torch.float64)  # cross-entropy (nats), top-1 and top-5 hits, images
+
+    def on_train_epoch_start(self) -> None:
+        loader = self.trainer.train_dataloader
+        if isinstance(loader, DataLoader) and hasattr(loader.dataset, "set_epoch"):
+            loader.dataset.set_epoch(self.current_epoch)  # a stream of timm then reads its files in a new order
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
+        self._check(labels, least=0)
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)  # labels become probabilities [B, classes]
         loss = F.cross_entropy(self.model(images).float(), labels)
@@ -87,8 +97,11 @@ class ImageClassification(lightning.LightningModule):
                 f"the loss is {loss.item()} at step {self.global_step + 1}: lower training.lr (now {self.recipe.lr}) "
                 "or the inner learning rate optimizer.base_lr"
             )
-        self.log("step", self.global_step + 1.0)  # Lightning takes the step of the log from here
-        self.log("train/loss", loss)
+        per_step = self.trainer.accumulate_grad_batches
+        self.step_loss = loss.detach() + (self.step_loss if batch_idx % per_step else 0)
+        if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
+            self.log("step", self.global_step + 1.0)  # Lightning takes the step of the log from here
+            self.log("train/loss", self.trainer.strategy.reduce(self.step_loss / per_step, reduce_op="mean"))
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -99,14 +112,23 @@ class ImageClassification(lightning.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
+        self._check(labels, least=NO_LABEL)
         logits = self.model(images).float()
         found = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
-        sums = (F.cross_entropy(logits, labels, reduction="sum"), found[:, 0].sum(), found.sum(), torch.tensor(len(labels)))
-        self.validation_sums = self.validation_sums + torch.stack([value.double().cpu() for value in sums])
+        nats = F.cross_entropy(logits, labels, reduction="sum", ignore_index=NO_LABEL)
+        sums = (nats, found[:, 0].sum(), found.sum(), (labels != NO_LABEL).sum())
+        self.validation_sums = self.validation_sums + torch.stack([value.cpu().double() for value in sums])
+
+    def _check(self, labels: Tensor, least: int) -> None:
+        """Refuses labels `[B]` that are no class of the model: not every source says how many classes it has."""
+        if (wrong := labels[(labels < least) | (labels >= self.model.num_classes)]).numel():
+            raise MetaTTTError(
+                f"an image has the label {wrong[0]}, and the model has {self.model.num_classes} classes: set model.num_classes"
+            )
 
     def on_validation_epoch_end(self) -> None:
         # sums over all images, divided once: the last batch may be smaller
-        sums = self.trainer.strategy.reduce(self.validation_sums.to(self.device), reduce_op="sum")
+        sums = self.trainer.strategy.reduce(self.validation_sums.float().to(self.device), reduce_op="sum")
         nats, top1, top5, images = sums
         self.log("step", float(self.global_step))
         self.log("validation/loss", nats / images)
@@ -120,6 +142,9 @@ class ImageClassification(lightning.LightningModule):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step_update(num_updates=self.global_step)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[KEY] = {"version": VERSION, "config": self.config}

@@ -1,4 +1,7 @@
-"""How well the inner loop learns while the outer loop trains it: T + 1 curves per layer (arXiv 2310.13807, Fig. 1 and 3)."""
+"""How well the inner loop learns while the outer loop trains it: T + 1 curves per layer (arXiv 2310.13807, Fig. 1 and 3).
+
+For layers that take steps on a whole image; the statistics of language models are `metattt.training.inner_loss_statistics`.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from metattt.models.vision import ImageTransformer
 
 
 class InnerLossCurves(lightning.Callback):
-    """At every validation, the inner loss before the first inner step and after each, summed over heads: CSV and PNG.
+    """At every validation, the inner loss before the first inner step and after each, summed over heads.
 
-    The points are kept in the checkpoint, so that the curves of a resumed run are whole.
+    Logged as `inner_loss/layer{i}/step_{t}`, and written as CSV and PNG. The points are kept in the checkpoint, so that the curves
+    of a resumed run are whole.
 
     Args:
         path: the PNG; the CSV has the same name.
@@ -47,9 +51,13 @@ class InnerLossCurves(lightning.Callback):
     ) -> None:
         if batch_idx or not trainer.is_global_zero or any(point[0] == trainer.global_step for point in self.points):
             return
-        with torch.random.fork_rng():  # the permutations drawn here are none of the run's
-            for layer, losses in enumerate(inner_losses_by_layer(pl_module.model, batch[0][: self.images]), start=1):  # type: ignore[arg-type]
-                self.points += [[trainer.global_step, layer, step, loss] for step, loss in enumerate(losses.tolist())]
+        devices = [pl_module.device] if pl_module.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # the permutations drawn here are none of the run's
+            curves = inner_losses_by_layer(pl_module.model, batch[0][: self.images])  # type: ignore[arg-type]
+        for layer, losses in curves.items():
+            for step, loss in enumerate(losses.tolist()):
+                self.points.append([trainer.global_step, layer, step, loss])
+                pl_module.log(f"inner_loss/layer{layer}/step_{step}", loss, rank_zero_only=True, batch_size=1)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if not self.points or not trainer.is_global_zero:
@@ -63,19 +71,33 @@ class InnerLossCurves(lightning.Callback):
 
 
 @torch.no_grad()
-def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> list[Tensor]:
-    """For every layer that takes steps on the whole image: T + 1 losses, averaged over `images` and tokens, summed over heads."""
-    inputs: list[tuple[TTTLayer, Tensor]] = []
-    layers = [block.attn.layer for block in model.blocks]  # type: ignore[union-attr]
-    steps = [layer for layer in layers if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read == "final"]
-    hooks = [layer.register_forward_pre_hook(lambda module, args: inputs.append((module, args[0]))) for layer in steps]
+def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, Tensor]:
+    """The curves of every layer that takes steps on the whole image.
+
+    Args:
+        model: the model, on the device of the images.
+        images: `[B, C, h, w]`.
+
+    Returns:
+        By number of the block, from 1: `[T + 1]` losses, averaged over images and tokens and summed over heads.
+    """
+    found: dict[int, Tensor] = {}
+    hooks = []
+    for number, block in enumerate(model.blocks, start=1):
+        layer = block.attn.layer  # type: ignore[union-attr]
+        if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read == "final":
+
+            def measure(layer: Any, args: tuple[Tensor], number: int = number) -> None:
+                found[number] = inner_losses(layer, args[0]).sum(1)
+
+            hooks.append(layer.register_forward_pre_hook(measure))  # at once: the inputs of all layers would take memory
     try:
-        if steps:
+        if hooks:
             model(images)
     finally:
         for hook in hooks:
             hook.remove()
-    return [inner_losses(layer, x).sum(1) for layer, x in inputs]
+    return found
 
 
 def plot(points: list[list[float]], path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
@@ -15,8 +14,10 @@ from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.registry import register
+from metattt.training.batches import recount_batches
+from metattt.training.building import Builder
 from metattt.training.checkpoint import KEY, VERSION
-from metattt.training.sharding import FullyShardedData, shard
+from metattt.training.sharding import FullyShardedData, build_divided, divided
 
 
 @register(group="training", name="adamw")
@@ -88,11 +89,22 @@ class LanguageModeling(lightning.LightningModule):
         token_bytes: `[V]` bytes of text that each token stands for.
         config: the resolved configuration of the run, kept in every checkpoint.
         document_start: the token at which the inner loop starts again from W0; None: it never does.
+        tokenizer: the text of the tokenizer.json that made the tokens, kept in every checkpoint; None: they are bytes.
     """
 
-    def __init__(self, model: LanguageModel, recipe: AdamW, token_bytes: Tensor, config: dict[str, Any], document_start: int | None = None):
+    def __init__(
+        self,
+        model: LanguageModel,
+        recipe: AdamW,
+        token_bytes: Tensor,
+        config: dict[str, Any],
+        document_start: int | None = None,
+        tokenizer: str | None = None,
+    ):
         super().__init__()
         self.model = model
+        self.build: Builder | None = None  # makes the model in parts; trainer=fsdp needs it, and `model` may then be without values
+        self.tokenizer = tokenizer
         self.recipe = recipe
         self.config = config
         self.document_start = document_start
@@ -102,8 +114,9 @@ class LanguageModeling(lightning.LightningModule):
         self.step_sums = self.validation_sums = torch.zeros(3, dtype=torch.float64)
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, FullyShardedData):
-            shard(self.model, self.trainer.strategy.device_mesh["data_parallel"])
+        if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
+            assert self.build is not None
+            self.model = build_divided(self.build, self.trainer.strategy.device_mesh["data_parallel"])
 
     def sums(self, ids: Tensor) -> Tensor:
         """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes: `[3]`.
@@ -112,8 +125,7 @@ class LanguageModeling(lightning.LightningModule):
         """
         read, labels = ids[:, :-1].clamp(min=0), ids[:, 1:]
         reset = None if self.document_start is None else read == self.document_start
-        logits = self.model(read, reset=reset)
-        nats = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=NO_TOKEN, reduction="sum")
+        nats, _ = self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
         real = labels != NO_TOKEN
         counts = torch.stack((real.sum(), (self.token_bytes[labels.clamp(min=0)] * real).sum()))
         return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
@@ -172,11 +184,7 @@ class LanguageModeling(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[KEY] = {"version": VERSION, "config": self.config}
+        checkpoint[KEY] = {"version": VERSION, "config": self.config, "tokenizer": self.tokenizer}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Counts the batches of the run as this number of processes would have needed them: the steps are what stays."""
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counts in (progress["total"], progress["current"]):
-            shift = checkpoint["global_step"] * self.trainer.accumulate_grad_batches - counts["ready"]
-            counts.update({name: count + shift for name, count in counts.items()})
+        recount_batches(checkpoint, self.trainer.accumulate_grad_batches)

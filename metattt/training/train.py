@@ -18,14 +18,17 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from metattt.compose import compose, instantiate_model
+from metattt.compose import compose
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
+from metattt.training.building import Builder
 from metattt.training.callbacks import Interrupted, LossCurve
-from metattt.training.checkpoint import FILE_NAME, checkpoint_config, find_checkpoint, load_weights, read_checkpoint
+from metattt.training.checkpoint import FILE_NAME, CheckpointFiles, checkpoint_config, find_checkpoint, read_checkpoint
 from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
+from metattt.training.launchers import processes
+from metattt.training.sharding import FullyShardedData
 from metattt.training.text_job import TextJob
 
 RESUMABLE = ("trainer", "callbacks", "logger")  # parts of the configuration that a resumed run may change
@@ -52,7 +55,7 @@ def train(cfg: DictConfig) -> int:
     checkpoint = find_checkpoint(cfg.resume) if cfg.resume else None
     done = 0
     if checkpoint is not None:
-        content = read_checkpoint(checkpoint)
+        content = read_checkpoint(checkpoint, tensors="none")
         cfg, done = _resumed(cfg, checkpoint_config(content), checkpoint), int(content["global_step"])
         if 0 < cfg.trainer.max_steps <= done:
             raise MetaTTTError(f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>")
@@ -62,16 +65,14 @@ def train(cfg: DictConfig) -> int:
     lightning.seed_everything(cfg.seed, verbose=False)
     data = _instantiate(cfg, "data")
     job: Job[Any, Any] = ImageJob(cfg, data) if isinstance(data, Images) else TextJob(cfg, data)
-    model = instantiate_model(cfg)
     if cfg.init_from == "":
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
-    if cfg.init_from and checkpoint is None:
-        load_weights(model, cfg.init_from)
-    if cfg.compile:
-        for block in model.blocks:  # alike, so compiled once
-            block.compile()
-    module = job.module(model, _instantiate(cfg, "training"))
+    build = Builder(cfg, cfg.init_from if checkpoint is None else None)
     trainer = _trainer(cfg)
+    in_parts = isinstance(trainer.strategy, FullyShardedData) and isinstance(job, TextJob)
+    model = build.empty() if in_parts else build.whole()
+    module = job.module(model, _instantiate(cfg, "training"))
+    module.build = build
     job.prepare(trainer)
     if checkpoint is not None:
         _replay_log(trainer, done)
@@ -123,7 +124,9 @@ def _absolute(path: Any) -> Any:
     """A path, or a list of paths, that does not depend on the working directory."""
     if path is None:
         return None
-    return str(Path(path).expanduser().absolute()) if isinstance(path, str) else [_absolute(one) for one in path]
+    if not isinstance(path, str):
+        return [_absolute(one) for one in path]
+    return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
 
 
 def _new_folder(cfg: DictConfig) -> str:
@@ -153,9 +156,14 @@ def _trainer(cfg: DictConfig) -> lightning.Trainer:
     callbacks = [_instantiate(cfg.callbacks, name) for name in cfg.callbacks or {}]
     loggers = [_instantiate(cfg.logger, name) for name in cfg.logger or {}]
     try:
-        return hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False)
+        many = processes(cfg.trainer)
+        trainer: lightning.Trainer = hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False, **many)
+    except MetaTTTError:
+        raise
     except Exception as error:  # Lightning's own checks of its arguments
         raise MetaTTTError(f"trainer: {str(error.__cause__ or error).splitlines()[0]}") from error
+    trainer.strategy.checkpoint_io = CheckpointFiles()
+    return trainer
 
 
 def _replay_log(trainer: lightning.Trainer, done: int) -> None:
@@ -191,8 +199,13 @@ def _files(console: Console, trainer: lightning.Trainer, folder: Path) -> None:
 
 def _quiet_lightning() -> None:
     """Only what a user can act on: no lines about devices, workers and tips."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    unneeded = ("does not have many workers", "dataloader is not resumable", "exists and is not empty", "isinstance.treespec")
-    several = ("sync_dist=True", "returned a view tensor")  # the sums are over all processes already; nothing is done in place
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    unneeded = (
+        "does not have many workers", "dataloader is not resumable", "exists and is not empty", "isinstance.treespec",
+        "IterableDataset.? has",  # a length, which timm knows
+    )  # fmt: skip
+    # the sums are over all processes already; nothing is done in place; the layout of a convolution's gradient
+    several = ("sync_dist=True", "returned a view tensor", "Grad strides do not match")
     for message in (*unneeded, *several):
         warnings.filterwarnings("ignore", f".*{message}.*")

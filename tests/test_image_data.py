@@ -1,0 +1,317 @@
+"""Images from folders, tar files, WebDataset and Hugging Face datasets: what is read, in which order, augmented how, and refused."""
+
+import io
+import itertools
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from metattt.cli import main
+from metattt.compose import compose
+from metattt.data.digits import DigitsData
+from metattt.data.images import NO_LABEL, ImageData
+from metattt.errors import MetaTTTError
+from metattt.models.vision import ImageTransformer
+from metattt.timm_models import create
+from metattt.training.image_module import ImageClassification, TimmRecipe
+from metattt.training.train import train
+
+SMALL = ("dim=16", "num_heads=2", "model.depth=1", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "callbacks.loss_curve.every=1")
+COUNT = 5  # images of a class and split
+
+
+def png(value: int) -> bytes:
+    """A grey image of one shade, which survives cropping and flipping."""
+    file = io.BytesIO()
+    Image.fromarray(np.full((20, 30, 3), value, np.uint8)).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Train and validation images; the n-th training image has the shade 10 n."""
+    for split in ("train", "validation"):
+        for kind, name in enumerate(("cat", "dog")):
+            place = tmp_path / "images" / split / name
+            place.mkdir(parents=True)
+            for index in range(COUNT):
+                (place / f"{index}.png").write_bytes(png(10 * (kind * COUNT + index)))
+    return tmp_path / "images"
+
+
+def small(folder: Path, **options: object) -> ImageData:
+    return ImageData(**{"path": str(folder), "img_size": 16, "batch_size": 4, "num_workers": 0} | options)  # type: ignore[arg-type]
+
+
+def ready(data: ImageData) -> ImageData:
+    data.setup()
+    return data
+
+
+def shades(images: Tensor) -> list[int]:
+    """Which images of `folder` a batch holds."""
+    return [round(((value + 1) * 127.5 / 10).item()) for value in images.mean((1, 2, 3))]
+
+
+def on(data: Any, rank: int, world_size: int, step: int = 0, max_steps: int = 6) -> Any:
+    """The data module in one process of a run."""
+    data.trainer = SimpleNamespace(
+        global_rank=rank, world_size=world_size, accumulate_grad_batches=1, global_step=step, max_steps=max_steps
+    )
+    return data
+
+
+# -- sources -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read(folder: Path) -> None:
+    data = ready(small(folder))
+    images, labels = next(iter(data.train_dataloader()))
+    assert images.shape == (4, 3, 16, 16) and images.abs().max() <= 1
+    assert labels.tolist() == [shade // COUNT for shade in shades(images)]
+    assert data.num_classes == 2 and "10 images to train, 10 to validate" in data.describe()
+
+
+def test_a_tar_file_is_read(folder: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        for file in sorted((folder / "train").rglob("*.png")):
+            archive.add(file, file.relative_to(folder / "train"))
+    data = ready(small(tmp_path / "train.tar", validation_path=str(folder)))
+    images, labels = next(iter(data.train_dataloader()))
+    assert images.shape == (4, 3, 16, 16) and labels.tolist() == [shade // COUNT for shade in shades(images)] and data.num_classes == 2
+
+
+def test_webdataset_is_read(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    for split in ("train", "validation"):
+        with tarfile.open(tmp_path / f"{split}-0.tar", "w") as archive:
+            for number in range(2 * COUNT):
+                for ending, content in (("png", png(10 * number)), ("cls", str(number // COUNT).encode())):
+                    entry = tarfile.TarInfo(f"{number}.{ending}")
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+    splits = {f"{split}_split": f"{split}-0.tar|{2 * COUNT}" for split in ("train", "validation")}
+    data = ready(small(tmp_path, dataset="wds/own", batch_size=5, **splits))
+    for _ in range(2):  # the first pass, and the next
+        batches = list(data.train_dataloader())
+        assert sorted(shade for images, _ in batches for shade in shades(images)) == list(range(2 * COUNT))
+    assert [len(labels) for _, labels in data.val_dataloader()] == [5, 5]
+    run = tmp_path / "run"
+    code = main(
+        [
+            "train", "experiment=imagenet_pixel/mttt_linear", *SMALL, f"data.path={tmp_path}", "data.dataset=wds/own", "data.img_size=8",
+            *(f"data.{key}={value}" for key, value in splits.items()), "model.img_size=8", "data.batch_size=5", "data.num_workers=1",
+            "trainer.max_steps=5", "training.warmup_steps=1", f"output_dir={run}", "model.num_classes=2",
+        ]
+    )  # fmt: skip
+    assert code == 0 and (run / "last.ckpt").is_file()  # five steps are three passes
+
+
+def test_a_hugging_face_dataset_is_read(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    data = ready(small(tmp_path / "cache", dataset=f"hfds/{folder}"))
+    images, labels = next(iter(data.train_dataloader()))
+    assert images.shape == (4, 3, 16, 16) and labels.tolist() == [shade // COUNT for shade in shades(images)] and data.num_classes == 2
+    assert sum(len(labels) for _, labels in data.val_dataloader()) == 2 * COUNT
+
+
+def test_a_dataset_of_torchvision_is_read(tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / "images" / split / "cat").mkdir(parents=True)
+        for number in range(4):
+            (tmp_path / "images" / split / "cat" / f"{number}.png").write_bytes(png(10 * number))
+    data = ready(small(tmp_path / "images", dataset="torch/image_folder"))
+    images, labels = next(iter(data.val_dataloader()))
+    assert shades(images) == [0, 1, 2, 3] and labels.tolist() == [0] * 4 and data.num_classes == 1
+
+
+def test_grey_images_have_one_channel(folder: Path) -> None:
+    assert next(iter(ready(small(folder, in_chans=1)).val_dataloader()))[0].shape == (4, 1, 16, 16)
+
+
+# -- order ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_depends_on_the_seed_and_the_step_alone(folder: Path) -> None:
+    def run(step: int = 0, rank: int = 0, world_size: int = 1, **options: object) -> list[list[int]]:
+        data = on(ready(small(folder, batch_size=4 // world_size, **options)), rank, world_size, step)
+        return [shades(images) for images, _ in data.train_dataloader()]
+
+    whole = run()
+    assert len(whole) == 6 and run() == whole != run(seed=1)
+    seen = list(itertools.chain(*whole))
+    assert sorted(seen[:10]) == sorted(seen[10:20]) == list(range(10))  # no image is dropped
+    assert run(step=2) == whole[2:]
+    assert [a + b for a, b in zip(run(rank=0, world_size=2), run(rank=1, world_size=2), strict=True)] == whole
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_image_is_validated_once(folder: Path, world_size: int) -> None:
+    found, batches = [], set()
+    for rank in range(world_size):
+        loader = list(on(ready(small(folder, batch_size=3)), rank, world_size).val_dataloader())
+        batches.add(len(loader))
+        found += [shade for images, labels in loader for shade, label in zip(shades(images), labels, strict=True) if label != NO_LABEL]
+    assert sorted(found) == list(range(10)) and len(batches) == 1
+    digits = [DigitsData() for _ in range(world_size)]
+    for data in digits:
+        data.setup()
+    labels = [list(on(data, rank, world_size).val_dataloader()) for rank, data in enumerate(digits)]
+    assert sum((label != NO_LABEL).sum().item() for part in labels for _, label in part) == 359 and len({len(part) for part in labels}) == 1
+
+
+# -- augmentation --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experiment", ["imagenet_patch", "imagenet_pixel"])
+def test_augmentation_of_the_paper(experiment: str, folder: Path) -> None:
+    """Random crops for both; flips and RandAugment(2, 10) for patches alone; the shorter side to 256, then a centre crop of 224."""
+    cfg = compose(f"experiment={experiment}", f"data.path={folder}", "data.batch_size=2", "data.num_workers=0")
+    data = ready(hydra.utils.instantiate(cfg.data))
+    training, validation = (str(loader.dataset.transform) for loader in (data.train_dataloader(), data.val_dataloader()))
+    assert "RandomResizedCropAndInterpolation(size=(224, 224), scale=(0.05, 1.0)" in training and "bilinear" in training
+    patches = experiment == "imagenet_patch"
+    assert ("RandomHorizontalFlip(p=0.5)" in training) == ("RandAugment(n=2" in training) == patches
+    assert training.count("p=1.0, m=10") == (15 if patches else 0)
+    assert "Resize(size=256, interpolation=bilinear" in validation and "CenterCrop(size=(224, 224))" in validation
+    for transform in (training, validation):
+        assert "mean=tensor([0.5000, 0.5000, 0.5000]), std=tensor([0.5000, 0.5000, 0.5000])" in transform
+
+
+def test_mixup_mixes_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = create("vit_digits_pixel", "linear_attention_image", depth=1)
+    module, seen = ImageClassification(model, TimmRecipe(mixup=0.2), {}), {}
+    module.trainer = SimpleNamespace(accumulate_grad_batches=2)  # type: ignore[assignment]
+    model.register_forward_pre_hook(lambda _, args: seen.update(images=args[0]))
+    cross_entropy = torch.nn.functional.cross_entropy
+    monkeypatch.setattr(
+        "torch.nn.functional.cross_entropy", lambda logits, labels: seen.update(labels=labels) or cross_entropy(logits, labels)
+    )
+    np.random.seed(2)
+    images, labels = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])
+    module.training_step((images.clone(), labels), 0)
+    share = seen["labels"][0, 0]
+    assert 0 < share < 1
+    torch.testing.assert_close(seen["images"], share * images + (1 - share) * images.flip(0))
+    torch.testing.assert_close(seen["labels"], (share * torch.eye(10)[labels] + (1 - share) * torch.eye(10)[labels.flip(0)]))
+
+
+# -- training ------------------------------------------------------------------------------------------------------------------------
+
+
+def settings(folder: Path, run: Path, *overrides: str) -> tuple[str, ...]:
+    return (
+        "experiment=imagenet_patch/mttt_mlp", *SMALL, f"data.path={folder}", "data.img_size=32", "model.img_size=32", "data.batch_size=4",
+        "data.num_workers=0", "trainer.max_steps=4", "training.warmup_steps=1", f"output_dir={run}", "model.num_classes=2", *overrides,
+    )  # fmt: skip
+
+
+def test_a_folder_trains(folder: Path, tmp_path: Path) -> None:
+    assert train(compose(*settings(folder, tmp_path / "run", "trainer.precision=bf16-mixed"))) == 0
+    assert (tmp_path / "run" / "inner_loss.png").is_file()
+
+
+@pytest.mark.parametrize("source", ["digits", "folder"])
+def test_two_processes_train_as_one(source: str, folder: Path, tmp_path: Path) -> None:
+    """With the same steps, started by the command line as a user starts them."""
+    command = [sys.executable, "-m", "metattt.cli", "train"]
+    logs = []
+    for processes in (1, 2):
+        run = tmp_path / f"run{processes}"
+        given: tuple[str, ...] = ("experiment=digits_pixel/mttt_mlp", *SMALL, "trainer.max_steps=4", "training.warmup_steps=1")
+        given = (*given, "trainer.val_check_interval=2", f"output_dir={run}")
+        if source == "folder":  # whole images, unchanged: what remains at random is the same in both processes
+            unchanged = ("data.min_area=1", "data.flip=false", "data.augment=null", "training.mixup=0", "trainer.val_check_interval=2")
+            given = settings(folder, run, *unchanged)
+        several = ("trainer=ddp", "trainer.devices=2") if processes > 1 else ()
+        out = subprocess.run(
+            [*command, *given, *several], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        )
+        assert out.returncode == 0, out.stderr[-2000:]
+        assert out.stdout.count("4 steps of") == 1 and ("2 processes" in out.stdout) == (processes == 2) and "Warning" not in out.stderr
+        logs.append([line.split(",") for line in (run / "metrics.csv").read_text().splitlines()])
+    assert len(logs[0]) == len(logs[1]) == 7 and logs[0][0] == logs[1][0]
+    for row, other in zip(logs[0][1:], logs[1][1:], strict=True):
+        for name, value, expected in zip(logs[0][0], row, other, strict=True):
+            if not name.startswith("inner_loss"):  # measured in the first process
+                assert float(value or 0) == pytest.approx(float(expected or 0), rel=1e-4), name
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_file_is_named(folder: Path, workers: int) -> None:
+    broken = folder / "train" / "dog" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:50])
+    with pytest.raises(MetaTTTError, match=r"dog/1\.png cannot be read .*data\.corrupt=skip") as error:
+        list(ready(small(folder, batch_size=10, num_workers=workers)).train_dataloader())
+    assert len(str(error.value).splitlines()) == 1
+    with pytest.warns(UserWarning, match=r"dog/1\.png cannot be read"):
+        found = shades(next(iter(ready(small(folder, batch_size=10, corrupt="skip")).train_dataloader()))[0])
+    assert sorted(found) == [0, 1, 2, 3, 4, 5, 7, 7, 8, 9]
+
+
+def test_images_that_cannot_be_found(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "set data.path=": ImageData(),
+        "missing does not exist": small(tmp_path / "missing"),
+        "no train images can be read": small(tmp_path / "empty"),
+        "fewer than data.batch_size=11": small(folder, batch_size=11),
+    }
+    for message, data in cases.items():
+        with pytest.raises(MetaTTTError, match=message):
+            data.setup()
+    for options in ({"in_chans": 2}, {"min_area": 0.0}, {"img_size": 0}, {"corrupt": "ignore"}):
+        with pytest.raises(MetaTTTError):
+            small(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("data.num_workers=1",), "dog/1.png cannot be read"),
+        (("optimizer.steps=3", "optimizer.sampling=sgd"), "4 tokens do not divide into optimizer.steps=3 parts of equal size"),
+        (("model.img_size=64",), "the images have img_size=32 and the model takes 64: set model.img_size=32"),
+        (("data.img_size=20", "model.img_size=20"), "model.patch_size=16 does not divide model.img_size=20"),
+        (("model.num_classes=1",), "the images have 2 classes and the model 1: set model.num_classes=2"),
+        (("data.batch_size=5",), "training.mixup=0.2 mixes pairs of images, and a batch has 5 of them"),
+        (("data.augment=none",), "data.augment=none is not known to timm"),
+        (("trainer=fsdp", "trainer.devices=1"), "trainer=fsdp is for text"),
+        (("trainer=ddp", "trainer.devices=3"), "4 images per step, which 3 processes cannot share equally"),
+        (("batch_tokens=64",), "batch_tokens is for text"),
+    ],
+)
+def test_refusals_are_a_line_or_two(
+    overrides: tuple[str, ...], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train" / "dog" / "1.png").write_bytes(b"no image")
+    assert main(["train", *settings(folder, tmp_path / "run", *overrides)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("step ")]
+    assert 1 <= len(lines) <= 2 and lines[0].startswith("error: ") and message in lines[0]
+
+
+def test_training_on_images_has_a_recipe_of_its_own(tmp_path: Path) -> None:
+    images = ("model=vision_transformer", "data=digits", "model.img_size=8", "model.patch_size=1", "model.in_chans=1")
+    with pytest.raises(MetaTTTError, match="AdamW is not for images: set training=timm"):
+        train(compose(*images, "dim=16", f"output_dir={tmp_path}"))
+
+
+def test_labels_that_the_model_does_not_know() -> None:
+    module = ImageClassification(create("vit_digits_pixel", "linear_attention_image", depth=1), TimmRecipe(), {})
+    assert isinstance(module.model, ImageTransformer)
+    for step in (module.training_step, module.validation_step):
+        with pytest.raises(MetaTTTError, match="an image has the label 10, and the model has 10 classes"):
+            step((torch.randn(2, 1, 8, 8), torch.tensor([0, 10])), 0)
