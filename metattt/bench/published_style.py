@@ -38,7 +38,7 @@ def published_style(
     step = _mlp if "w2" in weights else _linear
     out = torch.empty_like(blocks["q"])
     for i in range(steps.shape[0]):
-        out[i], state = step(*(blocks[name][i] for name in "qkv"), steps[i], state, *norm)
+        out[i], state = step(blocks["q"][i], blocks["k"][i], blocks["v"][i], steps[i], state, *norm)
     return out.permute(1, 2, 0, 3, 4).flatten(2, 3), {name: x if x.shape[2] > 1 else x.squeeze(2) for name, x in state.items()}
 
 

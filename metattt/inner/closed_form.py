@@ -65,7 +65,7 @@ class ClosedForm(Kernel):
         return None
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        y, *weights = _Scan.apply(self, reference, given, *_flat(given))
+        y, *weights = _Scan.apply(self, reference, given, *flat(given))
         return y, dict(zip(given.weights, weights, strict=True))
 
     def group_size(self, given: MiniBatches) -> int:
@@ -77,7 +77,7 @@ class ClosedForm(Kernel):
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, form: ClosedForm, reference: Scan, given: MiniBatches, *tensors: Tensor) -> tuple[Tensor, ...]:
-        layout = _Layout(given, tensors, form.group_size(given))
+        layout = Layout(given, tensors, form.group_size(given))
         y = layout.empty_like_tokens(layout.tokens.q)
         kept: list[Tensor] = []
         weights = layout.start()
@@ -85,7 +85,7 @@ class _Scan(torch.autograd.Function):
             kept += weights
             out, weights = form.forward(layout.group(place), weights)
             layout.put(y, place, out)
-        ctx.form, ctx.reference, ctx.given = form, reference, _shell(given)
+        ctx.form, ctx.reference, ctx.given = form, reference, shell(given)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *(kept if any(ctx.needs_input_grad) else ()))
         return (y, *layout.unpacked(weights))
@@ -95,8 +95,8 @@ class _Scan(torch.autograd.Function):
         saved, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 3  # read once: a checkpoint computes them for this
         tensors, kept = saved[:count], saved[count:]
         if torch.is_grad_enabled():  # someone differentiates this backward pass again
-            return (None, None, None, *_by_reference(ctx, tensors, (dy, *dweights)))
-        layout = _Layout(ctx.given, tensors, ctx.form.group_size(ctx.given._replace(tokens=_tokens(ctx.given, tensors))))
+            return (None, None, None, *by_reference(ctx, tensors, (dy, *dweights)))
+        layout = Layout(ctx.given, tensors, ctx.form.group_size(ctx.given._replace(tokens=_tokens(ctx.given, tensors))))
         number = len(ctx.given.weights)
         gradients = layout.gradients()
         if dy is None:
@@ -111,7 +111,7 @@ class _Scan(torch.autograd.Function):
         return (None, None, None, *(x if need else None for x, need in zip(found, ctx.needs_input_grad[3:], strict=True)))
 
 
-class _Layout:
+class Layout:
     """Between the caller's `[B, H, T, d]` and groups `[n, B·H, b, d]`."""
 
     def __init__(self, given: MiniBatches, tensors: Sequence[Tensor], group_size: int):
@@ -165,8 +165,8 @@ class _Layout:
 
     def group(self, place: slice) -> Group:
         mix, rows = self.coefficients(self.gates(place), None if self.tau is None else self.spread(self.tau))
-        views = (self.take(x, place) for x in self.tokens[:3])
-        return Group(*views, mix, rows, self.spread(self.scale).unsqueeze(1), self.spread(self.shift).unsqueeze(1))
+        k, v, q = (self.take(x, place) for x in self.tokens[:3])
+        return Group(k, v, q, mix, rows, self.spread(self.scale).unsqueeze(1), self.spread(self.shift).unsqueeze(1))
 
     def packed(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """`[B, H, *shape]` to `[B·H, d_in, d_out]`, or `[B·H, 1, d]` for biases."""
@@ -208,18 +208,18 @@ class _Layout:
                 tau += share if tau.shape[0] == self.heads else share.sum(0, keepdim=True)
 
     def flat(self, gradients: tuple[Tokens, Tensor | None, Tensor, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """In the order of `_flat`."""
+        """In the order of `flat`."""
         tokens, tau, scale, shift = gradients
         return [*(x for x in tokens if x is not None), *(() if tau is None else (tau,)), scale, shift, *weights]
 
 
-def _flat(given: MiniBatches) -> list[Tensor]:
+def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
     slow = (given.slow["norm_scale"], given.slow["norm_bias"])
     return [*(x for x in given.tokens if x is not None), *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
 
 
-def _shell(given: MiniBatches) -> MiniBatches:
+def shell(given: MiniBatches) -> MiniBatches:
     """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
     nothing = torch.empty(0)
     return given._replace(
@@ -235,11 +235,11 @@ def _tokens(given: MiniBatches, tensors: Sequence[Tensor]) -> Tokens:
     return given.tokens.map(lambda _: next(rest))
 
 
-def _by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The backward pass as a graph that can be differentiated, through the generic dual form."""
     needed = ctx.needs_input_grad[3:]
     aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
-    layout = _Layout(ctx.given, aliases, 1)
+    layout = Layout(ctx.given, aliases, 1)
     slow = {"norm_scale": layout.scale, "norm_bias": layout.shift}
     weights = dict(zip(ctx.given.weights, layout.weights, strict=True))
     y, after = ctx.reference(ctx.given._replace(tokens=layout.tokens, tau=layout.tau, slow=slow, weights=weights))

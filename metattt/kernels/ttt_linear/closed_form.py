@@ -21,9 +21,8 @@ from metattt.inner.closed_form import (
     pull_norm,
     transposed,
 )
-from metattt.inner.fused import linear_rule
+from metattt.kernels.ttt_linear.covers import uncovered
 from metattt.learners.base import Learner
-from metattt.learners.linear import Linear
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
 
@@ -32,12 +31,7 @@ class TTTLinear(ClosedForm):
     name = "ttt_linear.closed_form"
 
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        same = all(getattr(type(learner), name) is getattr(Linear, name) for name in ("forward", "predict", "wrap", "mixes_tokens"))
-        if not (isinstance(learner, Linear) and same and learner.residual and learner.norm):
-            return "the learner is not x + LN(xW + b)"
-        if not task.squared_error:
-            return "the loss is not ½‖f(k) − v‖²"
-        return linear_rule(optimizer)
+        return uncovered(task, learner, optimizer)
 
     def forward(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         walk = _walk(group, weights)
@@ -146,4 +140,3 @@ def _read(group: Group, walk: Walk, mixed: Tensor) -> tuple[Tensor, Tensor | Non
     if group.rows is not None:
         before, z = z, z * group.rows.unsqueeze(-1)
     return baddbmm(z, mixed, walk.g, alpha=-1), before
-

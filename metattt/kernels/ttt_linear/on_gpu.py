@@ -21,10 +21,9 @@ class TTTLinearOnGPU(OnGPU):
     def operation(self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches) -> tuple[Tensor, list[Tensor]]:
         from metattt.kernels.ttt_linear.op import ttt_linear  # Triton is imported where it is used
 
-        weights = [given.weights["w1"], given.weights.get("b1")]
-        o, final = ttt_linear(
-            q, k, v, eta, *weights, given.slow["norm_scale"], given.slow["norm_bias"],
-            tau=given.tau, mini_batch_size=given.size, initial_state=tuple(weights), output_final_state=True,
-        )  # fmt: skip
+        w, b = given.weights["w1"], given.weights.get("b1")
+        norm = given.slow["norm_scale"], given.slow["norm_bias"]
+        sizes = {"tau": given.tau, "mini_batch_size": given.size}
+        o, final = ttt_linear(q, k, v, eta, w, b, *norm, **sizes, initial_state=(w, b), output_final_state=True)  # type: ignore[arg-type]
         assert final is not None
-        return o, [x for x, w in zip((final.w, final.b), weights, strict=True) if w is not None]
+        return o, [final.w] if b is None else [final.w, final.b]

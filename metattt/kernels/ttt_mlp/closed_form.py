@@ -23,9 +23,8 @@ from metattt.inner.closed_form import (
     pull_norm,
     transposed,
 )
-from metattt.inner.fused import linear_rule
+from metattt.kernels.ttt_mlp.covers import uncovered
 from metattt.learners.base import Learner
-from metattt.learners.mlp import MLP
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
 
@@ -35,14 +34,7 @@ class TTTMLP(ClosedForm):
     largest_group = 16  # the weights of a mini-batch are as large as 8·d tokens of its hidden layer
 
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        same = all(getattr(type(learner), name) is getattr(MLP, name) for name in ("forward", "predict", "wrap", "mixes_tokens"))
-        if not (isinstance(learner, MLP) and same and learner.depth == 2 and learner.residual and learner.norm):
-            return "the learner is not x + LN(MLP of two layers)"
-        if learner.activation != "gelu_tanh":
-            return f"learner.activation={learner.activation}"
-        if not task.squared_error:
-            return "the loss is not ½‖f(k) − v‖²"
-        return linear_rule(optimizer)
+        return uncovered(task, learner, optimizer)
 
     def forward(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         walk = _walk(group, weights)

@@ -1,0 +1,27 @@
+"""TTT-MLP in C++ on the CPU: the same closed form as `closed_form.py`, one learner after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metattt.inner.fused import MiniBatches
+from metattt.inner.native_scan import NativeForm
+from metattt.kernels.ttt_mlp.covers import uncovered
+from metattt.learners.base import Learner
+from metattt.optimizers.base import InnerOptimizer
+from metattt.tasks.base import Task
+
+
+class NativeTTTMLP(NativeForm):
+    name = "ttt_mlp.native"
+    source = Path(__file__).with_name("native.cpp")
+    largest_group = 16
+
+    def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+        return uncovered(task, learner, optimizer)
+
+    def defines(self, given: MiniBatches) -> dict[str, int] | str:
+        width, hidden = next(iter(given.weights.values())).shape[-2:]
+        if hidden % 16:
+            return f"a hidden width of {hidden}"
+        return {"WIDTH": width, "HIDDEN": hidden, "TOKENS": given.size, "BIAS": int(len(given.weights) > 2)}
