@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_inference_mode() -> None:
 
 def combinations() -> list[DictConfig]:
     """Every task with every learner and every optimizer that the package has, and every known layer."""
-    sizes = ("dim=8", "num_heads=2")
+    sizes = ("dim=32", "num_heads=2")
     known = [compose(f"layer={name}", *sizes, job="build") for name in sorted(set(choices("layer")) - {"custom"})]
     parts: dict[str, list[DictConfig]] = {}
     for group in ("task", "learner", "optimizer"):
@@ -126,7 +127,7 @@ def one_step_away() -> list[tuple[DictConfig, str]]:
     numbers = {"steps": [2], "max_norm": [0.5], "depth": [1, 3], "mini_batch_size": [3], "huber_delta": [0.5], "conv_width": [2]}
     found = []
     for layer in ("ttt_linear", "ttt_mlp"):
-        base = compose(f"layer={layer}", "dim=8", "num_heads=2", "optimizer.mini_batch_size=4", job="build")
+        base = compose(f"layer={layer}", "dim=32", "num_heads=2", job="build")
         for group in ("task", "learner", "optimizer"):
             target = str(base[group]._target_)
             for key, value in base[group].items():
@@ -140,21 +141,28 @@ def one_step_away() -> list[tuple[DictConfig, str]]:
     return found
 
 
-def scan_of(kernel: Kernel, layer: TTTLayer) -> None:
-    """Outputs and gradients by this kernel alone against the dual form."""
-    dual = layer.inner.form == "dual"
-    assert dual
+def scan_of(kernel: Kernel, layer: TTTLayer, bound: float) -> bool:
+    """Outputs and gradients by this kernel alone against the dual form; False if the kernel refuses the tensors."""
+    assert layer.inner.form == "dual"
     x = torch.randn(2, 3 * layer.optimizer.mini_batch_size, layer.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = run(only(layer, kernel), x, grads=True)
+    x = x.to(layer.out.weight.dtype)
+    try:
+        found = run(only(layer, kernel), x, grads=True)
+    except MetaTTTError:  # these sizes or types
+        return False
     layer.inner.kernels = []
-    assert compare(found, run(layer, x, grads=True)) < BOUND
+    assert compare(found, run(layer, x, grads=True)) < bound
+    return True
+
+
+def no_compiler() -> set[str]:
+    """The kernels in C++ where nothing compiles them."""
+    return set() if shutil.which("c++") else {kernel.name for kernel in kernels() if kernel.name.endswith(".native")}
 
 
 def test_no_kernel_is_taken_for_what_it_does_not_compute() -> None:
     """All registered kernels × all configurations: what one covers, it computes; a layer that none covers is not fused."""
-    on_cpu = [kernel for kernel in kernels() if kernel.device == "cpu"]
-    assert {kernel.name for kernel in on_cpu} >= {"ttt_linear.closed_form", "ttt_mlp.closed_form"}
-    taken = set()
+    taken: set[str] = set()
     for cfg in combinations():
         torch.manual_seed(0)
         try:
@@ -166,7 +174,7 @@ def test_no_kernel_is_taken_for_what_it_does_not_compute() -> None:
         covered = covering(layer.task, layer.learner, layer.optimizer)[0]
         assert (layer.form == "fused") == bool(covered)
         check(layer, covered, taken)
-    assert taken >= {"ttt_linear.closed_form", "ttt_mlp.closed_form"}
+    assert taken == {kernel.name for kernel in kernels() if kernel.device == "cpu"} - no_compiler()
 
 
 def test_nor_for_a_neighbour_of_what_it_computes() -> None:
@@ -186,19 +194,17 @@ def test_nor_for_a_neighbour_of_what_it_computes() -> None:
         refused += not covered
         check(layer, covered, taken)
     assert refused > 20
-    assert taken >= {"ttt_linear.closed_form", "ttt_mlp.closed_form"}
+    assert taken == {kernel.name for kernel in kernels() if kernel.device == "cpu"} - no_compiler()
 
 
 def check(layer: TTTLayer, covered: list[Kernel], taken: set[str]) -> None:
-    """Every kernel of the CPU that covers the layer and takes float64 tensors gives what the dual form gives."""
-    layer = layer.double()
+    """Every kernel of the CPU that covers the layer gives what the dual form gives, in the widest type that it takes."""
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+                parameter.add_(torch.randn_like(parameter) * 0.3 / parameter.shape[-1] ** 0.5)
     for kernel in covered:
-        if kernel.device == "cpu" and "native" not in kernel.name:  # float32 only: tests/test_native.py
-            scan_of(kernel, layer)
+        if kernel.device == "cpu" and (scan_of(kernel, layer.double(), BOUND) or scan_of(kernel, layer.float(), 1e-4)):
             taken.add(kernel.name)
 
 

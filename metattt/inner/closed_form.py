@@ -65,7 +65,7 @@ class ClosedForm(Kernel):
         return None
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        y, *weights = _Scan.apply(self, reference, given, *flat(given))
+        y, *weights = _Scan.apply(self, reference, given, torch.is_grad_enabled(), *flat(given))
         return y, dict(zip(given.weights, weights, strict=True))
 
     def group_size(self, given: MiniBatches) -> int:
@@ -76,26 +76,26 @@ class ClosedForm(Kernel):
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, form: ClosedForm, reference: Scan, given: MiniBatches, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, form: ClosedForm, reference: Scan, given: MiniBatches, keep: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         layout = Layout(given, tensors, form.group_size(given))
         y = layout.empty_like_tokens(layout.tokens.q)
         kept: list[Tensor] = []
         weights = layout.start()
         for place in layout.places():
-            kept += weights
+            kept += weights if keep and any(ctx.needs_input_grad) else []
             out, weights = form.forward(layout.group(place), weights)
             layout.put(y, place, out)
         ctx.form, ctx.reference, ctx.given = form, reference, shell(given)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *(kept if any(ctx.needs_input_grad) else ()))
+        ctx.save_for_backward(*tensors, *kept)
         return (y, *layout.unpacked(weights))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *dweights: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 3  # read once: a checkpoint computes them for this
+        saved, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 4  # read once: a checkpoint computes them for this
         tensors, kept = saved[:count], saved[count:]
         if torch.is_grad_enabled():  # someone differentiates this backward pass again
-            return (None, None, None, *by_reference(ctx, tensors, (dy, *dweights)))
+            return (None, None, None, None, *by_reference(ctx, tensors, (dy, *dweights)))
         layout = Layout(ctx.given, tensors, ctx.form.group_size(ctx.given._replace(tokens=_tokens(ctx.given, tensors))))
         number = len(ctx.given.weights)
         gradients = layout.gradients()
@@ -108,7 +108,7 @@ class _Scan(torch.autograd.Function):
             found, moving = ctx.form.backward(group, weights, layout.take(dy, place), moving)
             layout.add(gradients, place, found)
         found = layout.flat(gradients, layout.unpacked(moving))
-        return (None, None, None, *(x if need else None for x, need in zip(found, ctx.needs_input_grad[3:], strict=True)))
+        return (None, None, None, None, *(x if need else None for x, need in zip(found, ctx.needs_input_grad[4:], strict=True)))
 
 
 class Layout:
@@ -237,7 +237,7 @@ def _tokens(given: MiniBatches, tensors: Sequence[Tensor]) -> Tokens:
 
 def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The backward pass as a graph that can be differentiated, through the generic dual form."""
-    needed = ctx.needs_input_grad[3:]
+    needed = ctx.needs_input_grad[-len(tensors) :]
     aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
     layout = Layout(ctx.given, aliases, 1)
     slow = {"norm_scale": layout.scale, "norm_bias": layout.shift}

@@ -1,8 +1,9 @@
-"""TTT-Linear: closed form on the CPU, Triton on the GPU."""
+"""TTT-Linear: C++ where there is a compiler and batched products elsewhere on the CPU, Triton on the GPU."""
 
 from metattt.inner.fused import register_kernel
 from metattt.kernels.ttt_linear.closed_form import TTTLinear
+from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 
-register_kernel(TTTLinear)
-register_kernel(TTTLinearOnGPU)
+for kernel in (NativeTTTLinear, TTTLinear, TTTLinearOnGPU):  # the first that takes a call is used
+    register_kernel(kernel)

@@ -1,8 +1,9 @@
-"""TTT-MLP: closed form on the CPU, Triton on the GPU."""
+"""TTT-MLP: C++ where there is a compiler and batched products elsewhere on the CPU, Triton on the GPU."""
 
 from metattt.inner.fused import register_kernel
 from metattt.kernels.ttt_mlp.closed_form import TTTMLP
+from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 
-register_kernel(TTTMLP)
-register_kernel(TTTMLPOnGPU)
+for kernel in (NativeTTTMLP, TTTMLP, TTTMLPOnGPU):  # the first that takes a call is used
+    register_kernel(kernel)

@@ -1,0 +1,95 @@
+"""C++ sources compiled on first use by the system's compiler, for the processor at hand, and loaded with ctypes.
+
+What was compiled stays in a folder of the user's cache under a name that depends on the sources, the compiler, its options and the
+processor: another process loads it again, and nothing stale is ever loaded. Where nothing can be compiled, `load` returns None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+HEADERS = Path(__file__).parent
+# No -ffast-math: NaN and infinity keep their meaning, and the order of operations is that of the source.
+OPTIONS = (*["-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"], f"-I{HEADERS}")
+PROCESSOR_OPTIONS = (("-march=native",), ("-mcpu=native",), ())  #: the first that the compiler accepts
+
+_log = logging.getLogger("metattt")
+_lock = threading.Lock()
+_loaded: dict[tuple[Path, tuple[tuple[str, int], ...]], ctypes.CDLL | None] = {}
+
+
+def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
+    """The library made of `source` with its macros set to `defines`; None, and a line in the debug log, if there is none to be had."""
+    key = source, tuple(sorted(defines.items()))
+    with _lock:
+        if key not in _loaded:
+            try:
+                _loaded[key] = ctypes.CDLL(str(_compiled(source, [f"-D{name}={value}" for name, value in key[1]])))
+            except (OSError, RuntimeError) as error:
+                _log.debug("%s is not compiled: %s", source, error)
+                _loaded[key] = None
+        return _loaded[key]
+
+
+def _compiled(source: Path, defines: list[str]) -> Path:
+    compiler, version = _compiler()
+    about = [*OPTIONS, str(PROCESSOR_OPTIONS), *defines, *compiler, version, _processor()]
+    about += [path.read_text() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    digest = hashlib.sha256("\0".join(about).encode()).hexdigest()
+    name = f"{source.parent.name}-{digest[:24]}.so"
+    folder = _folder()
+    library = folder / name
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # several processes may be at it: the last to finish wins
+        made = Path(scratch) / name
+        for options in PROCESSOR_OPTIONS:
+            run = _run([*compiler, *OPTIONS, *options, *defines, str(source), "-o", str(made)], timeout=300)
+            if run.returncode == 0:
+                os.replace(made, library)
+                return library
+    raise RuntimeError(f"{shlex.join(compiler)} failed: {run.stderr.strip()[:500]}")
+
+
+def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{command[0]} takes longer than {timeout:g} s") from error
+
+
+@cache
+def _compiler() -> tuple[tuple[str, ...], str]:
+    """The compiler's command and what it says about itself."""
+    chosen = os.environ.get("CXX")
+    for command in [shlex.split(chosen)] if chosen else (["c++"], ["g++"], ["clang++"]):
+        if command and shutil.which(command[0]):
+            return tuple(command), _run([*command, "--version"], timeout=60).stdout
+    raise RuntimeError(f"no C++ compiler: {chosen or 'c++, g++, clang++'} not found")
+
+
+@cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    described = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(described)))
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metattt" / "native"

@@ -1,0 +1,217 @@
+"""A kernel in C++ as an operation of autograd: what the kernels of `native.h` are passed, and what their gradients mean.
+
+Every learner (one head of one sequence) is computed on its own, so that its weights stay in the cache; the learners are divided among as
+many threads as torch may use. Nothing is kept for the backward pass but the inputs and the weights at the start of each group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metattt.inner.closed_form import Layout, by_reference, flat, shell
+from metattt.inner.fused import Kernel, MiniBatches, Scan
+from metattt.inner.native import load
+from metattt.state import Tensors
+
+
+class NativeForm(Kernel):
+    """A kernel whose C++ source takes one group of mini-batches after the other. A subclass says which source, and its macros."""
+
+    device = "cpu"
+    source: Path
+    largest_group: int  #: mini-batches; bounds what a thread holds while it computes a group
+
+    @abstractmethod
+    def defines(self, given: MiniBatches) -> dict[str, int] | str:
+        """The macros of the source for these tensors, all of them sizes or flags; or why there are none."""
+
+    def accepts(self, given: MiniBatches) -> str | None:
+        tokens = given.tokens
+        if any(x is not None for x in (tokens.alpha, tokens.kappa, tokens.beta, tokens.rates)):
+            return "a gate besides the step size"
+        if given.operand != torch.float32 or any(x.dtype != torch.float32 for x in flat(given)):
+            return "numbers other than fp32"
+        width = tokens.k.shape[-1]
+        if width % 16 or not 16 <= width <= 128 or given.size % 16 or not 16 <= given.size <= 64:
+            return f"a head width of {width} with {given.size} tokens per mini-batch"
+        defines = self.defines(given)
+        if isinstance(defines, str):
+            return defines
+        return None if load(self.source, defines) else "no C++ compiler (see the debug log)"
+
+    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+        tensors = flat(given)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            y, *weights = _Scan.apply(self, reference, given, *tensors)
+        else:
+            y, weights, _ = self.forward(given, tensors, keep=False)
+        return y, dict(zip(given.weights, weights, strict=True))
+
+    def forward(self, given: MiniBatches, tensors: Sequence[Tensor], keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Predictions, weights after the sequence, and those at the start of each group as the library lays them out."""
+        call = Call(Layout(given, tensors, 1), self.group_size(given))
+        library = self.library(given)
+        y = call.layout.empty_like_tokens(call.layout.tokens.q)
+        after = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in call.layout.weights]
+        call.views(y=y)
+        call.arrays(after=after)
+        kept = None
+        if keep:
+            kept = y.new_empty(call.learners, -(-call.count // call.passed.group), library.state_size())
+            call.array(kept=kept)
+            use_large_pages(library, kept)
+        use_large_pages(library, y)
+        call.run(library.forward)
+        return y, after, kept
+
+    def library(self, given: MiniBatches) -> ctypes.CDLL:
+        defines = self.defines(given)
+        assert not isinstance(defines, str)
+        library = load(self.source, defines)
+        assert library is not None  # `accepts` saw it
+        library.state_size.restype = ctypes.c_int64
+        return library
+
+    def group_size(self, given: MiniBatches) -> int:
+        """Mini-batches per group: √n keeps as many weights between groups as inside one."""
+        count = given.tokens.k.shape[2] // given.size
+        return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: NativeForm, reference: Scan, given: MiniBatches, *tensors: Tensor) -> tuple[Tensor, ...]:
+        y, after, kept = kernel.forward(given, tensors, keep=True)
+        ctx.reference, ctx.given, ctx.group = reference, shell(given), kernel.group_size(given)
+        ctx.library = kernel.library(given)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, kept)
+        return (y, *after)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *dweights: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, kept = ctx.saved_tensors
+        if torch.is_grad_enabled():  # someone differentiates this backward pass again
+            return (None, None, None, *by_reference(ctx, tensors, (dy, *dweights)))
+        layout = Layout(ctx.given, tensors, 1)
+        call = Call(layout, ctx.group)
+        tokens, tau = layout.tokens, layout.tau
+        if dy is None:
+            dy = tokens.q.new_zeros(tokens.q.shape[-1:]).expand_as(tokens.q)
+        found = {name: call.empty_like(getattr(tokens, name)) for name in ("k", "v", "q")} | {"eta": torch.empty_like(tokens.eta)}
+        use_large_pages(ctx.library, *found.values())
+        dstart = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in layout.weights]
+        dscale, dshift = (x.new_zeros(layout.batch, *x.shape) for x in (layout.scale, layout.shift))
+        dtau = dscale.new_zeros(layout.batch, layout.heads, layout.size)
+        call.views(dy=dy, **{f"d{name}": x for name, x in found.items()})
+        call.arrays(dafter=dweights, dstart=dstart)
+        call.array(kept=kept, dscale=dscale, dshift=dshift, dtau=dtau)
+        call.run(ctx.library.backward)
+        steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == layout.heads else dtau.sum((0, 1)).unsqueeze(0)]
+        gradients = [*tokens._replace(**found), *steps, dscale.sum(0), dshift.sum(0), *dstart]
+        wanted = zip([x for x in gradients if x is not None], ctx.needs_input_grad[3:], strict=True)
+        return (None, None, None, *(x if need else None for x, need in wanted))
+
+
+def use_large_pages(library: ctypes.CDLL, *made: Tensor) -> None:
+    """For new tensors: handing out the memory of a long sequence in small pages takes a fifth of the time of the forward pass."""
+    for x in made:
+        library.use_large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel() * x.element_size()))
+
+
+class _View(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
+
+
+class _Call(ctypes.Structure):
+    """`Call` of `native.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("heads", "count", "group")),
+        *((name, _View) for name in ("k", "v", "q", "eta", "y", "dy", "dk", "dv", "dq", "deta")),
+        ("tau", ctypes.c_void_p),
+        ("tau_head", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("scale", "shift")),
+        *((name, ctypes.c_void_p * 4) for name in ("start", "after")),
+        ("kept", ctypes.c_void_p),
+        *((name, ctypes.c_void_p * 4) for name in ("dafter", "dstart")),
+        *((name, ctypes.c_void_p) for name in ("dscale", "dshift", "dtau")),
+    ]
+
+
+class Call:
+    """One call of a library: fills in the structure and holds on to the tensors whose memory it names."""
+
+    def __init__(self, layout: Layout, group: int):
+        tokens = layout.tokens
+        self.layout, self.learners, self.count = layout, layout.batch * layout.heads, layout.length // layout.size
+        self.passed = _Call(heads=layout.heads, count=self.count, group=group)
+        self.alive: list[Tensor] = []
+        self.views(k=tokens.k, v=tokens.v, q=tokens.q, eta=tokens.eta)
+        tau = tokens.eta.new_ones(1, layout.size) if layout.tau is None else layout.tau
+        self.passed.tau_head = 0 if tau.shape[0] == 1 else layout.size
+        self.array(tau=tau, scale=layout.scale, shift=layout.shift)
+        self.arrays(start=layout.weights)
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Like tokens `x` in memory if rows are contiguous there, which a kernel needs."""
+        made = torch.empty_like(x)
+        return made if made.stride(-1) == 1 else self.layout.empty_like_tokens(x)
+
+    def views(self, **tensors: Tensor) -> None:
+        for name, x in tensors.items():
+            if x.ndim == 4 and x.stride(-1) != 1:
+                x = x.contiguous()
+            self.alive.append(x)
+            setattr(self.passed, name, _View(x.data_ptr(), *x.stride()[:3]))
+
+    def array(self, **tensors: Tensor) -> None:
+        for name, x in tensors.items():
+            setattr(self.passed, name, self._contiguous(x))
+
+    def arrays(self, **lists: Sequence[Tensor | None]) -> None:
+        for name, tensors in lists.items():
+            setattr(self.passed, name, (ctypes.c_void_p * 4)(*(None if x is None else self._contiguous(x) for x in tensors)))
+
+    def _contiguous(self, x: Tensor) -> int:
+        self.alive.append(x.contiguous())
+        return self.alive[-1].data_ptr()
+
+    def run(self, function: Any) -> None:
+        """`function` for all learners: this thread and others take equal shares. (ctypes gives up the lock of the interpreter.)
+
+        Raises:
+            MemoryError: no memory for what a thread holds.
+        """
+        threads = max(1, min(torch.get_num_threads(), self.learners, self.learners * self.count // SMALLEST_SHARE))
+        ends = [self.learners * i // threads for i in range(threads + 1)]
+        shares = [(ctypes.byref(self.passed), *map(ctypes.c_int64, pair)) for pair in pairwise(ends)]
+        others = [_threads().submit(function, *share) for share in shares[1:]]
+        failed = [function(*shares[0]), *(other.result() for other in others)]
+        if any(failed):
+            raise MemoryError(f"no memory for {self.passed.group} mini-batches of a learner: a smaller layer.group_size needs less")
+
+
+SMALLEST_SHARE = 32  #: mini-batches of a learner that are worth a thread
+_pool: list[ThreadPoolExecutor] = []
+
+
+def _threads() -> ThreadPoolExecutor:
+    if not _pool:
+        _pool.append(ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="metattt"))
+    return _pool[0]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.clear)  # its threads are not forked

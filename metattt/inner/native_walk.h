@@ -1,0 +1,69 @@
+// The walk over groups of mini-batches, for a kernel that has defined State, Step, load_state, store_state, forward_step and
+// backward_step; and what Python calls. Included at the end of a kernel.
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+extern "C" {
+
+int64_t state_size() { return sizeof(State) / sizeof(float); }
+
+// Asks for large pages for memory that has not been touched yet. It is only advice.
+void use_large_pages(char* data, int64_t size) {
+#if defined(MADV_HUGEPAGE)
+    constexpr int64_t page = int64_t(1) << 21;
+    const int64_t start = reinterpret_cast<int64_t>(data), first = (start + page - 1) / page * page, last = (start + size) / page * page;
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+    (void)data, (void)size;
+#endif
+}
+
+// Learners `first` to `last`: y and the weights after the sequence; the state at the start of each group if it is to be kept.
+int forward(const Call* call, int64_t first, int64_t last) try {
+    Scratch<State> state(1);
+    Scratch<Step> step(1);
+    const int64_t groups = (call->count + call->group - 1) / call->group;
+    State* kept = reinterpret_cast<State*>(call->kept);
+    for (int64_t n = first; n < last; ++n) {
+        load_state(call->start, n, state[0]);
+        for (int64_t i = 0; i < call->count; ++i) {
+            if (kept && i % call->group == 0) std::memcpy(&kept[n * groups + i / call->group], &state[0], sizeof(State));
+            const Place at = place(*call, n, i);
+            forward_step<false>(*call, at, state[0], &state[0], step[0]);
+            write(*call, at, step[0]);
+        }
+        store_state(call->after, n, state[0]);
+    }
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 1;
+}
+
+// Learners `first` to `last`: all cotangents. A group runs again from its kept state, then backwards.
+int backward(const Call* call, int64_t first, int64_t last) try {
+    const int64_t group = call->group < call->count ? call->group : call->count, groups = (call->count + call->group - 1) / call->group;
+    Scratch<State> states(group), moving(1);
+    Scratch<Step> steps(group);
+    const State* kept = reinterpret_cast<const State*>(call->kept);
+    for (int64_t n = first; n < last; ++n) {
+        load_state(call->dafter, n, moving[0]);
+        for (int64_t g = groups - 1; g >= 0; --g) {
+            const int64_t start = g * call->group, size = start + group < call->count ? group : call->count - start;
+            const State* now = &kept[n * groups + g];
+            for (int64_t i = 0; i < size; ++i) {
+                State* next = i + 1 < size ? &states[i + 1] : nullptr;
+                forward_step<true>(*call, place(*call, n, start + i), i ? states[i] : *now, next, steps[i]);
+            }
+            for (int64_t i = size - 1; i >= 0; --i)
+                backward_step(*call, place(*call, n, start + i), n, i ? states[i] : *now, steps[i], moving[0]);
+        }
+        store_state(call->dstart, n, moving[0]);
+    }
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 1;
+}
+
+}  // extern "C"

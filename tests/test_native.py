@@ -1,0 +1,259 @@
+"""The kernels in C++ against the closed form in float64, and what happens around them: compiling, threads, falling back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from metattt.inner import native
+from metattt.inner.forms import Tokens
+from metattt.inner.fused import MiniBatches
+from metattt.inner.native_scan import NativeForm
+from metattt.kernels.ttt_linear.closed_form import TTTLinear
+from metattt.kernels.ttt_linear.native import NativeTTTLinear
+from metattt.kernels.ttt_mlp.closed_form import TTTMLP
+from metattt.kernels.ttt_mlp.native import NativeTTTMLP
+from metattt.layer import TTTLayer
+from metattt.learners.linear import Linear
+from metattt.learners.mlp import MLP
+from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.tasks.reconstruction import Reconstruction
+
+KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
+REFERENCES = {"linear": TTTLinear(), "mlp": TTTMLP()}
+BOUND = 1e-4
+pytestmark = pytest.mark.skipif(native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler")
+
+
+def inputs(
+    kind: str, d: int, b: int, bias: bool, tau: str, hidden: int = 64, count: int = 4, batch: int = 2, heads: int = 2
+) -> dict[str, Tensor]:
+    """Everything that has a gradient, fp32, by name; fast weights begin with w or b."""
+    generator = torch.Generator().manual_seed(d + b)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    length = count * b
+    tokens = {name: normal(batch, length, heads, d).transpose(1, 2) for name in ("k", "v", "q")}
+    given = {**tokens, "eta": normal(batch, length, heads).sigmoid().transpose(1, 2) / d}
+    if tau != "none":
+        given["tau"] = 1 / torch.arange(1.0, b + 1) + 0.1 * normal(heads if tau == "per_head" else 1, b)
+    given |= {"scale": 1 + 0.1 * normal(heads, d), "shift": 0.1 * normal(heads, d)}
+    shapes = {"w1": (d, d), "b1": (d,)} if kind == "linear" else {"w1": (d, hidden), "b1": (hidden,), "w2": (hidden, d), "b2": (d,)}
+    for name, shape in shapes.items():
+        if bias or name[0] == "w":
+            given[name] = normal(batch, heads, *shape) * 0.3 * (shape[0] ** -0.5 if name[0] == "w" else 1)
+    return given
+
+
+def given_of(x: dict[str, Tensor], b: int, group_size: int | None = None) -> MiniBatches:
+    weights = {name: w for name, w in x.items() if name in ("w1", "b1", "w2", "b2")}
+    slow = {"norm_scale": x["scale"], "norm_bias": x["shift"]}
+    return MiniBatches(Tokens(x["k"], x["v"], x["q"], x["eta"]), weights, slow, x.get("tau"), b, x["eta"].dtype, group_size)
+
+
+def results(form: NativeForm | TTTLinear | TTTMLP, x: dict[str, Tensor], b: int, group_size: int | None = None) -> dict[str, Tensor]:
+    """Outputs, final weights and all gradients."""
+    leaves = {name: value.detach().requires_grad_() for name, value in x.items()}
+    y, after = form.scan(given_of(leaves, b, group_size), lambda _: pytest.fail("the reference was taken"))
+    outputs = {"y": y, **{f"final {name}": w for name, w in after.items()}}
+    generator = torch.Generator().manual_seed(0)
+    cotangents = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs.values()]
+    gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), cotangents)
+    return {**{k: v.detach() for k, v in outputs.items()}, **{f"d{k}": v for k, v in zip(leaves, gradients, strict=True)}}
+
+
+def check(kind: str, x: dict[str, Tensor], b: int, group_size: int | None = None) -> None:
+    kernel = KERNELS[kind]
+    assert kernel.accepts(given_of(x, b)) is None
+    found = results(kernel, x, b, group_size)
+    expected = results(REFERENCES[kind], {name: value.double() for name, value in x.items()}, b)
+    for name, value in expected.items():
+        assert found[name].shape == value.shape and found[name].dtype == torch.float32
+        error = (found[name].double() - value).norm() / value.norm()
+        assert error < BOUND, f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize(
+    ("d", "b", "bias", "tau"),
+    [(16, 16, True, "none"), (32, 32, False, "shared"), (64, 16, True, "per_head"), (96, 16, False, "per_head"), (128, 32, True, "shared")],
+)
+def test_linear_equals_the_closed_form(d: int, b: int, bias: bool, tau: str) -> None:
+    check("linear", inputs("linear", d, b, bias, tau, count=3 if b == 32 else 6), b)
+
+
+@pytest.mark.parametrize(
+    ("d", "hidden", "b", "bias", "tau"),
+    [
+        (16, 64, 16, True, "none"),
+        (32, 48, 32, False, "shared"),
+        (64, 256, 16, True, "per_head"),
+        (96, 384, 16, True, "shared"),
+        (128, 32, 16, False, "none"),
+    ],
+)
+def test_mlp_equals_the_closed_form(d: int, hidden: int, b: int, bias: bool, tau: str) -> None:
+    check("mlp", inputs("mlp", d, b, bias, tau, hidden, count=3 if b == 32 else 6), b)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("group_size", [1, 3, 100])
+def test_groups(kind: str, group_size: int) -> None:
+    check(kind, inputs(kind, 16, 16, True, "none", count=7), 16, group_size)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_any_strides(kind: str) -> None:
+    x = inputs(kind, 16, 16, True, "none")
+    x["k"] = x["k"].mT.contiguous().mT  # rows are not contiguous
+    x["q"] = torch.cat([x["q"], x["q"]], -1)[..., 16:]  # rows with gaps
+    x["v"] = x["v"][:1].expand(2, -1, -1, -1)
+    x["eta"] = x["eta"][..., :1].expand(-1, -1, 64)
+    x["w1"] = x["w1"][:1].expand_as(x["w1"])
+    check(kind, x, 16)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_only_some_gradients(kind: str) -> None:
+    """Of the last weights alone, or of the outputs alone, for some of the inputs."""
+    x = inputs(kind, 16, 16, True, "none")
+    double = {name: value.double() for name, value in x.items()}
+    for pick in (lambda y, after: after["w1"].square().sum(), lambda y, after: y.square().sum()):
+        found, expected = [], []
+        for form, values, out in ((KERNELS[kind], x, found), (REFERENCES[kind], double, expected)):
+            leaves = {name: value.detach().requires_grad_(name in ("k", "w1")) for name, value in values.items()}
+            pick(*form.scan(given_of(leaves, 16), None)).backward()
+            out += [leaf.grad for leaf in leaves.values()]
+        for a, e in zip(found, expected, strict=True):
+            assert (a is None) == (e is None)
+            assert a is None or (a.double() - e).norm() < BOUND * e.norm()
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_threads_give_the_same_bits(kind: str) -> None:
+    x = inputs(kind, 16, 16, True, "none", count=30, batch=3)
+    expected = results(KERNELS[kind], x, 16)
+    torch.set_num_threads(4)
+    for name, value in results(KERNELS[kind], x, 16).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_without_gradients(kind: str) -> None:
+    x = inputs(kind, 16, 16, True, "none")
+    expected = results(KERNELS[kind], x, 16)
+    leaves = {name: value.requires_grad_() for name, value in x.items()}
+    with torch.no_grad():
+        y, after = KERNELS[kind].scan(given_of(leaves, 16), None)  # type: ignore[arg-type]
+    assert torch.equal(y, expected["y"]) and torch.equal(after["w1"], expected["final w1"]) and not y.requires_grad
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("name", ["k", "v", "q", "eta", "w1", "scale"])
+def test_nan_is_not_lost(kind: str, name: str) -> None:
+    """It reaches all that depends on it, and no other head or sequence."""
+    x = inputs(kind, 16, 16, True, "none")
+    per_token = name in ("k", "v", "q", "eta")
+    x[name][(0, 0, 20) if per_token else (0, 0)] = float("nan")
+    found = {key: value.isnan() for key, value in results(KERNELS[kind], x, 16).items()}
+    later = slice(20, 21 if name == "q" else None)
+    assert found["y"][0, 0, later if per_token else slice(None)].all()
+    assert found["dw1"][0, 0].any() and found["dk"][0, 0, :16].all() and found["deta"][0, 0, :16].all()
+    if name != "q":
+        assert found["final w1"][0, 0].any()
+    for key in ("y", "dk", "dv", "dq", "deta", "dw1", "final w1"):
+        assert not found[key][:, 1].any()
+        assert name == "scale" or not found[key][1].any()
+
+
+def layer(kind: str) -> TTTLayer:
+    torch.manual_seed(0)
+    learner = Linear() if kind == "linear" else MLP()
+    return TTTLayer(32, 2, Reconstruction(), learner, GradientDescent(16, token_steps="shared"))
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_in_a_layer(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Carried state, a length that is no multiple of b, and derivatives of the derivatives through the dual form."""
+    x = torch.randn(2, 39, 32)
+    made, dual = layer(kind), layer(kind)
+    dual.inner.kernels = []
+    made.inner.kernels, made.inner.strict = [KERNELS[kind]], True
+
+    def second(layer: TTTLayer) -> list[Tensor]:
+        tokens = x.clone().requires_grad_()
+        y, state = layer(tokens[:, :16])
+        rest, _ = layer(tokens[:, 16:], state)
+        first = torch.autograd.grad(torch.cat([y, rest], 1).square().sum(), [tokens, *layer.parameters()], create_graph=True)
+        twice = torch.autograd.grad(sum(g.square().sum() for g in first), [tokens, *layer.parameters()])  # type: ignore[arg-type]
+        return [y, rest, *first, *twice]
+
+    dual.inner.strict = False
+    for found, expected in zip(second(made), second(dual), strict=True):
+        assert (found - expected).norm() <= 1e-3 * expected.norm() + 1e-6
+
+
+def test_what_is_not_accepted() -> None:
+    kernel = KERNELS["linear"]
+    x = inputs("linear", 16, 16, True, "none")
+    given = given_of(x, 16)
+    assert "gate" in str(kernel.accepts(given._replace(tokens=given.tokens._replace(alpha=given.tokens.eta))))
+    assert "fp32" in str(kernel.accepts(given_of({name: value.double() for name, value in x.items()}, 16)))
+    assert "fp32" in str(kernel.accepts(given._replace(operand=torch.bfloat16)))
+    assert "width of 24" in str(kernel.accepts(given_of(inputs("linear", 24, 16, True, "none"), 16)))
+    assert "8 tokens" in str(kernel.accepts(given_of(x, 8)))
+    assert "hidden width of 40" in str(KERNELS["mlp"].accepts(given_of(inputs("mlp", 16, 16, True, "none", 40), 16)))
+
+
+# -- the compiler --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_loaded", {})
+    native._compiler.cache_clear()
+    yield tmp_path / "metattt" / "native"
+    native._compiler.cache_clear()
+
+
+@pytest.mark.parametrize("command", ["no-such-compiler", "false"])
+def test_without_a_compiler_another_form_is_taken(
+    command: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    x = inputs("linear", 16, 16, True, "none")
+    with caplog.at_level(logging.DEBUG, logger="metattt"):
+        for _ in range(2):
+            assert "compiler" in str(KERNELS["linear"].accepts(given_of(x, 16)))
+        layer("linear")(torch.randn(1, 32, 32))
+    (line,) = [record.message for record in caplog.records if "is not compiled" in record.message]
+    assert command in line
+
+
+def test_a_second_process_loads_what_the_first_compiled(empty_cache: Path) -> None:
+    source = KERNELS["linear"].source
+    program = (
+        "from pathlib import Path; from metattt.inner import native\n"
+        f"assert native.load(Path({str(source)!r}), {{'WIDTH': 16, 'TOKENS': 16, 'BIAS': 0}})"
+    )
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"CXX": "c++"})
+        (library,) = empty_cache.iterdir()  # and nothing else is left
+        times = library.stat().st_mtime_ns
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"CXX": "c++"})
+    assert [path.stat().st_mtime_ns for path in empty_cache.iterdir()] == [times]
+
+
+def test_a_compiler_that_does_not_know_this_processor(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "PROCESSOR_OPTIONS", (("-march=no-such",), ()))
+    check("mlp", inputs("mlp", 16, 16, True, "shared"), 16)
+    assert len(list(empty_cache.iterdir())) == 1
