@@ -24,6 +24,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from metattt.choices import choices
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, REGISTERED
 
@@ -67,6 +68,16 @@ def bad_interpolation(node: DictConfig, full_key: str, error: OmegaConfBaseExcep
         value = OmegaConf.select(node._get_root(), source[1])
         return f"`{source[1]}={_shown(value)}` is not allowed: expected {_expected(node, key)}."
     return f"{full_key}: {_first_line(error)}"
+
+
+def unnamed_choice(overrides: Iterable[str]) -> str | None:
+    """For a group whose choice is no name, e.g. `learner=null` or `preset=125`; None if there is none."""
+    for override in overrides:
+        group, _, value = override.lstrip("+").partition("=")
+        names = sorted(choices(group)) if re.fullmatch(r"[\w/]+", group) else []
+        if names and value not in names and re.fullmatch(r"null|true|false|[\d.e+-]*|\{.*\}", value, flags=re.IGNORECASE):
+            return refused_value(group, value, names)
+    return None
 
 
 def explain_composition(error: BaseException, job: str) -> str:

@@ -38,8 +38,7 @@ class CausalConv(nn.Module):
             tail = x.new_zeros(x.shape[0], width - 1, x.shape[2])
         padded = torch.cat([tail.to(x.dtype), x], dim=1)
         if ctx.first is None:
-            y = F.conv1d(padded.mT, self.weight, self.bias, groups=x.shape[2]).mT
-            return y, take_tail(padded, width - 1, ctx)
+            return self._taps(padded), take_tail(padded, width - 1, ctx)
         document = F.pad(ctx.first.cumsum(1), (width - 1, 0))
         length = x.shape[1]
         y = self.bias.to(x.dtype)
@@ -48,6 +47,14 @@ class CausalConv(nn.Module):
             y = y + padded[:, tap : tap + length] * same * self.weight[:, 0, tap].to(x.dtype)
         last = document.gather(1, (ctx.lengths + width - 2).unsqueeze(1))
         return y, take_tail(padded * (document == last).unsqueeze(-1), width - 1, ctx)
+
+    def _taps(self, padded: Tensor) -> Tensor:
+        """`[B, width − 1 + T, D]` to `[B, T, D]`, all of one document."""
+        if padded.device.type != "cpu":
+            return F.conv1d(padded.mT, self.weight, self.bias, groups=padded.shape[2]).mT
+        # As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed.
+        image, weight = padded.mT.unsqueeze(2), self.weight.unsqueeze(2)
+        return F.conv2d(image, weight, self.bias, groups=padded.shape[2]).squeeze(2).mT
 
 
 def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:

@@ -105,6 +105,13 @@ def test_mistakes_cost_one_or_two_lines(overrides: list[str], expected: str) -> 
     assert message.count("\n") <= 1
 
 
+def test_choices_of_nothing() -> None:
+    assert compose("preset=null") == compose("experiment=null") == compose()
+    for override in ("learner=null", "preset=125", "trainer=true"):
+        with pytest.raises(MetaTTTError, match=f"`{override}` is not allowed: choose one of "):
+            compose(override)
+
+
 def test_errors_of_the_parts_pass_through() -> None:
     with pytest.raises(MetaTTTError, match="num_heads"):
         build("dim=16", "num_heads=3")

@@ -1,19 +1,31 @@
 """Two processes on the CPU, started by the command line as a user starts them, against one process with the same batch."""
 
+import multiprocessing
 import os
+import pickle
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from metattt.cli import main
 from metattt.compose import compose
 from metattt.data.windows import ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError
+from metattt.evaluation.evaluate import evaluate
+from metattt.evaluation.generate import generate
+from metattt.models.convert import convert, load_pretrained
 from metattt.training.batches import plan_batches
-from metattt.training.checkpoint import read_checkpoint
+from metattt.training.building import Builder
+from metattt.training.callbacks import StopOnInterrupt
+from metattt.training.checkpoint import load_model, read_checkpoint
+from metattt.training.launchers import processes
 from metattt.training.train import train
 
 TINY = (
@@ -43,6 +55,52 @@ def metattt(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
 
 
+def one_of_two(rank: int, port: int, folder: str, overrides: tuple[str, ...], kill_at: int) -> None:
+    """In a process of its own: what torchrun would start, killed at the beginning of a step."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    with open(f"{folder}/{rank}.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    torch.set_num_threads(1)
+    start = StopOnInterrupt.on_train_batch_start
+
+    def killed(self: StopOnInterrupt, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start(self, trainer, *rest)
+
+    StopOnInterrupt.on_train_batch_start = killed  # type: ignore[method-assign]
+    sys.exit(main(["train", *overrides]))
+
+
+def torchrun(folder: Path, *overrides: str, kill_at: int = -1) -> tuple[list[int | None], str]:
+    """Exit codes of two processes as torchrun starts them, and what the first has printed. They need not import anything anew."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["metattt.training.train"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=one_of_two, args=(rank, port, str(folder), overrides, kill_at)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        process.kill()
+    return [process.exitcode for process in processes], (folder / "0.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def together(runs: Path) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
+    """Ten steps in two processes, by strategy."""
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        settings = (*TINY, f"data.path={runs / 'corpus'}", f"output_dir={runs / strategy}", "trainer.max_steps=10")
+        found[strategy] = runs / strategy, metattt(*settings, f"trainer={strategy}", "trainer.devices=2")
+    return found
+
+
 def assert_same(run: Path, expected: Path) -> None:
     """Parameters, Adam's moments and the log of two runs."""
     found, wanted = read_checkpoint(run), read_checkpoint(expected)
@@ -57,10 +115,8 @@ def assert_same(run: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_as_one(runs: Path, strategy: str) -> None:
-    run = runs / strategy
-    settings = (*TINY, f"data.path={runs / 'corpus'}", f"output_dir={run}", "trainer.max_steps=10")
-    result = metattt(*settings, f"trainer={strategy}", "trainer.devices=2")
+def test_two_processes_train_as_one(runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], strategy: str) -> None:
+    run, result = together[strategy]
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.count("10 steps of 256 tokens") == 1 and "2 processes" in result.stdout
     assert "Warning" not in result.stderr
@@ -70,9 +126,83 @@ def test_two_processes_train_as_one(runs: Path, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_go_on_with_the_run_of_one(runs: Path, tmp_path: Path, strategy: str) -> None:
     shutil.copytree(runs / "five", tmp_path / "run")
-    result = metattt(f"resume={tmp_path / 'run'}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2")
-    assert result.returncode == 0, result.stderr[-2000:]
+    codes, output = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2")
+    assert codes == [0, 0] and "2 processes" in output, output
     assert_same(tmp_path / "run", runs / "resumed")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_killed_and_resumed_logs_the_same_losses(
+    runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path, strategy: str
+) -> None:
+    run = tmp_path / "run"
+    settings = (
+        *TINY, f"data.path={runs / 'corpus'}", f"output_dir={run}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2",
+        "callbacks.checkpoint.every_n_train_steps=2",
+    )  # fmt: skip
+    codes, output = torchrun(tmp_path, *settings, kill_at=5)
+    assert codes == [-signal.SIGKILL] * 2, output
+    assert read_checkpoint(run)["global_step"] == 4 and (run / "last.ckpt").is_dir() == (strategy == "fsdp")
+    codes, output = torchrun(tmp_path, f"resume={run}")
+    assert codes == [0, 0] and "from step 4" in output, output
+    undisturbed = together[strategy][0]
+    assert (run / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
+    resumed, whole = (read_checkpoint(folder) for folder in (run, undisturbed))
+    assert all(torch.equal(value, resumed["state_dict"][name]) for name, value in whole["state_dict"].items())
+
+
+def test_a_sharded_checkpoint_is_read_by_everything(
+    runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fsdp, ddp = together["fsdp"][0], together["ddp"][0]
+    assert len(list((fsdp / "last.ckpt").glob("*.distcp"))) == 2 and (ddp / "last.ckpt").is_file()
+    shutil.copytree(fsdp, tmp_path / "run")
+    scores = [
+        evaluate(compose(f"checkpoint={folder}", "labels=[one]", f"output_dir={tmp_path / 'eval'}", "device=cpu", job="eval"))["one"].loss
+        for folder in (tmp_path / "run", tmp_path / "run" / "last.ckpt", ddp)
+    ]
+    assert scores[0] == scores[1] == pytest.approx(scores[2], abs=1e-5)
+    generate(compose(f"checkpoint={fsdp}", "prompt=alpha", "max_new_tokens=3", "device=cpu", job="generate"))
+    convert(compose(f"source={fsdp}", f"target={tmp_path / 'published'}", "direction=to_published", job="convert"))
+    ids = torch.arange(40).unsqueeze(0)
+    torch.testing.assert_close(load_pretrained(tmp_path / "published")(ids), load_model(fsdp)[0](ids), rtol=0, atol=0)
+    capsys.readouterr()
+
+    codes, output = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "trainer=ddp", "trainer.max_steps=11")
+    assert codes == [0, 0] and "from step 10" in output, output
+    assert (tmp_path / "run" / "last.ckpt").is_file() and read_checkpoint(tmp_path / "run")["global_step"] == 11
+    settings = (*TINY, f"data.path={runs / 'corpus'}", f"output_dir={tmp_path / 'longer'}", "trainer.max_steps=1", f"init_from={fsdp}")
+    assert train(compose(*settings, "training.lr=1e-12", "training.min_lr=1e-12")) == 0
+    longer, whole = (read_checkpoint(folder)["state_dict"] for folder in (tmp_path / "longer", fsdp))
+    torch.testing.assert_close(dict(longer), dict(whole), rtol=1e-5, atol=1e-8)
+
+
+def test_damaged_shards_are_one_line(together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path) -> None:
+    for name, damage in (
+        ("cut", lambda folder: (folder / "__1_0.distcp").write_bytes(b"half")),
+        ("missing", lambda folder: (folder / "__1_0.distcp").unlink()),
+        ("plain", lambda folder: (folder / "meta.pt").write_bytes(b"half")),
+        ("code", lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(print))),
+    ):
+        shutil.copytree(together["fsdp"][0], tmp_path / name)
+        damage(tmp_path / name / "last.ckpt")
+        with pytest.raises(MetaTTTError, match="cannot be read as a sharded checkpoint"):
+            read_checkpoint(tmp_path / name)
+    shutil.copytree(together["fsdp"][0], tmp_path / "run")
+    (tmp_path / "run" / "last.ckpt").rename(tmp_path / "run" / "last.ckpt.old")  # killed while the new one took its place
+    assert read_checkpoint(tmp_path / "run")["global_step"] == 10
+
+
+def test_no_process_holds_the_whole_model() -> None:
+    """Parts come one after the other, with the parameters of the whole."""
+    cfg = compose(*TINY, "model.num_layers=3")
+    torch.manual_seed(3)
+    build = Builder(cfg, None)
+    whole, empty, parts = build.whole(), build.empty(), []
+    model = build.in_parts(lambda block: parts.append((block, sum(1 for _ in block.parameters()))))
+    assert [block for block, _ in parts] == list(model.blocks) and all(parameter.is_meta for parameter in empty.parameters())
+    assert empty.num_parameters() == whole.num_parameters()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())
 
 
 def test_the_processes_share_every_batch() -> None:
@@ -88,6 +218,22 @@ def test_every_process_validates_as_often(windows: int, size: int, world_size: i
     assert len({len(share) for share in shares}) == 1
     read = [position for share in shares for batch in share for position in batch if position >= 0]
     assert sorted(read) == list(range(windows))
+
+
+def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, ddp = compose().trainer, compose("trainer=ddp").trainer
+    assert processes(ddp) == {"devices": "auto", "num_nodes": 1} and processes(alone) == {"devices": 1, "num_nodes": 1}
+    with monkeypatch.context() as patch:
+        for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "GROUP_RANK": "0"}.items():
+            patch.setenv(name, value)
+        assert processes(ddp) == {"devices": 4, "num_nodes": 2}
+        with pytest.raises(MetaTTTError, match=r"torchrun has started 4 processes on each of 2 nodes.*choose trainer=ddp"):
+            processes(alone)
+        with pytest.raises(MetaTTTError, match=r"trainer.num_nodes=1: set trainer.num_nodes=auto"):
+            processes(compose("trainer=fsdp", "trainer.num_nodes=1").trainer)
+    for name, value in {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "train"}.items():
+        monkeypatch.setenv(name, value)
+    assert processes(ddp) == {"devices": 2, "num_nodes": 3}
 
 
 def test_a_step_has_the_same_tokens_whatever_the_processes() -> None:

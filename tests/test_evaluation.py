@@ -72,15 +72,15 @@ def test_loss_by_position_is_that_of_one_call(segment: int, document_start: int 
 
 def test_no_call_reads_more_than_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     model, lengths, bytes_ = tiny(), [], []
-    step = model.step
+    features = model.features
 
     def counted(ids: Tensor, state: object = None, *rest: object, **named: object) -> object:
         lengths.append(ids.shape[1])
-        logits, after = step(ids, state, *rest, **named)  # type: ignore[arg-type]
+        found, after = features(ids, state, *rest, **named)  # type: ignore[arg-type]
         bytes_.append(sum(layer.nbytes for layer in after.layers))
-        return logits, after
+        return found, after
 
-    monkeypatch.setattr(model, "step", counted)
+    monkeypatch.setattr(model, "features", counted)
     score(model, [torch.randint(31, (1, 513))], torch.ones(31, dtype=torch.long), 64)  # type: ignore[arg-type]
     assert lengths == [64] * 8 and len(set(bytes_)) == 1  # neither the input nor the state grows
     with pytest.raises(MetaTTTError, match="segment=0"):

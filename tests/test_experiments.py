@@ -8,9 +8,11 @@ import pytest
 import torch
 from lightning import Trainer
 
+from metattt import build
 from metattt.compose import compose, instantiate_model
 from metattt.data.prepare import prepare
 from metattt.errors import MetaTTTError
+from metattt.state import Context
 from metattt.training.checkpoint import read_checkpoint
 from metattt.training.inner_warmup import InnerWarmup
 from metattt.training.paper_rows import CONTEXTS, METHODS, MINI_BATCH_SIZES, SIZES, rows
@@ -117,6 +119,16 @@ def test_the_inner_learning_rate_rises_with_the_outer_one(shards: Path, tmp_path
     assert seen == pytest.approx(expected)
     with pytest.raises(MetaTTTError, match=r"start=0\.0 is not allowed"):
         InnerWarmup(0.0)
+
+
+@pytest.mark.parametrize("lr", ["per_head", "constant"])
+def test_compiled_code_sees_the_inner_learning_rate_rise(lr: str) -> None:
+    rule = build("layer=ttt_mlp", "dim=16", "num_heads=2", f"optimizer.lr={lr}").optimizer
+    x, context = torch.randn(1, 4, 16), Context(torch.arange(4).expand(1, -1), None, None, 16)
+    compiled = torch.compile(lambda x: rule.gates(x, {}, context)[0].eta, backend="eager")  # the guards of every backend
+    for scale in (0.01, 0.04, 0.07, 0.1):
+        rule.scale = scale
+        torch.testing.assert_close(compiled(x), rule.gates(x, {}, context)[0].eta, rtol=1e-6, atol=0)
 
 
 def test_finetuning_starts_from_a_shorter_run(shards: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Generation: every layer type from carried state, prompts of different lengths, sampling filters, stop strings."""
 
+from typing import Any
 
 import pytest
 import torch
@@ -94,12 +95,12 @@ class Parrot(LanguageModel):
         super().__init__(257, 8, 1, torch.nn.Identity)
         self.texts, self.calls = texts, 0
 
-    def step(self, ids: Tensor, state: object = None, mask: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
+    def step(self, ids: Tensor, state: object = None, mask: object = None, reset: object = None, *, last_only: bool = False) -> Any:
         logits = torch.zeros(*ids.shape, 257)
         for row, text in enumerate(self.texts):
             logits[row, -1, text[self.calls] if self.calls < len(text) else TOKENIZER.separator] = 9.0
         self.calls += 1
-        return logits, None
+        return logits[:, -1:] if last_only else logits, None
 
 
 def test_stop_strings_end_each_text_by_itself() -> None:

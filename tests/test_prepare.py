@@ -1,5 +1,6 @@
 """Prepared text: the same bytes whatever happens on the way, strangers refused, windows and documents as they should be."""
 
+import gzip
 import json
 import os
 import signal
@@ -10,13 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
+from tokenizer_for_tests import trained_tokenizer
 
 from metattt.compose import compose, instantiate_model
 from metattt.data.documents import find_files, iterate_documents
 from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData, ShardWindows
+from metattt.data.sources import open_source
 from metattt.data.tokenizers import load_tokenizer
 from metattt.errors import MetaTTTError
 
@@ -192,21 +197,54 @@ def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
             return Rows(self[count:])
 
     rows = Rows({"text": f"row {row} " * 40} for row in range(60))
-    library = SimpleNamespace(load_dataset=lambda name, config, split, streaming: rows)
+    library = SimpleNamespace(load_dataset=lambda name, config, data_files, split, streaming: rows)
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert run(Path("someone/texts"), tmp_path / "streamed") == 0
     assert json.loads((tmp_path / "streamed" / "manifest.json").read_text())["settings"]["source"] == "someone/texts/train"
 
 
-def trained_tokenizer(corpus: Path, file: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train([str(one) for one in corpus.glob("*.txt")], trainer)
-    tokenizer.save(str(file))
+@pytest.mark.parametrize("kind", ["json", "text", "parquet"])
+def test_streaming_with_the_library_of_hugging_face(kind: str, tmp_path: Path) -> None:
+    """The library itself, on files of this machine."""
+    texts = [f"row {row} " * 40 for row in range(60)]
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    for index in range(2) if kind != "parquet" else ():  # several files, one of them compressed
+        lines = texts[30 * index : 30 * index + 30]
+        content = "\n".join(json.dumps({"text": text}) for text in lines) if kind == "json" else "\n".join(lines)
+        (tmp_path / f"{index}.gz").write_bytes(gzip.compress(content.encode())) if index else (tmp_path / "0.txt").write_text(content)
+    files = str(tmp_path / "a.parquet") if kind == "parquet" else [str(tmp_path / "0.txt"), str(tmp_path / "1.gz")]
+    stream = open_source(kind, "text", None, "train", files)
+    documents = list(stream.documents())
+    assert [document.text.decode().strip() for document in documents] == [text.strip() for text in texts]
+    assert list(stream.documents(skip=37)) == documents[37:]
+    listed = files if isinstance(files, str) else f"[{','.join(files)}]"
+    settings = (f"source={kind}", f"dataset_files={listed}", "tokenizer=bytes", *SMALL)
+    assert prepare(compose(*settings, f"target={tmp_path / 'shards'}", job="prepare")) == 0
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 60
+    assert sum(split["bytes"] for split in manifest["splits"].values()) == sum(len(document.text) for document in documents)
+    with pytest.raises(MetaTTTError, match="row 0 has no text in 'words'"):
+        next(open_source(kind, "words", None, "train", files).documents())
+    with pytest.raises(MetaTTTError, match="cannot be opened as a dataset"):
+        open_source(kind, "text", None, "test", files)
+
+
+def test_a_streamed_dataset_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"row {row} " * 60}) for row in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    settings = ("source=json", f"dataset_files={tmp_path / 'rows.jsonl'}", *SMALL)
+    assert prepare(compose(*settings, f"target={tmp_path / 'whole'}", job="prepare")) == 0
+    command = [sys.executable, "-m", "metattt.cli", "prepare", *settings, f"target={tmp_path / 'killed'}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list((tmp_path / "killed").glob("train-*.bin"))) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    process.kill()
+    process.wait()
+    time.sleep(0.5)  # the orphaned worker sees that it is alone
+    assert prepare(compose(*settings, f"target={tmp_path / 'killed'}", job="prepare")) == 0
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
 def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:

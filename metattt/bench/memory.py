@@ -77,9 +77,9 @@ class Memory(Benchmark):
         text = (
             f"Preset {self.preset}, one sequence of T = {self.length} tokens, fp32 on the CPU. Peak of the resident memory above what the "
             "process held before: for the inner loop, its forward and backward in one layer, from the views of the tokens to the "
-            "predictions; for the training step, those of the whole model, with AdamW's first step. Time checkpointing off keeps the graph "
-            "of every mini-batch (`layer.group_size=0`), on recomputes it in groups of √(T/b) (`layer.group_size=null`), both with the general dual "
-            "form; the last way is the default, which takes the closed form of these layers where it can."
+            "predictions; for the training step, those of the whole model, with AdamW's first step. Time checkpointing off keeps the "
+            "graph of every mini-batch (`layer.group_size=0`), on recomputes it in groups of √(T/b) (`layer.group_size=null`), both with "
+            "the general dual form; the last way is the default, which takes the closed form of these layers where it can."
         )
         settings = {"preset": self.preset, "layers": self.layers, "length": self.length, "whole_step": self.whole_step}
         return Report("Memory of a training step", text, {"Peak memory": rows}, checks, settings)

@@ -48,6 +48,7 @@ class PrepareSettings:
     text_key: str = "text"
     dataset_config: str | None = None
     dataset_split: str = "train"
+    dataset_files: Any = None
     tokenizer: str = "bytes"
     validation_fraction: float = 0.01
     seed: int = 0
@@ -71,7 +72,7 @@ def prepare(cfg: DictConfig) -> int:
     console = Console(highlight=False, soft_wrap=True)
     folder = Path(chosen.target).expanduser()
     tokenizer = load_tokenizer(chosen.tokenizer)
-    source = open_source(chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split)
+    source = open_source(chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, chosen.dataset_files)
     manifest = _begin(folder, chosen, tokenizer, source)
     if manifest["complete"]:
         console.print(f"{folder} is complete already")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,14 @@ class Files(Source):
 
 
 class Stream(Source):
-    """A dataset of the Hugging Face Hub, streamed.
+    """A dataset of the Hugging Face Hub, or files in any format that its library reads, streamed.
 
     Args:
-        name: of the dataset.
+        name: of the dataset; `json`, `text`, `parquet`, `csv`, `arrow` or another format for files.
         config: name of its configuration; None for the only one.
         split: name of its split.
         text_key: column that holds the text.
+        files: paths, patterns or addresses of the files to read, local or not; None: those of the dataset.
 
     Raises:
         MetaTTTError: the library is not installed, or the dataset cannot be opened or has no such column.
@@ -69,7 +70,7 @@ class Stream(Source):
     num_bytes = None
     can_skip = True
 
-    def __init__(self, name: str, config: str | None, split: str, text_key: str):
+    def __init__(self, name: str, config: str | None, split: str, text_key: str, files: str | list[str] | None = None):
         try:
             import datasets
         except ImportError as error:
@@ -77,14 +78,22 @@ class Stream(Source):
                 f"source={name} is no local file or folder, and a dataset of the Hugging Face Hub needs: pip install datasets"
             ) from error
         try:
-            self.dataset: Any = datasets.load_dataset(name, config, split=split, streaming=True)
+            self.dataset: Any = datasets.load_dataset(name, config, data_files=files, split=split, streaming=True)
         except Exception as error:  # no network, no such dataset, no such split: as many kinds of errors
-            raise MetaTTTError(f"source={name} cannot be opened as a dataset: {str(error).strip().splitlines()[0]}") from error
-        self.name = "/".join(filter(None, (name, config, split)))
+            raise MetaTTTError(f"source={name} cannot be opened as a dataset: {_first_line(error)}") from error
+        given = [] if files is None else [files] if isinstance(files, str) else files
+        self.name = "/".join(filter(None, (name, config, split))) + (f" of {', '.join(given)}" if given else "")
         self.text_key = text_key
 
     def documents(self, skip: int = 0) -> Iterator[Document]:
-        for row, content in enumerate(self.dataset.skip(skip) if skip else self.dataset, start=skip):
+        rows = iter(self.dataset.skip(skip) if skip else self.dataset)
+        for row in count(skip):
+            try:
+                content = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # the library's own, and those of file formats and of the network
+                raise MetaTTTError(f"source={self.name}: row {row} cannot be read: {_first_line(error)}") from error
             if not isinstance(content.get(self.text_key), str):
                 raise MetaTTTError(
                     f"source={self.name}: row {row} has no text in {self.text_key!r}, only {', '.join(content)}: set text_key="
@@ -92,12 +101,16 @@ class Stream(Source):
             yield Document(f"{self.name}:{row}", content[self.text_key].encode())  # empty ones too: rows stay countable
 
 
-def open_source(source: Any, text_key: str, config: str | None, split: str) -> Source:
+def open_source(source: Any, text_key: str, config: str | None, split: str, files: str | list[str] | None = None) -> Source:
     """Local files where there are any, else a dataset by its name.
 
     Raises:
         MetaTTTError: neither.
     """
+    if files is not None:
+        if not isinstance(source, str):
+            raise MetaTTTError(f"dataset_files={files} needs their format or a dataset: add source=json, text, parquet, csv, ...")
+        return Stream(source, config, split, text_key, files)
     if source is None or not isinstance(source, str):
         return Files(source, text_key)
     path = Path(source).expanduser()
@@ -105,3 +118,8 @@ def open_source(source: Any, text_key: str, config: str | None, split: str) -> S
     if path.exists() or looks_local:
         return Files(source, text_key)
     return Stream(source, config, split, text_key)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.data.documents import Document, read_documents
-from metattt.data.windows import Split, WindowData
+from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError
 from metattt.registry import register
 
@@ -77,7 +77,7 @@ class TextData(WindowData):
         self.path = path
         self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
         self.max_bytes, self.text_key = max_bytes, text_key
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer: Tokenizer = ByteTokenizer()  # another one may take its place before the windows are read
         self._documents: list[Document] | None = None
         self._windows: dict[Split, np.ndarray] = {}
 
@@ -116,7 +116,7 @@ class TextData(WindowData):
         return [document.text for document in chosen]
 
     def windows(self, name: Split) -> np.ndarray:
-        """The windows of one split, `[N, T + 1]` uint16, one after the other and without overlap.
+        """The windows of one split, `[N, T + 1]`, one after the other and without overlap.
 
         Raises:
             MetaTTTError: if the split is shorter than one window.
@@ -138,13 +138,15 @@ class TextData(WindowData):
         return self._windows[name]
 
     def _stream(self, name: Split) -> np.ndarray:
-        """All tokens of a split, a separator before every document."""
-        separator = np.array([self.tokenizer.separator], np.uint16)
+        """All tokens of a split, a separator before every document, and the token of end after it if there is one."""
+        dtype = np.uint16 if self.tokenizer.vocab_size <= 2**16 else np.uint32
+        separator = np.array([self.tokenizer.separator], dtype)
+        end = np.array([] if self.tokenizer.end is None else [self.tokenizer.end], dtype)
         pieces, left = [], self.max_bytes if name == "train" and self.max_bytes is not None else None
         for text in self.split(name):
             if left is not None and left <= 0:
                 break
             text = text if left is None else text[:left]
             left = None if left is None else left - len(text)
-            pieces += [separator, self.tokenizer.encode(text)]
+            pieces += [separator, self.tokenizer.encode(text).astype(dtype), end]
         return np.concatenate(pieces)

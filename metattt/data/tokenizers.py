@@ -74,8 +74,8 @@ class FileTokenizer:
         return np.array(self.tokenizer.encode(string, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """The text of the tokens as UTF-8, without special tokens; it may end inside a character."""
-        return b"".join(self.texts[number] for number in ids)
+        """The text of the tokens as UTF-8, without special tokens and those that a model has beyond ours; it may end in a character."""
+        return b"".join(self.texts[number] for number in ids if number < self.vocab_size)
 
 
 def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
@@ -100,6 +100,34 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
         reason = str(error).strip().splitlines()[0]
         raise MetaTTTError(f"tokenizer={name} cannot be fetched from the Hugging Face Hub: {reason}") from error
     return FileTokenizer(found.to_str(), name)
+
+
+def tokenizer_of(model: str, content: str | None, vocab_size: int, given: str | None = None) -> ByteTokenizer | FileTokenizer:
+    """The tokenizer of a trained model.
+
+    Args:
+        model: the model's name, for messages.
+        content: `bytes`, or the text of its tokenizer.json; None: not known.
+        vocab_size: V, of the model.
+        given: what the user says instead, as for `load_tokenizer`.
+
+    Raises:
+        MetaTTTError: it cannot be read, has more tokens than the model, or there is none and the model's are not bytes.
+    """
+    if given is not None:
+        found = load_tokenizer(given)
+    elif content == "bytes" or (content is None and vocab_size == ByteTokenizer.vocab_size):
+        found = ByteTokenizer()
+    elif content is not None:
+        found = FileTokenizer(content, f"{model}/{FILE_NAME}")
+    else:
+        raise MetaTTTError(
+            f"{model} has {vocab_size} tokens, and no {FILE_NAME} says which: "
+            f"add tokenizer=<its {FILE_NAME}, or a name on the Hugging Face Hub>"
+        )
+    if found.vocab_size > vocab_size:
+        raise MetaTTTError(f"the tokenizer has {found.vocab_size} tokens and {model} {vocab_size}: it is of another model, set tokenizer=")
+    return found
 
 
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:

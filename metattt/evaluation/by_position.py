@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -116,8 +115,9 @@ def _losses(model: LanguageModel, ids: Tensor, segment: int, document_start: int
         for start in range(0, ids.shape[1] - 1, segment):
             read = ids[:, start : min(start + segment, ids.shape[1] - 1)]
             labels = ids[:, start + 1 : start + 1 + read.shape[1]]
-            logits, state = model.step(read, state, reset=None if document_start is None else read == document_start)
-            losses.append(F.cross_entropy(logits.float().mT, labels, reduction="none"))
+            reset = None if document_start is None else read == document_start
+            nats, state = model.cross_entropy(read, labels, state, reset, reduction="none")
+            losses.append(nats)
         return torch.cat(losses, dim=1)
 
 

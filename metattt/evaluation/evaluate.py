@@ -13,16 +13,25 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from metattt.data.windows import Split, WindowData
+from metattt.data.manifest import FILE_NAME as MANIFEST
+from metattt.data.shards import ShardData
+from metattt.data.text import TextData
+from metattt.data.tokenizers import describe as describe_tokenizer
+from metattt.data.tokenizers import tokenizer_of
+from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, check_choice
 from metattt.evaluation import by_position, inner_loss
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.settings import pick_device, settings
+from metattt.models.files import WEIGHTS
 from metattt.models.language_model import LanguageModel
-from metattt.training.checkpoint import FILE_NAME, checkpoint_config, find_checkpoint, load_model, read_checkpoint
+from metattt.registry import PARAMETERS
+from metattt.training.checkpoint import FILE_NAME, Trained, describe, find_checkpoint, load_model
 
 ROWS = 40  # a table with more positions than this is left to the CSV
 ORDER_ONLY = ("seed", "validation_fraction", "max_bytes")  # fields of the data that split=all does not depend on
+CONTEXT = 2048  # tokens, of a model that does not say
+SHARED = ("context_length", "batch_size", "seed", "num_workers", "document_reset")  # fields of every kind of text
 NOT_TEXT = ("batch_size", "num_workers", "document_reset")  # fields that do not choose the text
 
 
@@ -35,6 +44,7 @@ class EvalData:
     context_length: int | None = None
     batch_size: int | None = None
     validation_max_bytes: int | None = None
+    validation_max_tokens: int | None = None
 
 
 @dataclass
@@ -50,6 +60,7 @@ class EvalSettings:
     num_bins: int = 16
     inner_loss: bool = False
     inner_loss_windows: int = 32
+    tokenizer: str | None = None
     output_dir: str | None = None
     data: EvalData = field(default_factory=EvalData)
 
@@ -72,11 +83,15 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     files = checkpoints(chosen.checkpoint)
     names = labels(files, chosen.labels)
     console = Console(highlight=False, soft_wrap=True)
-    configs = [checkpoint_config(read_checkpoint(file)) for file in files]  # all of them: a mistake shows before the work
-    texts = [_text(config, chosen.data) for config in configs]
+    known = [describe(file) for file in files]  # all of them: a mistake shows before the work
+    texts = [_text(one, chosen.data) for one in known]
+    tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
+    for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
+        if describe_tokenizer(tokenizer) != describe_tokenizer(tokenizers[0]):
+            raise MetaTTTError(f"{names[0]} and {name} have different tokenizers: they cannot be compared by position")
     for name, text in zip(names[1:], texts[1:], strict=True):
         _check_same_text(texts[0], text, names[0], name, split)
-    data = _data(texts[0])
+    data = _data(texts[0], tokenizers[0])
     edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
 
     scores: dict[str, Scores] = {}
@@ -88,7 +103,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
         if chosen.inner_loss and _can_measure(console, name, model):
             curves[name] = inner_loss.average(model, data.loader(split), chosen.inner_loss_windows, chosen.segment, progress=True)
     _print(console, scores, edges, f"{split} text of {data.source}")
-    trained = {name: int(config.data.context_length) for name, config in zip(names, configs, strict=True)}
+    trained = {name: int(one.config.data.context_length) for name, one in zip(names, known, strict=True) if "data" in one.config}
     folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else files[0].parent / "eval"
     try:
         written = _write(folder, scores, edges, chosen.bins, trained, curves)
@@ -103,7 +118,7 @@ def checkpoints(given: Any) -> list[Path]:
     """The checkpoint files that `checkpoint=` names: one, or a list.
 
     Raises:
-        MetaTTTError: as `find_checkpoint`, or what is neither a path nor a list of paths.
+        MetaTTTError: as `find_checkpoint`; what is neither a path nor a list of paths.
     """
     paths = [given] if isinstance(given, str) else given
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
@@ -121,7 +136,7 @@ def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
         if len(given) != len(files) or len(set(given)) != len(given):
             raise MetaTTTError(f"labels=[{','.join(given)}] must be {len(files)} different names, one for every checkpoint")
         return list(given)
-    names = [file.absolute().parent.name if file.name == FILE_NAME else file.stem for file in files]
+    names = [file.absolute().parent.name if file.name in (FILE_NAME, WEIGHTS) else file.stem for file in files]
     return _numbered(names)
 
 
@@ -130,21 +145,54 @@ def _numbered(names: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}-{names[: i + 1].count(name)}" for i, name in enumerate(names)]
 
 
-def _text(config: DictConfig, changes: EvalData) -> dict[str, Any]:
-    """The data of a run, as a plain dictionary, with what the command line changes."""
-    data: Any = OmegaConf.to_container(config.data, resolve=True)
-    return data | {key: value for key, value in vars(changes).items() if value is not None}
+def _text(model: Trained, changes: EvalData) -> dict[str, Any]:
+    """The data of a run, as a plain dictionary, with what the command line changes: shards or text, as its path is."""
+    run: Any = OmegaConf.to_container(model.config.data, resolve=True) if "data" in model.config else {}
+    given = {key: value for key, value in vars(changes).items() if value is not None}
+    if changes.path is None:
+        if not run:
+            raise MetaTTTError(
+                f"{model.path.parent} comes with no text: add data.path=<shards of metattt prepare, or a file or folder of text>"
+            )
+    else:
+        shards = isinstance(changes.path, str) and (Path(changes.path).expanduser() / MANIFEST).is_file()
+        kind: type[WindowData] = ShardData if shards else TextData
+        target = f"{kind.__module__}.{kind.__qualname__}"
+        if run.get("_target_") != target:  # what both kinds have
+            run = {"_target_": target, "context_length": CONTEXT} | {key: run[key] for key in SHARED if key in run}
+    allowed = PARAMETERS.get(run["_target_"], given)
+    for key in given:
+        if key not in allowed:
+            raise MetaTTTError(
+                f"data.{key} does not apply: {changes.path or run.get('path')} has {', '.join(sorted(set(vars(changes)) & set(allowed)))}"
+            )
+    return run | given
 
 
-def _data(text: dict[str, Any]) -> WindowData:
-    """The data module of a run; what it refuses becomes one line."""
+def _tokenizer(model: Trained, given: str | None) -> Tokenizer:
+    """The tokenizer of a model.
+
+    Raises:
+        MetaTTTError: it is not known, or the model is not for text.
+    """
+    if "vocab_size" not in model.config.model:
+        raise MetaTTTError(f"{model.path} was trained on images, not on text: metattt eval takes language models")
+    return tokenizer_of(str(model.path.parent), model.tokenizer, int(model.config.model.vocab_size), given)
+
+
+def _data(text: dict[str, Any], tokenizer: Tokenizer) -> WindowData:
+    """The data module of a text, with the tokens of the model; what it refuses becomes one line."""
     try:
         data = hydra.utils.instantiate(text, _convert_="all")
     except Exception as error:
         cause = error.__cause__ or error
         raise cause if isinstance(cause, MetaTTTError) else MetaTTTError(f"data: {str(cause).splitlines()[0]}") from error
-    if not isinstance(data, WindowData):
-        raise MetaTTTError(f"the checkpoint was trained on {type(data).__name__}, not on text: metattt eval takes language models")
+    if isinstance(data, TextData):
+        data.tokenizer = tokenizer
+    else:
+        data.setup()
+        if describe_tokenizer(data.tokenizer) != describe_tokenizer(tokenizer):
+            raise MetaTTTError(f"the shards of {data.source} have other tokens than the model: prepare them with the model's tokenizer")
     return data
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from omegaconf import DictConfig
 
-from metattt.data.text import ByteTokenizer
+from metattt.data.tokenizers import tokenizer_of
+from metattt.errors import MetaTTTError
 from metattt.evaluation.settings import pick_device, settings
 from metattt.models.generation import generate as sample_tokens
-from metattt.training.checkpoint import load_model
+from metattt.models.text_generation import Continuation, ends
+from metattt.training.checkpoint import describe, load_model
 
 
 @dataclass
@@ -26,7 +27,9 @@ class GenerateSettings:
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
+    stop: list[str] = field(default_factory=list)
     seed: int | None = None
+    tokenizer: str | None = None
     device: str = "auto"
 
 
@@ -40,8 +43,12 @@ def generate(cfg: DictConfig) -> None:
         MetaTTTError: a checkpoint or a setting that cannot be used.
     """
     chosen = settings(GenerateSettings, cfg)
+    found = describe(chosen.checkpoint)
+    if "vocab_size" not in found.config.model:
+        raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt generate takes language models")
+    tokenizer = tokenizer_of(chosen.checkpoint, found.tokenizer, found.config.model.vocab_size, chosen.tokenizer)
+    text = Continuation(tokenizer, chosen.stop)
     model, _ = load_model(chosen.checkpoint, pick_device(chosen.device))
-    tokenizer = ByteTokenizer()
     ids = [tokenizer.separator, *tokenizer.encode(chosen.prompt).tolist()]
     tokens = sample_tokens(
         model,
@@ -50,10 +57,9 @@ def generate(cfg: DictConfig) -> None:
         chosen.temperature,
         chosen.top_k,
         chosen.top_p,
-        stop=[tokenizer.separator],
+        stop=ends(tokenizer),
         seed=chosen.seed,
     )
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
     _write(chosen.prompt)
     started = first = time.perf_counter()
     count = 0
@@ -61,9 +67,11 @@ def generate(cfg: DictConfig) -> None:
         if not count:
             first = time.perf_counter()
         count += 1
-        _write(decoder.decode(tokenizer.decode([int(token)])))
+        _write(text.add(int(token)))
+        if text.ended:
+            break
     ended = time.perf_counter()
-    _write(decoder.decode(b"", final=True) + "\n")
+    _write(text.finish() + "\n")
     speed = f", then {(count - 1) / (ended - first):.1f} tokens/s" if count > 1 else ""
     print(f"{count} tokens; prompt of {len(ids)} tokens read in {first - started:.2f} s{speed}", file=sys.stderr)
 

@@ -67,11 +67,11 @@ def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) ->
     try:
         with torch.no_grad():
             if ids.shape[1] <= segment:
-                model(ids)
+                model.features(ids)
             else:
                 state = None
                 for piece in ids.split(max(1, segment // period) * period, dim=1):  # each begins with a mini-batch
-                    _, state = model.step(piece, state)
+                    _, state = model.features(piece, state)
     finally:
         for hook in hooks:
             hook.remove()

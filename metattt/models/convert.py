@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metattt.compose import instantiate_model
 from metattt.errors import MetaTTTError, check_choice
-from metattt.models.files import check_new, find_weights, read_json, read_weights, write_folder
+from metattt.models.files import TOKENIZER, check_new, find_weights, read_json, read_tokenizer, read_weights, write_folder
 from metattt.models.language_model import LanguageModel
 from metattt.models.published import Side, fill, from_ours, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty
@@ -46,14 +46,15 @@ def convert(cfg: DictConfig) -> None:
         if not direction.startswith("to_"):
             raise MetaTTTError(f"{file} is a checkpoint of ours: give direction=to_published or direction=to_jax")
         tensors, config = _export(file, content, "published" if direction == "to_published" else "jax")
-        write_folder(target, tensors, THEIRS, json.dumps(config, indent=2) + "\n")
+        tokenizer = content[RUN].get("tokenizer") if RUN in content else read_tokenizer(file.parent)
+        write_folder(target, tensors, {THEIRS: json.dumps(config, indent=2) + "\n", TOKENIZER: tokenizer})
     else:
         if direction != f"from_{side}":
             raise MetaTTTError(f"{file} has the names of direction=from_{side}, not of direction={direction}")
         published = PublishedConfig.read(read_json(file.parent / THEIRS))
         ours = published.compose()
         tensors = to_ours(content, build_empty(ours), side)
-        write_folder(target, tensors, OURS, OmegaConf.to_yaml(ours))
+        write_folder(target, tensors, {OURS: OmegaConf.to_yaml(ours), TOKENIZER: read_tokenizer(file.parent)})
     count = sum(tensor.numel() for tensor in tensors.values())
     print(f"{target}  {len(tensors)} tensors, {count:,} parameters")
 
@@ -77,6 +78,17 @@ def load_pretrained(source: str | Path) -> LanguageModel:
     with torch.random.fork_rng(devices=[]):  # not on the meta device: a layer may compute buffers, which no checkpoint holds
         model = instantiate_model(cfg)
     return fill(model, to_ours(tensors, model, "ours"))
+
+
+def pretrained_config(file: Path) -> DictConfig:
+    """The configuration, as ours, of weights in a folder of `metattt convert` or of a published checkpoint.
+
+    Raises:
+        MetaTTTError: a configuration that is not there or cannot be read.
+    """
+    if (file.parent / OURS).is_file():
+        return _own_config(file)
+    return PublishedConfig.read(read_json(file.parent / THEIRS)).compose()
 
 
 def _side(file: Path, content: dict[str, Any]) -> Side:
@@ -110,6 +122,11 @@ def _own(file: Path, content: dict[str, Any]) -> tuple[DictConfig, dict[str, Any
     if RUN in content:
         weights = {name.removeprefix("model."): value for name, value in content["state_dict"].items() if name.startswith("model.")}
         return OmegaConf.create(content[RUN]["config"]), weights
+    return _own_config(file), content
+
+
+def _own_config(file: Path) -> DictConfig:
+    """The configuration beside weights that were converted."""
     path = file.parent / OURS
     if not path.is_file():
         raise MetaTTTError(f"{path} does not exist: the configuration has to stand beside the weights")
@@ -118,4 +135,4 @@ def _own(file: Path, content: dict[str, Any]) -> tuple[DictConfig, dict[str, Any
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise MetaTTTError(f"{path} cannot be read as a configuration: {error}") from error
     assert isinstance(cfg, DictConfig)
-    return cfg, content
+    return cfg

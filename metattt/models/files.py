@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.models.sharded_files import is_sharded, read_sharded, standing
 
 WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"  # of the `tokenizers` library, beside the weights
 KNOWN = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", "last.ckpt")
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
@@ -29,23 +31,23 @@ def find_weights(source: str | Path) -> Path:
     Raises:
         MetaTTTError: no such path, or a folder with no such file or with several.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
+    path = standing(Path(source).expanduser())
+    if path.is_file() or is_sharded(path):
         return path
     if not path.is_dir():
         raise MetaTTTError(f"source={source} does not exist: give a checkpoint's folder or file")
     for name in KNOWN:
-        if (path / name).is_file():
-            return path / name
-    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-    if len(found) == 1:
-        return found[0]
-    several = f"several: {', '.join(file.name for file in found)}" if found else f"none of {', '.join(SUFFIXES)}"
+        if (found := standing(path / name)).is_file() or is_sharded(found):
+            return found
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    if len(files) == 1:
+        return files[0]
+    several = f"several: {', '.join(file.name for file in files)}" if files else f"none of {', '.join(SUFFIXES)}"
     raise MetaTTTError(f"which weights? The folder {path} holds {several}. Name the file: source={path}/<file>")
 
 
 def read_weights(file: Path) -> dict[str, Any]:
-    """What a file of weights holds: tensors by name. An index file stands for its parts.
+    """What a file of weights holds: tensors by name. An index file, or the folder of a sharded checkpoint, stands for its parts.
 
     Raises:
         MetaTTTError: a file that is truncated, damaged, of another kind, or holds code; a part that is missing.
@@ -56,6 +58,8 @@ def read_weights(file: Path) -> dict[str, Any]:
         if missing or not parts:
             raise MetaTTTError(f"{file} names parts that are not there: {', '.join(missing) or 'no weight_map'}")
         return {name: tensor for part in parts for name, tensor in read_weights(file.parent / part).items()}
+    if is_sharded(file):
+        return read_sharded(file, weights_only=True)
     if file.suffix == ".safetensors":
         try:
             return load_file(file)
@@ -109,13 +113,28 @@ def check_new(target: str | Path) -> Path:
     return path
 
 
-def write_folder(target: Path, tensors: Mapping[str, Tensor], name: str, text: str) -> None:
-    """Writes weights and a configuration file `name`, all or nothing: an interrupted write leaves no folder `target`."""
+def read_tokenizer(folder: Path) -> str | None:
+    """The text of the tokenizer.json in a folder; None if there is none.
+
+    Raises:
+        MetaTTTError: it cannot be read.
+    """
+    file = folder / TOKENIZER
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise MetaTTTError(f"{file} cannot be read: {error}") from error
+
+
+def write_folder(target: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str | None]) -> None:
+    """Writes weights and files of text by their names (None: no such file), all or nothing: interrupted, it leaves no folder `target`."""
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
         save_file(dict(tensors), partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / name).write_text(text, encoding="utf-8")
+        for name, text in texts.items():
+            if text is not None:
+                (partial / name).write_text(text, encoding="utf-8")
         if target.exists():
             target.rmdir()
         partial.rename(target)

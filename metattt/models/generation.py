@@ -89,19 +89,14 @@ def _generate(
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     stops = torch.tensor(sorted(stop), device=ids.device, dtype=ids.dtype)
     with torch.inference_mode():
-        logits, state = model.step(ids, None, mask)
-        last = torch.full_like(ids[:, 0], ids.shape[1] - 1)
-        if mask is not None:
-            last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)
-        logits = logits[torch.arange(len(ids), device=ids.device), last]
+        logits, state = model.step(ids, None, mask, last_only=True)
     token = torch.zeros_like(ids[:, 0])
     ended = torch.zeros_like(token, dtype=torch.bool)
     for index in range(max_new_tokens):
         with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
             if index:
                 logits, state = model.step(token.unsqueeze(1), state)
-                logits = logits[:, -1]
-            token = torch.where(ended, token, sample(logits, temperature, top_k, top_p, generator))
+            token = torch.where(ended, token, sample(logits[:, -1], temperature, top_k, top_p, generator))
             ended = ended | torch.isin(token, stops)
         yield token
         if ended.all():

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from metattt.convolution import CausalConv
 from metattt.errors import MetaTTTError
+from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.registry import register
 from metattt.state import Context
 
@@ -85,6 +86,7 @@ class LanguageModel(nn.Module):
         norm_eps: epsilon of the RMSNorms.
         tie_embeddings: the head shares the embedding's weights.
         checkpoint_blocks: keep only what enters a block, and run it again in the backward pass: less memory, a third more time.
+        on_block: called with every block before the next is made, e.g. to divide it among processes; from Python alone.
 
     Raises:
         MetaTTTError: a size that is not positive.
@@ -102,6 +104,7 @@ class LanguageModel(nn.Module):
         norm_eps: float = 1e-6,
         tie_embeddings: bool = True,
         checkpoint_blocks: bool = False,
+        on_block: Callable[[nn.Module], object] | None = None,
     ):
         super().__init__()
         ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if ffn_dim is None else ffn_dim
@@ -114,7 +117,11 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocab_size, dim)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         width = conv_width if pre_conv else None
-        self.blocks = nn.ModuleList(Block(dim, layer(), ffn_dim, width, norm_eps) for _ in range(num_layers))
+        self.blocks = nn.ModuleList()
+        for _ in range(num_layers):
+            self.blocks.append(Block(dim, layer(), ffn_dim, width, norm_eps))
+            if on_block is not None:
+                on_block(self.blocks[-1])
         self.final_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tie_embeddings:
@@ -133,7 +140,8 @@ class LanguageModel(nn.Module):
         Returns:
             `[B, T, V]`.
         """
-        return self._run(ids, None, mask, reset)[0]
+        logits: Tensor = self.head(self.features(ids, None, mask, reset)[0])
+        return logits
 
     def step(
         self,
@@ -141,13 +149,54 @@ class LanguageModel(nn.Module):
         state: LanguageModelState | None = None,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
+        *,
+        last_only: bool = False,
     ) -> tuple[Tensor, LanguageModelState]:
-        """As `forward`, going on from `state` (None: from the beginning), with the state after the last token."""
-        return self._run(ids, state, mask, reset)
+        """As `forward`, going on from `state` (None: from the beginning), with the state after the last token.
 
-    def _run(
-        self, ids: Tensor, state: LanguageModelState | None, mask: Tensor | None, reset: Tensor | None
+        `last_only`: logits `[B, 1, V]` of the last real token of every sequence, which is all that sampling needs.
+        """
+        features, state = self.features(ids, state, mask, reset)
+        if last_only and mask is not None:
+            last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)
+            features = features[torch.arange(len(ids), device=ids.device), last].unsqueeze(1)
+        elif last_only:
+            features = features[:, -1:]
+        return self.head(features), state
+
+    def cross_entropy(
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        state: LanguageModelState | None = None,
+        reset: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "sum",
     ) -> tuple[Tensor, LanguageModelState]:
+        """Cross-entropy of the predictions, and the state after the last token. The logits of all tokens are never there at once.
+
+        Args:
+            ids: `[B, T]` token ids.
+            labels: `[B, T]` the token that follows each.
+            state: as in `step`.
+            reset: as in `forward`.
+            ignore_index: a label that does not count.
+            reduction: `sum`, or `none` for `[B, T]` losses (nats).
+        """
+        features, state = self.features(ids, state, None, reset)
+        rows = features.flatten(0, 1)
+        losses = linear_cross_entropy(rows, self.head.weight, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
+        return losses if reduction == "sum" else losses.view_as(labels), state
+
+    def features(
+        self,
+        ids: Tensor,
+        state: LanguageModelState | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[Tensor, LanguageModelState]:
+        """As `step`, with what the head reads in place of logits: `[B, T, D]`, normed."""
         order = None
         if mask is not None:  # real tokens first: then convolutions and layers see neighbours as neighbours
             order = torch.argsort(~mask, dim=1, stable=True)
@@ -167,10 +216,10 @@ class LanguageModel(nn.Module):
                 x, layer_state, tail = block(x, layer_state, tail, ctx)
             layers.append(layer_state)
             tails.append(tail)
-        logits = self.head(self.final_norm(x))
+        features = self.final_norm(x)
         if order is not None:
-            logits = torch.empty_like(logits).scatter(1, order.unsqueeze(-1).expand_as(logits), logits)
-        return logits, LanguageModelState(tuple(layers), tuple(tails))
+            features = torch.empty_like(features).scatter(1, order.unsqueeze(-1).expand_as(features), features)
+        return features, LanguageModelState(tuple(layers), tuple(tails))
 
     def num_parameters(self) -> int:
         """Number of parameters, shared ones counted once."""

@@ -17,12 +17,18 @@ class Tokenizer(Protocol):
     """What generation asks of a tokenizer."""
 
     separator: int  #: the token before every document; drawn, it ends a text
+    end: int | None  #: the token after every document, if there is one; drawn, it ends a text too
 
     def encode(self, text: str) -> Any:
         """Token ids, a sequence or an array of integers, without a separator."""
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """The text of the tokens as UTF-8; it may end inside a character."""
+
+
+def ends(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end a text."""
+    return [token for token in (tokenizer.separator, tokenizer.end) if token is not None]
 
 
 class Continuation:
@@ -35,7 +41,7 @@ class Continuation:
         stop: the text ends before the first of these strings.
 
     Attributes:
-        ended: a separator or a stop string has come.
+        ended: a token that ends texts, or a stop string, has come.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
@@ -51,7 +57,7 @@ class Continuation:
         """The text that has become certain with `token`; nothing once the text has ended."""
         if self.ended:
             return ""
-        if token == self.tokenizer.separator:
+        if token in ends(self.tokenizer):
             return self.finish()
         self.ids.append(token)
         data = self.tokenizer.decode(self.ids)
@@ -115,7 +121,7 @@ def generate_text(
     mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths.unsqueeze(1)
     device = model.embedding.weight.device
     drawn = ["" for _ in prompts]
-    for tokens in generate(model, ids.to(device), max_new_tokens, temperature, top_k, top_p, [tokenizer.separator], seed, mask.to(device)):
+    for tokens in generate(model, ids.to(device), max_new_tokens, temperature, top_k, top_p, ends(tokenizer), seed, mask.to(device)):
         for index, token in enumerate(tokens.tolist()):
             drawn[index] += texts[index].add(token)
         if all(text.ended for text in texts):

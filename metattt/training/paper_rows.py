@@ -23,7 +23,7 @@ METHODS = {  # row: layer, backbone
     "mamba2": ("mamba2", "mamba_backbone"),  # in the place of the paper's Mamba
 }
 FINETUNED = ("transformer", "ttt_linear", "ttt_mlp")  # from a model of 2k context
-MINI_BATCH_SIZES = [2**i for i in range(12)]  # Figure 8
+MINI_BATCH_SIZES = [2**i for i in range(12)]  # Figure 9
 
 
 def row(group: str, method: str, size: str, finetune: bool = False) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def row(group: str, method: str, size: str, finetune: bool = False) -> dict[str,
     content: dict[str, Any] = {}
     if layer == "ttt_mlp":
         defaults.append({"override /callbacks": "inner_warmup"})
-    if layer == "attention" and CONTEXTS[group] >= 4096:
+    if layer == "attention" and CONTEXTS[group] >= 4096:  # the paper says it of Books (App. C)
         content["task"] = {"rope_theta": 500000.0}
     if finetune:  # a fifth of the tokens more, with a schedule of their own
         lr = 1e-4 if size == "125m" else 1e-5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -19,60 +22,105 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.optim import Optimizer
 
 from metattt.models.language_model import LanguageModel
+from metattt.models.sharded_files import STATES, is_sharded, load_sharded, read_plain, remove, split_state, write_sharded
+from metattt.training.building import Builder
 
 
-def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Divides every block, and then the rest of the model, among the processes of a mesh. Once: later calls do nothing."""
-    if isinstance(model, FSDPModule):
-        return
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "step")  # generation calls it in place of forward
+def build_divided(build: Builder, mesh: DeviceMesh) -> LanguageModel:
+    """Makes a model block by block, each divided among the processes before the next is made: none ever holds the whole.
+
+    The parameters are those of one process, as all draw the same random numbers in the same order.
+    """
+    divide = partial(fully_shard, mesh=mesh)
+    model = build.in_parts(divide)
+    divide(model)  # embedding, final norm and head
+    for method in ("step", "cross_entropy"):  # generation and training call them in place of forward
+        register_fsdp_forward_method(model, method)
+    build.finish(model)
+    return model
+
+
+def divided(model: torch.nn.Module) -> bool:
+    """Whether a model is divided among processes already."""
+    return isinstance(model, FSDPModule)
 
 
 class FullyShardedData(ModelParallelStrategy):
     """FSDP2 over all processes, on GPUs or CPUs; `configure_model` of the module decides what is divided.
 
-    Checkpoints are gathered into the one file that every other run writes: `eval`, `generate` and `resume` take it, with any
-    number of processes and any strategy.
+    Every process writes its own part of a checkpoint, `last.ckpt` is then a folder (`metattt.models.sharded_files`). It is read by
+    any number of processes under any strategy, and so are the files of other strategies here.
     """
 
     def __init__(self) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state in rank 0, with parameters numbered as `optimizer.state_dict()` of one process numbers them."""
-        named = self._named_state(optimizer, full=True)
-        if not named:  # not rank 0
-            return {}
+        """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process numbers them."""
+        named = self._named_state(optimizer, cpu_offload=True)
         numbers = {name: number for number, name in enumerate(_names(named))}
         groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in named["param_groups"]]
         return {"state": {numbers[name]: state for name, state in named["state"].items()}, "param_groups": groups}
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Every process writes its parts of the tensors, one of them the rest."""
+        write_sharded(Path(self.broadcast(str(filepath))), checkpoint)
+
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a gathered checkpoint; every process keeps its part."""
-        path = Path(self.broadcast(checkpoint_path))
+        """Loads a checkpoint of any strategy and number of processes; every process keeps its part."""
+        path = Path(self.broadcast(str(checkpoint_path)))
+        if is_sharded(path):
+            return self._load_parts(path)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        assert self.lightning_module is not None
-        options = StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
-        set_model_state_dict(self.lightning_module, content.pop("state_dict"), options=options)
-        for optimizer, saved in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
-            names = _names(self._named_state(optimizer, full=False))
-            groups = [group | {"params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
-            named: dict[str, Any] = {"state": {names[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
-            set_optimizer_state_dict(self.lightning_module, optimizer, named, options=options)
+        options = self._options(full_state_dict=True)
+        set_model_state_dict(self._module, content.pop("state_dict"), options=options)
+        for optimizer, saved in zip(self.optimizers, content.get(STATES, []), strict=False):
+            self._set_state(optimizer, saved["state"], saved["param_groups"], options)
         return content
 
-    def _named_state(self, optimizer: Optimizer, full: bool) -> dict[str, Any]:
-        assert self.lightning_module is not None
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self.is_global_zero:
+            remove(Path(filepath))
+
+    def _load_parts(self, folder: Path) -> dict[str, Any]:
+        content = read_plain(folder)
+        options = self._options()
+        model = get_model_state_dict(self._module, options=options)
+        load_sharded(folder, {"state_dict": model})
+        set_model_state_dict(self._module, model, options=options)
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, content.pop(STATES, []), strict=False)):
+            state = self.optimizer_state(optimizer)["state"]  # before its first step too: zeros then
+            values, _ = split_state(state)
+            load_sharded(folder, {STATES: {str(index): values}})
+            state = {number: {**values.get(str(number), {}), **saved["state"].get(number, {})} for number in state}
+            self._set_state(optimizer, state, saved["param_groups"], options)
+        return content
+
+    def _set_state(
+        self, optimizer: Optimizer, state: Mapping[int, Any], param_groups: list[dict[str, Any]], options: StateDictOptions
+    ) -> None:
+        """Gives an optimizer a state by the numbers of its parameters."""
+        names = _names(self._named_state(optimizer))
+        groups = [group | {"params": [names[number] for number in group["params"]]} for group in param_groups]
+        named: dict[str, Any] = {"state": {names[number]: one for number, one in state.items()}, "param_groups": groups}
+        set_optimizer_state_dict(self._module, getattr(optimizer, "_optimizer", optimizer), named, options=options)
+
+    def _named_state(self, optimizer: Optimizer, cpu_offload: bool = False) -> dict[str, Any]:
+        """The state by the names of the parameters."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
-        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-        return get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
+        return get_optimizer_state_dict(self._module, optimizer, options=StateDictOptions(cpu_offload=cpu_offload))
+
+    def _options(self, full_state_dict: bool = False) -> StateDictOptions:
+        return StateDictOptions(full_state_dict=full_state_dict, strict=self._module.strict_loading)
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
 
 def _names(state: dict[str, Any]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -9,11 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from metattt.data.text import TextData
+from metattt.data.tokenizers import FileTokenizer
 from metattt.data.windows import Split, WindowData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.ngram import NGram
 from metattt.models.generation import generate
 from metattt.models.language_model import LanguageModel
+from metattt.models.text_generation import ends
 from metattt.training.batches import plan_batches, validate_between_steps
 from metattt.training.callbacks import LossCurve
 from metattt.training.job import Job
@@ -49,8 +53,10 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
 
     def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
         """The Lightning module."""
-        config = OmegaConf.to_container(self.cfg)
-        return LanguageModeling(model, recipe, self.data.tokenizer.token_bytes, config, self.data.document_start)  # type: ignore[arg-type]
+        config: Any = OmegaConf.to_container(self.cfg)
+        tokenizer = self.data.tokenizer
+        content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else None
+        return LanguageModeling(model, recipe, tokenizer.token_bytes, config, self.data.document_start, content)
 
     def prepare(self, trainer: lightning.Trainer) -> None:
         """Sizes of batches that the trainer's processes take, and the baseline."""
@@ -96,7 +102,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         data = self.data
         prompt = data.sample_document()[:SAMPLE_PROMPT_BYTES]
         ids = torch.tensor([[data.tokenizer.separator, *data.tokenizer.encode(prompt).tolist()]], device=module.device)
-        tokens = generate(module.model.eval(), ids, SAMPLE_BYTES, temperature=0.7, stop=[data.tokenizer.separator], seed=self.cfg.seed)
+        tokens = generate(module.model.eval(), ids, SAMPLE_BYTES, temperature=0.7, stop=ends(data.tokenizer), seed=self.cfg.seed)
         text = data.tokenizer.decode([int(token) for token in tokens])
         console.print(f"\nsample, temperature 0.7, after a prompt of {len(prompt)} bytes:")
         console.print(prompt.decode(errors="replace"), style="dim", end="", markup=False)
