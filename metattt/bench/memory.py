@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -150,7 +149,7 @@ def _measure(part: str, preset: str, layer: str, length: int, overrides: Sequenc
         ids = torch.randint(model.vocab_size, (1, length + 1))
 
         def step() -> None:
-            F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            (model.cross_entropy(ids[:, :-1], ids[:, 1:])[0] / length).backward()
             optimizer.step()
 
     before, started = forget_peak(), time.perf_counter()
