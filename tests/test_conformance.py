@@ -340,7 +340,7 @@ SMALL = ("dim=8", "num_heads=2", "optimizer.mini_batch_size=3")
 def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     check(compose("learner=linear", *SMALL, job="check"))
     out = capsys.readouterr().out
-    assert "form=dual: every fast weight reaches only primitives" in " ".join(out.split())
+    assert "form=fused: kernels ttt_linear.native (cpu), ttt_linear.closed_form (cpu), ttt_linear.triton (cuda)" in " ".join(out.split())
     assert out.count("pass") == len(LAWS) and "FAIL" not in out
 
 

@@ -255,6 +255,9 @@ def test_auto_says_why_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None
     said = [record.getMessage() for record in caplog.records if record.name == "metattt" and "form=dual" in record.getMessage()]
     assert len(said) == 1  # once, not in every call
     assert "bfloat16" in said[0]
+    with caplog.at_level(logging.DEBUG, "metattt"):
+        layer(torch.randn(1, 32, 8))
+    assert "form=fused on cpu: ttt_linear.closed_form" in caplog.text
 
 
 def test_a_kernel_of_ones_own() -> None:

@@ -40,7 +40,9 @@ class TestConvolutionOverFeatures(LearnerConformance):
     make = staticmethod(lambda: Convolution(channels=2))
 
     def specimens(self) -> dict[str, Specimen]:
-        return {"token steps": self.specimen(self.make, published_task, lambda: GradientDescent(4, token_steps="shared"))}
+        # At half the rate: at 1 the norm over few features amplifies fp32's rounding to the law's bound.
+        rule = lambda: GradientDescent(4, token_steps="shared", base_lr=0.5)  # noqa: E731
+        return {"token steps": self.specimen(self.make, published_task, rule)}
 
 
 class TestConvolutionOverTokens(LearnerConformance):

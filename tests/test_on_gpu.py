@@ -20,7 +20,7 @@ from metattt.learners.mlp import MLP
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.optimizers.momentum import Momentum
 from metattt.tasks.reconstruction import Reconstruction
-from metattt.testing.specimen import Specimen, compare, run, state_distance
+from metattt.testing.specimen import Specimen, compare, cotangent, run, state_distance
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
@@ -54,6 +54,21 @@ def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any)
     reset = torch.zeros(2, 27, dtype=torch.bool)
     reset[0, 11] = reset[1, 20] = True
     assert compare(run(layer, x, reset=reset, grads=True), run(dual, x, reset=reset, grads=True)) < 1e-3
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiled_in_one_graph(name: str) -> None:
+    """`torch.compile` sees the operation as one node, with its derivative."""
+    kernel, learner = KERNELS[name]
+    layer = through(TTTLayer(32, 1, Reconstruction(), learner(), GradientDescent(8, token_steps="shared")), interpreted(kernel))
+    x = torch.randn(1, 19, 32)
+    expected = run(layer, x, grads=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    tokens = x.clone().requires_grad_()
+    y, _ = compiled(tokens)
+    torch.testing.assert_close(y, expected.y)
+    found = torch.autograd.grad((y * cotangent(y)).sum(), tokens)[0]
+    torch.testing.assert_close(found, expected.grads["x"])
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -87,7 +87,11 @@ class Inner(Benchmark):
                         seconds = in_turn(ways, self.rounds)
                         times += self._rows(learner, title, threads, seconds)
                         ceilings.append(self._ceiling(learner, title, threads, problem, min(seconds["fused"])))
-        tables = {"Time": times, "Operations": ceilings}
+        lengths: list[Row] = []
+        for learner in self.learners:
+            say(f"{learner}: timing by length")
+            lengths += self._by_length(learner)
+        tables = {"Time": times, "Context length": lengths, "Operations": ceilings}
         if self.memory_length:
             tables["Peak memory"] = [self._memory(learner, say) for learner in self.learners]
         text = (
@@ -102,18 +106,31 @@ class Inner(Benchmark):
             "inputs' process, allowed is 1.3 (inputs + outputs + gradients) + the weights of every group."
         )
         settings = {key: value for key, value in vars(self).items() if not key.startswith("_")}
-        return Report("The inner operation", text, tables, checks, settings, self._panels(times))
+        return Report("The inner operation", text, tables, checks, settings, self._panels(lengths))
 
-    def _panels(self, times: Sequence[Row]) -> list[Panel]:
+    def _by_length(self, learner: str) -> list[Row]:
+        """Training at shorter sequences and the whole one, on as many threads as come first."""
+        rows: list[Row] = []
+        lengths = [self.length // n for n in (8, 4, 2, 1) if self.length % (n * self.mini_batch_size) == 0]
+        for length in lengths:
+            problem = Problem(learner, length, self.num_heads, self.head_dim, self.mini_batch_size)
+            with _threads(self.threads[0]):
+                seconds = in_turn(problem.training(), min(3, self.rounds))
+            for way, took in seconds.items():
+                each = spread([1e6 * s / length for s in took])._asdict()
+                rows.append({"learner": learner, "T": length, "way": way} | {f"µs per token, {key}": x for key, x in each.items()})
+        return rows
+
+    def _panels(self, rows: Sequence[Row]) -> list[Panel]:
         panels = []
         for learner in self.learners:
             curves: dict[str, tuple[list[float], list[float]]] = {}
-            for row in times:
+            for row in rows:
                 if row["learner"] == learner:
-                    x, y = curves.setdefault(f"{row['pass']}, {row['way']}", ([], []))
-                    x.append(row["threads"])
-                    y.append(row["ms, median"])
-            panels.append(Panel(learner, "threads", "ms", curves))
+                    x, y = curves.setdefault(row["way"], ([], []))
+                    x.append(row["T"])
+                    y.append(row["µs per token, median"])
+            panels.append(Panel(f"{learner}: forward and backward", "T", "µs per token", curves))
         return panels
 
     def _rows(self, learner: str, title: str, threads: int, seconds: dict[str, list[float]]) -> Iterator[Row]:

@@ -59,7 +59,7 @@ class InnerLoop(nn.Module):
         self.task, self.learner, self.optimizer = task, learner, optimizer
         self.form, self.group_size, self.strict = "dual" if form == "fused" else form, group_size, strict
         self.kernels = covering(task, learner, optimizer)[0] if form == "fused" else []
-        self._refusals: set[str] = set()
+        self._said: set[str] = set()
         self._shapes: dict[tuple[object, ...], list[torch.Size]] = {}
 
     @property
@@ -181,15 +181,20 @@ class InnerLoop(nn.Module):
                 else:
                     reason = kernel.accepts(given)
                 if reason is None:
+                    self._say(f"form=fused on {device}: {kernel.name}")
                     return kernel
                 reasons.append(f"{kernel.name}: {reason}")
         message = "; ".join(reasons)
         if self.strict:
             raise MetaTTTError(f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto")
-        if not torch.compiler.is_compiling() and message not in self._refusals:
-            self._refusals.add(message)
-            log.debug("form=dual in a call on %s: %s", device, message)
+        self._say(f"form=dual on {device}: {message}")
         return None
+
+    def _say(self, choice: str) -> None:
+        """The choice of a kernel in the debug log, once."""
+        if not torch.compiler.is_compiling() and choice not in self._said:
+            self._said.add(choice)
+            log.debug(choice)
 
     def _reference(self, given: MiniBatches) -> tuple[Tensor, Tensors]:
         """What a kernel computes, by the dual form."""
