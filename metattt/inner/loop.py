@@ -170,7 +170,7 @@ class InnerLoop(nn.Module):
             MetaTTTError: none does, and `layer.form=fused` was asked for.
         """
         device, reasons = given.tokens.k.device.type, []
-        if in_transform():
+        if in_transform() and not torch.compiler.is_compiling():  # (to a compiler every call looks like one)
             reasons = ["kernels do not run inside torch.func transforms"]
         else:
             for kernel in self.kernels:
