@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -100,6 +100,11 @@ def covering(task: Task, learner: Learner, optimizer: InnerOptimizer) -> tuple[l
     """The kernels that compute a combination, and of the others why they do not, by name."""
     reasons = {kernel.name: kernel.covers(task, learner, optimizer) for kernel in kernels()}
     return [kernel for kernel in kernels() if reasons[kernel.name] is None], {name: why for name, why in reasons.items() if why is not None}
+
+
+def explain(reasons: Mapping[str, str]) -> str:
+    """Why kernels do not cover a combination, once for all kernels of an operation that give the same reason."""
+    return "; ".join(dict.fromkeys(f"{name.split('.')[0]}: {why}" for name, why in reasons.items()))
 
 
 def linear_rule(optimizer: InnerOptimizer) -> str | None:

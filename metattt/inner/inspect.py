@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.accessors import Record, UnsupportedOperation
-from metattt.inner.fused import covering
+from metattt.inner.fused import covering, explain
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.optimizers.base import InnerOptimizer
@@ -39,8 +39,7 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     check_token_local(task, learner, num_heads, d_in)
     covered, reasons = covering(task, learner, optimizer) if form in ("auto", "fused") and reason is None else ([], {})
     if form == "fused" and not covered:
-        why = reason or "; ".join(f"{kernel}: {cause}" for kernel, cause in reasons.items())
-        raise MetaTTTError(f"layer.form=fused has no kernel for this combination ({why}): set layer.form=auto")
+        raise MetaTTTError(f"layer.form=fused has no kernel for this combination ({reason or explain(reasons)}): set layer.form=auto")
     if form == "dual" and reason:
         raise MetaTTTError(f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or set layer.form=auto")
     if form == "summed" and not summed:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from metattt.compose import instantiate_layer
-from metattt.inner.fused import covering
+from metattt.inner.fused import covering, explain
 from metattt.inner.inspect import unsupported
 from metattt.layer import TTTLayer
 from metattt.testing.laws import LAWS
@@ -84,6 +84,5 @@ def why_this_form(layer: TTTLayer, asked: str) -> str:
     reason = unsupported(layer.task, learner, layer.num_heads, width)
     if reason is None:
         refusals = covering(layer.task, learner, layer.optimizer)[1]
-        kernels = "; ".join(f"{name}: {why}" for name, why in refusals.items())
-        return f"every fast weight reaches only primitives; no kernel covers the combination ({kernels})"
+        return f"every fast weight reaches only primitives; no kernel covers the combination ({explain(refusals)})"
     return f"{reason}, so the dual form cannot express the learner"
