@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.bench.base import Benchmark
-from metattt.bench.peers import Peer, peers
+from metattt.bench.peers import Peer, missing, peers
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, spread
 from metattt.errors import MetaTTTError
@@ -202,6 +202,8 @@ class GPU(Benchmark):
     def _sequences(self, ceilings: Row, failed: set[str]) -> list[Row]:
         rows: list[Row] = []
         dtype = DTYPES[self.dtype]
+        if absent := missing():
+            self._left_out.append(absent)
         for length in self.lengths:
             if not self._time_is_left(f"T = {length}"):
                 continue

@@ -73,6 +73,15 @@ def peers(mini_batch_size: int) -> list[Peer]:
     ]
 
 
+def missing() -> str | None:
+    """Why flash-linear-attention is not among the peers; None if it is."""
+    try:
+        import fla.ops.ttt  # noqa: F401
+    except Exception as error:  # as in `peers`
+        return f"flash-linear-attention: {type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
+    return None
+
+
 def _views(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
     return [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
 
