@@ -107,6 +107,10 @@ def explain_composition(error: BaseException, job: str) -> str:
     group = re.match(r"Could not override '(.*?)'. No match in the defaults list", str(error))
     if group:
         return f"`{group[1]}` is not chosen by name in `metattt {job}`: `metattt {job} --help` lists what is"
+    unchosen = re.match(r"You must specify '(.*?)'", str(error))
+    if unchosen:
+        names = sorted(choices(unchosen[1]))
+        return f"`{unchosen[1]}` is not chosen: `{unchosen[1]}=<name>` with one of {', '.join(names)}"
     return _first_line(chain[-1])
 
 

@@ -104,3 +104,9 @@ def test_reports(tmp_path: Path) -> None:
     assert "| a | 0.123 | – |" in (tmp_path / "one.md").read_text()
     assert markdown_table([]) == ["(no rows)"]
     assert torch.get_num_threads() == json.loads((tmp_path / "one.json").read_text())["environment"]["threads"]
+
+
+def test_a_benchmark_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    said = capsys.readouterr().err
+    assert "`benchmark` is not chosen" in said and "delta" in said and "inner" in said and said.count("\n") == 1
