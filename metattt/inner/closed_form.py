@@ -303,6 +303,12 @@ def transposed(u: Tensor, gradient: InnerGradient, overlap: Tensor, squared_scal
     return de, dz.addcmul_(hat, torch.linalg.vecdot(u, gradient.value).unsqueeze(-1) * (rstd / width), value=-1)
 
 
+def overlaps(steps: Sequence[InnerGradient]) -> Tensor:
+    """`mean(x̂ e)·r` of every mini-batch, `[n, N, b, 1]`, for `transposed`."""
+    pairs = [torch.linalg.vecdot(step.normed.hat, step.error).unsqueeze(-1) * step.normed.rstd for step in steps]
+    return torch.stack(pairs) / steps[0].error.shape[-1]
+
+
 def label_cotangents(group: Group, derror: Tensor, steps: Sequence[InnerGradient]) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of v (of k it is the opposite), γ and β through `error = γ² x̂ + γ (β + k − v)`, from those of `error`."""
     dv = -group.scale * derror

@@ -17,6 +17,7 @@ from metattt.inner.closed_form import (
     inner_gradient,
     label_cotangents,
     normalize,
+    overlaps,
     products,
     pull_norm,
     transposed,
@@ -64,7 +65,7 @@ class TTTLinear(ClosedForm):
         both, dboth = torch.cat([k, q], dim=2), torch.cat([torch.empty_like(dz), dz], dim=2)
         dafter, dafter_b = torch.empty_like(walk.w), None if walk.b is None else torch.empty_like(walk.b)
         derror = torch.empty_like(k)
-        squared, overlap = group.scale.square(), walk.overlap()
+        squared, overlap = group.scale.square(), overlaps(walk.steps)
         for i in reversed(range(count)):
             dafter[i] = dw
             u = torch.baddbmm(dg[i], scaled[i], dw, alpha=-1)
@@ -102,11 +103,6 @@ class Walk(NamedTuple):
     g: Tensor  # [n, N, b, d]
     steps: list[InnerGradient]
     after: list[Tensor]
-
-    def overlap(self) -> Tensor:
-        """`mean(x̂ e)·r` for `transposed`."""
-        pairs = [torch.linalg.vecdot(s.normed.hat, s.error).unsqueeze(-1) * s.normed.rstd for s in self.steps]
-        return torch.stack(pairs) / self.g.shape[-1]
 
 
 def _walk(group: Group, weights: Sequence[Tensor]) -> Walk:

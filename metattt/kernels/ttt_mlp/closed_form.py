@@ -19,6 +19,7 @@ from metattt.inner.closed_form import (
     inner_gradient,
     label_cotangents,
     normalize,
+    overlaps,
     products,
     pull_norm,
     transposed,
@@ -80,7 +81,7 @@ class TTTMLP(ClosedForm):
         right2 = torch.cat([torch.empty_like(dz2), walk.g2, dz2], dim=2)
         derror, dscaled = torch.empty_like(k), torch.empty_like(k)
         dlast = torch.zeros_like(mix[:, :, -1])
-        squared, overlap = group.scale.square(), walk.overlap()
+        squared, overlap = group.scale.square(), overlaps(walk.steps)
         for i in reversed(range(count)):
             u1 = torch.baddbmm(dg1[i], scaled1[i], dw1, alpha=-1)
             u2 = torch.baddbmm(dg2[i], scaled2[i], dw2, alpha=-1)
@@ -130,11 +131,6 @@ class Walk(NamedTuple):
     g2: Tensor
     steps: list[InnerGradient]
     after: list[Tensor]
-
-    def overlap(self) -> Tensor:
-        """`mean(x̂ e)·r` for `transposed`."""
-        pairs = [torch.linalg.vecdot(s.normed.hat, s.error).unsqueeze(-1) * s.normed.rstd for s in self.steps]
-        return torch.stack(pairs) / self.g2.shape[-1]
 
 
 class Read(NamedTuple):
