@@ -5,10 +5,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from metattt.errors import MetaTTTError
-from metattt.timm_models import register_with_timm
+from metattt.models.timm import register_with_timm
 
 if TYPE_CHECKING:
-    from metattt.compose import build
+    from metattt.composition.compose import build
     from metattt.layer import TTTLayer
     from metattt.state import State
 
@@ -19,7 +19,7 @@ except PackageNotFoundError:  # run from a checkout that was never installed
 
 __all__ = ["MetaTTTError", "State", "TTTLayer", "__version__", "build"]
 
-_HOMES = {"State": "metattt.state", "TTTLayer": "metattt.layer", "build": "metattt.compose"}
+_HOMES = {"State": "metattt.state", "TTTLayer": "metattt.layer", "build": "metattt.composition.compose"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 
-from metattt.choices import choices
+from metattt.composition.choices import choices
 
 COMMANDS = {  # name: (what it does, module, function)
     "train": (
@@ -26,7 +26,7 @@ COMMANDS = {  # name: (what it does, module, function)
         "metattt.evaluation.evaluate",
         "evaluate",
     ),
-    "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.evaluation.generate", "generate"),
+    "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.generation.generate", "generate"),
     "prepare": (
         "text to shards of tokens for data=shards: source=<files or dataset> target=<new folder>",
         "metattt.data.prepare",
@@ -34,10 +34,10 @@ COMMANDS = {  # name: (what it does, module, function)
     ),
     "convert": (
         "published TTT checkpoints to ours and back: source=<folder or file> target=<new folder>",
-        "metattt.models.convert",
+        "metattt.checkpoints.convert",
         "convert",
     ),
-    "layers": ("the known layers: their three parts, and the state and cost of each", "metattt.layers", "layers"),
+    "layers": ("the known layers: their three parts, and the state and cost of each", "metattt.known_layers", "layers"),
     "bench": ("a benchmark, gated by a check of its results: metattt bench <name>", "metattt.bench.run", "bench"),
     "check": (
         "check every law of the conformance suite for the chosen parts: learner=<name>",
@@ -85,7 +85,7 @@ def _run(command: str, overrides: list[str]) -> int:
 
     _, module, function = COMMANDS[command]
     try:
-        from metattt.compose import compose
+        from metattt.composition.compose import compose
 
         cfg = compose(*overrides, job=command)  # first: a mistake shows before anything heavy is imported
         code = getattr(importlib.import_module(module), function)(cfg)

@@ -12,8 +12,8 @@ from metattt.inner.loop import InnerLoop
 from metattt.inner.packing import pack
 from metattt.inner.stream import Result, stream
 from metattt.learners.base import Learner, NonParametric
+from metattt.modules import projection
 from metattt.optimizers.base import InnerOptimizer
-from metattt.projection import projection
 from metattt.state import State, Tensors
 from metattt.tasks.base import Task
 

@@ -9,14 +9,14 @@ import torch
 from tokenizer_for_tests import trained_tokenizer
 from torch import Tensor
 
-from metattt.compose import compose
+from metattt.checkpoints.convert import convert
+from metattt.composition.compose import compose
 from metattt.data import ByteTokenizer
 from metattt.data.prepare import prepare
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
-from metattt.evaluation.generate import generate
-from metattt.models.convert import convert
-from metattt.models.text_generation import Continuation, ends
+from metattt.generation.generate import generate
+from metattt.generation.text import Continuation, ends
 from metattt.training.train import train
 
 RUN = ("dim=16", "num_heads=2", "model.num_layers=1", "data.batch_size=4", "trainer.accelerator=cpu", "trainer.max_steps=4")
@@ -94,7 +94,7 @@ def test_generation_ends_where_a_text_ends(runs: Path, monkeypatch: pytest.Monke
         assert stop == [256]
         yield from (torch.tensor([byte]) for byte in b"one. two. three")
 
-    monkeypatch.setattr("metattt.evaluation.generate.sample_tokens", drawn)
+    monkeypatch.setattr("metattt.generation.generate.sample_tokens", drawn)
     generate(compose(f"checkpoint={runs / 'linear'}", "prompt=>", "stop=['. t','#']", "device=cpu", job="generate"))
     output = capsys.readouterr()
     assert output.out == ">one\n" and output.err.startswith("6 tokens")

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from metattt import build
 from metattt.cli import COMMANDS, main
-from metattt.compose import compose, instantiate_layer, quote_free_text
+from metattt.composition.compose import compose, instantiate_layer, quote_free_text
 from metattt.errors import MetaTTTError
 from metattt.registry import register
 
@@ -157,7 +157,7 @@ def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def interrupted(*_: str, job: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("metattt.compose.compose", interrupted)
+    monkeypatch.setattr("metattt.composition.compose.compose", interrupted)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == ""
 

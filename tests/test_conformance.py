@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.compose import compose
+from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
 from metattt.learners import MLP, FastWeights, KernelEstimator, Learner, Linear, Weight
 from metattt.optimizers import Adam, Append, BlockMomentum, Gates, GradientDescent, InnerOptimizer, Momentum

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from metattt.checkpoints.convert import convert, load_pretrained
+from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.cli import main
-from metattt.compose import compose
+from metattt.composition.compose import compose
 from metattt.data.windows import ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
-from metattt.evaluation.generate import generate
-from metattt.models.convert import convert, load_pretrained
+from metattt.generation.generate import generate
 from metattt.training.batches import plan_batches
 from metattt.training.building import Builder
 from metattt.training.callbacks import StopOnInterrupt
-from metattt.training.checkpoint import load_model, read_checkpoint
 from metattt.training.launchers import processes
 from metattt.training.train import train
 

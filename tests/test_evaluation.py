@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
-from metattt.compose import compose, instantiate_model
+from metattt.composition.compose import compose, instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.evaluate import evaluate, labels
-from metattt.evaluation.inner_loss import average, inner_loss_curves, unmeasured
-from metattt.evaluation.inner_loss import plot as plot_inner_loss
 from metattt.learners.fast_weights import FastWeights
+from metattt.measures.inner_loss import average, inner_loss_curves, unmeasured
+from metattt.measures.inner_loss import plot as plot_inner_loss
 from metattt.models.language_model import LanguageModel
 from metattt.state import Context
-from metattt.training.checkpoint import read_checkpoint
 from metattt.training.train import train
 
 TINY = ("dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=31", "data.context_length=32", "optimizer.mini_batch_size=8")

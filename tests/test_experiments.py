@@ -9,11 +9,11 @@ import torch
 from lightning import Trainer
 
 from metattt import build
-from metattt.compose import compose, instantiate_model
+from metattt.checkpoints.trained import read_checkpoint
+from metattt.composition.compose import compose, instantiate_model
 from metattt.data.prepare import prepare
 from metattt.errors import MetaTTTError
 from metattt.state import Context
-from metattt.training.checkpoint import read_checkpoint
 from metattt.training.inner_warmup import InnerWarmup
 from metattt.training.paper_rows import CONTEXTS, METHODS, MINI_BATCH_SIZES, SIZES, rows
 from metattt.training.train import train

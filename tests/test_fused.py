@@ -12,10 +12,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from metattt.choices import choices
-from metattt.compose import build, compose, instantiate_layer
+from metattt.composition.choices import choices
+from metattt.composition.compose import build, compose, instantiate_layer
 from metattt.errors import MetaTTTError
-from metattt.inner.fused import Kernel, MiniBatches, Scan, covering, kernels
+from metattt.kernels.base import Kernel, MiniBatches, Scan, covering, kernels
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.compose import compose, instantiate_model
+from metattt.composition.compose import compose, instantiate_model
 from metattt.data import ByteTokenizer
 from metattt.errors import MetaTTTError
-from metattt.layers import known_layers
-from metattt.models import LanguageModel, generate, generate_text
-from metattt.models.generation import sample
-from metattt.models.text_generation import Continuation
+from metattt.generation.sampling import sample
+from metattt.generation.text import Continuation, generate_text
+from metattt.known_layers import known_layers
+from metattt.models import LanguageModel
 
 TOKENIZER = ByteTokenizer()
 NOT_CAUSAL = {"mttt_linear", "mttt_mlp", "self_attention", "linear_attention_image", "linear_attention_elu_image"}  # for images

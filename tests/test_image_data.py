@@ -18,12 +18,12 @@ from PIL import Image
 from torch import Tensor
 
 from metattt.cli import main
-from metattt.compose import compose
+from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
 from metattt.data.images import NO_LABEL, ImageData
 from metattt.errors import MetaTTTError
+from metattt.models.timm import create
 from metattt.models.vision import ImageTransformer
-from metattt.timm_models import create
 from metattt.training.image_module import ImageClassification, TimmRecipe
 from metattt.training.train import train
 

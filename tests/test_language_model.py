@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.compose import compose, instantiate_model
+from metattt.composition.compose import compose, instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.models.generation import generate, sample
+from metattt.generation.sampling import generate, sample
 from metattt.models.language_model import LanguageModel
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}

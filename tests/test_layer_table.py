@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.compose import compose
+from metattt.composition.compose import compose
 from metattt.testing import LAWS, NotApplicable, Specimen
 from metattt.testing.report import specimen_of
 from metattt.testing.specimen import Run, compare, cotangent, gradients

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.compose import build
+from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import Convolution, KernelRidge, Learner, Linear, NestedTTT, SwiGLU, Transformer

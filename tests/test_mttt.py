@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metattt import TTTLayer, build
 from metattt.errors import MetaTTTError
-from metattt.inner.diagnostics import inner_losses
+from metattt.measures.inner_steps import inner_losses
 from metattt.models import mttt_from_published
 from metattt.models.mttt import to_ours
 from metattt.testing.specimen import cotangent, gradients

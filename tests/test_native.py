@@ -14,8 +14,8 @@ from torch import Tensor
 
 from metattt.inner import native
 from metattt.inner.forms import Tokens
-from metattt.inner.fused import MiniBatches
-from metattt.inner.native_scan import NativeForm
+from metattt.kernels.base import MiniBatches
+from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.closed_form import TTTLinear
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_mlp.closed_form import TTTMLP

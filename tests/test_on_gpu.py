@@ -11,7 +11,7 @@ import torch
 from metattt.bench import gpu, peers
 from metattt.cli import main
 from metattt.errors import MetaTTTError
-from metattt.inner.on_gpu import OnGPU
+from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.layer import TTTLayer

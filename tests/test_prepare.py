@@ -17,7 +17,7 @@ import pytest
 import torch
 from tokenizer_for_tests import trained_tokenizer
 
-from metattt.compose import compose, instantiate_model
+from metattt.composition.compose import compose, instantiate_model
 from metattt.data.documents import find_files, iterate_documents
 from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData, ShardWindows
@@ -287,7 +287,7 @@ def test_shards_are_checked_before_training(prepared: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp", "attention", "mamba2"])
 def test_documents_with_resets_are_as_documents_apart(prepared: Path, layer: str) -> None:
-    from metattt.training.lightning_module import AdamW, LanguageModeling
+    from metattt.training.text_module import AdamW, LanguageModeling
 
     data = ShardData(str(prepared), context_length=700, document_reset=True)
     window = next(iter(data.loader("train")))[:1]
@@ -304,7 +304,7 @@ def test_documents_with_resets_are_as_documents_apart(prepared: Path, layer: str
 
 
 def test_a_run_on_shards_resumes_bitwise(prepared: Path, tmp_path: Path) -> None:
-    from metattt.training.checkpoint import read_checkpoint
+    from metattt.checkpoints.trained import read_checkpoint
     from metattt.training.train import train
 
     tiny = (

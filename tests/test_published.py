@@ -13,11 +13,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from metattt.checkpoints.convert import load_pretrained
 from metattt.cli import main
-from metattt.compose import compose, instantiate_model
+from metattt.composition.compose import compose, instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.layers import known_layers
-from metattt.models import LanguageModel, from_jax, from_published, load_pretrained, to_jax, to_published
+from metattt.known_layers import known_layers
+from metattt.models import LanguageModel, from_jax, from_published, to_jax, to_published
 from metattt.models.published_config import build_empty
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -106,7 +106,7 @@ for name in sorted(name.removesuffix(".__init__") for name in modules):
 walked = {m.name for m in pkgutil.walk_packages(metattt.__path__, "metattt.")}
 assert {"metattt.layer", "metattt.learners.linear", "metattt.configs"} <= walked, walked
 from metattt.cli import _groups
-from metattt.compose import compose
+from metattt.composition.compose import compose
 configs = package / "configs"
 jobs = sorted(f.stem for f in configs.glob("*.yaml"))
 assert {"build", "check"} <= set(jobs)

@@ -11,15 +11,15 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from metattt.compose import compose
+from metattt.checkpoints.trained import load_model, read_checkpoint
+from metattt.composition.compose import compose
 from metattt.data.text import TextData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
-from metattt.evaluation.generate import generate
-from metattt.evaluation.ngram import NGram
+from metattt.generation.generate import generate
+from metattt.measures.ngram import NGram
 from metattt.training.callbacks import LossCurve
-from metattt.training.checkpoint import load_model, read_checkpoint
-from metattt.training.lightning_module import AdamW
+from metattt.training.text_module import AdamW
 from metattt.training.train import train
 
 TINY = (

@@ -15,12 +15,12 @@ from timm.optim import create_optimizer_v2
 
 import metattt
 from metattt.cli import main
-from metattt.compose import build, compose, instantiate_model
+from metattt.composition.compose import build, compose, instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.evaluation.flops import flops_of_layer, flops_per_image
+from metattt.measures.flops import flops_of_layer, flops_per_image
+from metattt.models.timm import LAYERS, SIZES
 from metattt.models.vision import ImageTransformer, sincos2d
 from metattt.testing.specimen import cotangent
-from metattt.timm_models import LAYERS, SIZES
 from metattt.training.image_module import TimmRecipe
 from metattt.training.inner_loss_curves import inner_losses_by_layer
 from metattt.training.train import train

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.cli import main
-from metattt.compose import build
+from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.training.zeroth_order import RandomDirections, ZerothOrder, direction, shift, two_sided

@@ -11,7 +11,7 @@ from torch import Tensor
 from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Report, Row
 from metattt.bench.timing import in_turn, ratios, spread
-from metattt.compose import build
+from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.registry import register

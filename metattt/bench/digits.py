@@ -16,7 +16,7 @@ import torch
 
 from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Report, Row
-from metattt.compose import build, compose
+from metattt.composition.compose import build, compose
 from metattt.errors import MetaTTTError
 from metattt.registry import register
 from metattt.testing.specimen import distance

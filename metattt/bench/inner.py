@@ -20,9 +20,9 @@ from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, measure, ratios, spread
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.forms import Tokens
-from metattt.inner.fused import Kernel, MiniBatches
 from metattt.inner.loop import InnerLoop
 from metattt.inner.packing import Block, Frame
+from metattt.kernels.base import Kernel, MiniBatches
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP

@@ -15,12 +15,12 @@ from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.peers import Peer, peers
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, spread
-from metattt.compose import build
+from metattt.composition.compose import build
+from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice
-from metattt.evaluation.settings import pick_device
 from metattt.inner.inspect import FORMS
+from metattt.known_layers import Operations, known_layers
 from metattt.layer import TTTLayer
-from metattt.layers import Operations, known_layers
 from metattt.registry import register
 from metattt.testing.specimen import Run, compare, cotangent, distance, gradients, randomize
 

@@ -13,10 +13,10 @@ from metattt.bench.base import Benchmark, require
 from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, spread
-from metattt.compose import compose, instantiate_model
+from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice
-from metattt.evaluation.settings import pick_device
-from metattt.layers import Operations, known_layers
+from metattt.known_layers import Operations, known_layers
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.registry import register
 from metattt.testing.specimen import distance, randomize

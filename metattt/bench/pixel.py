@@ -12,10 +12,10 @@ import torch
 from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Report
 from metattt.errors import MetaTTTError, check_choice
-from metattt.evaluation.flops import flops_per_image
+from metattt.measures.flops import flops_per_image
+from metattt.models.timm import LAYERS, create
 from metattt.registry import register
 from metattt.testing.specimen import distance
-from metattt.timm_models import LAYERS, create
 
 
 @register(group="benchmark", name="pixel")

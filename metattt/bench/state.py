@@ -13,10 +13,10 @@ from torch import Tensor
 from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn
-from metattt.compose import build
+from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
+from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
-from metattt.layers import known_layers
 from metattt.registry import register
 from metattt.state import State
 from metattt.testing.specimen import distance

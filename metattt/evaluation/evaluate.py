@@ -13,6 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from metattt.checkpoints.files import WEIGHTS
+from metattt.checkpoints.trained import FILE_NAME, Trained, describe, find_checkpoint, load_model
+from metattt.composition.settings import pick_device, settings
 from metattt.data.manifest import FILE_NAME as MANIFEST
 from metattt.data.shards import ShardData
 from metattt.data.text import TextData
@@ -20,13 +23,11 @@ from metattt.data.tokenizers import describe as describe_tokenizer
 from metattt.data.tokenizers import tokenizer_of
 from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, check_choice
-from metattt.evaluation import by_position, inner_loss
+from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
-from metattt.evaluation.settings import pick_device, settings
-from metattt.models.files import WEIGHTS
+from metattt.measures import inner_loss
 from metattt.models.language_model import LanguageModel
 from metattt.registry import PARAMETERS
-from metattt.training.checkpoint import FILE_NAME, Trained, describe, find_checkpoint, load_model
 
 ROWS = 40  # a table with more positions than this is left to the CSV
 ORDER_ONLY = ("seed", "validation_fraction", "max_bytes")  # fields of the data that split=all does not depend on

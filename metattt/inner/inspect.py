@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.accessors import Record, UnsupportedOperation
-from metattt.inner.fused import covering, explain
+from metattt.kernels.base import covering, explain
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.optimizers.base import InnerOptimizer

@@ -13,10 +13,10 @@ from torch.func import functional_call
 
 from metattt.errors import MetaTTTError
 from metattt.inner.forms import Carry, Forms, Tokens, spread
-from metattt.inner.fused import Kernel, MiniBatches, covering
 from metattt.inner.gradients import in_transform
 from metattt.inner.packing import Block, Frame
 from metattt.inner.recompute import recompute
+from metattt.kernels.base import Kernel, MiniBatches, covering
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors

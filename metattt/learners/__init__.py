@@ -1,6 +1,6 @@
 """Learners: the models whose weights are the hidden state."""
 
-from metattt.learners.adapter import ModuleLearner
+from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.base import Learner, NonParametric, Weight
 from metattt.learners.convolution import Convolution
 from metattt.learners.fast_weights import FastWeights

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import standardize
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 
@@ -38,15 +39,6 @@ class Weight:
         if self.bound is not None:
             return torch.empty(num_heads, *self.shape).uniform_(-self.bound, self.bound)
         return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
-
-
-def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Zero mean and unit (biased) variance over the last axis.
-
-    Composed from elementary operations: the native LayerNorm has wrong derivatives from the third order on.
-    """
-    centred = x - x.mean(-1, keepdim=True)
-    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
 class Learner(nn.Module, ABC):

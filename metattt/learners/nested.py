@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.learners.adapter import ModuleLearner
+from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.base import Learner
 from metattt.registry import register
 

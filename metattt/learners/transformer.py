@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.learners.base import Learner, Weight, standardize
+from metattt.learners.base import Learner, Weight
+from metattt.modules import standardize
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
 

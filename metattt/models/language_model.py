@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from metattt.convolution import CausalConv
 from metattt.errors import MetaTTTError
 from metattt.models.linear_cross_entropy import linear_cross_entropy
+from metattt.modules import CausalConv
 from metattt.registry import register
 from metattt.state import Context
 

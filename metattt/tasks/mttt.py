@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from metattt.learners.base import standardize
+from metattt.modules import standardize
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Task, Views

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from metattt.convolution import take_tail
+from metattt.modules import take_tail
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views

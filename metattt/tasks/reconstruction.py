@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.convolution import CausalConv
+from metattt.modules import CausalConv
 from metattt.errors import MetaTTTError, check_choice
-from metattt.projection import projection
+from metattt.modules import projection
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks import corruption

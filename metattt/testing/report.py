@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from metattt.compose import instantiate_layer
-from metattt.inner.fused import covering, explain
+from metattt.composition.compose import instantiate_layer
 from metattt.inner.inspect import unsupported
+from metattt.kernels.base import covering, explain
 from metattt.layer import TTTLayer
 from metattt.testing.laws import LAWS
 from metattt.testing.specimen import NotApplicable, Specimen

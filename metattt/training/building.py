@@ -8,9 +8,9 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from metattt.compose import instantiate_model
+from metattt.checkpoints.trained import load_weights
+from metattt.composition.compose import instantiate_model
 from metattt.models.language_model import LanguageModel
-from metattt.training.checkpoint import load_weights
 
 
 class Builder:

@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from metattt.training.checkpoint import FILE_NAME
+from metattt.checkpoints.trained import FILE_NAME
 
 
 class Progress(TQDMProgressBar):

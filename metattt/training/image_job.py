@@ -9,7 +9,7 @@ from rich.table import Table
 
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
-from metattt.evaluation.flops import flops_per_image
+from metattt.measures.flops import flops_per_image
 from metattt.models.vision import ImageTransformer
 from metattt.training.batches import plan_images, validate_between_steps
 from metattt.training.image_module import ImageClassification, TimmRecipe

@@ -14,12 +14,12 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from metattt.checkpoints.trained import KEY, VERSION
 from metattt.data.images import NO_LABEL
 from metattt.errors import MetaTTTError
 from metattt.models.vision import ImageTransformer
 from metattt.registry import register
 from metattt.training.batches import recount_batches
-from metattt.training.checkpoint import KEY, VERSION
 
 
 @register(group="training", name="timm")

@@ -14,8 +14,8 @@ import lightning
 import torch
 from torch import Tensor
 
-from metattt.inner.diagnostics import inner_losses
 from metattt.layer import TTTLayer
+from metattt.measures.inner_steps import inner_losses
 from metattt.models.vision import ImageTransformer
 
 

@@ -1,4 +1,4 @@
-"""The losses of the inner loops while the outer loop trains: the statistics of `metattt.evaluation.inner_loss`, in the log."""
+"""The losses of the inner loops while the outer loop trains: the statistics of `metattt.measures.inner_loss`, in the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.evaluation.inner_loss import inner_loss_curves, unmeasured
+from metattt.measures.inner_loss import inner_loss_curves, unmeasured
 from metattt.models.language_model import LanguageModel
 
 LOGGED = ("init", "step_0", "step_1")

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from metattt.checkpoints.sharded import STATES, is_sharded, load_sharded, read_plain, remove, split_state, write_sharded
 from metattt.models.language_model import LanguageModel
-from metattt.models.sharded_files import STATES, is_sharded, load_sharded, read_plain, remove, split_state, write_sharded
 from metattt.training.building import Builder
 
 
@@ -48,7 +48,7 @@ def divided(model: torch.nn.Module) -> bool:
 class FullyShardedData(ModelParallelStrategy):
     """FSDP2 over all processes, on GPUs or CPUs; `configure_model` of the module decides what is divided.
 
-    Every process writes its own part of a checkpoint, `last.ckpt` is then a folder (`metattt.models.sharded_files`). It is read by
+    Every process writes its own part of a checkpoint, `last.ckpt` is then a folder (`metattt.checkpoints.sharded`). It is read by
     any number of processes under any strategy, and so are the files of other strategies here.
     """
 

@@ -14,14 +14,14 @@ from metattt.data.text import TextData
 from metattt.data.tokenizers import FileTokenizer
 from metattt.data.windows import Split, WindowData
 from metattt.errors import MetaTTTError
-from metattt.evaluation.ngram import NGram
-from metattt.models.generation import generate
+from metattt.generation.sampling import generate
+from metattt.generation.text import ends
+from metattt.measures.ngram import NGram
 from metattt.models.language_model import LanguageModel
-from metattt.models.text_generation import ends
 from metattt.training.batches import plan_batches, validate_between_steps
 from metattt.training.callbacks import LossCurve
 from metattt.training.job import Job
-from metattt.training.lightning_module import AdamW, LanguageModeling
+from metattt.training.text_module import AdamW, LanguageModeling
 
 SAMPLE_PROMPT_BYTES = 64
 SAMPLE_BYTES = 200

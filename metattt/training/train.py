@@ -18,12 +18,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from metattt.compose import compose
+from metattt.checkpoints.trained import FILE_NAME, checkpoint_config, find_checkpoint, read_checkpoint
+from metattt.composition.compose import compose
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
 from metattt.training.building import Builder
 from metattt.training.callbacks import Interrupted, LossCurve
-from metattt.training.checkpoint import FILE_NAME, CheckpointFiles, checkpoint_config, find_checkpoint, read_checkpoint
+from metattt.training.checkpoint_files import CheckpointFiles
 from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
@@ -38,7 +39,7 @@ def train(cfg: DictConfig) -> int:
     """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`).
 
     Args:
-        cfg: the configuration, as `metattt.compose.compose(job="train")` makes it.
+        cfg: the configuration, as `metattt.composition.compose.compose(job="train")` makes it.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.

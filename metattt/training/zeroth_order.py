@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.registry import register
-from metattt.training.lightning_module import AdamW
+from metattt.training.text_module import AdamW
 
 
 @register(group="training", name="zeroth_order")

@@ -1,6 +1,6 @@
 """TTT-Linear: C++ where there is a compiler and batched products elsewhere on the CPU, Triton on the GPU."""
 
-from metattt.inner.fused import register_kernel
+from metattt.kernels.base import register_kernel
 from metattt.kernels.ttt_linear.closed_form import TTTLinear
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.inner.closed_form import (
+from metattt.kernels.cpu.closed_form import (
     ClosedForm,
     Group,
     InnerGradient,

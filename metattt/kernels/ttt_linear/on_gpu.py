@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from metattt.inner.fused import MiniBatches
-from metattt.inner.on_gpu import OnGPU
+from metattt.kernels.base import MiniBatches
+from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear.covers import uncovered
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer

@@ -1,6 +1,6 @@
 """TTT-MLP: C++ where there is a compiler and batched products elsewhere on the CPU, Triton on the GPU."""
 
-from metattt.inner.fused import register_kernel
+from metattt.kernels.base import register_kernel
 from metattt.kernels.ttt_mlp.closed_form import TTTMLP
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU

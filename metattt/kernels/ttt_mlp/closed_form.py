@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.closed_form import (
+from metattt.kernels.cpu.closed_form import (
     ClosedForm,
     Group,
     InnerGradient,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metattt.inner.fused import linear_rule
+from metattt.kernels.base import linear_rule
 from metattt.learners.base import Learner
 from metattt.learners.mlp import MLP
 from metattt.optimizers.base import InnerOptimizer

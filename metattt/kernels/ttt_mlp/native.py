@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metattt.inner.fused import MiniBatches
-from metattt.inner.native_scan import NativeForm
+from metattt.kernels.base import MiniBatches
+from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_mlp.covers import uncovered
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.forms import Tokens
-from metattt.inner.fused import Kernel, MiniBatches, Scan
+from metattt.kernels.base import Kernel, MiniBatches, Scan
 from metattt.optimizers.base import transition
 from metattt.state import Tensors
 

@@ -24,7 +24,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from metattt.choices import choices
+from metattt.composition.choices import choices
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, REGISTERED
 

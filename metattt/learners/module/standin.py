@@ -12,7 +12,7 @@ from torch import Tensor
 from metattt.learners.fast_weights import UnsupportedOperation
 
 if TYPE_CHECKING:
-    from metattt.learners.translation import Translation
+    from metattt.learners.module.translation import Translation
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,

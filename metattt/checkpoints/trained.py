@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from metattt.compose import instantiate_model
+from metattt.checkpoints.convert import load_pretrained, pretrained_config
+from metattt.checkpoints.files import find_weights, read_tokenizer
+from metattt.checkpoints.sharded import is_sharded, read_plain, read_sharded, standing
+from metattt.composition.compose import instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.models.convert import load_pretrained, pretrained_config
-from metattt.models.files import find_weights, read_tokenizer
 from metattt.models.language_model import LanguageModel
-from metattt.models.sharded_files import NEW, is_sharded, read_plain, read_sharded, remove, standing
 
 FILE_NAME = "last.ckpt"  # a file; a folder, where the processes of a run wrote their parts
 KEY = "metattt"  # under it: {"version": VERSION, "config": the resolved configuration, "tokenizer": text of a tokenizer.json or None}
@@ -155,19 +153,3 @@ def _fill(model: LanguageModel, content: dict[str, Any], complaint: str) -> None
             model.load_state_dict(weights)
     except (RuntimeError, ValueError) as error:
         raise MetaTTTError(f"{complaint}: {str(error).splitlines()[-1].strip()}") from error
-
-
-class CheckpointFiles(TorchCheckpointIO):
-    """How strategies that save one file read and write it: sharded checkpoints are read too, and a kill leaves the old file or the new."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
-        file = Path(path)
-        new = file.with_name(file.name + NEW)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, new)
-        if file.is_dir():  # of a run that went on from a sharded one
-            remove(file)
-        new.replace(file)
-
-    def load_checkpoint(self, path: _PATH, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return read_checkpoint(Path(path))

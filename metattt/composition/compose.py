@@ -27,7 +27,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.compose_errors import (
+from metattt.composition.messages import (
     bad_interpolation,
     explain_composition,
     explain_instantiation,

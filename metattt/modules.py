@@ -1,4 +1,4 @@
-"""Causal depthwise convolution with a carried tail, over padded and packed sequences."""
+"""Small torch modules and functions that parts of every kind share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.state import Context
+
+
+def projection(dim: int, width: int, bias: bool) -> nn.Linear:
+    """A linear map with weights N(0, 0.02²) and zero bias, as in the published models."""
+    linear = nn.Linear(dim, width, bias=bias)
+    nn.init.normal_(linear.weight, std=0.02)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Zero mean and unit (biased) variance over the last axis.
+
+    Composed from elementary operations: the native LayerNorm has wrong derivatives from the third order on.
+    """
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
 class CausalConv(nn.Module):

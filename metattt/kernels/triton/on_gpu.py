@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from metattt.inner.fused import Kernel, MiniBatches, Scan
+from metattt.kernels.base import Kernel, MiniBatches, Scan
 from metattt.state import Tensors
 
 WIDTHS = (32, 64, 96, 128)

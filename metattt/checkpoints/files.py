@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from metattt.checkpoints.sharded import is_sharded, read_sharded, standing
 from metattt.errors import MetaTTTError
-from metattt.models.sharded_files import is_sharded, read_sharded, standing
 
 WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"  # of the `tokenizers` library, beside the weights

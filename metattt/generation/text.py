@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from metattt.errors import MetaTTTError
-from metattt.models.generation import generate
+from metattt.generation.sampling import generate
 from metattt.models.language_model import LanguageModel
 
 
@@ -100,7 +100,7 @@ def generate_text(
         tokenizer: of the model.
         prompts: texts of any lengths; they are read and continued together, and padding changes nothing.
         max_new_tokens: tokens to generate at most, per prompt.
-        temperature: see `metattt.models.generation.sample`, as `top_k` and `top_p`.
+        temperature: see `metattt.generation.sampling.sample`, as `top_k` and `top_p`.
         top_k: see there.
         top_p: see there.
         stop: a continuation ends before the first of these strings.

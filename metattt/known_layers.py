@@ -15,8 +15,8 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from metattt.choices import choices
-from metattt.compose import compose, instantiate_layer
+from metattt.composition.choices import choices
+from metattt.composition.compose import compose, instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.registry import REGISTERED

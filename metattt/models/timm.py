@@ -60,7 +60,7 @@ def create(
     Raises:
         MetaTTTError: `pretrained`, or a configuration that does not exist or fit.
     """
-    from metattt.compose import compose, instantiate_layer
+    from metattt.composition.compose import compose, instantiate_layer
     from metattt.models.vision import ImageTransformer
 
     if pretrained:

@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
+from metattt.checkpoints.trained import KEY, VERSION
 from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.registry import register
 from metattt.training.batches import recount_batches
 from metattt.training.building import Builder
-from metattt.training.checkpoint import KEY, VERSION
 from metattt.training.sharding import FullyShardedData, build_divided, divided
 
 

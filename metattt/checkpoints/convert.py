@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from metattt.compose import instantiate_model
+from metattt.checkpoints.files import TOKENIZER, check_new, find_weights, read_json, read_tokenizer, read_weights, write_folder
+from metattt.composition.compose import instantiate_model
 from metattt.errors import MetaTTTError, check_choice
-from metattt.models.files import TOKENIZER, check_new, find_weights, read_json, read_tokenizer, read_weights, write_folder
 from metattt.models.language_model import LanguageModel
 from metattt.models.published import Side, fill, from_ours, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty

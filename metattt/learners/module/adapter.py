@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner, Weight
-from metattt.learners.composed import Normalize
+from metattt.learners.module.composed import Normalize
 from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
-from metattt.learners.standin import StandIn
-from metattt.learners.translation import Translation
+from metattt.learners.module.standin import StandIn
+from metattt.learners.module.translation import Translation
 from metattt.registry import register
 
 

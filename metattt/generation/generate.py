@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from omegaconf import DictConfig
 
+from metattt.checkpoints.trained import describe, load_model
+from metattt.composition.settings import pick_device, settings
 from metattt.data.tokenizers import tokenizer_of
 from metattt.errors import MetaTTTError
-from metattt.evaluation.settings import pick_device, settings
-from metattt.models.generation import generate as sample_tokens
-from metattt.models.text_generation import Continuation, ends
-from metattt.training.checkpoint import describe, load_model
+from metattt.generation.sampling import generate as sample_tokens
+from metattt.generation.text import Continuation, ends
 
 
 @dataclass

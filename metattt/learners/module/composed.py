@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from metattt.learners.base import standardize
+from metattt.modules import standardize
 
 
 class Normalize(TorchFunctionMode):

@@ -11,9 +11,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.learners.composed import COMPOSED, Normalize
+from metattt.learners.module.composed import COMPOSED, Normalize
 from metattt.learners.fast_weights import FastWeights
-from metattt.learners.standin import UNARY, StandIn, standins
+from metattt.learners.module.standin import UNARY, StandIn, standins
 
 ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,

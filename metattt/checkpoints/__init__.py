@@ -1,0 +1,1 @@
+"""Everything on disk that holds weights: one reader and one writer."""

@@ -1,0 +1,1 @@
+"""From overrides to objects, and the errors a user sees."""

@@ -1,0 +1,1 @@
+"""What the kernels on the CPU share."""
