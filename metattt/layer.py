@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.inner.inspect import choose_form
-from metattt.inner.loop import InnerLoop
-from metattt.inner.packing import pack
-from metattt.inner.stream import Result, stream
+from metattt.inner.inspect import Plan, make_plan
+from metattt.inner.loop import InnerLoop, Result
+from metattt.inner.packing import Packing, pack
+from metattt.inner.tokens import Tokens
+from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
 from metattt.modules import projection
-from metattt.optimizers.base import InnerOptimizer
-from metattt.state import State, Tensors
-from metattt.tasks.base import Task
+from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.state import Context, State, Tensors
+from metattt.tasks.base import Task, Views
+from metattt.torch_private import interpreter_stack
+
+PARTS = ("task", "learner", "optimizer")
+ABSENT = (None, None, None, None)  # the gates besides η
 
 
 class TTTLayer(nn.Module):
@@ -69,18 +76,23 @@ class TTTLayer(nn.Module):
             right = "minibatch" if learner.has_weights else "append"
             raise MetaTTTError(f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}")
         head = dim // num_heads
-        self.dim, self.num_heads = dim, num_heads
-        self.task = task.setup(dim, num_heads, head)
-        self.learner = learner.setup(num_heads, head, head)
-        self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
-        self.form = choose_form(form, task, learner, optimizer, num_heads, head) if learner.has_weights else "scan"
+        self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
+        self._form = form
+        parts = (task, learner, optimizer)
+        unclaimed = [part for part in parts if not part.belongs]
+        try:
+            self.task = task.setup(dim, num_heads, head)
+            self.learner = learner.setup(num_heads, head, head)
+            self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
+            self._plan = self._planned()
+        except BaseException:
+            for part in unclaimed:  # the parts can be used once the mistake is mended
+                part.belongs = False
+            raise
         self.norm = nn.LayerNorm(dim, eps=1e-6) if output_norm else None
         self.gate = projection(dim, dim, False) if gate else None
         self.out = projection(dim, dim, output_bias)
-        # The loop shares the three parts, so it must not register them a second time.
-        self.__dict__["inner"] = InnerLoop(task, learner, optimizer, self.form, group_size, strict=form == "fused")
 
-    inner: InnerLoop
     task: Task
     learner: Learner
     optimizer: InnerOptimizer
@@ -89,7 +101,14 @@ class TTTLayer(nn.Module):
     gate: nn.Linear | None
 
     def forward(
-        self, x: Tensor, state: State | None = None, *, mask: Tensor | None = None, reset: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        *,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        packing: Packing | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, State]:
         """Reads the tokens `x` and returns the outputs and the state to go on from.
 
@@ -98,6 +117,8 @@ class TTTLayer(nn.Module):
             state: what the previous call returned; None starts from W0. Calls may cut a sequence anywhere.
             mask: `[B, T]` bool, True for real tokens. Padding may stand anywhere and changes nothing; its outputs are 0.
             reset: `[B, T]` bool, True where a packed document starts: the state begins again from W0.
+            packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is the output.
+            in_place: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
 
         Returns:
             Outputs `[B, T, D]` and the new state.
@@ -105,30 +126,101 @@ class TTTLayer(nn.Module):
         Raises:
             MetaTTTError: shapes that do not fit, a state of another layer or batch size, or NaN in `x` (checked on CPU).
         """
-        continues = state is not None
-        state = self._check(x, state, mask, reset)
-        packed = pack(x, mask, reset, state.pos, self.optimizer.mini_batch_size)
-        ctx = packed.context
-        views, task_state = self.task.views(packed.x, state.task, ctx)
-        gates, rule_state = self.optimizer.gates(packed.x, state.optimizer, ctx)
-        for part, given, kept in ((self.task, state.task, task_state), (self.optimizer, state.optimizer, rule_state)):
-            if continues and _shapes(given) != _shapes(kept):
-                raise MetaTTTError(
-                    f"the state is from another layer: {type(part).__name__} carries {_shapes(kept)}, the state {_shapes(given)}"
-                )
+        self._check_tokens(x, mask, reset)
+        placed = packing is not None
+        if not placed and (mask is not None or reset is not None):
+            packing = pack(mask, reset)
+            x = x if packing is None else packing.sort(x)
+        self._check_values(x)
+        if state is None:
+            state, given = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {}), None
+        else:
+            self._check_state(x, state)
+            given = state
+        ctx, pos = self.context(x, state, packing)
+        views, gates, task_state, rule_state = self.observe(x, state, ctx)
+        if given is not None:
+            self._check_kept(given, task_state, rule_state)
         if isinstance(self.learner, NonParametric):
             y, data = self.learner.scan(views, state.learner, ctx)
             read = Result(y, {}, 0, data)
         else:
-            read = stream(self.inner, views, gates, state, packed.pos, ctx)
-        y = read.y.transpose(1, 2).flatten(2).to(packed.x.dtype)
+            read = self.inner.read(Tokens(*views, *gates), state, pos, ctx, packing, in_place)
+        y = read.y.transpose(1, 2).flatten(2).to(x.dtype)
         if self.norm is not None:
             y = self.norm(y)
         if self.gate is not None:
-            y = y * F.gelu(self.gate(packed.x), approximate="tanh")
-        return packed.restore(self.out(y)), State(packed.pos, read.phase, read.weights, task_state, rule_state, read.learner)
+            y = y * F.gelu(self.gate(x), approximate="tanh")
+        y = self.out(y)
+        if packing is not None:
+            y = packing.blank(y) if placed else packing.restore(packing.blank(y))
+        return y, State(pos, read.phase, read.weights, task_state, rule_state, read.learner)
 
-    def _check(self, x: Tensor, state: State | None, mask: Tensor | None, reset: Tensor | None) -> State:
+    def observe(self, x: Tensor, state: State, ctx: Context) -> tuple[Views, Gates, Tensors, Tensors]:
+        """Views and gates of the tokens, gates in fp32 or wider, and what the task and the optimizer carry on."""
+        views, task_state = self.task.views(x, state.task, ctx)
+        gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
+        wide = torch.promote_types(views.k.dtype, torch.float32)
+        if gates.eta.dtype != wide or gates[1:] != ABSENT:
+            gates = Gates(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
+        return views, gates, task_state, rule_state
+
+    @property
+    def inner(self) -> InnerLoop:
+        """The inner loop over the layer's parts as they are now."""
+        return InnerLoop(self.task, self.learner, self.optimizer, self.plan, self.group_size)
+
+    @property
+    def plan(self) -> Plan:
+        """How the inner loop is computed; made anew when a setting of a part has been changed.
+
+        Raises:
+            MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
+        """
+        plan = self.__dict__.get("_plan")
+        if plan is None or (plan.basis != self._basis() and not torch.compiler.is_compiling()):
+            plan = self.__dict__["_plan"] = self._planned()
+        return plan  # type: ignore[no-any-return]
+
+    @property
+    def form(self) -> str:
+        """How the inner loop is computed: `primal`, `dual`, `summed`, `fused`, or `scan` for a learner without weights."""
+        return self.plan.form
+
+    def _planned(self) -> Plan:
+        head = self.dim // self.num_heads
+        plan = make_plan(self._form, self.task, self.learner, self.optimizer, self.num_heads, head, kernels())
+        plan.basis = self._basis()
+        return plan
+
+    def _basis(self) -> tuple[object, ...]:
+        """What a plan rests on: settings, methods and hooks of the parts."""
+        task, learner, rule = self.task, self.learner, self.optimizer
+        hooks = len(learner._forward_hooks) + len(learner._forward_pre_hooks)
+        return task.changes, learner.changes, rule.changes, hooks, type(task).loss, type(learner).forward, type(learner).predict
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in PARTS and name in self._modules and not getattr(value, "_is_replica", False):
+            raise MetaTTTError(f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer")
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {key: value for key, value in self.__dict__.items() if key != "_plan"}  # it is made again where the copy is used
+
+    def context(self, x: Tensor, state: State, packing: Packing | None = None) -> tuple[Context, Tensor]:
+        """What the parts are told of the tokens, and `[B]` tokens since the start of the document after the call."""
+        count, size = x.shape[1], self.optimizer.mini_batch_size
+        if packing is not None:
+            positions, pos = packing.positions(state.pos)
+            return Context(positions, packing.valid, packing.first, size), pos
+        positions = state.pos.unsqueeze(1)
+        if count > 1:
+            positions = torch.arange(count, device=x.device) + positions
+        return Context(positions, None, None, size), state.pos + count
+
+    # -- what a caller can get wrong -----------------------------------------------------------------------------------------------
+
+    def _check_tokens(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
             raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
         for name, flags in (("mask", mask), ("reset", reset)):
@@ -136,29 +228,43 @@ class TTTLayer(nn.Module):
                 raise MetaTTTError(
                     f"{name} is {flags.dtype} of shape {list(flags.shape)}, expected torch.bool of shape {list(x.shape[:2])}"
                 )
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not _finite(x if mask is None else x[mask]):
+
+    def _check_values(self, x: Tensor) -> None:
+        # In a transform the values are not at hand; whoever differentiates through us sees NaN in the result.
+        if x.device.type != "cpu" or torch.compiler.is_compiling() or interpreter_stack() is not None:
+            return
+        # One pass over x as a rule: only a sum that overflows needs a second look.
+        if not math.isfinite(x.sum().item()) and not bool(x.isfinite().all()):
             raise MetaTTTError("x contains NaN or infinite values: look for the first layer or loss that produced them")
-        if state is None:
-            return State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
-        if state.pos.shape[0] != x.shape[0]:
-            raise MetaTTTError(f"the state is for {state.pos.shape[0]} sequences, x holds {x.shape[0]}: start with state=None")
-        expected = {name: (x.shape[0], *w.shape) for name, w in self.learner.init.items()}
+
+    def _check_state(self, x: Tensor, state: State) -> None:
+        batch = x.shape[0]
+        if state.pos.shape[0] != batch:
+            raise MetaTTTError(f"the state is for {state.pos.shape[0]} sequences, x holds {batch}: start with state=None")
+        expected, roles = self.learner.init, self.plan.roles
         for role, weights in state.weights.items():
+            if role in roles and role != "pool" and len(weights) == len(expected):
+                for name, w in weights.items():
+                    if name not in expected or w.shape[0] != batch or w.shape[1:] != expected[name].shape:
+                        break
+                else:
+                    continue
+            elif role in roles and role == "pool":
+                continue
             found = {name: tuple(w.shape) for name, w in weights.items()}
-            if role not in self.optimizer.bases or (role != "pool" and found != expected):
-                raise MetaTTTError(
-                    f"the state is from another layer: it carries {role} {found}, this layer {self.optimizer.bases} {expected}"
-                )
+            wanted = {name: (batch, *w.shape) for name, w in expected.items()}
+            raise MetaTTTError(f"the state is from another layer: it carries {role} {found}, this layer {roles} {wanted}")
         if state.phase is not None and state.phase >= self.optimizer.mini_batch_size:
             raise MetaTTTError(f"the state is from another layer: it stands at token {state.phase} of {self.optimizer.mini_batch_size}")
         if bool(state.weights) != self.learner.has_weights:
             raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
-        return state
 
-
-def _finite(x: Tensor) -> bool:
-    # In a transform the values are not at hand; whoever differentiates through us sees NaN in the result.
-    return torch._C._functorch.peek_interpreter_stack() is not None or bool(x.isfinite().all())
+    def _check_kept(self, given: State, task_state: Tensors, rule_state: Tensors) -> None:
+        for part, before, after in ((self.task, given.task, task_state), (self.optimizer, given.optimizer, rule_state)):
+            if (before or after) and _shapes(before) != _shapes(after):
+                raise MetaTTTError(
+                    f"the state is from another layer: {type(part).__name__} carries {_shapes(after)}, the state {_shapes(before)}"
+                )
 
 
 def _shapes(tensors: Tensors) -> dict[str, list[int]]:

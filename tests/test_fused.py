@@ -15,7 +15,8 @@ from torch import Tensor
 from metattt.composition.choices import choices
 from metattt.composition.compose import build, compose, instantiate_layer
 from metattt.errors import MetaTTTError
-from metattt.kernels.base import Kernel, MiniBatches, Scan, covering, kernels
+from metattt.inner.tokens import MiniBatches, Scan
+from metattt.kernels.base import Kernel, kernels
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
@@ -48,7 +49,7 @@ def specimen(learner: str, rule: str, **options: Any) -> Specimen:
 
 def only(layer: TTTLayer, *chosen: Kernel) -> TTTLayer:
     """The layer, computed by these kernels or not at all."""
-    layer.inner.kernels, layer.inner.strict = list(chosen), True
+    layer.plan.kernels, layer.plan.strict = list(chosen), True
     return layer
 
 
@@ -143,14 +144,14 @@ def one_step_away() -> list[tuple[DictConfig, str]]:
 
 def scan_of(kernel: Kernel, layer: TTTLayer, bound: float) -> bool:
     """Outputs and gradients by this kernel alone against the dual form; False if the kernel refuses the tensors."""
-    assert layer.inner.form == "dual"
+    assert layer.plan.chunks == "dual"
     x = torch.randn(2, 3 * layer.optimizer.mini_batch_size, layer.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x.to(layer.out.weight.dtype)
     try:
         found = run(only(layer, kernel), x, grads=True)
     except MetaTTTError:  # these sizes or types
         return False
-    layer.inner.kernels = []
+    layer.plan.kernels = []
     assert compare(found, run(layer, x, grads=True)) < bound
     return True
 
@@ -171,7 +172,7 @@ def test_no_kernel_is_taken_for_what_it_does_not_compute() -> None:
             continue
         if not layer.learner.has_weights:
             continue
-        covered = covering(layer.task, layer.learner, layer.optimizer)[0]
+        covered = layer.plan.kernels
         assert (layer.form == "fused") == bool(covered)
         check(layer, covered, taken)
     assert taken == {kernel.name for kernel in kernels() if kernel.device == "cpu"} - no_compiler()
@@ -190,7 +191,7 @@ def test_nor_for_a_neighbour_of_what_it_computes() -> None:
             layer = instantiate_layer(merged)
         except MetaTTTError:
             continue
-        covered = covering(layer.task, layer.learner, layer.optimizer)[0]
+        covered = layer.plan.kernels
         refused += not covered
         check(layer, covered, taken)
     assert refused > 20
@@ -269,6 +270,10 @@ def test_a_kernel_of_ones_own() -> None:
 
         def covers(self, task: Any, learner: Any, optimizer: Any) -> str | None:
             return None
+
+        @staticmethod
+        def function(weights: Any, slow: Any, x: Tensor) -> Tensor:
+            return x
 
         def accepts(self, given: MiniBatches) -> str | None:
             return None

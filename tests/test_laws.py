@@ -290,8 +290,11 @@ def test_packing_moves_padding_behind_the_tokens() -> None:
     mask = torch.tensor([[False, True, True, False, True, False, True, False]])
     reset = torch.zeros_like(mask)
     reset[0, 3] = True  # on padding: belongs to the next token
-    packed = pack(x, mask, reset, torch.tensor([5]), 4)
-    assert packed.x[0, :4, 0].tolist() == [1, 2, 4, 6]
-    assert packed.context.positions[0, :4].tolist() == [5, 6, 0, 1]
-    assert packed.pos.tolist() == [2]
-    assert packed.restore(packed.x)[0, :, 0].tolist() == [0, 1, 2, 0, 4, 0, 6, 0]
+    packing = pack(mask, reset)
+    assert packing is not None
+    moved = packing.sort(x)
+    positions, after = packing.positions(torch.tensor([5]))
+    assert moved[0, :4, 0].tolist() == [1, 2, 4, 6]
+    assert positions[0, :4].tolist() == [5, 6, 0, 1]
+    assert after.tolist() == [2]
+    assert packing.restore(moved)[0, :, 0].tolist() == [0, 1, 2, 0, 4, 0, 6, 0]

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.inner import native
-from metattt.inner.forms import Tokens
-from metattt.kernels.base import MiniBatches
+from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.kernels.cpu import native
 from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.closed_form import TTTLinear
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
@@ -185,8 +184,8 @@ def test_in_a_layer(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Carried state, a length that is no multiple of b, and derivatives of the derivatives through the dual form."""
     x = torch.randn(2, 39, 32)
     made, dual = layer(kind), layer(kind)
-    dual.inner.kernels = []
-    made.inner.kernels, made.inner.strict = [KERNELS[kind]], True
+    dual.plan.kernels = []
+    made.plan.kernels, made.plan.strict = [KERNELS[kind]], True
 
     def second(layer: TTTLayer) -> list[Tensor]:
         tokens = x.clone().requires_grad_()
@@ -196,7 +195,7 @@ def test_in_a_layer(kind: str, caplog: pytest.LogCaptureFixture) -> None:
         twice = torch.autograd.grad(sum(g.square().sum() for g in first), [tokens, *layer.parameters()])  # type: ignore[arg-type]
         return [y, rest, *first, *twice]
 
-    dual.inner.strict = False
+    dual.plan.strict = False
     for found, expected in zip(second(made), second(dual), strict=True):
         assert (found - expected).norm() <= 1e-3 * expected.norm() + 1e-6
 
@@ -242,7 +241,7 @@ def test_without_a_compiler_another_form_is_taken(
 def test_a_second_process_loads_what_the_first_compiled(empty_cache: Path) -> None:
     source = KERNELS["linear"].source
     program = (
-        "from pathlib import Path; from metattt.inner import native\n"
+        "from pathlib import Path; from metattt.kernels.cpu import native\n"
         f"assert native.load(Path({str(source)!r}), {{'WIDTH': 16, 'TOKENS': 16, 'BIAS': 0}})"
     )
     for _ in range(2):

@@ -34,7 +34,7 @@ def interpreted(kernel: type[OnGPU]) -> OnGPU:
 
 
 def through(layer: TTTLayer, kernel: OnGPU) -> TTTLayer:
-    layer.inner.kernels, layer.inner.strict = [kernel], True
+    layer.plan.kernels, layer.plan.strict = [kernel], True
     return layer
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +20,10 @@ from metattt.bench.published_style import published_style
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, measure, ratios, spread
 from metattt.errors import MetaTTTError, check_choice
-from metattt.inner.forms import Tokens
+from metattt.inner.inspect import Plan
 from metattt.inner.loop import InnerLoop
-from metattt.inner.packing import Block, Frame
-from metattt.kernels.base import Kernel, MiniBatches
+from metattt.inner.tokens import Block, MiniBatches, Tokens
+from metattt.kernels.base import Kernel
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
@@ -184,7 +185,7 @@ class Problem:
         self.learner, self.size = learner, size
         parts = (Reconstruction(), LEARNERS[learner](), GradientDescent(size, token_steps="shared"))
         self.layer = TTTLayer(num_heads * head_dim, num_heads, *parts, form="fused")
-        self.dual = InnerLoop(*parts, "dual", 0)
+        self.dual = replace(self.layer.plan, form="dual", kernels=[])
 
         def tokens(scale: float = 1.0) -> Tensor:
             x = torch.randn(1, length, num_heads, head_dim, generator=generator) * scale
@@ -197,16 +198,19 @@ class Problem:
         inner = [*self.layer.learner.parameters(), *self.layer.optimizer.parameters()]
         self.leaves = [x for x in (*self.tokens, *inner) if x is not None and x.requires_grad]
         count = length // size
-        self.frame = Frame([Block(size, 0, True, size)] * count, None, None, None, 0)
-        self.kernel: Kernel = next(x for x in self.layer.inner.kernels if x.device == "cpu" and x.accepts(self.given()) is None)
+        self.blocks = [Block(size, 0, True, size)] * count
+        self.kernel: Kernel = next(x for x in self.layer.plan.kernels if x.device == "cpu" and x.accepts(self.given()) is None)
 
     def given(self) -> MiniBatches:
-        loop = self.layer.inner
-        return loop._mini_batches(self.tokens, loop.start(1, torch.float32), torch.float32)
+        rule, learner = self.layer.optimizer, self.layer.learner
+        weights = self.layer.inner.start(1, torch.float32)["commit"]
+        return MiniBatches(self.tokens, weights, dict(learner.slow), rule.token_steps(), rule.mini_batch_size, torch.float32, None)
 
-    def _loop(self, loop: InnerLoop) -> Tensor:
-        filled = torch.zeros(1, dtype=torch.long)
-        return loop.run(self.tokens, loop.start(1, torch.float32), self.frame, filled, torch.float32)[0]
+    def _loop(self, plan: Plan) -> Tensor:
+        group_size = None if plan.kernels else 0  # the dual form keeps everything, as the published style does
+        loop = InnerLoop(self.layer.task, self.layer.learner, self.layer.optimizer, plan, group_size)
+        after = torch.zeros(1, dtype=torch.long)
+        return loop.run(self.tokens, loop.start(1, torch.float32), self.blocks, None, after, torch.float32, True)[0]
 
     def _published(self) -> Tensor:
         weights, slow = self.layer.inner.start(1, torch.float32)["commit"], self.layer.learner.slow
@@ -216,7 +220,7 @@ class Problem:
         return published_style(q, k, v, eta, tau, weights, slow["norm_scale"], slow["norm_bias"])[0]
 
     def _ways(self) -> dict[str, Callable[[], Tensor]]:
-        return dict(zip(WAYS, (partial(self._loop, self.layer.inner), partial(self._loop, self.dual), self._published), strict=True))
+        return dict(zip(WAYS, (partial(self._loop, self.layer.plan), partial(self._loop, self.dual), self._published), strict=True))
 
     def training(self) -> dict[str, Pass]:
         """Forward and backward of each way: outputs and all gradients."""

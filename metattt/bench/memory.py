@@ -17,12 +17,9 @@ from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Report, Row
 from metattt.composition.compose import compose, instantiate_layer, instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.inner.packing import pack
-from metattt.inner.stream import stream
-from metattt.optimizers.base import Gates
+from metattt.inner.tokens import Tokens
 from metattt.registry import register
 from metattt.state import State
-from metattt.tasks.base import Views
 from metattt.testing.specimen import distance
 
 WAYS = {  # overrides of the layer
@@ -134,15 +131,13 @@ def _measure(part: str, preset: str, layer: str, length: int, overrides: Sequenc
         module = instantiate_layer(config)
         x = torch.randn(1, length, module.dim)
         start = State(torch.zeros(1, dtype=torch.long), 0, {}, {}, {}, {})
-        packed = pack(x, None, None, start.pos, module.optimizer.mini_batch_size)
+        ctx, after = module.context(x, start)
         with torch.no_grad():
-            views = module.task.views(packed.x, {}, packed.context)[0]
-            gates = module.optimizer.gates(packed.x, {}, packed.context)[0]
-        views = Views(*(view.detach().requires_grad_() for view in views))
-        gates = Gates(*(None if gate is None else gate.detach().requires_grad_() for gate in gates))  # type: ignore[arg-type]
+            views, gates, *_ = module.observe(x, start, ctx)
+        tokens = Tokens(*views, *gates).map(lambda one: one.detach().requires_grad_())
 
         def step() -> None:
-            stream(module.inner, views, gates, start, packed.pos, packed.context).y.square().sum().backward()
+            module.inner.read(tokens, start, after, ctx, None).y.square().sum().backward()
     else:
         model = instantiate_model(config)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -1,8 +1,4 @@
-"""Gradients inside the forward pass, under whatever the caller has switched on.
-
-`torch.func.vjp` does not run under saved-tensor hooks (any non-reentrant checkpoint, also a user's own), and `torch.autograd.grad`
-does not run under compile, inside functorch transforms or in inference mode. So each is used where the other fails.
-"""
+"""Gradients inside the forward pass, under whatever the caller has switched on."""
 
 from __future__ import annotations
 
@@ -11,15 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-
-def functional() -> bool:
-    """True where `torch.func` must be used."""
-    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or in_transform()
-
-
-def in_transform() -> bool:
-    """True inside `torch.func` transforms (vmap, grad, jvp)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+from metattt.learners.fast_weights import needs_probes
 
 
 def vjp(function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -27,7 +15,7 @@ def vjp(function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangents: S
 
     The result carries a graph exactly if gradients are enabled outside, so that the outer loop can differentiate it again.
     """
-    if functional():
+    if needs_probes():
         pull = torch.func.vjp(function, *inputs)[1]
         return [list(pull(cotangent)) for cotangent in cotangents]
     keep = torch.is_grad_enabled()

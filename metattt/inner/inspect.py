@@ -3,22 +3,198 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.inner.accessors import Record, UnsupportedOperation
-from metattt.kernels.base import covering, explain
+from metattt.inner.claims import Function, other_function, other_loss, squared_error
 from metattt.learners.base import Learner
-from metattt.learners.fast_weights import FastWeights
+from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
+from metattt.torch_private import interpreter_stack
+
+if TYPE_CHECKING:
+    from metattt.inner.tokens import MiniBatches
+    from metattt.kernels.base import Kernel
 
 FORMS = ("primal", "dual", "summed", "fused")
+log = logging.getLogger("metattt")
 
 
-def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, d_in: int) -> str:
+@dataclass
+class Plan:
+    """How the inner loop of one layer is computed. It rests on what the parts are now: a layer makes a new one when they change.
+
+    Attributes:
+        form: one of `FORMS`, or `scan` for a learner without weights.
+        chunks: how the forms compute what no kernel does: a key of `metattt.inner.forms.CHUNKS`.
+        kernels: those that compute this combination; the first one that takes a call is used.
+        reasons: of the other kernels and of a solved form that does not hold, why.
+        strict: a call that no kernel takes is refused instead of computed as `dual`.
+        roles: of the tensors carried for every fast weight.
+        period: tokens after which the rule repeats itself; None: all tokens are alike to it.
+        block: tokens that the scan hands on together.
+        chunk: tokens per compute step; None: a whole block.
+        replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
+        shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
+    """
+
+    form: str
+    chunks: str = ""
+    kernels: list[Kernel] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    strict: bool = False
+    roles: tuple[str, ...] = ()
+    period: int | None = None
+    block: int = 1
+    chunk: int | None = None
+    replays: bool = False
+    shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
+    said: set[tuple[str, str, str]] = field(default_factory=set)
+    basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
+
+    def kernel(self, given: MiniBatches) -> Kernel | None:
+        """The first kernel that takes these whole mini-batches.
+
+        Raises:
+            MetaTTTError: none does, and `layer.form=fused` was asked for.
+        """
+        device, reasons = given.tokens.k.device.type, []
+        if interpreter_stack() is not None and not torch.compiler.is_compiling():  # (to a compiler every call looks like one)
+            reasons = ["kernels do not run inside torch.func transforms"]
+        else:
+            for kernel in self.kernels:
+                if kernel.device != device:
+                    reason: str | None = f"for {kernel.device}"
+                elif torch.compiler.is_compiling() and not kernel.traceable:
+                    reason = "not under torch.compile"
+                else:
+                    reason = kernel.accepts(given)
+                if reason is None:
+                    self._say("fused", device, kernel.name)
+                    return kernel
+                reasons.append(f"{kernel.name}: {reason}")
+        message = "; ".join(reasons)
+        if self.strict:
+            raise MetaTTTError(f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto")
+        self._say("dual", device, message)
+        return None
+
+    def decoder(self, given: MiniBatches) -> Kernel | None:
+        """The first kernel that takes these tokens of an open mini-batch."""
+        if interpreter_stack() is not None or torch.compiler.is_compiling():
+            return None
+        device = given.tokens.k.device.type
+        for kernel in self.kernels:
+            if kernel.device == device and kernel.advances(given) is None:
+                return kernel
+        return None
+
+    def _say(self, form: str, device: str, why: str) -> None:
+        """The choice of a kernel in the debug log, once."""
+        if not torch.compiler.is_compiling() and (form, device, why) not in self.said:
+            self.said.add((form, device, why))
+            log.debug("form=%s on %s: %s", form, device, why)
+
+
+def make_plan(
+    form: str, task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, d_in: int, kernels: Sequence[Kernel]
+) -> Plan:
+    """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered.
+
+    Raises:
+        MetaTTTError: as `choose_form`.
+    """
+    if not learner.has_weights:
+        check_choice("layer.form", form, ("auto", *FORMS))
+        return Plan("scan")
+    materialised = materialized(task)
+    covered, reasons = covering(kernels, materialised, learner, optimizer, num_heads, d_in) if form in ("auto", "fused") else ([], {})
+    chosen = choose_form(form, materialised, learner, optimizer, num_heads, d_in, covered, reasons)
+    chunks = chosen if chosen in ("primal", "summed") else "mixed" if learner.mixes_tokens else "dual"
+    if chunks == "dual" and optimizer.anchor == "online":
+        why = unsolved(materialised, learner, optimizer, num_heads, d_in)
+        chunks = "dual" if why else "solved"
+        reasons |= {"solved": why} if why else {}
+    mixes, by_token = learner.mixes_tokens, optimizer.anchor == "online" and chunks != "solved"
+    return Plan(
+        chosen,
+        chunks,
+        covered if chosen == "fused" else [],
+        reasons,
+        strict=form == "fused",
+        roles=optimizer.bases,
+        period=optimizer.period,
+        block=optimizer.block,
+        chunk=None if mixes else 1 if by_token else optimizer.chunk,
+        replays=optimizer.read != "final" and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
+    )
+
+
+def covering(
+    kernels: Sequence[Kernel], task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int
+) -> tuple[list[Kernel], dict[str, str]]:
+    """The kernels that compute a combination, and of the others why they do not, by name. What they claim of it is evaluated."""
+    covered, reasons = [], {}
+    for kernel in kernels:
+        why = kernel.covers(task, learner, optimizer) or hooked(learner)
+        why = why or other_loss(task, kernel.loss, num_heads, width) or other_function(learner, kernel.function, num_heads, width)
+        if why is None:
+            covered.append(kernel)
+        else:
+            reasons[kernel.name] = why
+    return covered, reasons
+
+
+def explain(reasons: Mapping[str, str]) -> str:
+    """Why fast paths do not cover a combination, once for all kernels of an operation that give the same reason."""
+    return "; ".join(dict.fromkeys(f"{name.split('.')[0]}: {why}" for name, why in reasons.items()))
+
+
+def unsolved(task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int) -> str | None:
+    """Why an online rule is not a linear system, or None if it is: a linear learner with squared loss, every gradient at the newest
+    weights."""
+    if learner.linear_map is None:
+        return f"{type(learner).__name__} is not a linear map"
+    if optimizer.accumulates or optimizer.steps != 1:
+        return "the rule has token steps, clipping or several steps"
+    if not task.squared_error:
+        return "the loss is not ½‖f(k) − v‖²"
+    weight, bias = learner.linear_map
+    linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
+    return hooked(learner) or other_loss(task, squared_error, num_heads, width) or other_function(learner, linear, num_heads, width)
+
+
+LINEAR: dict[tuple[str, str | None], Function] = {}
+
+
+def _linear(weight: str, bias: str | None, weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    z = x @ weights[weight]
+    return z if bias is None else z + weights[bias].unsqueeze(2)
+
+
+def hooked(learner: Learner) -> str | None:
+    """Hooks run when the learner is called, which fast paths do not do."""
+    return "the learner has forward hooks" if learner._forward_hooks or learner._forward_pre_hooks else None
+
+
+def choose_form(
+    form: str,
+    task: Task,
+    learner: Learner,
+    optimizer: InnerOptimizer,
+    num_heads: int,
+    d_in: int,
+    covered: Sequence[Kernel],
+    reasons: Mapping[str, str],
+) -> str:
     """The form a layer uses.
 
     `auto` takes `fused` where a kernel covers the combination, else `dual` where every fast weight reaches only primitives, else `summed`
@@ -30,14 +206,12 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     check_choice("layer.form", form, ("auto", *FORMS))
     name = type(learner).__name__
     summed = optimizer.read in ("previous", "committed", "block", "final") or optimizer.steps > 1
-    task = materialized(task)
     reason = unsupported(task, learner, num_heads, d_in)
     if learner.mixes_tokens:
         if optimizer.read not in ("block", "final"):
             check_token_local(task, learner, num_heads, d_in)
         return _mixing_form(form, name, optimizer, reason, summed)
     check_token_local(task, learner, num_heads, d_in)
-    covered, reasons = covering(task, learner, optimizer) if form in ("auto", "fused") and reason is None else ([], {})
     if form == "fused" and not covered:
         raise MetaTTTError(f"layer.form=fused has no kernel for this combination ({reason or explain(reasons)}): set layer.form=auto")
     if form == "dual" and reason:
@@ -46,7 +220,7 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
         raise MetaTTTError(f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto")
     if form != "auto":
         return form
-    return "fused" if covered else "dual" if reason is None else "summed" if summed else "primal"
+    return "fused" if covered and reason is None else "dual" if reason is None else "summed" if summed else "primal"
 
 
 def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | None, summed: bool) -> str:

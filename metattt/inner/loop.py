@@ -2,29 +2,341 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.forms import Carry, Forms, Tokens, spread
-from metattt.inner.gradients import in_transform
-from metattt.inner.packing import Block, Frame
-from metattt.inner.recompute import recompute
-from metattt.kernels.base import Kernel, MiniBatches, covering
+from metattt.inner.by_kernel import scan
+from metattt.inner.final import answers, steps
+from metattt.inner.forms import CHUNKS
+from metattt.inner.packing import Packing, make_frame
+from metattt.inner.recompute import recomputed
+from metattt.inner.replay import tail, with_tail
+from metattt.inner.tokens import Block, Carry, Tokens, spread
 from metattt.learners.base import Learner
-from metattt.optimizers.base import InnerOptimizer
-from metattt.state import Tensors
+from metattt.learners.fast_weights import FastWeights
+from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
+from metattt.torch_private import interpreter_stack, saved_tensor_hooks
 
-log = logging.getLogger("metattt")
+if TYPE_CHECKING:
+    from metattt.inner.inspect import Plan
 
 STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
+STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
+
+
+class Result(NamedTuple):
+    """Predictions `[B, H, T, d]`, and what the next call needs."""
+
+    y: Tensor
+    weights: Carry
+    phase: int | None
+    learner: Tensors
+
+
+@dataclass
+class Work:
+    """The three parts at work on consecutive blocks.
+
+    Args:
+        plan: what is known of the combination.
+        slow: the learner's outer-loop weights, `[H, *shape]`.
+        operand: type to which matmul operands are rounded.
+    """
+
+    task: Task
+    learner: Learner
+    rule: InnerOptimizer
+    plan: Plan
+    slow: Tensors
+    operand: torch.dtype
+
+    def read(self, weights: Tensors, q: Tensor) -> Tensor:
+        """Queries `[B, H, n, d]` answered by one set of weights per sequence."""
+        return self.learner.predict(FastWeights(weights, self.slow, self.operand), q)
+
+    def losses(self, weights: FastWeights, k: Tensor, v: Tensor) -> Tensor:
+        """ℓ per token, `[B, H, T]`."""
+        return self.task.loss(self.learner.predict(weights, k), v)
+
+    def anchor(self, tokens: Tokens, carry: Carry, phase: int | Tensor) -> Tensors:
+        """The weights at which the chunk's gradients are taken."""
+        if self.rule.anchor != "online":
+            return carry["anchor" if self.rule.anchor == "batch" else "commit"]
+        weights = self.rule.current(carry, phase)
+        if self.rule.gradient_at == "decayed" and tokens.alpha is not None:
+            return {name: spread(tokens.alpha[:, :, 0], x) * x for name, x in weights.items()}
+        return weights
+
+    def learn(self, tokens: Tokens, carry: Carry, block: Block, rows: str | None = None) -> tuple[Tensor | None, Carry, Carry]:
+        """The inner steps on one block: what queries read if `rows` says which, the carry before the commit and after it."""
+        entering = carry
+        steps = self.rule.steps if self.rule.read != "final" else 1
+        size = self.plan.chunk or block.length
+        y: Tensor | None = None
+        for step in range(1, steps + 1):
+            phase, ys = block.phase, []
+            for piece in [tokens] if size >= block.length else InnerLoop.split(tokens, size):
+                carry = self.rule.observe(carry, Gates(*piece[3:]))
+                y, carry = CHUNKS[self.plan.chunks](self, piece, carry, phase, rows)
+                phase = phase + piece.k.shape[2]
+                ys.append(y)
+            before = carry
+            if "commit" in carry and (step < steps or block.commit is not False):
+                carry = self._commit(carry, block, step == steps)
+        if self.plan.replays:
+            carry = _only_complete(entering, carry, block.commit)
+        return (torch.cat(ys, dim=2) if rows is not None and len(ys) > 1 else y), before, carry  # type: ignore[arg-type]
+
+    def _commit(self, carry: Carry, block: Block, last: bool) -> Carry:
+        """`W_a ← W_t` where the mini-batch is complete."""
+        after = self.rule.commit(carry, block.filled)
+        if not last or block.commit is True:
+            return after
+        assert isinstance(block.commit, Tensor)
+        return {
+            role: carry[role] if role == "weights" else where(block.commit, after.get(role), carry.get(role))
+            for role in {**carry, **after}
+            if role != "factors"  # those of a mini-batch that is complete
+        }
+
+
+# -- one mini-batch, or a part of it: what each read sees -----------------------------------------------------------------------------
+
+
+def _per_token(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
+    """Every query its own weights: W_t (`inclusive`) or W_{t−1} (`exclusive`)."""
+    if work.rule.steps > 1:
+        return _at_the_end(work, tokens, carry, block)
+    y, _, after = work.learn(tokens, carry, block, work.rule.read)
+    return y, after
+
+
+def _previous(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
+    """The last commit before the mini-batch."""
+    y = work.read(carry["commit"], tokens.q)
+    if work.plan.replays and block.commit is False:
+        return y, carry
+    return y, work.learn(tokens, carry, block)[2]
+
+
+def _committed(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
+    """The last commit, also one that the block's last token completes."""
+    ys = [work.read(carry["commit"], tokens.q)[:, :, :-1]] if block.length > 1 else []
+    after = work.learn(tokens, carry, block)[2]
+    last = tokens.q if work.learner.mixes_tokens else tokens.q[:, :, -1:]
+    return torch.cat([*ys, work.read(after["commit"], last)[:, :, -1:]], dim=2), after
+
+
+def _at_the_end(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
+    """The weights after the block (not causal, but for blocks of one token)."""
+    _, before, after = work.learn(tokens, carry, block)
+    return work.read(work.rule.current(before, block.filled), tokens.q), after
+
+
+def _answered(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
+    """`final`: nothing is learned any more."""
+    return work.read(carry["commit"], tokens.q), carry
+
+
+READS: dict[str, Callable[[Work, Tokens, Carry, Block], tuple[Tensor | None, Carry]]] = {
+    "inclusive": _per_token,
+    "exclusive": _per_token,
+    "previous": _previous,
+    "committed": _committed,
+    "block": _at_the_end,
+    "final": _answered,
+}
+
+
+def _only_complete(before: Carry, after: Carry, complete: bool | Tensor) -> Carry:
+    """What a mini-batch leaves behind that is replayed when it goes on: nothing, until it is complete."""
+    if isinstance(complete, bool):
+        return after if complete else before
+    return {role: where(complete, weights, before.get(role)) for role, weights in after.items() if role not in ("update", "weights")}
+
+
+# -- through time ----------------------------------------------------------------------------------------------------------------------
+
+
+class InnerLoop:
+    """Runs a learner through time. Made for one call: holds the three parts and what is known of them, and nothing of its own.
+
+    Args:
+        plan: how this combination is computed.
+        group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores everything (a kernel
+            takes a size of its own then).
+    """
+
+    def __init__(self, task: Task, learner: Learner, optimizer: InnerOptimizer, plan: Plan, group_size: int | None):
+        self.task, self.learner, self.optimizer, self.plan, self.group_size = task, learner, optimizer, plan, group_size
+
+    def start(self, batch: int, dtype: torch.dtype) -> Carry:
+        """W0 in every role that a fresh sequence carries, each a copy of its own: what is handed out is the caller's."""
+        roles = [role for role in self.plan.roles if role in ("commit", "anchor", "origin")]
+        if "commit" not in roles and "anchor" not in roles:
+            roles.append("weights")
+        carry: Carry = {role: {} for role in roles}
+        for name, value in self.learner.init.items():
+            for role in roles:
+                carry[role][name] = value.to(dtype).expand(batch, *value.shape).clone(memory_format=torch.contiguous_format)
+        return carry
+
+    def read(self, tokens: Tokens, state: State, after: Tensor, ctx: Context, packing: Packing | None, own: bool = False) -> Result:
+        """One call: puts the tokens on the frame, scans, and hands the hidden state on.
+
+        Args:
+            tokens: views and gates by token, padding last.
+            state: the state before the call; its `weights` are empty at the start of a sequence.
+            after: `[B]` tokens since the start of the document, after the call.
+            own: the state's weights may be written over.
+        """
+        plan, operand = self.plan, tokens.k.dtype
+        if ctx.first is not None and self.optimizer.read == "final":
+            raise MetaTTTError("reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights")
+        carry = state.weights
+        if not carry:
+            carry, own = self.start(tokens.k.shape[0], tokens.eta.dtype), True
+        if plan.replays:
+            return self._replay(tokens, carry, state, after, ctx)
+        phase, plain, end = 0 if plan.period is None else state.phase, [], None
+        if phase is not None and ctx.first is None:
+            plain, end = consecutive(tokens.k.shape[2], phase, plan.block)
+            if ctx.valid is None:
+                y, carry = self.run(tokens, carry, plain, None, after, operand, own)
+                return Result(y, carry, 0 if plan.period is None else end, {})
+        make = make_frame if packing is None else packing.frame
+        frame = make(ctx, state, plan.period, plan.block, plain)
+        placed = mask_gates(tokens if frame.source is None else tokens.map(frame.place), frame.live)
+        y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, own)
+        return Result(frame.take(y), carry, frame.phase, {})
+
+    def run(
+        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], live: Tensor | None, after: Tensor, operand: torch.dtype, own: bool
+    ) -> tuple[Tensor, Carry]:
+        """All columns of a call: predictions `[B, H, columns, d]` and the new carry. `live` `[B, columns]`: filled columns."""
+        if self.optimizer.read != "final":
+            if self.plan.kernels:
+                return scan(self, tokens, carry, blocks, live is not None, operand, own)
+            y, carry = self.grouped(tokens, carry, blocks, True, operand)
+            return y, carry  # type: ignore[return-value]
+        *_, carry = steps(self, tokens, carry, blocks, live, after, operand)
+        now = self.optimizer.current(carry, after % self.optimizer.mini_batch_size)
+        return answers(self, tokens, {"commit": now}, operand), carry
+
+    def _replay(self, tokens: Tokens, carry: Carry, state: State, after: Tensor, ctx: Context) -> Result:
+        """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read again."""
+        size, count, operand = self.optimizer.mini_batch_size, tokens.k.shape[2], tokens.k.dtype
+        tokens, ctx = with_tail(tokens, ctx, state, size)
+        start, length = torch.zeros_like(state.pos), tokens.k.shape[2]
+        lead = start if state.phase is not None else state.pos % size - (size - 1)
+        begin = state._replace(phase=None if state.phase is None else 0)
+        frame = make_frame(ctx, begin, self.plan.period, self.plan.block, consecutive(length, 0, size)[0], None, start, lead)
+        placed = mask_gates(tokens.map(frame.place), frame.live)
+        y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, False)
+        y = frame.take(y)
+        return Result(y[:, :, y.shape[2] - count :], carry, frame.phase, tail(placed, frame, after, size))
+
+    # -- by the forms, in groups -----------------------------------------------------------------------------------------------------
+
+    def grouped(
+        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
+    ) -> tuple[Tensor | None, Carry]:
+        size = self.group_size
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter_stack() is not None:
+            return self.forward(tokens, carry, blocks, read, operand)
+        if not self._differentiable(tokens, carry):  # the inner gradients alone must not make the result look as if it were
+            with torch.no_grad():
+                return self.forward(tokens, carry, blocks, read, operand)
+        if size == 0:
+            return self.forward(tokens, carry, blocks, read, operand)
+        if size is None:
+            # (not under a checkpoint of somebody's: every gradient inside the forward pass would run it again)
+            if tokens.k.shape[2] <= STORED and saved_tensor_hooks(False) is None:
+                return self.forward(tokens, carry, blocks, read, operand)
+            size = max(1, round(math.sqrt(len(blocks))))
+        groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
+        outputs: list[Tensor] = []
+        for group, piece in zip(groups, self.split(tokens, [sum([b.length for b in group]) for group in groups]), strict=True):
+            y, carry = recomputed(self, piece, carry, group, read, operand)
+            outputs += [] if y is None else [y]
+        return (torch.cat(outputs, dim=2) if outputs else None), carry
+
+    def _differentiable(self, tokens: Tokens, carry: Carry) -> bool:
+        """Whether the outer loop wants a derivative by anything here."""
+        for x in tokens:
+            if x is not None and x.requires_grad:
+                return True
+        weights = [x for named in carry.values() for x in named.values()]
+        return any(x.requires_grad for part in (self.task, self.learner, self.optimizer) for x in (*weights, *part.parameters()))
+
+    def forward(
+        self,
+        tokens: Tokens,
+        carry: Carry,
+        blocks: Sequence[Block],
+        read: bool,
+        operand: torch.dtype,
+        rule: InnerOptimizer | None = None,
+        slow: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor | None, Carry]:
+        """Consecutive blocks in a plain loop, with autocast off: `operand` says where rounding is allowed.
+
+        `rule` and `slow` stand for the optimizer and for the learner's slow weights, where these are not the module's own.
+        """
+        rule, slow = self.optimizer if rule is None else rule, self.learner.slow if slow is None else slow
+        if rule.has_token_steps and not torch.compiler.is_compiling():
+            rule = rule.with_token_steps(rule.token_steps())
+        dtype, outputs, policy = tokens.eta.dtype, [], READS[rule.read]
+        with torch.autocast(tokens.k.device.type, enabled=False):
+            if operand != dtype:
+                tokens = tokens._replace(k=tokens.k.to(dtype), v=tokens.v.to(dtype), q=tokens.q.to(dtype))
+            wide = {name: value.to(dtype) for name, value in slow.items()}
+            work = Work(self.task, self.learner, rule, self.plan, wide, operand)
+            parts = [tokens] if len(blocks) == 1 else self.split(tokens, [block.length for block in blocks])
+            for block, part in zip(blocks, parts, strict=True):
+                if block.restart is not None:
+                    carry = self._restarted(carry, block.restart, dtype)
+                if read:
+                    y, carry = policy(work, part, carry, block)
+                    outputs.append(y)
+                else:
+                    carry = work.learn(part, carry, block)[2]
+            return (None if not read else torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry
+
+    def _restarted(self, carry: Carry, restart: Tensor, dtype: torch.dtype) -> Carry:
+        """The state that sequences start with, where `restart` `[B]` says so."""
+        origin = next(iter(self.start(len(restart), dtype).values()))
+        return {role: where(restart, origin if role in STARTS_AT_W0 else None, weights) for role, weights in carry.items()}
+
+    @staticmethod
+    def split(tokens: Tokens, lengths: Sequence[int] | int) -> list[Tokens]:
+        """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in T."""
+        parts = [None if x is None else x.split(lengths, dim=2) for x in tokens]
+        return [Tokens(*[None if part is None else part[i] for part in parts]) for i in range(len(parts[0]))]  # type: ignore[arg-type]
+
+    def with_parts(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> InnerLoop:
+        """The same loop over copies of the parts that hold other parameters."""
+        return InnerLoop(task, learner, optimizer, self.plan, self.group_size)
+
+
+def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
+    """Blocks of `length` tokens that stand at the same place of their mini-batch in all sequences, and their place after them."""
+    blocks, start = [], 0
+    while start < length:
+        size = min(block - phase, length - start)
+        filled = phase + size
+        # an explicit branch: under torch.compile the comparison itself is symbolic
+        blocks.append(Block(size, phase, True if filled == block else False, filled))  # noqa: SIM210
+        start, phase = start + size, filled % block
+    return blocks, phase
 
 
 def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
@@ -32,7 +344,7 @@ def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
     if live is None:
         return tokens
     live = live.unsqueeze(1)
-    general = any(gate is not None for gate in tokens.gates[1:])
+    general = any(gate is not None for gate in tokens[4:])
     kappa = tokens.kappa if tokens.kappa is not None else torch.ones_like(tokens.eta) if general else None
     return tokens._replace(
         eta=torch.where(live, tokens.eta, 0),
@@ -42,296 +354,7 @@ def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
     )
 
 
-class InnerLoop(nn.Module):
-    """Runs a learner through time. Holds no parameters but those of its three parts.
-
-    Args:
-        form: `primal`, `dual`, `summed`, or `fused`: whole mini-batches by a kernel that covers the combination, the others as `dual`.
-        group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores everything (a kernel
-            takes a size of its own then).
-        strict: a call that no kernel accepts is refused instead of computed as `dual`.
-    """
-
-    def __init__(
-        self, task: Task, learner: Learner, optimizer: InnerOptimizer, form: str, group_size: int | None, strict: bool = False
-    ):
-        super().__init__()
-        self.task, self.learner, self.optimizer = task, learner, optimizer
-        self.form, self.group_size, self.strict = "dual" if form == "fused" else form, group_size, strict
-        self.kernels = covering(task, learner, optimizer)[0] if form == "fused" else []
-        self._said: set[str] = set()
-        self._shapes: dict[tuple[object, ...], list[torch.Size]] = {}
-
-    @property
-    def replays(self) -> bool:
-        """Whether an open mini-batch is carried as raw tokens and run again when it goes on."""
-        rule = self.optimizer
-        return rule.read != "final" and (self.learner.mixes_tokens or (rule.steps > 1 and rule.mini_batch_size > 1))
-
-    def start(self, batch: int, dtype: torch.dtype) -> Carry:
-        """W0 in every role that a fresh sequence carries."""
-        weights = {name: value.to(dtype).expand(batch, *value.shape) for name, value in self.learner.init.items()}
-        bases = self.optimizer.bases
-        roles = {role for role in bases if role in ("commit", "anchor", "origin")}
-        if not roles & {"commit", "anchor"}:
-            roles.add("weights")
-        return {role: dict(weights) for role in bases if role in roles}
-
-    # -- through time ----------------------------------------------------------------------------------------------------------
-
-    def run(self, tokens: Tokens, carry: Carry, frame: Frame, filled: Tensor, operand: torch.dtype) -> tuple[Tensor, Carry]:
-        """All columns of a call.
-
-        Args:
-            tokens: views and gates by column.
-            carry: weights by role and name.
-            filled: `[B]` tokens of the open mini-batch after the call.
-            operand: type of matmul operands.
-
-        Returns:
-            Predictions `[B, H, columns, d]` and the new carry.
-        """
-        if self.optimizer.read != "final":
-            y, carry = self._scan(tokens, carry, frame.blocks, True, operand)
-            assert y is not None
-            return y, carry
-        *_, carry = self.steps(tokens, carry, frame, filled, operand)
-        return self._read(tokens, {"commit": self.optimizer.current(carry, filled)}, operand), carry
-
-    def steps(self, tokens: Tokens, carry: Carry, frame: Frame, filled: Tensor, operand: torch.dtype) -> Iterator[Carry]:
-        """The carry before the first inner step of a `final` read and after each of them."""
-        rule = self.optimizer
-        order = rule.permutation(tokens.k.shape[2], tokens.k.device)
-        if order is not None:
-            if frame.live is not None:
-                raise MetaTTTError("optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full")
-            size = tokens.k.shape[2] // rule.steps
-            yield carry
-            for part in tokens.map(lambda x: _permuted(x, order)).split([size] * rule.steps):
-                _, carry = self._scan(part, carry, [Block(size, 0, True, size)], False, operand)
-                yield carry
-            return
-        yield carry
-        for step in range(rule.steps):
-            _, carry = self._scan(tokens, carry, frame.blocks, False, operand)
-            yield carry
-            if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
-                now = rule.current(carry, filled)
-                kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
-                carry = kept | {role: now for role in carry if role in ("commit", "anchor")} or {"weights": now}
-
-    def _read(self, tokens: Tokens, carry: Carry, operand: torch.dtype) -> Tensor:
-        """All queries answered by one set of weights, in pieces that are recomputed in the backward pass."""
-        count, size = tokens.q.shape[2], self.optimizer.compute_chunk or 2048
-        blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
-        y, _ = self._scan(tokens, carry, blocks, True, operand)
-        assert y is not None
-        return y
-
-    def _scan(self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype) -> tuple[Tensor | None, Carry]:
-        """The blocks one after the other: runs of whole mini-batches by a kernel where one accepts them, the rest in groups."""
-        if not (read and self.kernels):
-            return self._grouped(tokens, carry, blocks, read, operand)
-        outputs: list[Tensor] = []
-        runs: list[list[Block]] = []
-        for block in blocks:
-            if runs and block.whole(self.optimizer.mini_batch_size) == runs[-1][0].whole(self.optimizer.mini_batch_size):
-                runs[-1].append(block)
-            else:
-                runs.append([block])
-        for run, piece in zip(runs, tokens.split([sum([block.length for block in run]) for run in runs]), strict=True):
-            whole = run[0].whole(self.optimizer.mini_batch_size)
-            if whole and set(carry) != {"commit"}:  # the first block ends a mini-batch that an earlier call began
-                first, piece = piece.split([run[0].length, sum([block.length for block in run[1:]])])
-                y, carry = self._grouped(first, carry, run[:1], True, operand)
-                run = run[1:]
-                outputs += [] if y is None else [y]
-            if not run:
-                continue
-            given = self._mini_batches(piece, carry, operand) if whole else None
-            kernel = None if given is None else self._kernel(given)
-            if given is None or kernel is None:
-                y, carry = self._grouped(piece, carry, run, True, operand)
-            else:
-                with torch.autocast(piece.k.device.type, enabled=False):
-                    y, weights = kernel.scan(given, self._reference)
-                carry = {"commit": weights}
-            outputs += [] if y is None else [y]
-        return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry
-
-    def _mini_batches(self, tokens: Tokens, carry: Carry, operand: torch.dtype) -> MiniBatches:
-        rule, slow = self.optimizer, {name: value for name, value in self.learner.slow.items()}  # noqa: C416 (as compile traces it)
-        return MiniBatches(tokens, carry["commit"], slow, rule.token_steps(), rule.mini_batch_size, operand, self.group_size)
-
-    def _kernel(self, given: MiniBatches) -> Kernel | None:
-        """The first kernel that takes these tensors.
-
-        Raises:
-            MetaTTTError: none does, and `layer.form=fused` was asked for.
-        """
-        device, reasons = given.tokens.k.device.type, []
-        if in_transform() and not torch.compiler.is_compiling():  # (to a compiler every call looks like one)
-            reasons = ["kernels do not run inside torch.func transforms"]
-        else:
-            for kernel in self.kernels:
-                if kernel.device != device:
-                    reason: str | None = f"for {kernel.device}"
-                elif torch.compiler.is_compiling() and not kernel.traceable:
-                    reason = "not under torch.compile"
-                else:
-                    reason = kernel.accepts(given)
-                if reason is None:
-                    self._say(f"form=fused on {device}: {kernel.name}")
-                    return kernel
-                reasons.append(f"{kernel.name}: {reason}")
-        message = "; ".join(reasons)
-        if self.strict:
-            raise MetaTTTError(f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto")
-        self._say(f"form=dual on {device}: {message}")
-        return None
-
-    def _say(self, choice: str) -> None:
-        """The choice of a kernel in the debug log, once."""
-        if not torch.compiler.is_compiling() and choice not in self._said:
-            self._said.add(choice)
-            log.debug(choice)
-
-    def _reference(self, given: MiniBatches) -> tuple[Tensor, Tensors]:
-        """What a kernel computes, by the dual form."""
-        rule = copy.copy(self.optimizer)
-        rule.__dict__["token_steps"] = lambda: given.tau  # the tensor that the derivatives are wanted for
-        loop = InnerLoop(self.task, self.learner, rule, "dual", 0)
-        blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.k.shape[2] // given.size)
-        slow = {f"learner.slow.{name}": value for name, value in given.slow.items()}
-        y, carry = functional_call(loop, slow, (given.tokens, {"commit": given.weights}, blocks, True, given.operand))
-        return y, carry["commit"]
-
-    def _grouped(
-        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
-    ) -> tuple[Tensor | None, Carry]:
-        size = self.group_size if self.group_size is not None else max(1, round(math.sqrt(len(blocks))))
-        if size == 0 or not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_transform():
-            return self(tokens, carry, blocks, read, operand)
-        groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
-        outputs: list[Tensor] = []
-        for group, piece in zip(groups, tokens.split([sum(b.length for b in group) for group in groups]), strict=True):
-            y, carry = self._recomputed(piece, carry, group, read, operand)
-            outputs += [] if y is None else [y]
-        return (torch.cat(outputs, dim=2) if outputs else None), carry
-
-    def _recomputed(
-        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
-    ) -> tuple[Tensor | None, Carry]:
-        """`forward`, recomputed in the backward pass. Parameters travel as inputs, so that `functional_call` around us stays right."""
-        parameters = dict(self.named_parameters())
-        present = [x is not None for x in tokens]
-        keys = [(role, name) for role, weights in carry.items() for name in weights]
-        after: list[tuple[str, str]] = []
-
-        def body(*tensors: Tensor) -> list[Tensor]:
-            rest = iter(tensors)
-            given = Tokens(*(next(rest) if here else None for here in present))  # type: ignore[arg-type]
-            entering: Carry = {}
-            for role, name in keys:
-                entering.setdefault(role, {})[name] = next(rest)
-            values = dict(zip(parameters, rest, strict=True))
-            y, leaving = functional_call(self, values, (given, entering, blocks, read, operand))
-            after[:] = [(role, name) for role, weights in leaving.items() for name in weights]
-            return ([y] if read else []) + [leaving[role][name] for role, name in after]
-
-        entering = [carry[role][name] for role, name in keys]
-        outputs = iter(recompute(body, *(x for x in tokens if x is not None), *entering, *parameters.values()))
-        y = next(outputs) if read else None
-        leaving: Carry = {}
-        for role, name in after:
-            leaving.setdefault(role, {})[name] = next(outputs)
-        return y, leaving
-
-    def forward(
-        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
-    ) -> tuple[Tensor | None, Carry]:
-        """Consecutive blocks in a plain loop, with autocast off: `operand` says where rounding is allowed."""
-        outputs: list[Tensor] = []
-        with torch.autocast(tokens.k.device.type, enabled=False):
-            tokens = tokens.to(tokens.eta.dtype)
-            forms = self._forms(tokens.k.dtype, operand)
-            for block, piece in zip(blocks, tokens.split([b.length for b in blocks]), strict=True):
-                y, carry = self._block(piece, carry, block, read, forms)
-                outputs += [] if y is None else [y]
-            return (torch.cat(outputs, dim=2) if outputs else None), carry
-
-    def _forms(self, dtype: torch.dtype, operand: torch.dtype) -> Forms:
-        slow = {name: value.to(dtype) for name, value in self.learner.slow.items()}
-        return Forms(self.task, self.learner, self.optimizer, self.form, slow, operand, self._shapes)
-
-    # -- one mini-batch, or a part of it ---------------------------------------------------------------------------------------
-
-    def _block(self, tokens: Tokens, carry: Carry, block: Block, read: bool, forms: Forms) -> tuple[Tensor | None, Carry]:
-        rule = self.optimizer
-        if rule.read == "final" and read:
-            return forms.read(carry["commit"], tokens.q), carry
-        if block.restart is not None:
-            carry = self._restart(carry, block.restart, tokens.k)
-        entering = carry
-        ys: list[Tensor] = []
-        if read and rule.read == "previous":
-            ys = [forms.read(carry["commit"], tokens.q)]
-        elif read and rule.read == "committed" and block.length > 1:
-            ys = [forms.read(carry["commit"], tokens.q)[:, :, :-1]]
-        if self.replays and block.commit is False and rule.read == "previous":
-            return (ys[0] if ys else None), entering
-        rows = rule.read if read and rule.read in ("inclusive", "exclusive") and rule.steps == 1 else None
-        size = block.length if self.learner.mixes_tokens else 1 if rule.anchor == "online" and not forms.solves else rule.chunk
-        lengths = [min(size, block.length - i) for i in range(0, block.length, size)]
-        steps = rule.steps if rule.read != "final" else 1
-        for step in range(1, steps + 1):
-            phase = block.phase
-            for piece in tokens.split(lengths) if len(lengths) > 1 else [tokens]:
-                y, carry = forms.chunk(piece, carry, phase, rows)
-                phase = phase + piece.k.shape[2]
-                ys += [] if y is None else [y]
-            if step == steps and read and rows is None and rule.read in ("block", "inclusive"):
-                ys = [forms.read(rule.current(carry, block.filled), tokens.q)]
-            carry = self._commit(carry, block if step == steps else block._replace(commit=True))
-        if self.replays:
-            carry = self._only_complete(entering, carry, block.commit)
-        if read and rule.read == "committed":
-            last = tokens.q if self.learner.mixes_tokens else tokens.q[:, :, -1:]
-            ys.append(forms.read(carry["commit"], last)[:, :, -1:])
-        return (torch.cat(ys, dim=2) if len(ys) > 1 else ys[0] if ys else None), carry
-
-    def _commit(self, carry: Carry, block: Block) -> Carry:
-        """`W_a ← W_t` where the mini-batch is complete."""
-        if "commit" not in carry or block.commit is False:
-            return carry
-        after = self.optimizer.commit(carry, block.filled)
-        if block.commit is True:
-            return after
-        return {
-            role: carry[role] if role == "weights" else _where(block.commit, after.get(role), carry.get(role))
-            for role in {**carry, **after}
-            if role != "factors"  # those of a mini-batch that is complete
-        }
-
-    def _restart(self, carry: Carry, restart: Tensor, like: Tensor) -> Carry:
-        """The state that sequences start with, where `restart` says so."""
-        origin = next(iter(self.start(like.shape[0], like.dtype).values()))
-        return {role: _where(restart, origin if role in STARTS_AT_W0 else None, weights) for role, weights in carry.items()}
-
-    def _only_complete(self, before: Carry, after: Carry, complete: bool | Tensor) -> Carry:
-        """What a replayed mini-batch leaves behind: nothing, until it is complete."""
-        if isinstance(complete, bool):
-            return after if complete else before
-        return {role: _where(complete, weights, before.get(role)) for role, weights in after.items() if role not in ("update", "weights")}
-
-
-def _permuted(x: Tensor, order: Tensor) -> Tensor:
-    """Tokens of `x` `[B, H, T, ...]` in the order `[1, H, T]`."""
-    index = order.view(*order.shape, *(1,) * (x.ndim - 3))
-    return x.gather(2, index.expand(x.shape[0], -1, -1, *x.shape[3:]))
-
-
-def _where(condition: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
+def where(condition: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
     """`a` where `condition` `[B]`, else `b`; None stands for zeros."""
     return {
         name: torch.where(spread(condition, x), 0 if a is None else a[name], 0 if b is None else b[name])

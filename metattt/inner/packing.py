@@ -3,42 +3,23 @@
 Token j of a sequence that has read `pos` tokens belongs to place `(pos + j) mod b` of its mini-batch. Where sequences differ in
 this phase, or documents start inside a sequence, tokens are laid out on a *frame*: a document starts at a multiple of b, a
 continued one at its phase, and unfilled columns change nothing (η = 0, α = β = 1, κ = 0).
+
+The layout depends on the values of masks and positions. They are fetched from the device once, the layout is computed on the host,
+and what tensors need of it goes back: no block of a sequence waits for the device. All layers of a model share one `Packing`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.state import Context
-
-
-class Block(NamedTuple):
-    """Consecutive columns inside one mini-batch.
-
-    Attributes:
-        length: columns.
-        phase: place of the first column in its mini-batch; `[B]` if it differs between sequences (then `length` is 1).
-        commit: whether the mini-batch is complete after these columns; `[B]` if it differs.
-        filled: tokens of the mini-batch seen by the end of these columns; `[B]` if it differs.
-        restart: `[B]` sequences that start a document here; None if none does.
-    """
-
-    length: int
-    phase: int | Tensor
-    commit: bool | Tensor
-    filled: int | Tensor
-    restart: Tensor | None = None
-
-    def whole(self, size: int) -> bool:
-        """Whether this is one mini-batch of `size` tokens for all sequences, from its first token to its commit."""
-        return self.length == size and isinstance(self.phase, int) and self.phase == 0 and self.commit is True and self.restart is None
+from metattt.inner.tokens import Block
+from metattt.state import Context, State
 
 
 @dataclass(frozen=True)
@@ -80,95 +61,194 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 # -- padding ---------------------------------------------------------------------------------------------------------------------
 
 
-class Packed(NamedTuple):
-    """Tokens with padding moved to the end, and the way back (`order` is None if nothing moved)."""
+class Packing:
+    """Padding and documents of one call, for one layer or for all layers of a model.
 
-    x: Tensor
-    context: Context
-    order: Tensor | None
-    pos: Tensor  # [B] tokens since the start of the document, after the call
+    Args:
+        order: `[B, T]` tokens with padding moved to the end; None if it stands there.
+        valid: `[B, T]` True for real tokens, in that order; None if all are real.
+        first: `[B, T]` True for the first token of a packed document, likewise; None if there are none.
+        host: `valid` and `first` on the host; None under `torch.compile`, which cannot look at values.
+    """
+
+    def __init__(self, order: Tensor | None, valid: Tensor | None, first: Tensor | None, host: tuple[Tensor | None, Tensor | None] | None):
+        self.order, self.valid, self.first, self.host = order, valid, first, host
+        self._back: Tensor | None = None
+        self._moved: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._frames: dict[tuple[object, ...], tuple[Tensor, Frame]] = {}
+
+    def sort(self, x: Tensor) -> Tensor:
+        """Tokens of `x` `[B, T, ...]` with padding last, and 0 there: junk at padding, NaN included, must not reach a gradient."""
+        if self.order is not None:
+            x = x.gather(1, self._index(self.order, x))
+        return x if self.valid is None else x.masked_fill(~self.valid.view(*self.valid.shape, *(1,) * (x.ndim - 2)), 0)
 
     def restore(self, y: Tensor) -> Tensor:
-        """`[B, T, D]` back to the caller's columns, zeros at padding."""
-        if self.context.valid is None:
-            return y
-        y = y * self.context.valid.unsqueeze(-1)
+        """`y` `[B, T, ...]` back in the caller's columns."""
         if self.order is None:
             return y
-        inverse = self.order.argsort(1)
-        return y.gather(1, inverse.unsqueeze(-1).expand_as(y))
+        if self._back is None:
+            self._back = self.order.argsort(1)
+        return y.gather(1, self._index(self._back, y))
+
+    def blank(self, y: Tensor) -> Tensor:
+        """`y` `[B, T, D]` with zeros at padding."""
+        return y if self.valid is None else y * self.valid.unsqueeze(-1)
+
+    def positions(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, T]` tokens since the start of the document, and `[B]` that number after the call; `pos` `[B]` were read before.
+
+        All layers of a model that hand in the same `pos` get the same tensors back.
+        """
+        if torch.compiler.is_compiling():
+            return self._count(pos)
+        if id(pos) not in self._moved:
+            self._moved[id(pos)] = pos, *self._count(pos)  # `pos` is kept, so that its id is not given away
+        return self._moved[id(pos)][1:]
+
+    def _count(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        flags = self.valid if self.valid is not None else self.first
+        assert flags is not None
+        steps = torch.arange(flags.shape[1], device=flags.device).expand_as(flags)
+        positions = steps + pos.unsqueeze(1)
+        if self.first is not None:
+            start = torch.where(self.first, steps, -1).cummax(1).values
+            positions = torch.where(start < 0, positions, steps - start)
+        lengths = torch.full_like(pos, flags.shape[1]) if self.valid is None else self.valid.sum(1)
+        last = (lengths - 1).clamp(min=0).unsqueeze(1)
+        return positions, torch.where(lengths > 0, positions.gather(1, last).squeeze(1) + 1, pos)
+
+    def frame(self, ctx: Context, state: State, period: int | None, block: int, plain: Sequence[Block]) -> Frame:
+        """As `make_frame`, once for all layers that stand at the same `pos` and have the same mini-batches."""
+        if torch.compiler.is_compiling():
+            return make_frame(ctx, state, period, block, plain)
+        key = (id(state.pos), state.phase, period, block)
+        if key not in self._frames:
+            self._frames[key] = state.pos, make_frame(ctx, state, period, block, plain, self.host)
+        return self._frames[key][1]
+
+    @staticmethod
+    def _index(order: Tensor, x: Tensor) -> Tensor:
+        return order if x.ndim == 2 else order.unsqueeze(-1).expand_as(x)
 
 
-def pack(x: Tensor, mask: Tensor | None, reset: Tensor | None, pos: Tensor, mini_batch_size: int) -> Packed:
-    """Moves padding of `x` `[B, T, D]` to the end and counts positions. `pos` `[B]` tokens were read before."""
-    order = None
-    if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
-        mask = None
-    if reset is not None and not torch.compiler.is_compiling() and not bool(reset.any()):
-        reset = None
-    if mask is not None:
-        order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-        x = x.gather(1, order.unsqueeze(-1).expand_as(x))
-        if reset is not None:
-            # A start that is marked on padding belongs to the next real token.
-            count = F.pad((reset.cumsum(1)).gather(1, order), (1, 0))
-            reset = count[:, 1:] > count[:, :-1]
+def pack(mask: Tensor | None, reset: Tensor | None) -> Packing | None:
+    """The packing of a call, from `[B, T]` flags; None if there is neither padding nor a document that starts."""
+    if torch.compiler.is_compiling():
+        if mask is None and reset is None:
+            return None
+        order = None if mask is None else _order(mask)
+        return Packing(order, *_sorted(mask, reset, order), None)
+    flags = [None if x is None else x.cpu() for x in (mask, reset)]  # the one time that the host waits for the device
+    if flags[0] is not None and flags[0].all():
+        mask = flags[0] = None
+    if flags[1] is not None and not flags[1].any():
+        reset = flags[1] = None
+    if mask is None and reset is None:
+        return None
+    order = host_order = None
+    if flags[0] is not None and (flags[0][:, 1:] & ~flags[0][:, :-1]).any():
+        host_order = _order(flags[0])
+        order = host_order.to(mask.device)  # type: ignore[union-attr]
+    host = _sorted(flags[0], flags[1], host_order)
+    device = (mask if mask is not None else reset).device  # type: ignore[union-attr]
+    return Packing(order, *(None if x is None else x.to(device) for x in host), host)
+
+
+def _order(mask: Tensor) -> Tensor:
+    return mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+
+
+def _sorted(mask: Tensor | None, reset: Tensor | None, order: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The flags with padding last. A start that is marked on padding belongs to the next real token."""
+    if mask is None:
+        return None, reset
+    if order is not None:
         mask = mask.gather(1, order)
-        x = x.masked_fill(~mask.unsqueeze(-1), 0)  # junk at padding, NaN included, must not reach a gradient
-        reset = None if reset is None else reset & mask
-    steps = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-    positions = steps + pos.unsqueeze(1)
     if reset is not None:
-        start = torch.where(reset, steps, -1).cummax(1).values
-        positions = torch.where(start < 0, positions, steps - start)
-    context = Context(positions, mask, reset, mini_batch_size)
-    last = (context.lengths - 1).clamp(min=0).unsqueeze(1)
-    after = torch.where(context.lengths > 0, positions.gather(1, last).squeeze(1) + 1, pos)
-    return Packed(x, context, order, after)
+        starts = reset.cumsum(1)
+        count = F.pad(starts if order is None else starts.gather(1, order), (1, 0))
+        reset = (count[:, 1:] > count[:, :-1]) & mask
+    return mask, reset
 
 
 # -- frames ----------------------------------------------------------------------------------------------------------------------
 
 
-def make_frame(ctx: Context, phase: int | None, open_: Tensor, lead: Tensor, period: int | None, block: int) -> Frame:
+Host = tuple[Tensor | None, Tensor | None]
+
+
+def make_frame(
+    ctx: Context,
+    state: State,
+    period: int | None,
+    block: int,
+    plain: Sequence[Block],
+    host: Host | None = None,
+    open_: Tensor | None = None,
+    lead: Tensor | None = None,
+) -> Frame:
     """The frame of one call.
 
     Args:
-        phase: place in its mini-batch of the first token, if it is the same for all sequences.
-        open_: `[B]` columns before the first real token: its place in its mini-batch.
-        lead: `[B]` column of index 0 in `ctx`; below `open_` where `ctx` begins with unfilled slots.
+        state: where sequences stand before the call.
         period: tokens after which the rule repeats itself; None if it never looks at the phase.
         block: tokens that the scan hands on together; equal to `period` if there is one.
+        plain: the blocks, if all tokens were real and of one document.
+        host: `ctx.valid` and `ctx.first` on the host, where they are at hand.
+        open_: `[B]` columns before the first real token; None: its place in its mini-batch.
+        lead: `[B]` column of index 0 in `ctx`; below `open_` where `ctx` begins with unfilled slots. None: the same.
     """
-    length = ctx.positions.shape[1]
+    length, phase = ctx.positions.shape[1], state.phase
+    open_ = state.pos % block if open_ is None else open_
+    lead = open_ if lead is None else lead
     if period is None:
         phase, open_, lead = 0, torch.zeros_like(open_), torch.zeros_like(lead)
     if ctx.first is None and phase is not None:
-        return _aligned(ctx, phase, period, block, length)
+        if ctx.valid is not None:
+            return _padded(ctx.valid, phase, period, block, plain, host)
+        return Frame(plain, None, None, None, 0 if period is None else (phase + length) % block)
     if ctx.first is None and length == 1:
         return _single(ctx, open_, block)
-    return _unaligned(ctx, open_, lead, block, None if period is not None else 0)
+    return _unaligned(ctx, open_, lead, block, None if period is not None else 0, host)
 
 
-def _aligned(ctx: Context, phase: int, period: int | None, block: int, length: int) -> Frame:
-    """All sequences stand at the same place of their mini-batch: columns are tokens."""
-    blocks, start = [], 0
-    while start < length:
-        size = min(block - phase, length - start)
-        commit: bool | Tensor = False
-        if phase + size == block:  # an explicit branch: under torch.compile the comparison itself is symbolic
-            commit = True if ctx.valid is None else ctx.valid[:, start + size - 1]
-        filled: int | Tensor = phase + size
-        if ctx.valid is not None:
-            filled = phase + ctx.valid[:, start : start + size].sum(1)
-        blocks.append(Block(size, phase, commit, filled))
-        start, phase = start + size, (phase + size) % block
-    end: int | None = phase
-    if period is None:
-        end = 0
-    elif ctx.valid is not None:
-        end = None
-    return Frame(blocks, None, None, ctx.valid, end)
+def _padded(valid: Tensor, phase: int, period: int | None, block: int, plain: Sequence[Block], host: Host | None) -> Frame:
+    """Sequences that stand at the same place, and end at different ones: columns are tokens."""
+    seen = valid if torch.compiler.is_compiling() else valid.cpu() if host is None or host[0] is None else host[0]
+    parts = seen.split([x.length for x in plain], dim=1)
+    commits = [part[:, -1] for part in parts]
+    counts = [x.filled - x.length + part.sum(1) for x, part in zip(plain, parts, strict=True)]
+    blocks = _told_apart(plain, commits, counts, [None] * len(parts), valid.device)
+    end: int | None = 0 if period is None else None
+    if period is not None and not torch.compiler.is_compiling():
+        ends = (seen.sum(1) + phase) % block
+        end = int(ends[0]) if len(ends) and bool((ends == ends[0]).all()) else None
+    return Frame(blocks, None, None, valid, end)
+
+
+def _told_apart(
+    blocks: Sequence[Block], commits: Sequence[Tensor], filled: Sequence[Tensor], restarts: Sequence[Tensor | None], device: torch.device
+) -> list[Block]:
+    """Blocks with what differs between sequences as tensors on the device, and plain numbers where it does not (kernels take those)."""
+    if torch.compiler.is_compiling():
+        return [
+            x._replace(commit=commit if x.commit is True else False, filled=count, restart=again)
+            for x, commit, count, again in zip(blocks, commits, filled, restarts, strict=True)
+        ]
+    everywhere = [bool(commit.all()) for commit in commits]
+    some = [again is not None and bool(again.any()) for again in restarts]
+    on_device = [torch.stack(list(rows)).to(device) if rows else None for rows in (commits, filled)]
+    again = torch.stack([x for x, any_ in zip(restarts, some, strict=True) if any_]).to(device) if any(some) else None  # type: ignore[misc]
+    starts = iter(() if again is None else again)
+    return [
+        x._replace(
+            commit=x.commit is True and (everywhere[i] or on_device[0][i]),  # type: ignore[index]
+            filled=x.filled if bool((filled[i] == x.filled).all()) else on_device[1][i],  # type: ignore[index]
+            restart=next(starts) if some[i] else None,
+        )
+        for i, x in enumerate(blocks)
+    ]
 
 
 def _single(ctx: Context, phase: Tensor, block: int) -> Frame:
@@ -178,40 +258,40 @@ def _single(ctx: Context, phase: Tensor, block: int) -> Frame:
     return Frame([Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, live, None)
 
 
-def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int | None) -> Frame:
+def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int | None, host: Host | None) -> Frame:
     """Different phases, or documents that start inside a sequence."""
     batch, length = ctx.positions.shape
-    if ctx.first is not None and torch.compiler.is_compiling():
+    device, tracing = open_.device, torch.compiler.is_compiling()
+    if ctx.first is not None and tracing:
         raise MetaTTTError("reset= needs a layout that depends on its values, which torch.compile cannot trace: call the layer eagerly")
-    valid = torch.ones_like(ctx.positions, dtype=torch.bool) if ctx.valid is None else ctx.valid
+    valid, first = (ctx.valid, ctx.first) if host is None else host
+    if not tracing:
+        open_, lead = torch.stack([open_, lead]).cpu()
+        valid, first = (None if x is None else x.cpu() for x in (valid, first))
+    valid = open_.new_ones(batch, length, dtype=torch.bool) if valid is None else valid
     index = torch.arange(length, device=open_.device).expand(batch, -1)
     column = index + lead.unsqueeze(1)
     restart = None
-    if ctx.first is not None:
-        document = ctx.first.cumsum(1)
+    if first is not None:
+        document = first.cumsum(1)
         sizes = torch.zeros(batch, int(document.max()) + 1, dtype=torch.long, device=open_.device)
         sizes.scatter_add_(1, document, valid.long())
         sizes[:, 0] += torch.where(sizes[:, 0] > 0, open_, 0)
         room = (sizes + block - 1) // block * block
-        begin = torch.where(ctx.first, index, 0).cummax(1).values  # the document's first token
+        begin = torch.where(first, index, 0).cummax(1).values  # the document's first token
         column = torch.where(document > 0, (room.cumsum(1) - room).gather(1, document) + index - begin, column)
-    columns = length + block - 1 if torch.compiler.is_compiling() else int(torch.where(valid, column, 0).max()) + 1
-    if ctx.first is not None:
+    columns = length + block - 1 if tracing else int(torch.where(valid, column, 0).max()) + 1
+    if first is not None:
         restart = torch.zeros(batch, (columns + block - 1) // block + 1, dtype=torch.bool, device=open_.device)
-        restart = restart.scatter(1, torch.where(ctx.first & valid, column // block, restart.shape[1] - 1), True)
+        restart = restart.scatter(1, torch.where(first & valid, column // block, restart.shape[1] - 1), True)
     target = torch.where(valid, column, columns)
     source = torch.full((batch, columns + 1), length, dtype=torch.long, device=open_.device)
     source = source.scatter(1, target, index)[:, :-1]
     live = source < length
-    blocks = []
-    for number, start in enumerate(range(0, columns, block)):
-        size = min(block, columns - start)
-        places = torch.arange(1, size + 1, device=open_.device)
-        filled = (places * live[:, start : start + size]).amax(1)
-        commit: bool | Tensor = live[:, start + size - 1] if size == block else False
-        again = None if restart is None else restart[:, number]
-        if not torch.compiler.is_compiling():  # most blocks are like any other: then kernels can take them
-            commit = True if commit is not False and bool(commit.all()) else commit  # type: ignore[union-attr]
-            again = again if again is not None and bool(again.any()) else None
-        blocks.append(Block(size, 0, commit, filled, again))
-    return Frame(blocks, source, column.clamp(0, columns - 1), live, end)
+    lengths = [min(block, columns - start) for start in range(0, columns, block)]
+    blocks = [Block(size, 0, size == block, size) for size in lengths]
+    parts = live.split(lengths, dim=1)
+    filled = [(torch.arange(1, size + 1, device=open_.device) * part).amax(1) for size, part in zip(lengths, parts, strict=True)]
+    again = [None if restart is None else restart[:, i] for i in range(len(blocks))]
+    made = _told_apart(blocks, [part[:, -1] for part in parts], filled, again, device)
+    return Frame(made, source.to(device), column.clamp(0, columns - 1).to(device), live.to(device), end)

@@ -10,43 +10,16 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from metattt.inner.forms import Tokens
+from metattt.inner.tokens import MiniBatches, Scan
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Task
-
-
-class MiniBatches(NamedTuple):
-    """What a kernel reads: whole mini-batches of `b` tokens, one after the other, from committed weights to committed weights.
-
-    Attributes:
-        tokens: views `[B, H, n·b, d]` as the task made them (any floating type, any strides) and gates `[B, H, n·b]` in fp32 or wider.
-        weights: fast weights W_a by name at the start, `[B, H, *shape]`, fp32 or wider.
-        slow: outer-loop weights of the learner by name, `[H, *shape]`.
-        tau: token steps `[1 or H, b]`; None: all 1.
-        size: b, tokens per mini-batch.
-        operand: type to which matmul operands are rounded.
-        group_size: mini-batches whose weights are recomputed together in the backward pass; None leaves it to the kernel.
-    """
-
-    tokens: Tokens
-    weights: Tensors
-    slow: Tensors
-    tau: Tensor | None
-    size: int
-    operand: torch.dtype
-    group_size: int | None
-
-
-Scan = Callable[[MiniBatches], tuple[Tensor, Tensors]]
 
 
 class Kernel(ABC):
@@ -61,7 +34,26 @@ class Kernel(ABC):
 
     @abstractmethod
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        """Why this combination cannot be computed (a few words), or None if it can. Called once, when a layer is built."""
+        """Why this combination cannot be computed (a few words), or None if it can.
+
+        Called when a layer is built, and again when a setting of a part has changed. What it says of the learner's function and of the
+        loss is not taken on trust: `function` and `loss` are compared with the objects themselves (`metattt.inner.claims`).
+        """
+
+    @staticmethod
+    @abstractmethod
+    def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The learner's f as the kernel computes it, in plain torch: `x` `[B, H, T, d]` to predictions; the claim that is checked.
+
+        Args:
+            weights: fast weights by name, `[B, H, *shape]`.
+            slow: outer-loop weights, `[H, *shape]`.
+        """
+
+    @staticmethod
+    def loss(prediction: Tensor, v: Tensor) -> Tensor:
+        """The loss per token that the kernel is made for: ½‖prediction − v‖²."""
+        return 0.5 * (prediction - v).square().sum(-1)
 
     @abstractmethod
     def accepts(self, given: MiniBatches) -> str | None:
@@ -74,6 +66,27 @@ class Kernel(ABC):
         Differentiable in every tensor of `given`. `reference` computes the same by the dual form: for derivatives that the kernel
         does not have (of its backward pass).
         """
+
+    def advances(self, given: MiniBatches) -> str | None:
+        """As `accepts`, for `advance`."""
+        return "whole mini-batches only"
+
+    def advance(
+        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
+    ) -> tuple[Tensor, Tensors, Tensors | None]:
+        """Tokens of one open mini-batch, without derivatives: decoding.
+
+        Args:
+            given: its tokens are n consecutive ones of one mini-batch.
+            update: M = −Σ η_s G_s since the commit by name; None: zero.
+            phase: place of the first token in its mini-batch; `[B]` where sequences differ (then n = 1).
+            own: `given.weights` and `update` may be written over.
+
+        Returns:
+            Predictions `[B, H, n, d]`, the committed weights W_a, and the update after the tokens. Where they complete the mini-batch
+            the weights are the new ones and the update is None (zero, where sequences differ).
+        """
+        raise NotImplementedError(self.name)
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -96,24 +109,16 @@ def kernels() -> tuple[Kernel, ...]:
     return tuple(KERNELS.values())
 
 
-def covering(task: Task, learner: Learner, optimizer: InnerOptimizer) -> tuple[list[Kernel], dict[str, str]]:
-    """The kernels that compute a combination, and of the others why they do not, by name."""
-    reasons = {kernel.name: kernel.covers(task, learner, optimizer) for kernel in kernels()}
-    return [kernel for kernel in kernels() if reasons[kernel.name] is None], {name: why for name, why in reasons.items() if why is not None}
-
-
-def explain(reasons: Mapping[str, str]) -> str:
-    """Why kernels do not cover a combination, once for all kernels of an operation that give the same reason."""
-    return "; ".join(dict.fromkeys(f"{name.split('.')[0]}: {why}" for name, why in reasons.items()))
+RULE = (
+    "coefficients", "current", "commit", "observe", "in_token_space", "bases", "permutation", "accumulates", "period", "block",
+    "_token_steps_at", "_token_step_coefficients", "_plain_coefficients", "_general_coefficients",
+)  # fmt: skip
+"""What makes `InnerOptimizer` the linear rule that kernels compute: none of it may be replaced, on the class or on the object."""
 
 
 def linear_rule(optimizer: InnerOptimizer) -> str | None:
     """Why an optimizer is not a linear rule that begins anew with every mini-batch, or None if it is: common to all kernels."""
-    changed = [
-        name
-        for name in ("coefficients", "current", "commit", "observe", "in_token_space", "bases", "permutation")
-        if getattr(type(optimizer), name) is not getattr(InnerOptimizer, name)
-    ]
+    changed = [name for name in RULE if name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(InnerOptimizer, name)]
     for wrong, reason in (
         (bool(changed), f"{type(optimizer).__name__} has its own {', '.join(changed)}"),
         (optimizer.anchor != "minibatch", f"optimizer.anchor={optimizer.anchor}"),

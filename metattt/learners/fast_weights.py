@@ -1,18 +1,25 @@
 """How a learner reaches its weights: a few primitives over named tensors.
 
-The same learner runs with plain weights, with weights that record what an update needs, and with weights that differ from token
-to token but are never materialised (`metattt.inner.accessors`). Which of these it is, the learner does not know.
+The same learner runs with plain weights (`FastWeights`), with weights that record what an update needs (`Record`), and with weights
+that differ from token to token but are never materialised (`ReadRows`). Which of these it is, the learner does not know.
+
+With `z = aW` for token s and `δ_s = ∂ℓ_s/∂z_s`, the gradient of ℓ_s is `a_sᵀδ_s` (arXiv 2407.04620, App. A). Recording keeps `a` and
+`δ`; reading replaces `q_t W_t` by `Σ_B rows_B(t) (q_t B) − Σ_s mix_ts (q_t·a_s) δ_s`. The same holds for a bias (a = 1), a scale
+(δ ∘ x), an embedding (a one-hot) and a convolution (a unfolded); a weight used at several places sums over all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.state import Tensors
+from metattt.torch_private import interpreter_stack
 
 
 class UnsupportedOperation(MetaTTTError):
@@ -53,14 +60,18 @@ class FastWeights:
         """The raw weight, for operations that no primitive covers; such a learner loses the dual form."""
         return self._value(name)
 
-    def _matrix(self, name: str, transpose: bool = False) -> Tensor:
-        """W as `(d_in, d_out)`: its leading axes are flattened, or with `transpose` (W is `(d_out, ...)`) its trailing ones."""
-        return self._value(name).flatten(3).mT if transpose else self._value(name).flatten(2, -2)
-
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
-        """`x @ W + b`: `[..., d_in]` to `[..., d_out]`; W is `(d_in, d_out)`, rows are tokens. `transpose` uses Wᵀ (tied weights)."""
-        z = matmul(x.flatten(2, -2), self._matrix(weight, transpose), self._operand)
-        z = z.view(*z.shape[:2], *x.shape[2:-1], z.shape[-1])
+        """`x @ W + b`: `[..., d_in]` to `[..., d_out]`; W is `(d_in, d_out)`, rows are tokens. `transpose` uses Wᵀ (tied weights).
+
+        A weight with more axes is a matrix all the same: its leading axes are flattened, or with `transpose` its trailing ones.
+        """
+        matrix = self._value(weight)
+        matrix = matrix.flatten(3).mT if transpose else matrix.flatten(2, -2)
+        if x.ndim == 4:
+            z = matmul(x, matrix, self._operand)
+        else:
+            z = matmul(x.flatten(2, -2), matrix, self._operand)
+            z = z.view(*z.shape[:2], *x.shape[2:-1], z.shape[-1])
         return z if bias is None else z + per_token(self._value(bias), z)
 
     def bias(self, x: Tensor, bias: str) -> Tensor:
@@ -73,7 +84,7 @@ class FastWeights:
 
     def embedding(self, index: Tensor, weight: str) -> Tensor:
         """Row `index` of W: `[B, H, T, ...]` integers to `[B, H, T, ..., d]`; W is `(rows, d)`."""
-        table = self._matrix(weight).expand(*index.shape[:2], -1, -1)
+        table = self._value(weight).flatten(2, -2).expand(*index.shape[:2], -1, -1)
         rows = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, table.shape[-1])
         return table.gather(2, rows).view(*index.shape, table.shape[-1])
 
@@ -83,3 +94,174 @@ class FastWeights:
         padded = F.pad(x, (0, 0, (width - 1) // 2, width // 2))
         windows = padded.unfold(-2, width, 1).transpose(-2, -1)  # [..., L, width, c_in]
         return self.linear(windows.flatten(-2), weight, bias)
+
+
+# -- while gradients are recorded and per-token weights are read ----------------------------------------------------------------
+
+
+class OpaqueWeight:
+    """Stands for a raw fast weight while recording: any operation on it is refused by the weight's name."""
+
+    def __init__(self, name: str, value: Tensor):
+        self._name, self.shape, self.ndim, self.dtype, self.device = name, value.shape, value.ndim, value.dtype, value.device
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = next((a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, OpaqueWeight)), "?")
+        raise UnsupportedOperation(f"fast weight {name!r} is used by {getattr(function, '__name__', function)}")
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise UnsupportedOperation(f"fast weight {self._name!r} is used by .{attribute}")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedOperation(f"fast weight {self._name!r} is used by an arithmetic operator or by indexing")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __getitem__ = _refuse
+
+
+class Site(NamedTuple):
+    """One use of a fast weight: the input of the primitive, its output, and the weights it served."""
+
+    weight: str | None
+    bias: str | None
+    input: Tensor | None
+    transpose: bool
+    scale: bool
+
+
+def needs_probes() -> bool:
+    """Whether gradients inside the forward pass are `torch.func`'s to take.
+
+    `torch.func.vjp` does not run under saved-tensor hooks (any non-reentrant checkpoint, also a user's own), and
+    `torch.autograd.grad` does not run under compile, inside functorch transforms or in inference mode. So each is used where the
+    other fails.
+    """
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or interpreter_stack() is not None
+
+
+class Record(FastWeights):
+    """Plain weights that remember, at each use, what a per-token gradient is made of.
+
+    Args:
+        probes: zeros added to the outputs in order, so that `torch.func.vjp` can ask for δ. None: the outputs themselves are what
+            `torch.autograd.grad` differentiates by.
+    """
+
+    factored = True
+
+    def __init__(
+        self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor], operand: torch.dtype, probes: Iterable[Tensor | float] | None = None
+    ):
+        super().__init__(fast, slow, operand)
+        self.probes: Iterator[Tensor | float] | None = None if probes is None else iter(probes)
+        self.sites: list[Site] = []
+        self.outputs: list[Tensor] = []
+
+    def __getitem__(self, name: str) -> Any:
+        return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
+
+    def _site(
+        self, z: Tensor, weight: str | None, bias: str | None, x: Tensor | None, transpose: bool = False, scale: bool = False
+    ) -> Tensor:
+        weight = weight if weight in self._fast else None
+        bias = bias if bias in self._fast else None
+        if weight is None and bias is None:
+            return z
+        if self.probes is not None:
+            z = z + next(self.probes)
+        elif not z.requires_grad:
+            z = z.detach().requires_grad_()
+        self.sites.append(Site(weight, bias, x if weight else None, transpose, scale))
+        self.outputs.append(z)
+        return z
+
+    def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
+        return self._site(super().linear(x, weight, bias, transpose=transpose), weight, bias, x, transpose=transpose)
+
+    def bias(self, x: Tensor, bias: str) -> Tensor:
+        return self._site(super().bias(x, bias), None, bias, None)
+
+    def scale(self, x: Tensor, scale: str) -> Tensor:
+        return self._site(super().scale(x, scale), scale, None, x, scale=True)
+
+    def embedding(self, index: Tensor, weight: str) -> Tensor:
+        z = super().embedding(index, weight)
+        return self._site(z, weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype)) if weight in self._fast else z
+
+
+class Gradients(Protocol):
+    """What `ReadRows` asks of the tokens' gradients G_s."""
+
+    paired: Collection[tuple[str, str]]
+    """(weight, bias) that were only ever used together."""
+
+    def mixed(self, name: str, mix: Tensor) -> Tensor | None:
+        """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
+
+    def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
+        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`, mix `[B, H, m, n]`; with `plus_one` the paired bias is included."""
+
+
+class ReadRows(FastWeights):
+    """Weights that differ from query to query: `W_t = Σ_B rows_B(t) · B − Σ_s mix_ts G_s`, never materialised.
+
+    Args:
+        bases: (row `[B, H, m]` or None for ones, weights by name) of each base.
+        mix: `[B, H, m, n]`, η included.
+        gradients: what `Record` found at the anchor.
+        slow, operand: as in `FastWeights`.
+    """
+
+    factored = True
+
+    def __init__(
+        self,
+        bases: Sequence[tuple[Tensor | None, Tensors]],
+        mix: Tensor,
+        gradients: Gradients,
+        slow: Mapping[str, Tensor],
+        operand: torch.dtype,
+    ):
+        super().__init__(bases[0][1], slow, operand)
+        self.bases, self.mix, self.gradients = bases, mix, gradients
+        self.parts = [FastWeights(weights, slow, operand) for _, weights in bases]
+
+    def __getitem__(self, name: str) -> Any:
+        return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
+
+    def _combine(self, parts: Sequence[Tensor]) -> Tensor:
+        """`Σ_B rows_B(t) part_B` over parts `[B, H, m, ..., d]`."""
+        rows = [part if row is None else part * row.view(*row.shape, *(1,) * (part.ndim - 3)) for (row, _), part in zip(self.bases, parts)]
+        return rows[0] if len(rows) == 1 else sum(rows[1:], rows[0])
+
+    def _vector(self, name: str, like: Tensor) -> Tensor:
+        """The vector of every query, broadcast against `like` `[B, H, m, ..., d]`."""
+        if name not in self._fast:
+            return per_token(self._value(name), like)
+        vector = self._combine([part._value(name).flatten(2).unsqueeze(2) for part in self.parts])  # [B, H, m or 1, d]
+        moved = self.gradients.mixed(name, self.mix)
+        vector = vector if moved is None else vector - moved
+        return vector.view(*vector.shape[:3], *(1,) * (like.ndim - 4), vector.shape[-1])
+
+    def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
+        if weight not in self._fast:
+            z = super().linear(x, weight, transpose=transpose)
+            return z if bias is None else z + self._vector(bias, z)
+        paired = not transpose and (weight, bias) in self.gradients.paired
+        z = self._combine([part.linear(x, weight, bias if paired else None, transpose=transpose) for part in self.parts])
+        moved = self.gradients.product(weight, x.flatten(2, -2), self.mix, transpose, paired)
+        z = z if moved is None else z - moved.view(z.shape)
+        return z if bias is None or paired else z + self._vector(bias, z)
+
+    def bias(self, x: Tensor, bias: str) -> Tensor:
+        return x + self._vector(bias, x)
+
+    def scale(self, x: Tensor, scale: str) -> Tensor:
+        return x * self._vector(scale, x)
+
+    def embedding(self, index: Tensor, weight: str) -> Tensor:
+        if weight not in self._fast:
+            return super().embedding(index, weight)
+        rows = F.one_hot(index, self._value(weight).shape[2]).to(self._value(weight).dtype)
+        return self.linear(rows, weight)

@@ -16,15 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from metattt.errors import MetaTTTError
-from metattt.inner.forms import Tokens
-from metattt.inner.packing import pack
-from metattt.inner.stream import stream
+from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
 from metattt.models.language_model import LanguageModel
-from metattt.optimizers.base import Gates
 from metattt.state import State, Tensors
-from metattt.tasks.base import Views
 
 Curves = dict[str, Tensor]
 COLUMNS = ("position", "init", "step_0", "step_1", "target_variance")
@@ -132,20 +128,18 @@ class _Recorder:
         rule, size = layer.optimizer, layer.optimizer.mini_batch_size
         if state is None:
             state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
-        context = pack(x, None, None, state.pos, size).context
-        views, _ = layer.task.views(x, state.task, context)
-        gates, _ = rule.gates(x, state.optimizer, context)
-        operand = views.k.dtype
-        wide = torch.promote_types(operand, torch.float32)
-        first = rule.current(layer.inner.start(x.shape[0], wide), 0)
+        context, _ = layer.context(x, state)
+        views, gates, *_ = layer.observe(x, state, context)
+        operand, wide, loop = views.k.dtype, gates.eta.dtype, layer.inner
+        first = rule.current(loop.start(x.shape[0], wide), 0)
         count, rest = divmod(x.shape[1], size)
         lengths = [size] * count + [rest] * (rest > 0)
-        pieces = Tokens(*views, *gates).split(lengths)  # type: ignore[arg-type]
+        pieces = loop.split(Tokens(*views, *gates), lengths)
         inner = State(state.pos, state.phase, state.weights, {}, {}, state.learner)
         for tokens, positions in zip(pieces[:count], context.positions.split(lengths, dim=1), strict=False):
             before = rule.current(inner.weights, 0) if inner.weights else first
             after = inner.pos + size
-            read = stream(layer.inner, Views(*tokens[:3]), Gates(*tokens[3:]), inner, after, context._replace(positions=positions))
+            read = loop.read(tokens, inner, after, context._replace(positions=positions), None)
             inner = State(after, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(inner.weights, 0)
             self._record(tokens.map(lambda view: view.to(wide)), {"init": first, "step_0": before, "step_1": now}, operand)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.forms import Tokens
-from metattt.inner.packing import make_frame
+from metattt.inner.final import steps
+from metattt.inner.loop import consecutive
+from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
-from metattt.state import Context
+from metattt.state import State
 
 
 @torch.no_grad()
@@ -33,22 +34,16 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     if not learner.has_weights or rule.read != "final":
         raise MetaTTTError(f"{type(rule).__name__} takes no steps on the whole call: inner_losses needs a layer with optimizer=whole")
     batch, count = x.shape[:2]
-    positions = torch.arange(count, device=x.device).expand(batch, -1)
-    ctx = Context(positions, None, None, rule.mini_batch_size)
-    views, _ = layer.task.views(x, {}, ctx)
-    gates, _ = rule.gates(x, {}, ctx)
-    operand = views.k.dtype
-    wide = torch.promote_types(operand, torch.float32)
-    tokens = Tokens(*views, gates.eta.to(wide), *(None if gate is None else gate.to(wide) for gate in gates[1:]))
-    start = torch.zeros_like(positions[:, 0])
-    frame = make_frame(ctx, 0, start, start, rule.period, rule.block)
-    filled = torch.full_like(start, count) % rule.mini_batch_size
+    state = State(x.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
+    ctx, after = layer.context(x, state)
+    views, gates, *_ = layer.observe(x, state, ctx)
+    tokens, operand, wide, loop = Tokens(*views, *gates), views.k.dtype, gates.eta.dtype, layer.inner
     slow = {name: value.to(wide) for name, value in learner.slow.items()}
-    size = rule.compute_chunk or 2048
-    pieces = tokens.split([min(size, count - first) for first in range(0, count, size)])
+    pieces = loop.split(tokens, rule.compute_chunk or 2048)
     losses = []
-    for carry in layer.inner.steps(tokens, layer.inner.start(batch, wide), frame, filled, operand):
-        accessor = FastWeights(rule.current(carry, filled), slow, operand)
+    blocks, _ = consecutive(count, 0, layer.plan.block)
+    for carry in steps(loop, tokens, loop.start(batch, wide), blocks, None, after, operand):
+        accessor = FastWeights(rule.current(carry, after % rule.mini_batch_size), slow, operand)
         with torch.autocast(x.device.type, enabled=False):
             parts = [layer.task.loss(learner.predict(accessor, p.k.to(wide)), p.v.to(wide)).sum((0, 2)) for p in pieces]
         losses.append(torch.stack(parts).sum(0) / (batch * count * x.shape[-1] // layer.num_heads))

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.part import Part
 from metattt.state import Context, Tensors
 
 Anchor = Literal["minibatch", "online", "batch"]
@@ -44,7 +45,7 @@ class Coefficients(NamedTuple):
     carry: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
 
 
-class InnerOptimizer(nn.Module, ABC):
+class InnerOptimizer(Part, ABC):
     """A linear update rule with its knobs; subclasses define `build` and `gates`.
 
     Args:
@@ -100,8 +101,8 @@ class InnerOptimizer(nn.Module, ABC):
         """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token steps."""
         return None
 
-    belongs = False  #: a layer has claimed this optimizer
     weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
+    has_token_steps = False  #: whether `token_steps` gives any, known once the parameters are made
     has_momentum = False  #: the rule carries S between tokens
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
     max_norm: float | None = None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
@@ -116,17 +117,23 @@ class InnerOptimizer(nn.Module, ABC):
         Raises:
             MetaTTTError: the optimizer already belongs to a layer.
         """
-        if self.belongs:
-            raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer an optimizer of its own")
-        self.belongs = True
+        self.unclaimed("an optimizer")
         self.weight_names = tuple(weight_names)
         self.build(dim, num_heads, head_dim)
+        self.has_token_steps = self.token_steps() is not None
+        self.belongs = True
         return self
+
+    def with_token_steps(self, tau: Tensor | None) -> InnerOptimizer:
+        """This rule with its token steps at hand: they are made once for many mini-batches."""
+        bound = object.__new__(type(self))
+        bound.__dict__.update(self.__dict__, token_steps=lambda: tau)
+        return bound
 
     @property
     def accumulates(self) -> bool:
         """Whether the step of the open mini-batch is carried apart from the weights, because rows scale it (τ, clipping)."""
-        return self.token_steps() is not None or self.max_norm is not None
+        return self.has_token_steps or self.max_norm is not None
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -169,7 +176,10 @@ class InnerOptimizer(nn.Module, ABC):
         steps = self.token_steps()
         if steps is None:
             steps = like.new_ones(1, self.mini_batch_size)
-        shifted = F.pad(steps.to(like.dtype), (1, 0))
+        steps = steps.to(like.dtype)
+        if isinstance(first, int) and first > 0:
+            return steps[:, first - 1 : first - 1 + count].unsqueeze(0)
+        shifted = F.pad(steps, (1, 0))
         if isinstance(first, int):
             return shifted[:, first : first + count].unsqueeze(0)
         return shifted[:, first].mT.unsqueeze(-1)  # one place per sequence: count is 1
@@ -265,7 +275,7 @@ def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
 
 def newest(carried: Collection[str]) -> str:
     """The role that holds the newest weights: an absent `weights` has not moved since the commit, or since the start."""
-    return next(role for role in ("weights", "commit", "anchor") if role in carried)
+    return "weights" if "weights" in carried else "commit" if "commit" in carried else "anchor"
 
 
 def transition(gate: Tensor) -> Tensor:

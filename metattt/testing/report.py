@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from metattt.composition.compose import instantiate_layer
-from metattt.inner.inspect import unsupported
-from metattt.kernels.base import covering, explain
+from metattt.inner.inspect import explain, unsupported
 from metattt.layer import TTTLayer
 from metattt.testing.laws import LAWS
 from metattt.testing.specimen import NotApplicable, Specimen
@@ -77,12 +76,11 @@ def why_this_form(layer: TTTLayer, asked: str) -> str:
     if asked != "auto":
         return f"layer.form={asked} was asked for"
     if layer.form == "fused":
-        return "kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in layer.inner.kernels)
+        return "kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in layer.plan.kernels)
     if learner.mixes_tokens:
         return "the learner mixes tokens, so no token has a gradient of its own"
     width = layer.dim // layer.num_heads
     reason = unsupported(layer.task, learner, layer.num_heads, width)
     if reason is None:
-        refusals = covering(layer.task, learner, layer.optimizer)[1]
-        return f"every fast weight reaches only primitives; no kernel covers the combination ({explain(refusals)})"
+        return f"every fast weight reaches only primitives; no kernel covers the combination ({explain(layer.plan.reasons)})"
     return f"{reason}, so the dual form cannot express the learner"

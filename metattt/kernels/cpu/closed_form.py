@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.inner.forms import Tokens
-from metattt.kernels.base import Kernel, MiniBatches, Scan
+from metattt.inner.tokens import MiniBatches, Scan, Tokens
+from metattt.kernels.base import Kernel
 from metattt.optimizers.base import transition
 from metattt.state import Tensors
 

@@ -7,7 +7,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from metattt.kernels.base import Kernel, MiniBatches, Scan
+from metattt.inner.tokens import MiniBatches, Scan
+from metattt.kernels.base import Kernel
 from metattt.state import Tensors
 
 WIDTHS = (32, 64, 96, 128)

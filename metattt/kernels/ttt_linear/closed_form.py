@@ -22,7 +22,7 @@ from metattt.kernels.cpu.closed_form import (
     pull_norm,
     transposed,
 )
-from metattt.kernels.ttt_linear.covers import uncovered
+from metattt.kernels.ttt_linear.covers import function, uncovered
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
@@ -30,6 +30,8 @@ from metattt.tasks.base import Task
 
 class TTTLinear(ClosedForm):
     name = "ttt_linear.closed_form"
+
+    function = staticmethod(function)
 
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
 from metattt.kernels.base import linear_rule
 from metattt.learners.base import Learner
 from metattt.learners.linear import Linear
@@ -14,6 +19,16 @@ def uncovered(task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | 
     same = all(getattr(type(learner), name) is getattr(Linear, name) for name in ("forward", "predict", "wrap", "mixes_tokens"))
     if not (isinstance(learner, Linear) and same and learner.residual and learner.norm):
         return "the learner is not x + LN(xW + b)"
+    if set(learner.init) not in ({"w1"}, {"w1", "b1"}) or set(learner.slow) != {"norm_scale", "norm_bias"}:
+        return "the learner has other weights"
     if not task.squared_error:
         return "the loss is not ½‖f(k) − v‖²"
     return linear_rule(optimizer)
+
+
+def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """`x + LN(xW + b)`; see `Kernel.function`."""
+    z = x @ weights["w1"]
+    if "b1" in weights:
+        z = z + weights["b1"].unsqueeze(2)
+    return x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * slow["norm_scale"].unsqueeze(1) + slow["norm_bias"].unsqueeze(1)

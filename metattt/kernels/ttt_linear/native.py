@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metattt.kernels.base import MiniBatches
+from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native_scan import NativeForm
-from metattt.kernels.ttt_linear.covers import uncovered
+from metattt.kernels.ttt_linear.covers import function, uncovered
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
@@ -16,6 +16,8 @@ class NativeTTTLinear(NativeForm):
     name = "ttt_linear.native"
     source = Path(__file__).with_name("native.cpp")
     largest_group = 16
+
+    function = staticmethod(function)
 
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)

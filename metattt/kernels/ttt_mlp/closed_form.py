@@ -24,7 +24,7 @@ from metattt.kernels.cpu.closed_form import (
     pull_norm,
     transposed,
 )
-from metattt.kernels.ttt_mlp.covers import uncovered
+from metattt.kernels.ttt_mlp.covers import function, uncovered
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
@@ -33,6 +33,8 @@ from metattt.tasks.base import Task
 class TTTMLP(ClosedForm):
     name = "ttt_mlp.closed_form"
     largest_group = 16  # the weights of a mini-batch are as large as 8·d tokens of its hidden layer
+
+    function = staticmethod(function)
 
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)

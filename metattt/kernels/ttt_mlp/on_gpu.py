@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from metattt.kernels.base import MiniBatches
+from metattt.inner.tokens import MiniBatches
 from metattt.kernels.triton.on_gpu import OnGPU
-from metattt.kernels.ttt_mlp.covers import uncovered
+from metattt.kernels.ttt_mlp.covers import function, uncovered
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
@@ -14,6 +14,8 @@ from metattt.tasks.base import Task
 
 class TTTMLPOnGPU(OnGPU):
     name = "ttt_mlp.triton"
+
+    function = staticmethod(function)
 
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)

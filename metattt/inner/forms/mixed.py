@@ -8,12 +8,29 @@ pass per token. What a token leaves for later ones (cached keys and values) was 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metattt.inner.accessors import PerTokenGradients, Site
+from metattt.inner.forms.dual import PerTokenGradients, finish, record
+from metattt.inner.tokens import Carry, Tokens
+from metattt.learners.fast_weights import Site
+
+if TYPE_CHECKING:
+    from metattt.inner.loop import Work
+
+
+def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
+    """See `CHUNKS`."""
+    anchor = work.anchor(tokens, carry, phase)
+    sites, each = record(work, anchor, tokens, _one_by_one)
+    gradients = MixedGradients(sites, [torch.stack(column) for column in zip(*each, strict=True)], work.operand)
+    return finish(work, tokens, carry, phase, read, anchor, gradients)
+
+
+def _one_by_one(losses: Tensor) -> list[Tensor]:
+    return [losses[:, :, s].sum() for s in range(losses.shape[2])]
 
 
 class Cotangents(NamedTuple):

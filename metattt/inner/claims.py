@@ -1,0 +1,140 @@
+"""What a fast path assumes of a task and of a learner, evaluated against the objects themselves.
+
+A solved or closed form is right for one loss and one function. Whether a task and a learner are these is not believed of a name, a
+class or a flag: both sides are computed on tiny random tensors in double precision, of several sizes and scales, in training and in
+evaluation mode. What a function reads besides its arguments (a parameter of its own) makes the claim void, since it may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from metattt.learners.fast_weights import FastWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from metattt.learners.base import Learner
+    from metattt.part import Part
+    from metattt.tasks.base import Task
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], Tensor]
+"""`function(weights, slow, x)`: predictions `[B, H, T, d]` for `x` `[B, H, T, d]`; weights `[B, H, *shape]`, slow `[H, *shape]`."""
+
+SAMPLES = ((1, 1, 1.0), (2, 3, 1e-3), (1, 5, 30.0), (1, 70, 1e4))
+"""(sequences, tokens, scale of the numbers): a loss may be quadratic near 0 alone, a function may cut off large values."""
+TOLERANCE = 1e-9
+
+
+def squared_error(prediction: Tensor, v: Tensor) -> Tensor:
+    """½‖prediction − v‖² per token: the loss of online rules that are solved."""
+    return 0.5 * (prediction - v).square().sum(-1)
+
+
+def other_loss(task: Task, claimed: Loss, num_heads: int, width: int) -> str | None:
+    """Why a task's loss is not the claimed one, or None if it is."""
+
+    def check(generator: torch.Generator) -> str | None:
+        for batch, count, scale in SAMPLES:
+            prediction, v = (scale * _random(generator, batch, num_heads, count, width) for _ in range(2))
+            v[:, :, -1] = 0
+            expected = claimed(prediction, v)
+            found = task.loss(prediction, v)
+            if found.shape != expected.shape or not _close(found, expected, expected.abs()):
+                return f"{type(task).__name__}.loss is another loss than the closed form's"
+        return None
+
+    return _checked(task, ("loss", claimed, num_heads, width), check, f"{type(task).__name__}.loss")
+
+
+def other_function(learner: Learner, claimed: Function, num_heads: int, width: int) -> str | None:
+    """Why a learner's function is not the claimed one, or None if it is."""
+    shapes = [{name: tuple(value.shape) for name, value in weights.items()} for weights in (learner.init, learner.slow)]
+
+    def check(generator: torch.Generator) -> str | None:
+        for batch, count, scale in SAMPLES:
+            fast = {name: _weight(generator, batch, *shape) for name, shape in shapes[0].items()}
+            slow = {name: _random(generator, *shape) for name, shape in shapes[1].items()}
+            x = scale * _random(generator, batch, num_heads, count, width)
+            expected = claimed(fast, slow, x)
+            found = learner.predict(FastWeights(fast, slow, torch.float64), x)
+            if found.shape != expected.shape or not _close(found, expected, expected.abs().max()):
+                return f"{type(learner).__name__} is another function than the closed form's"
+        return None
+
+    return _checked(learner, ("function", claimed, num_heads, width), check, f"{type(learner).__name__}.forward")
+
+
+def _checked(part: Part, key: tuple[object, ...], check: Callable[[torch.Generator], str | None], name: str) -> str | None:
+    """The answer of `check`, kept until the part changes."""
+    known = part.__dict__.setdefault("_claims", {})
+    if key not in known or known[key][0] != part.changes:
+        known[key] = part.changes, _evaluated(part, check, name)
+    return known[key][1]  # type: ignore[no-any-return]
+
+
+def _evaluated(part: Part, check: Callable[[torch.Generator], str | None], name: str) -> str | None:
+    own = {id(x) for x in (*part.parameters(), *part.buffers())}
+    for training in (True, False):
+        generator = torch.Generator().manual_seed(int(training))
+        with _mode(part, training), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), _Touched(own) as touched:
+            try:
+                reason = check(generator)
+            except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+                return f"{name} does not run on tiny tokens in double precision: {str(error).splitlines()[0]}"
+        if reason is None and touched.found:
+            reason = f"{name} depends on parameters besides its weights"
+        if reason is not None:
+            return reason
+    return None
+
+
+class _Touched(TorchFunctionMode):
+    """Notices whether any of some tensors takes part in an operation."""
+
+    def __init__(self, watched: set[int]):
+        super().__init__()
+        self.watched, self.found = watched, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or any(id(x) in self.watched for x in _tensors((*args, *(kwargs or {}).values())))
+        return function(*args, **(kwargs or {}))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+@contextmanager
+def _mode(part: nn.Module, training: bool) -> Iterator[None]:
+    before = {module: module.training for module in part.modules()}
+    part.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def _random(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _weight(generator: torch.Generator, *shape: int) -> Tensor:
+    """A fast weight `[B, H, *shape]` of such a size that its products stay near 1."""
+    return _random(generator, *shape) / (shape[-2] if len(shape) > 3 else 1) ** 0.5
+
+
+def _close(found: Tensor, expected: Tensor, size: Tensor) -> bool:
+    return bool(((found - expected).abs() <= TOLERANCE * size).all())

@@ -1,0 +1,53 @@
+"""Reading with the weights at the end of a call (`optimizer.read=final`): learn from all tokens first, then answer all queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.inner.tokens import Block, Carry, Tokens
+
+if TYPE_CHECKING:
+    from metattt.inner.loop import InnerLoop
+
+
+def steps(
+    loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block], live: Tensor | None, after: Tensor, operand: torch.dtype
+) -> Iterator[Carry]:
+    """The carry before the first inner step of a `final` read and after each of them."""
+    rule, filled = loop.optimizer, after % loop.optimizer.mini_batch_size
+    order = rule.permutation(tokens.k.shape[2], tokens.k.device)
+    yield carry
+    if order is not None:
+        if live is not None:
+            raise MetaTTTError("optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full")
+        size = tokens.k.shape[2] // rule.steps
+        for part in loop.split(tokens.map(lambda x: _permuted(x, order)), size):
+            _, carry = loop.grouped(part, carry, [Block(size, 0, True, size)], False, operand)
+            yield carry
+        return
+    for step in range(rule.steps):
+        _, carry = loop.grouped(tokens, carry, blocks, False, operand)
+        yield carry
+        if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
+            now = rule.current(carry, filled)
+            kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
+            carry = kept | {role: now for role in carry if role in ("commit", "anchor")} or {"weights": now}
+
+
+def answers(loop: InnerLoop, tokens: Tokens, carry: Carry, operand: torch.dtype) -> Tensor:
+    """All queries answered by one set of weights, in pieces that are recomputed in the backward pass."""
+    count, size = tokens.q.shape[2], loop.optimizer.compute_chunk or 2048
+    blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
+    y, _ = loop.grouped(tokens, carry, blocks, True, operand)
+    assert y is not None
+    return y
+
+
+def _permuted(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens of `x` `[B, H, T, ...]` in the order `[1, H, T]`."""
+    index = order.view(*order.shape, *(1,) * (x.ndim - 3))
+    return x.gather(2, index.expand(x.shape[0], -1, -1, *x.shape[3:]))

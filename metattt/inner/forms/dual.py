@@ -1,0 +1,272 @@
+"""The default form: one backward pass gives every token's output gradients, and queries read through matmuls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metattt.inner.tokens import Carry, Tokens, rated, spread
+from metattt.learners.fast_weights import ReadRows, Record, Site, matmul, needs_probes
+from metattt.optimizers.base import Coefficients, Gates, clip_factor
+from metattt.state import Tensors
+
+if TYPE_CHECKING:
+    from metattt.inner.loop import Work
+
+
+def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
+    """See `CHUNKS`."""
+    anchor = work.anchor(tokens, carry, phase)
+    sites, deltas = record(work, anchor, tokens, _sum)
+    return finish(work, tokens, carry, phase, read, anchor, PerTokenGradients(sites, deltas[0], work.operand))
+
+
+def _sum(losses: Tensor) -> list[Tensor]:
+    return [losses.sum()]
+
+
+def record(
+    work: Work, anchor: Tensors, tokens: Tokens, totals: Callable[[Tensor], list[Tensor]]
+) -> tuple[list[Site], list[Sequence[Tensor]]]:
+    """The uses of the fast weights at the anchor, and by their outputs the derivatives of each of `totals(losses)`.
+
+    `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs themselves.
+    """
+    k, v = tokens.k, tokens.v
+    if needs_probes():
+        return _probed(work, anchor, k, v, totals)
+    keep = torch.is_grad_enabled()
+    with torch.enable_grad():
+        weights = Record(anchor, work.slow, work.operand)
+        wanted = totals(work.losses(weights, k, v))
+        found: list[Sequence[Tensor]] = []
+        for total in wanted:
+            retain = keep or len(wanted) > 1
+            found.append(
+                torch.autograd.grad(
+                    total, weights.outputs, create_graph=keep, retain_graph=retain, allow_unused=True, materialize_grads=True
+                )
+            )
+    if keep:
+        return weights.sites, found
+    return [site if site.input is None else site._replace(input=site.input.detach()) for site in weights.sites], found
+
+
+def _probed(
+    work: Work, anchor: Tensors, k: Tensor, v: Tensor, totals: Callable[[Tensor], list[Tensor]]
+) -> tuple[list[Site], list[Sequence[Tensor]]]:
+    sites: list[Site] = []
+
+    def recorded(*probes: Tensor) -> tuple[Tensor, list[Tensor]]:
+        weights = Record(anchor, work.slow, work.operand, probes)
+        wanted = torch.stack(totals(work.losses(weights, k, v)))
+        sites[:] = weights.sites
+        return wanted, [site.input for site in weights.sites if site.input is not None]
+
+    probes = [k.new_zeros(shape) for shape in probe_shapes(work, anchor, k, v)]
+    wanted, pull, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
+    rest = iter(inputs)
+    sites = [site if site.input is None else site._replace(input=next(rest)) for site in sites]
+    return sites, [pull(row) for row in torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)]
+
+
+def probe_shapes(work: Work, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
+    """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the pass away."""
+    key = (k.shape, v.shape, k.dtype, work.operand)
+    if torch.compiler.is_compiling() or key not in work.plan.shapes:
+        with torch.no_grad():
+            weights = Record(anchor, work.slow, work.operand, probes=itertools.repeat(0.0))
+            work.losses(weights, k, v)
+        shapes = [z.shape for z in weights.outputs]
+        if torch.compiler.is_compiling():
+            return shapes
+        work.plan.shapes[key] = shapes
+    return work.plan.shapes[key]
+
+
+def finish(
+    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None, anchor: Tensors, gradients: PerTokenGradients
+) -> tuple[Tensor | None, Carry]:
+    """What queries read and what is carried on, from the gradients of the chunk's tokens."""
+    rule, y = work.rule, None
+    how = rule.coefficients(Gates(*tokens[3:]), phase, carry, read)  # type: ignore[arg-type]
+    if read is not None:
+        if rule.max_norm is not None:
+            how = _clipped(how, gradients, tokens.eta, carry.get("update"), read, rule.max_norm)
+        assert how.mix is not None
+        bases = [(row, carry[base]) for base, row in how.rows.items()]
+        y = work.learner.predict(ReadRows(bases, how.mix, gradients, work.slow, work.operand), tokens.q)
+    after = dict(carry)
+    for base, (factors, weight) in how.carry.items():
+        after[base] = moved = {}
+        for i, (name, value) in enumerate(anchor.items()):
+            factor = weight if tokens.rates is None else rated(weight, tokens.rates, i)
+            moved[name] = combine(carry, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
+    if rule.in_token_space(phase, tokens.k.shape[2], carry) and not work.learner.mixes_tokens:
+        after["factors"] = _factors(gradients, tokens, anchor)
+    return y, after
+
+
+def combine(carry: Carry, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:
+    """`Σ_A factor_A · A − moved` for one weight."""
+    total = -moved
+    for base, factor in factors.items():
+        value = carry[base][name]
+        total = total + (value if factor is None else spread(factor, value) * value)
+    return total
+
+
+def _factors(gradients: PerTokenGradients, tokens: Tokens, anchor: Tensors) -> Tensors:
+    """`−Σ_s η_s G_s` of a whole mini-batch as products of `[B, H, n, d_in]` and `[B, H, n, d_out]`, where these are smaller."""
+    found = {}
+    for i, (name, weight) in enumerate(anchor.items()):
+        pair = gradients.factors(name)
+        if pair is not None and tokens.k.shape[2] < min(weight.shape[2:]):
+            found[f"{name}.left"] = -pair[0] * rated(tokens.eta, tokens.rates, i).unsqueeze(-1)
+            found[f"{name}.right"] = pair[1]
+    return found
+
+
+def _clipped(
+    how: Coefficients, gradients: PerTokenGradients, eta: Tensor, update: Tensors | None, read: str, max_norm: float
+) -> Coefficients:
+    """Rows scaled by `min(1, c/‖M_t‖)`, where `‖M − Σ_{s≤t} η_s G_s‖²` needs inner products of the gradients only."""
+    gram = gradients.gram() * eta.unsqueeze(-1) * eta.unsqueeze(-2)
+    squared = gram.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+    start = torch.zeros_like(squared[..., :1])
+    if update is not None:
+        start = torch.stack([x.flatten(2).square().sum(-1) for x in update.values()]).sum(0).unsqueeze(-1)
+        squared = squared + start - 2 * (eta * gradients.inner(update)).cumsum(-1)
+    if read == "exclusive":
+        squared = torch.cat([start, squared[..., :-1]], dim=-1)
+    factor = clip_factor(squared, max_norm)
+    assert how.mix is not None
+    rows = {base: row if row is None else row * factor for base, row in how.rows.items()}
+    return how._replace(rows=rows, mix=how.mix * factor.unsqueeze(-1))
+
+
+class Outer(NamedTuple):
+    """Gradients `G_s = Σ_p left_{s,p}ᵀ right_{s,p}` of a matrix, P positions a token: `[B, H, n·P, d_in]`, `[B, H, n·P, d_out]`."""
+
+    left: Tensor
+    right: Tensor
+    positions: int
+
+
+class Direct(NamedTuple):
+    """Per-token gradients of a vector (or of any weight used as one), `[B, H, n, d]`."""
+
+    value: Tensor
+
+
+class PerTokenGradients:
+    """`G_s` of every fast weight and token s, in factored form.
+
+    `paired` names the weight and bias that were only ever used together: both then share one product, with `q·a + 1` for `q·a`.
+    """
+
+    def __init__(self, sites: Sequence[Site], deltas: Sequence[Tensor], operand: torch.dtype):
+        self.terms: dict[str, list[Outer | Direct]] = {}
+        self.paired: set[tuple[str, str]] = set()
+        self._operand = operand
+        for site, delta in zip(sites, deltas, strict=True):
+            weight, bias, inputs, transpose, scale = site
+            inner = tuple(range(3, delta.ndim - 1))  # positions inside a token
+            if weight and inputs is not None:
+                if scale:
+                    product = inputs * delta
+                    term: Outer | Direct = Direct(product.sum(inner) if inner else product)
+                else:
+                    pair = (inputs.flatten(2, -2), delta.flatten(2, -2))
+                    left, right = pair[::-1] if transpose else pair
+                    term = Outer(left, right, left.shape[2] // delta.shape[2])
+                self.terms.setdefault(weight, []).append(term)
+            if bias:
+                self.terms.setdefault(bias, []).append(Direct(delta.sum(inner) if inner else delta))
+            if weight and bias and not scale and not transpose:
+                self.paired.add((weight, bias))
+        for pair in list(self.paired):
+            if len(self.terms[pair[0]]) != 1 or len(self.terms[pair[1]]) != 1:
+                self.paired.discard(pair)
+
+    def weighted_sum(self, name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
+        """`Σ_s factor_s G_s` for one weight, `[B, H, *shape]`; factor `[B, H, n]`."""
+        total: Tensor | None = None
+        for term in self.terms.get(name, ()):
+            if isinstance(term, Direct):
+                part = (factor.unsqueeze(-2) @ term.value).view(*factor.shape[:2], *shape)
+            else:
+                spread = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
+                part = matmul((term.left * spread.unsqueeze(-1)).mT, term.right, self._operand).view(*term.left.shape[:2], *shape)
+            total = part if total is None else total + part
+        return factor.new_zeros(*factor.shape[:2], *shape) if total is None else total
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """`(a, δ)` with `G_s = a_sᵀ δ_s`, `[B, H, n, d_in]` and `[B, H, n, d_out]`, if the matrix has one use a token."""
+        terms = self.terms.get(name, [])
+        if len(terms) != 1 or not isinstance(terms[0], Outer) or terms[0].positions != 1:
+            return None
+        return terms[0].left, terms[0].right
+
+    def gram(self) -> Tensor:
+        """`⟨G_s, G_r⟩` over all fast weights, `[B, H, n, n]`: `Σ (a_s·a_r)(δ_s·δ_r)`, no gradient is formed."""
+        total: Tensor | None = None
+        for terms in self.terms.values():
+            for one in terms:
+                for other in terms:
+                    if isinstance(one, Direct) and isinstance(other, Direct):
+                        part = one.value @ other.value.mT
+                    else:
+                        assert isinstance(one, Outer)
+                        assert isinstance(other, Outer)
+                        part = (one.left @ other.left.mT) * (one.right @ other.right.mT)
+                        part = part.unflatten(-1, (-1, other.positions)).sum(-1).unflatten(-2, (-1, one.positions)).sum(-2)
+                    total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def inner(self, weights: Tensors) -> Tensor:
+        """`⟨W, G_s⟩` over all fast weights, `[B, H, n]`."""
+        total: Tensor | None = None
+        for name, terms in self.terms.items():
+            for term in terms:
+                if isinstance(term, Direct):
+                    part = (term.value * weights[name].flatten(2).unsqueeze(2)).sum(-1)
+                else:
+                    part = ((term.left @ weights[name].view(*term.left.shape[:2], term.left.shape[-1], -1)) * term.right).sum(-1)
+                    part = part.unflatten(-1, (-1, term.positions)).sum(-1)
+                total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def mixed(self, name: str, mix: Tensor) -> Tensor | None:
+        """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
+        total: Tensor | None = None
+        for term in self.terms.get(name, ()):
+            if isinstance(term, Direct):
+                part = mix @ term.value
+                total = part if total is None else total + part
+        return total
+
+    def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
+        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`, mix `[B, H, m, n]`; with `plus_one` the paired bias is included."""
+        total: Tensor | None = None
+        queries = x.shape[2] // mix.shape[-2]
+        for term in self.terms.get(name, ()):
+            assert isinstance(term, Outer)
+            left, right = (term.right, term.left) if transpose else (term.left, term.right)
+            scores = matmul(x, left.mT, self._operand)
+            if plus_one:
+                scores = scores + 1
+            if queries == term.positions == 1:
+                scores = scores * mix
+            else:
+                grid = scores.unflatten(-1, (-1, term.positions)).unflatten(2, (-1, queries))  # [B, H, m, P', n, P]
+                scores = (grid * mix[:, :, :, None, :, None]).flatten(4).flatten(2, 3)
+            part = matmul(scores, right, self._operand)
+            total = part if total is None else total + part
+        return total

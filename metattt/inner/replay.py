@@ -1,0 +1,51 @@
+"""Learners whose tokens look at each other: the open mini-batch is carried as raw tokens, and run again when it goes on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.inner.packing import Frame
+from metattt.inner.tokens import Tokens
+from metattt.state import Context, State, Tensors
+
+
+def with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[Tokens, Context]:
+    """The raw tokens of the open mini-batch in front of the new ones."""
+    stored = state.learner
+    slots = state.phase if state.phase is not None else size - 1
+    if slots == 0:
+        return tokens, ctx
+    batch = tokens.k.shape[0]
+    filled = torch.arange(slots, device=state.pos.device) >= (slots - state.pos % size).unsqueeze(1)
+    joined = {
+        name: None if x is None else torch.cat([stored[name][:, :, size - 1 - slots :].to(x.dtype), x], dim=2)
+        for name, x in tokens._asdict().items()
+    }
+    valid = ctx.valid
+    if valid is not None or state.phase is None:
+        valid = torch.ones_like(ctx.positions, dtype=torch.bool) if valid is None else valid
+        valid = torch.cat([filled, valid], dim=1)
+    first = None if ctx.first is None else torch.cat([filled.new_zeros(batch, slots), ctx.first], dim=1)
+    context = ctx._replace(positions=F.pad(ctx.positions, (slots, 0)), valid=valid, first=first)
+    return Tokens(**joined), context  # type: ignore[arg-type]
+
+
+def tail(placed: Tokens, frame: Frame, after: Tensor, size: int) -> Tensors:
+    """The last `b − 1` columns of every sequence, zeros where they do not belong to the open mini-batch."""
+    columns = placed.k.shape[2]
+    places = torch.arange(1, columns + 1, device=after.device)
+    end = torch.full_like(after, columns) if frame.live is None else (places * frame.live).amax(1)
+    slot = torch.arange(size - 1, device=after.device)
+    belongs = (slot >= size - 1 - (after % size).unsqueeze(1)).unsqueeze(1)
+    index = end.unsqueeze(1) + slot  # in columns padded by b − 1 on the left
+    kept_tokens = {}
+    for name, x in placed._asdict().items():
+        if x is None:
+            continue
+        padded = torch.cat([x.new_zeros(*x.shape[:2], size - 1, *x.shape[3:]), x], dim=2)
+        shape = (index.shape[0], 1, size - 1, *(1,) * (x.ndim - 3))
+        kept = padded.gather(2, index.view(shape).expand(-1, x.shape[1], -1, *x.shape[3:]))
+        kept_tokens[name] = kept * belongs.view(index.shape[0], 1, size - 1, *(1,) * (x.ndim - 3))
+    return kept_tokens

@@ -1,0 +1,11 @@
+"""The names of torch that are not public and that we need: each stands here once, and a test names them all."""
+
+from __future__ import annotations
+
+import torch
+
+interpreter_stack = torch._C._functorch.peek_interpreter_stack
+"""The innermost `torch.func` transform (vmap, grad, jvp) that is running; None outside of all."""
+
+saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The saved-tensor hooks in force (a checkpoint's, `save_on_cpu`'s), asked with `False`; None if there are none."""
