@@ -128,15 +128,18 @@ class TTTLayer(nn.Module):
         """
         self._check_tokens(x, mask, reset)
         placed = packing is not None
-        if not placed and (mask is not None or reset is not None):
+        if packing is not None:
+            x = packing.clear(x)
+        elif mask is not None or reset is not None:
             packing = pack(mask, reset)
             x = x if packing is None else packing.sort(x)
         self._check_values(x)
+        given = state
         if state is None:
-            state, given = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {}), None
+            pos = x.new_zeros(x.shape[0], dtype=torch.long) if packing is None else packing.start
+            state = State(pos, 0, {}, {}, {}, {})
         else:
             self._check_state(x, state)
-            given = state
         ctx, pos = self.context(x, state, packing)
         views, gates, task_state, rule_state = self.observe(x, state, ctx)
         if given is not None:

@@ -95,7 +95,7 @@ def _generate(
     for index in range(max_new_tokens):
         with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
             if index:
-                logits, state = model.step(token.unsqueeze(1), state)
+                logits, state = model.step(token.unsqueeze(1), state, in_place=True)
             token = torch.where(ended, token, sample(logits[:, -1], temperature, top_k, top_p, generator))
             ended = ended | torch.isin(token, stops)
         yield token

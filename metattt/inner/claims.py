@@ -51,7 +51,8 @@ def other_loss(task: Task, claimed: Loss, num_heads: int, width: int) -> str | N
                 return f"{type(task).__name__}.loss is another loss than the closed form's"
         return None
 
-    return _checked(task, ("loss", claimed, num_heads, width), check, f"{type(task).__name__}.loss")
+    kind = type(task)
+    return _checked(task, ("loss", claimed, num_heads, width), (kind.loss,), check, f"{kind.__name__}.loss")
 
 
 def other_function(learner: Learner, claimed: Function, num_heads: int, width: int) -> str | None:
@@ -69,14 +70,18 @@ def other_function(learner: Learner, claimed: Function, num_heads: int, width: i
                 return f"{type(learner).__name__} is another function than the closed form's"
         return None
 
-    return _checked(learner, ("function", claimed, num_heads, width), check, f"{type(learner).__name__}.forward")
+    kind = type(learner)
+    methods = kind.forward, kind.predict, kind.wrap
+    return _checked(learner, ("function", claimed, num_heads, width), methods, check, f"{kind.__name__}.forward")
 
 
-def _checked(part: Part, key: tuple[object, ...], check: Callable[[torch.Generator], str | None], name: str) -> str | None:
-    """The answer of `check`, kept until the part changes."""
-    known = part.__dict__.setdefault("_claims", {})
-    if key not in known or known[key][0] != part.changes:
-        known[key] = part.changes, _evaluated(part, check, name)
+def _checked(
+    part: Part, key: tuple[object, ...], methods: tuple[object, ...], check: Callable[[torch.Generator], str | None], name: str
+) -> str | None:
+    """The answer of `check`, kept until the part or one of its methods changes."""
+    known, stamp = part.__dict__.setdefault("_claims", {}), (part.changes, *methods)
+    if key not in known or known[key][0] != stamp:
+        known[key] = stamp, _evaluated(part, check, name)
     return known[key][1]  # type: ignore[no-any-return]
 
 

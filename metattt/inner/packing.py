@@ -74,13 +74,16 @@ class Packing:
     def __init__(self, order: Tensor | None, valid: Tensor | None, first: Tensor | None, host: tuple[Tensor | None, Tensor | None] | None):
         self.order, self.valid, self.first, self.host = order, valid, first, host
         self._back: Tensor | None = None
+        self._start: Tensor | None = None
         self._moved: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._frames: dict[tuple[object, ...], tuple[Tensor, Frame]] = {}
 
     def sort(self, x: Tensor) -> Tensor:
         """Tokens of `x` `[B, T, ...]` with padding last, and 0 there: junk at padding, NaN included, must not reach a gradient."""
-        if self.order is not None:
-            x = x.gather(1, self._index(self.order, x))
+        return self.clear(x if self.order is None else x.gather(1, self._index(self.order, x)))
+
+    def clear(self, x: Tensor) -> Tensor:
+        """Sorted tokens with 0 at padding, whatever stood there."""
         return x if self.valid is None else x.masked_fill(~self.valid.view(*self.valid.shape, *(1,) * (x.ndim - 2)), 0)
 
     def restore(self, y: Tensor) -> Tensor:
@@ -94,6 +97,15 @@ class Packing:
     def blank(self, y: Tensor) -> Tensor:
         """`y` `[B, T, D]` with zeros at padding."""
         return y if self.valid is None else y * self.valid.unsqueeze(-1)
+
+    @property
+    def start(self) -> Tensor:
+        """`[B]` zeros: where fresh sequences stand, the same tensor for all layers."""
+        if self._start is None:
+            flags = self.valid if self.valid is not None else self.first
+            assert flags is not None
+            self._start = flags.new_zeros(flags.shape[0], dtype=torch.long)
+        return self._start
 
     def positions(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, T]` tokens since the start of the document, and `[B]` that number after the call; `pos` `[B]` were read before.

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError
+from metattt.inner.packing import Packing, pack
+from metattt.layer import TTTLayer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
@@ -57,15 +59,24 @@ class Block(nn.Module):
         self.conv = CausalConv(dim, conv_width) if conv_width else None
         self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.layer = layer
+        self.ours = isinstance(layer, TTTLayer)  # others are told of padding and documents by mask= and reset=
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = SwiGLU(dim, ffn_dim)
 
-    def forward(self, x: Tensor, state: Any, tail: Tensor | None, ctx: Context) -> tuple[Tensor, Any, Tensor | None]:
-        """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later."""
+    def forward(
+        self, x: Tensor, state: Any, tail: Tensor | None, ctx: Context, packing: Packing | None = None, in_place: bool = False
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later.
+
+        `packing`: of the model's call; `in_place`: the state may be written over.
+        """
         if self.conv is not None and self.conv_norm is not None:
             y, tail = self.conv(self.conv_norm(x), tail, ctx)
             x = x + y
-        y, state = self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
+        if self.ours:
+            y, state = self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place)
+        else:
+            y, state = self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
         x = x + y
         return x + self.ffn(self.ffn_norm(x)), state, tail
 
@@ -151,12 +162,14 @@ class LanguageModel(nn.Module):
         reset: Tensor | None = None,
         *,
         last_only: bool = False,
+        in_place: bool = False,
     ) -> tuple[Tensor, LanguageModelState]:
         """As `forward`, going on from `state` (None: from the beginning), with the state after the last token.
 
-        `last_only`: logits `[B, 1, V]` of the last real token of every sequence, which is all that sampling needs.
+        `last_only`: logits `[B, 1, V]` of the last real token of every sequence, which is all that sampling needs. `in_place`: the
+        caller gives up `state`, and its weights may be written over.
         """
-        features, state = self.features(ids, state, mask, reset)
+        features, state = self.features(ids, state, mask, reset, in_place)
         if last_only and mask is not None:
             last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)
             features = features[torch.arange(len(ids), device=ids.device), last].unsqueeze(1)
@@ -195,14 +208,15 @@ class LanguageModel(nn.Module):
         state: LanguageModelState | None = None,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, LanguageModelState]:
         """As `step`, with what the head reads in place of logits: `[B, T, D]`, normed."""
-        order = None
-        if mask is not None:  # real tokens first: then convolutions and layers see neighbours as neighbours
-            order = torch.argsort(~mask, dim=1, stable=True)
-            ids, mask = ids.gather(1, order), mask.gather(1, order)
-            reset = None if reset is None else reset.gather(1, order)
-        ctx = Context(torch.zeros_like(ids), mask, reset, 1)  # no block looks at positions: the layers count for themselves
+        packing = None if mask is None and reset is None else pack(mask, reset)
+        if packing is not None:  # real tokens first: then convolutions and layers see neighbours as neighbours
+            ids, mask, reset = packing.sort(ids), packing.valid, packing.first
+        else:
+            mask = reset = None
+        ctx = Context(ids, mask, reset, 1)  # no block looks at positions: the layers count for themselves
         count = len(self.blocks)
         before = LanguageModelState((None,) * count, (None,) * count) if state is None else state
         if len(before.layers) != count:
@@ -211,14 +225,14 @@ class LanguageModel(nn.Module):
         layers, tails = [], []
         for block, layer_state, tail in zip(self.blocks, before.layers, before.tails, strict=True):
             if self.checkpoint_blocks and torch.is_grad_enabled():
-                x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, use_reentrant=False)
+                x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, packing, use_reentrant=False)
             else:
-                x, layer_state, tail = block(x, layer_state, tail, ctx)
+                x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place)
             layers.append(layer_state)
             tails.append(tail)
         features = self.final_norm(x)
-        if order is not None:
-            features = torch.empty_like(features).scatter(1, order.unsqueeze(-1).expand_as(features), features)
+        if packing is not None:
+            features = packing.restore(features)
         return features, LanguageModelState(tuple(layers), tuple(tails))
 
     def num_parameters(self) -> int:
