@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import standardize
+from metattt.part import Part
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 
@@ -41,7 +42,7 @@ class Weight:
         return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
 
 
-class Learner(nn.Module, ABC):
+class Learner(Part, ABC):
     """A model whose weights are the hidden state: `f(x; W)`.
 
     A subclass names its weights in `weights` and computes `f` in `forward`, reaching weights only through the accessor `w`. With
@@ -55,8 +56,6 @@ class Learner(nn.Module, ABC):
 
     mixes_tokens = False  #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
     has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
-
-    belongs = False  #: a layer has claimed this learner
 
     def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
         super().__init__()
@@ -83,20 +82,19 @@ class Learner(nn.Module, ABC):
         Raises:
             MetaTTTError: the learner already belongs to a layer, or a residual connection between different widths.
         """
-        if self.belongs:
-            raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer a learner of its own")
-        if self.residual and d_in != d_out:
-            raise MetaTTTError(f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false")
-        self.belongs = True
-        for name, weight in self.weights(d_in, d_out).items():
-            sample = weight.sample(num_heads)
-            if weight.fast:
-                self.init[name] = nn.Parameter(sample, requires_grad=self.learn_init)
-            else:
-                self.slow[name] = nn.Parameter(sample)
-        if self.norm:
-            self.slow["norm_scale"] = nn.Parameter(torch.ones(num_heads, d_out))
-            self.slow["norm_bias"] = nn.Parameter(torch.zeros(num_heads, d_out))
+        with self.claimed():
+            if self.residual and d_in != d_out:
+                raise MetaTTTError(f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false")
+            self.init, self.slow = nn.ParameterDict(), nn.ParameterDict()  # none that a copy of the unbuilt learner shares
+            for name, weight in self.weights(d_in, d_out).items():
+                sample = weight.sample(num_heads)
+                if weight.fast:
+                    self.init[name] = nn.Parameter(sample, requires_grad=self.learn_init)
+                else:
+                    self.slow[name] = nn.Parameter(sample)
+            if self.norm:
+                self.slow["norm_scale"] = nn.Parameter(torch.ones(num_heads, d_out))
+                self.slow["norm_bias"] = nn.Parameter(torch.zeros(num_heads, d_out))
         return self
 
     def predict(self, w: FastWeights, x: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.part import Part
 from metattt.state import Context, Tensors
 
 
@@ -19,7 +19,7 @@ class Views(NamedTuple):
     q: Tensor
 
 
-class Task(nn.Module, ABC):
+class Task(Part, ABC):
     """Self-supervised learning on one token: views θK, θV, θQ and a loss.
 
     Constructors take hyper-parameters only; `setup` creates the parameters once the layer knows its widths.
@@ -27,19 +27,15 @@ class Task(nn.Module, ABC):
 
     squared_error = False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
 
-    belongs = False  #: a layer has claimed this task
-
     def setup(self, dim: int, num_heads: int, head_dim: int) -> Task:
         """Creates the outer-loop parameters for tokens of width `dim`. Called once, by the layer.
 
         Raises:
             MetaTTTError: the task already belongs to a layer.
         """
-        if self.belongs:
-            raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer a task of its own")
-        self.belongs = True
-        self.label_dim = head_dim
-        self.build(dim, num_heads, head_dim)
+        with self.claimed():
+            self.label_dim = head_dim
+            self.build(dim, num_heads, head_dim)
         return self
 
     @abstractmethod
