@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.part import Part
 from metattt.state import Context, Tensors
 
 Anchor = Literal["minibatch", "online", "batch"]
@@ -44,7 +45,7 @@ class Coefficients(NamedTuple):
     carry: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
 
 
-class InnerOptimizer(nn.Module, ABC):
+class InnerOptimizer(Part, ABC):
     """A linear update rule with its knobs; subclasses define `build` and `gates`.
 
     Args:
@@ -100,7 +101,6 @@ class InnerOptimizer(nn.Module, ABC):
         """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token steps."""
         return None
 
-    belongs = False  #: a layer has claimed this optimizer
     weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
     has_momentum = False  #: the rule carries S between tokens
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
@@ -116,11 +116,9 @@ class InnerOptimizer(nn.Module, ABC):
         Raises:
             MetaTTTError: the optimizer already belongs to a layer.
         """
-        if self.belongs:
-            raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer an optimizer of its own")
-        self.belongs = True
-        self.weight_names = tuple(weight_names)
-        self.build(dim, num_heads, head_dim)
+        with self.claimed():
+            self.weight_names = tuple(weight_names)
+            self.build(dim, num_heads, head_dim)
         return self
 
     @property
