@@ -14,6 +14,7 @@ from metattt.inner.stream import Result, stream
 from metattt.learners.base import Learner, NonParametric
 from metattt.modules import projection
 from metattt.optimizers.base import InnerOptimizer
+from metattt.part import unchanged_on_error
 from metattt.state import State, Tensors
 from metattt.tasks.base import Task
 
@@ -70,10 +71,11 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}")
         head = dim // num_heads
         self.dim, self.num_heads = dim, num_heads
-        self.task = task.setup(dim, num_heads, head)
-        self.learner = learner.setup(num_heads, head, head)
-        self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
-        self.form = choose_form(form, task, learner, optimizer, num_heads, head) if learner.has_weights else "scan"
+        with unchanged_on_error(task, learner, optimizer):
+            self.task = task.setup(dim, num_heads, head)
+            self.learner = learner.setup(num_heads, head, head)
+            self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
+            self.form = choose_form(form, task, learner, optimizer, num_heads, head) if learner.has_weights else "scan"
         self.norm = nn.LayerNorm(dim, eps=1e-6) if output_norm else None
         self.gate = projection(dim, dim, False) if gate else None
         self.out = projection(dim, dim, output_bias)
@@ -127,6 +129,9 @@ class TTTLayer(nn.Module):
         if self.gate is not None:
             y = y * F.gelu(self.gate(packed.x), approximate="tanh")
         return packed.restore(self.out(y)), State(packed.pos, read.phase, read.weights, task_state, rule_state, read.learner)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_heads={self.num_heads}, form={self.form!r}"
 
     def _check(self, x: Tensor, state: State | None, mask: Tensor | None, reset: Tensor | None) -> State:
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
