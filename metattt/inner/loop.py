@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from metattt.errors import MetaTTTError
 from metattt.inner.forms import Carry, Forms, Tokens, spread
@@ -19,6 +18,7 @@ from metattt.inner.recompute import recompute
 from metattt.kernels.base import Kernel, MiniBatches, covering
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
+from metattt.replica import call_with
 from metattt.state import Tensors
 from metattt.tasks.base import Task
 
@@ -203,7 +203,7 @@ class InnerLoop(nn.Module):
         loop = InnerLoop(self.task, self.learner, rule, "dual", 0)
         blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.k.shape[2] // given.size)
         slow = {f"learner.slow.{name}": value for name, value in given.slow.items()}
-        y, carry = functional_call(loop, slow, (given.tokens, {"commit": given.weights}, blocks, True, given.operand))
+        y, carry = call_with(loop, slow, given.tokens, {"commit": given.weights}, blocks, True, given.operand)
         return y, carry["commit"]
 
     def _grouped(
@@ -235,7 +235,7 @@ class InnerLoop(nn.Module):
             for role, name in keys:
                 entering.setdefault(role, {})[name] = next(rest)
             values = dict(zip(parameters, rest, strict=True))
-            y, leaving = functional_call(self, values, (given, entering, blocks, read, operand))
+            y, leaving = call_with(self, values, given, entering, blocks, read, operand)
             after[:] = [(role, name) for role, weights in leaving.items() for name in weights]
             return ([y] if read else []) + [leaving[role][name] for role, name in after]
 
