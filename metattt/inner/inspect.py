@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.accessors import Record, UnsupportedOperation
@@ -14,6 +15,8 @@ from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
+
+P = TypeVar("P", bound=nn.Module)
 
 FORMS = ("primal", "dual", "summed", "fused")
 
@@ -30,7 +33,7 @@ def choose_form(form: str, task: Task, learner: Learner, optimizer: InnerOptimiz
     check_choice("layer.form", form, ("auto", *FORMS))
     name = type(learner).__name__
     summed = optimizer.read in ("previous", "committed", "block", "final") or optimizer.steps > 1
-    task = materialized(task)
+    task, learner = materialized(task), materialized(learner)
     reason = unsupported(task, learner, num_heads, d_in)
     if learner.mixes_tokens:
         if optimizer.read not in ("block", "final"):
@@ -72,14 +75,18 @@ def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | 
     return "dual"
 
 
-def materialized(task: Task) -> Task:
-    """The task, or a random copy on the CPU where its parameters have no values yet (built on the meta device)."""
-    if not any(parameter.is_meta for parameter in task.parameters()):
-        return task
-    copied = copy.deepcopy(task).to_empty(device="cpu")
+def materialized(part: P) -> P:
+    """The part, or a copy on the CPU where its tensors are elsewhere: random where they have no values yet."""
+    tensors = [*part.parameters(), *part.buffers()]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return part
+    copied = copy.deepcopy(part)
+    if not any(tensor.is_meta for tensor in tensors):
+        return copied.to("cpu")
+    copied.to_empty(device="cpu")
     with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.normal_()
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
     return copied
 
 
