@@ -5,9 +5,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from metattt.errors import MetaTTTError
-from metattt.models.timm import register_with_timm
 
 if TYPE_CHECKING:
+    from metattt import learners, models, optimizers, tasks
     from metattt.composition.compose import build
     from metattt.layer import TTTLayer
     from metattt.state import State
@@ -17,16 +17,20 @@ try:
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["MetaTTTError", "State", "TTTLayer", "__version__", "build"]
+__all__ = ["MetaTTTError", "State", "TTTLayer", "__version__", "build", "learners", "models", "optimizers", "tasks"]
 
 _HOMES = {"State": "metattt.state", "TTTLayer": "metattt.layer", "build": "metattt.composition.compose"}
+_PACKAGES = ("learners", "models", "optimizers", "tasks")
 
 
 def __getattr__(name: str) -> Any:
     """Imported when first asked for, so that `metattt --help` does not wait for torch."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
-register_with_timm()
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,6 +17,7 @@ from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
 from metattt.modules import projection
 from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.part import unchanged_on_error
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task, Views
 from metattt.torch_private import interpreter_stack
@@ -78,17 +79,11 @@ class TTTLayer(nn.Module):
         head = dim // num_heads
         self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
         self._form = form
-        parts = (task, learner, optimizer)
-        unclaimed = [part for part in parts if not part.belongs]
-        try:
+        with unchanged_on_error(task, learner, optimizer):
             self.task = task.setup(dim, num_heads, head)
             self.learner = learner.setup(num_heads, head, head)
             self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
             self._plan = self._planned()
-        except BaseException:
-            for part in unclaimed:  # the parts can be used once the mistake is mended
-                part.belongs = False
-            raise
         self.norm = nn.LayerNorm(dim, eps=1e-6) if output_norm else None
         self.gate = projection(dim, dim, False) if gate else None
         self.out = projection(dim, dim, output_bias)
@@ -220,6 +215,9 @@ class TTTLayer(nn.Module):
         if count > 1:
             positions = torch.arange(count, device=x.device) + positions
         return Context(positions, None, None, size), state.pos + count
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_heads={self.num_heads}, form={self.form!r}"
 
     # -- what a caller can get wrong -----------------------------------------------------------------------------------------------
 

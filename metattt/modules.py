@@ -66,6 +66,9 @@ class CausalConv(nn.Module):
         last = document.gather(1, (ctx.lengths + width - 2).unsqueeze(1))
         return y, take_tail(padded * (document == last).unsqueeze(-1), width - 1, ctx)
 
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, width={self.weight.shape[-1]}"
+
     def _taps(self, padded: Tensor) -> Tensor:
         """`[B, width − 1 + T, D]` to `[B, T, D]`, all of one document."""
         if padded.device.type != "cpu":

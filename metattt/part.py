@@ -1,34 +1,100 @@
-"""What the three parts of a layer have in common: a layer claims each, and notices when one is changed afterwards."""
+"""What tasks, learners and inner optimizers have in common: built once, for one layer, and printed by their settings."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from metattt.errors import MetaTTTError
 
+REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a torch module, each a dictionary of its own
+
 
 class Part(nn.Module):
-    """A task, a learner or an inner optimizer.
+    """A module that a layer builds: its constructor takes hyper-parameters, its `setup` creates parameters, once.
 
-    What a layer finds out about its parts when it is built (which form is exact, which kernel computes them) rests on their settings.
-    A setting that is assigned later raises `changes`, and the layer asks again.
+    What it was made with (numbers, texts and None) is kept by name for `print(layer)`. What a layer finds out about its parts when it
+    is built (which form is exact, which kernel computes them) rests on their settings: one that is assigned later raises `changes`, and
+    the layer asks again.
     """
 
     belongs = False  #: a layer has claimed this part
-    changes = 0  #: settings assigned since it was claimed
+    changes = 0  #: settings assigned since then
+    _made_with: dict[str, Any]
 
-    def unclaimed(self, kind: str) -> None:
-        """Refuses a part that a layer has.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        part = super().__new__(cls)
+        part.__dict__["_made_with"] = _settings(cls, args, kwargs)
+        return part
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Around `setup`: the part belongs to a layer after it, and is as it was before if it raises.
 
         Raises:
-            MetaTTTError: it has; `kind` with its article says what to give instead.
+            MetaTTTError: the part already belongs to a layer.
         """
         if self.belongs:
-            raise MetaTTTError(f"this {type(self).__name__} already belongs to a layer: give every layer {kind} of its own")
+            raise MetaTTTError(
+                f"this {type(self).__name__} already belongs to a layer: give every layer one of its own"
+            )
+        with unchanged_on_error(self):
+            yield
+            self.belongs = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if self.belongs and name != "training":  # both modes are looked at
             self.__dict__["changes"] = self.changes + 1
+
+    def extra_repr(self) -> str:
+        """The settings that differ from the constructor's defaults, as one would write them."""
+        defaults = _parameters(type(self))
+        changed = {name: value for name, value in self._made_with.items() if not _same(value, defaults[name].default)}
+        return ", ".join(f"{name}={value!r}" for name, value in changed.items())
+
+    def __copy__(self) -> Any:
+        """A part that shares the tensors, and whose own setup is none of the original's business."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(_snapshot(self))
+        return copied
+
+
+@contextmanager
+def unchanged_on_error(*parts: nn.Module) -> Iterator[None]:
+    """Around what builds `parts`: if it raises, they and the modules in them are as they were before."""
+    before = [(module, _snapshot(module)) for part in parts for module in part.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        raise
+
+
+def _snapshot(module: nn.Module) -> dict[str, Any]:
+    return {name: dict(value) if name in REGISTRIES else value for name, value in module.__dict__.items()}
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """The parameters of a class's constructor by name, without `self`."""
+    return dict(list(inspect.signature(cls.__init__).parameters.items())[1:])  # type: ignore[misc]
+
+
+def _settings(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that can be shown; none where they do not fit, which the constructor itself will say."""
+    try:
+        given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
+    except TypeError:
+        return {}
+    shown = (int, float, str, type(None))
+    return {name: value for name, value in list(given.items())[1:] if isinstance(value, shown)}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(default, int | float | str) and value == default)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
+
 Tensors = dict[str, Tensor]
+S = TypeVar("S")
 
 
 class Context(NamedTuple):
@@ -53,11 +56,11 @@ class State(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """A state with `function` applied to every tensor."""
-        return State(*(_map(function, part) for part in self))
+        return map_tensors(function, self)
 
-    def to(self, *args: Any) -> State:
-        """Moves every tensor to a device. Types are kept: positions stay integers, weights stay fp32 or wider."""
-        return self.map(lambda tensor: tensor.to(*args))
+    def to(self, *args: Any, **kwargs: Any) -> State:
+        """The state on another device, or in another type: see `move_tensors`."""
+        return move_tensors(self, *args, **kwargs)
 
     def detach(self) -> State:
         """Cuts the graph: later losses no longer reach what was read so far."""
@@ -70,17 +73,62 @@ class State(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all distinct tensors."""
-        storage: dict[int, int] = {}
-        self.map(lambda tensor: storage.update({tensor.data_ptr(): tensor.nbytes}) or tensor)
-        return sum(storage.values())
+        return count_bytes(self)
 
 
-def _map(function: Callable[[Tensor], Tensor], part: Any) -> Any:
-    if isinstance(part, Tensor):
-        return function(part)
-    if isinstance(part, Mapping):
-        return {key: _map(function, value) for key, value in part.items()}
-    return part
+def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:
+    """`value` with `function` applied to every tensor in its tuples, lists and dictionaries, whatever their types."""
+    found: Any = value
+    if isinstance(value, Tensor):
+        found = function(value)
+    elif isinstance(value, Mapping):
+        found = {key: map_tensors(function, item) for key, item in value.items()}
+    elif isinstance(value, tuple | list):
+        items = [map_tensors(function, item) for item in value]
+        found = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return found  # type: ignore[no-any-return]
 
 
-torch.serialization.add_safe_globals([State])
+def move_tensors(
+    state: S,
+    device: torch.device | str | int | torch.dtype | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+) -> S:
+    """A state with every tensor moved, as by `Tensor.to`, whose arguments it takes (a device, a type, or a tensor for both).
+
+    Positions and flags keep their type. Weights are kept in fp32 or wider, and floating-point tensors move to no other.
+
+    Raises:
+        MetaTTTError: a type that is narrower, or has no fractions.
+    """
+    if isinstance(device, torch.dtype):
+        device, dtype = None, device
+    elif isinstance(device, Tensor):
+        device, dtype = device.device, device.dtype
+    if dtype is not None and not (dtype.is_floating_point and torch.promote_types(dtype, torch.float32) == dtype):
+        raise MetaTTTError(
+            f"a state is kept in float32 or wider, not {dtype}: move it to a device alone, state.to(device)"
+        )
+
+    def moved(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else None
+        return tensor.to(device=device, dtype=wanted, non_blocking=non_blocking, copy=copy)  # type: ignore[call-overload,no-any-return]
+
+    return map_tensors(moved, state)
+
+
+def count_bytes(state: Any) -> int:
+    """Bytes of all distinct tensors."""
+    sizes: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
+        return tensor
+
+    map_tensors(count, state)
+    return sum(sizes.values())
+
+
+torch.serialization.add_safe_globals([State])  # `torch.load` reads it once this module is imported, as every layer does

@@ -238,8 +238,8 @@ def test_a_state_shares_no_memory_with_parameters(anchor: str, read: str) -> Non
     layer = made(Reconstruction(), Linear(), GradientDescent(8, anchor, read))  # type: ignore[arg-type]
     kept = {name: value.clone() for name, value in layer.named_parameters()}
     with torch.no_grad():
-        y, state = layer(x(3))
-        rest, _ = layer(x(5), state)
+        _, state = layer(x(3))
+        layer(x(5), state)
         for weights in state.weights.values():
             for value in weights.values():
                 value.add_(1)

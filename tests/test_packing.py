@@ -107,7 +107,7 @@ def test_a_model_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, reset = flags(2, 40)
     with torch.no_grad():
         with as_on_a_device(monkeypatch) as (reads, fetched):
-            _, state = model.step(ids, None, mask, reset)
+            model.step(ids, None, mask, reset)
         assert reads.count == 0
         assert len(fetched) <= 3
     assert len(planned) == 1

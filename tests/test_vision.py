@@ -50,11 +50,34 @@ def cost(name: str, *overrides: str) -> int:
 # -- timm ----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", ["import timm, metattt", "import metattt; assert 'torch' not in sys.modules; import timm"])
+@pytest.mark.parametrize("first", ["import timm, metattt", "import metattt", "importlib.util.find_spec('timm')"])
 def test_timm_knows_the_models_after_import(first: str) -> None:
-    code = f"import sys; {first}; print(timm.list_models('vit_*_mttt_mlp'))"
+    code = f"import importlib.util; {first}; import metattt.models.timm, timm; print(timm.list_models('vit_*_mttt_mlp'))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(size in out for size in SIZES)
+
+
+def test_the_package_imports_neither_timm_nor_torch() -> None:
+    code = "import sys; before = list(sys.meta_path); import metattt; assert not {'torch', 'timm'} & set(sys.modules)"
+    code += "; assert sys.meta_path == before"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["models.from_published", "learners.MLP", "tasks.NextToken", "optimizers.Momentum"])
+def test_packages_are_attributes(name: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import metattt; metattt.{name}; assert 'models' in dir(metattt)"], check=True)
+
+
+def test_positions_survive_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_mttt_mlp", img_size=64, depth=1)
+    model = model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(torch.nan)  # what `to_empty` may leave
+    whole = timm.create_model("vit_tiny_patch16_mttt_mlp", img_size=64, depth=1)
+    model.load_state_dict(whole.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(model.forward_features(images), whole.forward_features(images))
 
 
 @pytest.mark.parametrize("size", SIZES)

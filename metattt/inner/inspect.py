@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.claims import Function, other_function, other_loss, squared_error
@@ -23,6 +23,8 @@ from metattt.torch_private import interpreter_stack
 if TYPE_CHECKING:
     from metattt.inner.tokens import MiniBatches
     from metattt.kernels.base import Kernel
+
+P = TypeVar("P", bound=nn.Module)
 
 FORMS = ("primal", "dual", "summed", "fused")
 log = logging.getLogger("metattt")
@@ -115,12 +117,12 @@ def make_plan(
     if not learner.has_weights:
         check_choice("layer.form", form, ("auto", *FORMS))
         return Plan("scan")
-    materialised = materialized(task)
-    covered, reasons = covering(kernels, materialised, learner, optimizer, num_heads, d_in) if form in ("auto", "fused") else ([], {})
-    chosen = choose_form(form, materialised, learner, optimizer, num_heads, d_in, covered, reasons)
+    task, learner = materialized(task), materialized(learner)
+    covered, reasons = covering(kernels, task, learner, optimizer, num_heads, d_in) if form in ("auto", "fused") else ([], {})
+    chosen = choose_form(form, task, learner, optimizer, num_heads, d_in, covered, reasons)
     chunks = chosen if chosen in ("primal", "summed") else "mixed" if learner.mixes_tokens else "dual"
     if chunks == "dual" and optimizer.anchor == "online":
-        why = unsolved(materialised, learner, optimizer, num_heads, d_in)
+        why = unsolved(task, learner, optimizer, num_heads, d_in)
         chunks = "dual" if why else "solved"
         reasons |= {"solved": why} if why else {}
     mixes, by_token = learner.mixes_tokens, optimizer.anchor == "online" and chunks != "solved"
@@ -246,14 +248,18 @@ def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | 
     return "dual"
 
 
-def materialized(task: Task) -> Task:
-    """The task, or a random copy on the CPU where its parameters have no values yet (built on the meta device)."""
-    if not any(parameter.is_meta for parameter in task.parameters()):
-        return task
-    copied = copy.deepcopy(task).to_empty(device="cpu")
+def materialized(part: P) -> P:
+    """The part, or a copy on the CPU where its tensors are elsewhere: random where they have no values yet."""
+    tensors = [*part.parameters(), *part.buffers()]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return part
+    copied = copy.deepcopy(part)
+    if not any(tensor.is_meta for tensor in tensors):
+        return copied.to("cpu")
+    copied.to_empty(device="cpu")
     with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.normal_()
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
     return copied
 
 

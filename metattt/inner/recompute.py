@@ -6,20 +6,19 @@ costs two runs of it (three inside a user's own checkpoint) and can itself be di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from metattt.inner.tokens import Block, Carry, Tokens
+from metattt.replica import with_values
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def recompute(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -84,19 +83,6 @@ class _replay:
         self.fork.__exit__(*error)
 
 
-def with_parameters(module: M, values: Mapping[int, Tensor], made: dict[int, nn.Module]) -> M:
-    """A copy of a module and what it is made of that shares everything but parameters: those are looked up in `values` by their id.
-
-    `made` holds the copies, by the id of the module, so that what occurs twice in a module does so in its copy.
-    """
-    if id(module) not in made:
-        made[id(module)] = copied = object.__new__(type(module))
-        copied.__dict__.update(module.__dict__)
-        copied.__dict__["_parameters"] = {name: values.get(id(p), p) for name, p in module._parameters.items()}
-        copied.__dict__["_modules"] = {name: m and with_parameters(m, values, made) for name, m in module._modules.items()}
-    return made[id(module)]  # type: ignore[return-value]
-
-
 def recomputed(
     loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
 ) -> tuple[Tensor | None, Carry]:
@@ -104,8 +90,8 @@ def recomputed(
 
     (`torch.func.functional_call` would put them into the parts themselves, where another thread finds them.)
     """
-    parts = (loop.task, loop.learner, loop.optimizer)
-    parameters = {id(p): p for part in parts for p in part.parameters()}
+    parts = nn.ModuleList((loop.task, loop.learner, loop.optimizer))
+    parameters = dict(parts.named_parameters())
     present = [x is not None for x in tokens]
     keys = [(role, name) for role, weights in carry.items() for name in weights]
     after: list[tuple[str, str]] = []
@@ -117,8 +103,7 @@ def recomputed(
         for role, name in keys:
             entering.setdefault(role, {})[name] = next(rest)
         values = dict(zip(parameters, rest, strict=True))
-        copied: dict[int, nn.Module] = {}
-        inside = loop.with_parts(*(with_parameters(part, values, copied) for part in parts))  # type: ignore[arg-type]
+        inside = loop.with_parts(*with_values(parts, values))
         y, leaving = inside.forward(given, entering, blocks, read, operand)
         after[:] = [(role, name) for role, weights in leaving.items() for name in weights]
         return ([y] if y is not None else []) + [leaving[role][name] for role, name in after]

@@ -4,6 +4,7 @@ from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.base import Learner, NonParametric, Weight
 from metattt.learners.convolution import Convolution
 from metattt.learners.fast_weights import FastWeights
+from metattt.learners.global_estimator import GlobalEstimator
 from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.kernel_ridge import KernelRidge
 from metattt.learners.linear import Linear
@@ -16,6 +17,7 @@ __all__ = [
     "MLP",
     "Convolution",
     "FastWeights",
+    "GlobalEstimator",
     "KernelEstimator",
     "KernelRidge",
     "Learner",

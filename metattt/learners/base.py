@@ -82,19 +82,19 @@ class Learner(Part, ABC):
         Raises:
             MetaTTTError: the learner already belongs to a layer, or a residual connection between different widths.
         """
-        self.unclaimed("a learner")
-        if self.residual and d_in != d_out:
-            raise MetaTTTError(f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false")
-        for name, weight in self.weights(d_in, d_out).items():
-            sample = weight.sample(num_heads)
-            if weight.fast:
-                self.init[name] = nn.Parameter(sample, requires_grad=self.learn_init)
-            else:
-                self.slow[name] = nn.Parameter(sample)
-        if self.norm:
-            self.slow["norm_scale"] = nn.Parameter(torch.ones(num_heads, d_out))
-            self.slow["norm_bias"] = nn.Parameter(torch.zeros(num_heads, d_out))
-        self.belongs = True
+        with self.claimed():
+            if self.residual and d_in != d_out:
+                raise MetaTTTError(f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false")
+            self.init, self.slow = nn.ParameterDict(), nn.ParameterDict()  # none that a copy of the unbuilt learner shares
+            for name, weight in self.weights(d_in, d_out).items():
+                sample = weight.sample(num_heads)
+                if weight.fast:
+                    self.init[name] = nn.Parameter(sample, requires_grad=self.learn_init)
+                else:
+                    self.slow[name] = nn.Parameter(sample)
+            if self.norm:
+                self.slow["norm_scale"] = nn.Parameter(torch.ones(num_heads, d_out))
+                self.slow["norm_bias"] = nn.Parameter(torch.zeros(num_heads, d_out))
         return self
 
     def predict(self, w: FastWeights, x: Tensor) -> Tensor:

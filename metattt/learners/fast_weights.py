@@ -33,7 +33,7 @@ def matmul(a: Tensor, b: Tensor, operand: torch.dtype) -> Tensor:
 
 def per_token(vector: Tensor, like: Tensor) -> Tensor:
     """Inserts axes so that `vector` `[B, H, d]` (or any shape with d numbers) broadcasts against `like` `[B, H, T, ..., d]`."""
-    return vector.reshape(*vector.shape[:2], *(1,) * (like.ndim - 3), -1)
+    return vector.reshape(*vector.shape[:2], *(1,) * (like.ndim - 3), vector.shape[2:].numel())
 
 
 class FastWeights:

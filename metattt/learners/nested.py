@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.base import Learner
+from metattt.part import unchanged_on_error
 from metattt.registry import register
 
 
@@ -52,9 +53,10 @@ class NestedTTT(ModuleLearner):
         self.layer = layer
 
     def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
-        # No recomputation inside: it does not go with torch.vmap, and the outer layer recomputes already.
-        self.module = Outputs(self.layer(dim=d_in, group_size=0))
-        return super().setup(num_heads, d_in, d_out)
+        with unchanged_on_error(self):
+            # No recomputation inside: it does not go with torch.vmap, and the outer layer recomputes already.
+            self.module = Outputs(self.layer(dim=d_in, group_size=0))
+            return super().setup(num_heads, d_in, d_out)
 
     def can_vmap(self) -> bool:
         # Under torch.vmap the inner layer takes its gradients with torch.func, which saved-tensor hooks (recomputation) rule out.

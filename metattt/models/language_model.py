@@ -17,7 +17,7 @@ from metattt.layer import TTTLayer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
-from metattt.state import Context
+from metattt.state import Context, count_bytes, map_tensors, move_tensors
 
 INIT_STD = 0.02  # of embeddings and projections, as in the published models
 
@@ -32,6 +32,30 @@ class LanguageModelState(NamedTuple):
 
     layers: tuple[Any, ...]
     tails: tuple[Tensor | None, ...]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LanguageModelState:
+        """A state with `function` applied to every tensor."""
+        return map_tensors(function, self)
+
+    def to(self, *args: Any, **kwargs: Any) -> LanguageModelState:
+        """The state on another device, or in another type: see `metattt.state.move_tensors`."""
+        return move_tensors(self, *args, **kwargs)
+
+    def detach(self) -> LanguageModelState:
+        """Cuts the graph: later losses no longer reach what was read so far."""
+        return self.map(Tensor.detach)
+
+    def select(self, index: Tensor) -> LanguageModelState:
+        """The states of the sequences `index` (to reorder beams or drop finished sequences)."""
+        return self.map(lambda tensor: tensor.index_select(0, index))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all distinct tensors."""
+        return count_bytes(self)
+
+
+torch.serialization.add_safe_globals([LanguageModelState])
 
 
 class SwiGLU(nn.Module):

@@ -1,23 +1,15 @@
-"""The models that `timm.create_model` knows after `import metattt`: `vit_<size>_<layer>`.
-
-Neither timm nor torch is imported for it: the names are registered when timm is, or at once if it has been.
-"""
+"""The models that `timm.create_model` knows after `import metattt.models.timm`: `vit_<size>_<layer>`."""
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from timm.models import register_model
 
 from metattt.errors import MetaTTTError
-
-if TYPE_CHECKING:
-    from metattt.models.vision import ImageTransformer
+from metattt.models.vision import ImageTransformer
 
 SIZES: dict[str, dict[str, Any]] = {
     "vit_small_patch16": {"embed_dim": 384, "num_heads": 6, "patch_size": 16, "position": "sincos2d"},
@@ -60,8 +52,7 @@ def create(
     Raises:
         MetaTTTError: `pretrained`, or a configuration that does not exist or fit.
     """
-    from metattt.composition.compose import compose, instantiate_layer
-    from metattt.models.vision import ImageTransformer
+    from metattt.composition.compose import compose, instantiate_layer  # which imports the modules of this folder
 
     if pretrained:
         raise MetaTTTError(f"{model}: there are no pretrained weights; leave out pretrained=True")
@@ -80,8 +71,6 @@ def create(
 
 def register() -> None:
     """Makes the models known to timm."""
-    from timm.models import register_model
-
     for model in SIZES:
         for name, layer in LAYERS.items():
             register_model(_entry(model, name, layer))
@@ -96,38 +85,4 @@ def _entry(model: str, name: str, layer: str) -> Callable[..., ImageTransformer]
     return entry
 
 
-class _Loader(importlib.abc.Loader):
-    """timm's own loader, and our registration after it."""
-
-    def __init__(self, loader: importlib.abc.Loader):
-        self.loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        register()
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds timm where it is, once."""
-
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "timm":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-def register_with_timm() -> None:
-    """Registers now if timm is imported, else when it will be."""
-    if "timm" in sys.modules:
-        register()
-    else:
-        sys.meta_path.insert(0, _Finder())
+register()

@@ -90,9 +90,6 @@ class ImageTransformer(VisionTransformer):
         self.reset_classifier(num_classes)
         if position == "learned":
             nn.init.normal_(self.get_parameter("pos_embed"), std=1 / math.sqrt(embed_dim))
-        else:
-            del self.pos_embed
-            self.register_buffer("pos_embed", sincos2d(img_size // patch_size, img_size // patch_size, embed_dim), persistent=False)
         _initialize(self)
         self.set_grad_checkpointing(checkpoint)
 
@@ -105,6 +102,12 @@ class ImageTransformer(VisionTransformer):
                 "set model.img_size and model.in_chans, or resize the images (data.img_size)"
             )
         return super().forward(x, attn_mask, is_causal)
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        if self.pos_embed is None:  # computed, not kept: a buffer would have no values after `to_empty`
+            height, width = self.patch_embed.grid_size
+            x = x + sincos2d(height, width, self.embed_dim, x.device).to(self.patch_embed.proj.weight.dtype)
+        return super()._pos_embed(x)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head: a tanh layer, then logits that start at zero. Fewer than one class: features only."""
@@ -131,10 +134,10 @@ class ImageTransformer(VisionTransformer):
         return sum(p.numel() for name, p in self.named_parameters() if p.requires_grad and name != "pos_embed")
 
 
-def sincos2d(height: int, width: int, dim: int) -> Tensor:
-    """Fixed position table `[1, height · width, dim]`: sines and cosines of x, then of y (MoCo v3; arXiv 2205.01580)."""
-    frequency = 10000.0 ** -(torch.arange(dim // 4) / max(1, dim // 4 - 1))
-    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+def sincos2d(height: int, width: int, dim: int, device: torch.device | None = None) -> Tensor:
+    """Fixed positions `[1, height · width, dim]` in fp32: sines and cosines of x, then of y (MoCo v3; arXiv 2205.01580)."""
+    frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float32, device=device) / max(1, dim // 4 - 1))
+    y, x = torch.meshgrid(torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij")
     angles = [axis.reshape(-1, 1) * frequency for axis in (x, y)]
     return torch.cat([function(angle) for angle in angles for function in (torch.sin, torch.cos)], dim=1).unsqueeze(0)
 

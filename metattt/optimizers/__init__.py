@@ -5,6 +5,7 @@ from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
 from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.optimizers.momentum import Momentum
+from metattt.optimizers.step_size import StepSize
 from metattt.optimizers.whole import WholeSequence
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "InnerOptimizer",
     "Momentum",
     "Sign",
+    "StepSize",
     "WholeSequence",
 ]

@@ -117,11 +117,10 @@ class InnerOptimizer(Part, ABC):
         Raises:
             MetaTTTError: the optimizer already belongs to a layer.
         """
-        self.unclaimed("an optimizer")
-        self.weight_names = tuple(weight_names)
-        self.build(dim, num_heads, head_dim)
-        self.has_token_steps = self.token_steps() is not None
-        self.belongs = True
+        with self.claimed():
+            self.weight_names = tuple(weight_names)
+            self.build(dim, num_heads, head_dim)
+            self.has_token_steps = self.token_steps() is not None
         return self
 
     def with_token_steps(self, tau: Tensor | None) -> InnerOptimizer:

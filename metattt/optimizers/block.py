@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
-from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.optimizers.momentum import Gate
+from metattt.optimizers.step_size import StepSize
 from metattt.registry import register
 from metattt.state import Context, Tensors
 
 Carry = dict[str, Tensors]
 
 
-class BlockRule(GradientDescent):
+class BlockRule(StepSize):
     """`W_{j+1} = rule(W_j, −Σ_s η_s G_s)` at the end of mini-batch j; until then W stays, so any rule, linear or not, is exact.
 
     Subclasses define `move`. Gates `alpha` and `beta` are pooled: `move` gets their mean over the tokens of the mini-batch.
@@ -39,7 +39,7 @@ class BlockRule(GradientDescent):
         lr_scale: Literal["head_dim", "none"] = "head_dim",
         compute_chunk: int | None = None,
     ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", None, compute_chunk)
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
         if read in ("inclusive", "exclusive"):
             raise MetaTTTError(
                 f"optimizer.read={read} needs weights per token, and {type(self).__name__} moves them once per mini-batch: "
@@ -47,6 +47,11 @@ class BlockRule(GradientDescent):
             )
         if anchor == "online":
             raise MetaTTTError(f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use minibatch")
+
+    @property
+    def size(self) -> float:
+        """Size of a step whose length the gradients do not set; its sign is that of the η in the gradients' sum."""
+        return abs(self.scale)
 
     @abstractmethod
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
@@ -122,7 +127,10 @@ class BlockMomentum(BlockRule):
         check_choice("optimizer.lr", lr, ("per_head", "shared", "constant", "per_weight"))
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, "constant" if lr == "per_weight" else lr, lr_scale, compute_chunk)
         if lr == "per_weight" and not base_lr > 0:
-            raise MetaTTTError(f"optimizer.base_lr={base_lr} is not allowed with optimizer.lr=per_weight: a softplus is positive")
+            raise MetaTTTError(
+                f"optimizer.base_lr={base_lr} has no meaning with optimizer.lr=per_weight, whose softplus is positive: "
+                "set it above 0, or optimizer.lr=per_head"
+            )
         self.per_weight = lr == "per_weight"
         sources = ("none", "constant", "shared", "per_head")
         check_choice("optimizer.momentum", momentum, sources)
@@ -190,10 +198,10 @@ class BlockMomentum(BlockRule):
 
 @register(group="optimizer", name="sign")
 class Sign(BlockRule):
-    """`W_j = W_{j−1} + η_base · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is taken of."""
+    """`W_j = W_{j−1} + |η_base| · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is taken of."""
 
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
-        return {"commit": {name: x + self.scale * carry["update"][name].sign() for name, x in carry["commit"].items()}}
+        return {"commit": {name: x + self.size * carry["update"][name].sign() for name, x in carry["commit"].items()}}
 
 
 @register(group="optimizer", name="adam")
@@ -243,7 +251,7 @@ class Adam(BlockRule):
             mean = first[name] / (1 - self.beta1 ** age[name])
             # The root has no derivative at 0, where Adam stands still: the floor keeps the outer gradient finite.
             root = (second[name] / (1 - self.beta2 ** age[name])).clamp(min=self.eps**2).sqrt()
-            after[name] = carry["commit"][name] + self.scale * mean / (root + self.eps)
+            after[name] = carry["commit"][name] + self.size * mean / (root + self.eps)
         return {"commit": after, "momentum": first, "second": second, "age": age}
 
 

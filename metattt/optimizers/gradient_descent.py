@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.optimizers.base import Anchor, Gates, InnerOptimizer, Read
+from metattt.optimizers.base import Anchor, Read
+from metattt.optimizers.step_size import StepSize
 from metattt.registry import register
-from metattt.state import Context, Tensors
 
 
 @register(group="optimizer", name="gradient_descent")
-class GradientDescent(InnerOptimizer):
+class GradientDescent(StepSize):
     """`W_t = W_{t−1} − η_t ∇ℓ_t` with `η = η_base · σ(θ_lr x + c)` (arXiv 2407.04620, Sec. 2.4 and 2.7).
 
     Args:
         mini_batch_size, anchor, read, steps, compute_chunk: see `InnerOptimizer`.
-        base_lr: η_base, or η itself if `lr` is constant.
+        base_lr: η_base, or η itself if `lr` is constant; below 0 it climbs the loss, 0 leaves the weights as they are.
         lr: θ_lr `per_head` (as published), `shared` by the heads, or a `constant` η.
         lr_scale: `head_dim` divides η by the head width, as the published models do.
         token_steps: τ_i = max(0, 1/(i+1) + δ_i) with learnable δ, `shared` by the heads (as published) or `per_head`: query i of a
@@ -40,34 +41,18 @@ class GradientDescent(InnerOptimizer):
         max_norm: float | None = None,
         compute_chunk: int | None = None,
     ):
-        super().__init__(mini_batch_size, anchor, read, steps, compute_chunk)
-        if max_norm is not None and not max_norm > 0:
-            raise MetaTTTError(f"optimizer.max_norm={max_norm} is not allowed: it must be positive, or null for no clipping")
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
+        if max_norm is not None and not 0 < max_norm < math.inf:
+            raise MetaTTTError(f"optimizer.max_norm={max_norm} is not allowed: it must be positive and finite, or null for no clipping")
         self.max_norm = max_norm
-        check_choice("optimizer.lr", lr, ("per_head", "shared", "constant"))
-        check_choice("optimizer.lr_scale", lr_scale, ("head_dim", "none"))
         check_choice("optimizer.token_steps", token_steps, ("none", "shared", "per_head"))
-        self.base_lr, self.lr, self.lr_scale, self.token_step_sharing = base_lr, lr, lr_scale, token_steps
+        self.token_step_sharing = token_steps
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-        self.num_heads = num_heads
-        self.scale = self.base_lr / head_dim if self.lr_scale == "head_dim" else self.base_lr
-        if self.lr != "constant":
-            heads = num_heads if self.lr == "per_head" else 1
-            self.lr_weight = nn.Parameter(torch.randn(heads, dim) * 0.02)
-            self.lr_bias = nn.Parameter(torch.zeros(heads))
+        super().build(dim, num_heads, head_dim)
         if self.token_step_sharing != "none":
             heads = num_heads if self.token_step_sharing == "per_head" else 1
             self.token_step_offset = nn.Parameter(torch.zeros(heads, self.mini_batch_size))
-
-    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if self.lr == "constant":
-            return Gates(x.new_full((1, 1, 1), self.scale, dtype=wide).expand(x.shape[0], self.num_heads, x.shape[1])), state
-        with torch.autocast(x.device.type, enabled=False):
-            logit = x.to(wide) @ self.lr_weight.to(wide).mT + self.lr_bias.to(wide)
-            eta = self.scale * torch.sigmoid(logit).mT
-        return Gates(eta.expand(-1, self.num_heads, -1)), state
 
     def token_steps(self) -> Tensor | None:
         if self.token_step_sharing == "none":

@@ -27,13 +27,13 @@ class Momentum(GradientDescent):
         nesterov: write `β_t S_t − η_t G_t`, the step after the next one, instead of `S_t`.
         decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `retnet` fixes 1 − 2^(−5−h) for head h
             (arXiv 2307.08621, Sec. 2.3); `mamba2` ties both gates, η = Δ_t and α = exp(−Δ_t a_h) with Δ_t = softplus(θ x + c)
-            (arXiv 2405.21060).
+            (arXiv 2405.21060), whatever `base_lr`, `lr` and `lr_scale` say.
         decay_init: α, or its initial value.
         pull: decay towards W0 instead of zero.
         gradient_at: with anchor `online`: take the gradient at `W_{t−1}` (`previous`) or at `α_t W_{t−1}` (`decayed`, Gated DeltaNet).
 
     Raises:
-        MetaTTTError: a value that is not allowed, or Nesterov without momentum, or a pull without decay.
+        MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or a pull without decay.
     """
 
     def __init__(
@@ -68,6 +68,10 @@ class Momentum(GradientDescent):
             raise MetaTTTError(f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}")
         if nesterov and momentum == "none":
             raise MetaTTTError("optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=none has none")
+        if decay == "mamba2" and not base_lr > 0:
+            raise MetaTTTError(
+                f"optimizer.base_lr={base_lr} has no meaning with optimizer.decay=mamba2, whose step size is Δ: leave it out"
+            )
         if pull and decay == "none":
             raise MetaTTTError("optimizer.pull=true says where weights decay to, and optimizer.decay=none does not decay them")
         self.momentum, self.momentum_init, self.nesterov = momentum, momentum_init, nesterov
@@ -92,8 +96,6 @@ class Momentum(GradientDescent):
 class Gate(nn.Module):
     """A number between 0 and 1 per token and head; None if there is no such gate."""
 
-    rates: Tensor  # retnet: [H]
-
     def __init__(self, source: str, initial: float, dim: int, num_heads: int):
         super().__init__()
         self.source, self.initial, self.num_heads = source, initial, num_heads
@@ -104,8 +106,9 @@ class Gate(nn.Module):
             self.bias = nn.Parameter(torch.full((heads,), start))
         if source == "mamba2":
             self.log_rate = nn.Parameter(torch.linspace(1, 16, num_heads).log())
-        if source == "retnet":
-            self.register_buffer("rates", 1 - 2.0 ** (-5 - torch.arange(num_heads)), persistent=False)
+
+    def extra_repr(self) -> str:
+        return f"{self.source!r}"
 
     def logit(self, x: Tensor) -> Tensor:
         """`θ x + c` in fp32 or wider: `[B, T, D]` to `[B, H or 1, T]`."""
@@ -120,7 +123,8 @@ class Gate(nn.Module):
         if self.source == "constant":
             return x.new_full((1, 1, 1), self.initial, dtype=wide).expand(shape)
         if self.source == "retnet":
-            return self.rates.to(wide).view(1, -1, 1).expand(shape)
+            # Not a buffer, which a narrower type would round to 1 and `to_empty` would leave without values.
+            return (1 - x.new_full((self.num_heads,), 0.5, dtype=wide).cumprod(0) / 16).view(1, -1, 1).expand(shape)
         if self.source in ("shared", "per_head"):
             return torch.sigmoid(self.logit(x)).expand(shape)
         return None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.step_size import check_base_lr
 from metattt.registry import register
 from metattt.state import Context, Tensors
 
@@ -37,6 +38,7 @@ class WholeSequence(InnerOptimizer):
         compute_chunk: int = 2048,
     ):
         super().__init__(1, "batch" if sampling == "full" else "minibatch", "final", steps, compute_chunk)
+        check_base_lr(base_lr)
         check_choice("optimizer.sampling", sampling, ("full", "sgd"))
         self.sampling, self.base_lr, self.seed = sampling, base_lr, seed
 

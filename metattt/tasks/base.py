@@ -33,10 +33,9 @@ class Task(Part, ABC):
         Raises:
             MetaTTTError: the task already belongs to a layer.
         """
-        self.unclaimed("a task")
-        self.label_dim = head_dim
-        self.build(dim, num_heads, head_dim)
-        self.belongs = True
+        with self.claimed():
+            self.label_dim = head_dim
+            self.build(dim, num_heads, head_dim)
         return self
 
     @abstractmethod

@@ -8,7 +8,7 @@ import lightning
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.optimizers.step_size import StepSize
 
 
 class InnerWarmup(lightning.Callback):
@@ -27,11 +27,11 @@ class InnerWarmup(lightning.Callback):
         if not start > 0:
             raise MetaTTTError(f"callbacks.inner_warmup.start={start} is not allowed: it must be positive")
         self.start = start
-        self.final: dict[GradientDescent, float] = {}
+        self.final: dict[StepSize, float] = {}
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         rules = [module.optimizer for module in pl_module.modules() if isinstance(module, TTTLayer)]
-        self.final = {rule: rule.scale for rule in rules if isinstance(rule, GradientDescent)}
+        self.final = {rule: rule.scale for rule in rules if isinstance(rule, StepSize)}
         if not self.final:
             raise MetaTTTError(
                 "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with ~callbacks.inner_warmup"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner, Weight
@@ -18,7 +18,9 @@ from metattt.learners.module.composed import Normalize
 from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
 from metattt.learners.module.standin import StandIn
 from metattt.learners.module.translation import Translation
+from metattt.part import unchanged_on_error
 from metattt.registry import register
+from metattt.replica import replica
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +31,8 @@ class GivenWeight(Weight):
 
     def sample(self, num_heads: int) -> Tensor:
         assert self.tensor is not None
-        return self.tensor.detach().expand(num_heads, *self.shape).clone()
+        sample = self.tensor.detach().expand(num_heads, *self.shape).clone()
+        return sample if sample.is_meta else sample.to(_here())
 
 
 @register(group="learner", name="module")
@@ -60,14 +63,36 @@ class ModuleLearner(Learner):
         self.module, self.mixes_tokens = module, mixes_tokens
         self.refusal: str | None = None  # why the module cannot run on all sequences and heads at once
         self.batched = True  # whether torch.vmap can run it, where it cannot
-        self._slots: dict[str, list[tuple[nn.Module, str]]] = {}  # where each weight lives in the module
+        self._slots: dict[str, list[tuple[str, str]]] = {}  # where each weight lives: submodules and attributes
         self._shapes: dict[str, torch.Size] = {}  # what the module sees
 
     def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
-        super().setup(num_heads, d_in, d_out)
-        with torch.random.fork_rng(devices=[]):
-            self._examine(num_heads, d_in, d_out)
+        with unchanged_on_error(self):
+            super().setup(num_heads, d_in, d_out)
+            kept, self.module = self.module, self._with_values()
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                self._examine(num_heads, d_in, d_out)
+            self.module = kept if any(constant.is_meta for constant in _constants(kept)) else kept.to(_here())
         return self
+
+    def _with_values(self) -> nn.Module:
+        """The module, or a copy on the CPU where its constants are elsewhere; those without values get random ones."""
+        constants = list(_constants(self.module))
+        if all(constant.device.type == "cpu" for constant in constants):
+            return self.module
+        copied = copy.deepcopy(self.module)
+        if not any(constant.is_meta for constant in constants):
+            return copied.to("cpu")
+        if not all(constant.is_floating_point() for constant in constants):
+            raise MetaTTTError(
+                f"{type(copied).__name__} has buffers without values, such as indices or masks: "
+                "make it outside torch.device('meta')"
+            )
+        copied.to_empty(device="cpu")
+        with torch.no_grad():
+            for constant in _constants(copied):
+                constant.normal_()
+        return copied
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         name = type(self.module).__name__
@@ -79,6 +104,7 @@ class ModuleLearner(Learner):
             if isinstance(part, nn.RNNBase):
                 raise MetaTTTError(f"{name} has {type(part).__name__}, whose parameters cannot be replaced: write it with nn.Linear")
         self.module = copy.deepcopy(self.module)
+        self._slots, self._shapes = {}, {}
         found: dict[str, Weight] = {}
         names: dict[int, str] = {}
         for prefix, part in self.module.named_modules():
@@ -88,7 +114,7 @@ class ModuleLearner(Learner):
                 weight = names.setdefault(id(parameter), f"{prefix}.{attribute}".lstrip(".").replace(".", "/"))
                 found[weight] = GivenWeight(tuple(parameter.shape) or (1,), tensor=parameter)
                 self._shapes[weight] = parameter.shape
-                self._slots.setdefault(weight, []).append((part, attribute))
+                self._slots.setdefault(weight, []).append((prefix, attribute))
                 part._parameters[attribute] = None
         if not found:
             raise MetaTTTError(f"{name} has no trainable parameter, so there is nothing for the inner loop to learn")
@@ -107,7 +133,7 @@ class ModuleLearner(Learner):
         translation = Translation(w, (batch, heads, count))
         standins = {name: StandIn(translation, name, shape, x.dtype, x.device) for name, shape in self._shapes.items()}
         with translation:
-            y = self._run(standins, x.flatten(0, 2))
+            y = self._run(self._own(), standins, x.flatten(0, 2))
         return y.unflatten(0, (batch, heads, count))
 
     def _apart(self, w: FastWeights, x: Tensor) -> Tensor:
@@ -115,10 +141,14 @@ class ModuleLearner(Learner):
         batch, heads = x.shape[:2]
         names = list(self._shapes)
         values = [w[name].expand(batch, *w[name].shape[1:]) for name in names]
+        if batch == 0:  # one sequence of zeros, of which nothing is kept
+            x, *values = (F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, 1)) for tensor in (x, *values))
+            return self._apart(FastWeights(dict(zip(names, values, strict=True)), {}, x.dtype), x)[:0]
+        module = self._own()
 
         def one(x: Tensor, *values: Tensor) -> Tensor:
-            with Normalize(), sdpa_kernel(SDPBackend.MATH):
-                return self._run({n: v.view(self._shapes[n]) for n, v in zip(names, values, strict=True)}, x)
+            with Normalize():
+                return self._run(module, {n: v.view(self._shapes[n]) for n, v in zip(names, values, strict=True)}, x)
 
         if self.can_vmap():
             return torch.vmap(torch.vmap(one))(x, *values)
@@ -129,21 +159,27 @@ class ModuleLearner(Learner):
         """Whether `torch.vmap` can run the module here; otherwise each sequence and head is run in turn."""
         return self.batched
 
-    def _run(self, values: Mapping[str, Any], x: Tensor) -> Tensor:
-        with self._holding(values, x.dtype):
-            y = self.module(x)
+    def _own(self) -> nn.Module:
+        """The module for one call to put its weights in: a copy that no other thread sees. (A compiler has one thread.)"""
+        return self.module if torch.compiler.is_compiling() else replica(self.module)
+
+    def _run(self, module: nn.Module, values: Mapping[str, Any], x: Tensor) -> Tensor:
+        with self._holding(module, values, x.dtype):
+            y = module(x)
         if not isinstance(y, Tensor) or y.ndim != 2 or y.shape[0] != x.shape[0]:
             found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise MetaTTTError(f"{type(self.module).__name__} maps {list(x.shape)} to {found}: expected [{x.shape[0]}, d_out]")
         return y
 
     @contextmanager
-    def _holding(self, values: Mapping[str, Any], dtype: torch.dtype) -> Iterator[None]:
+    def _holding(self, module: nn.Module, values: Mapping[str, Any], dtype: torch.dtype) -> Iterator[None]:
         """The module with `values` for its parameters, and with its constants in the type of the inner loop."""
         places: list[tuple[dict[str, Any], str, Any]] = [
-            (part._parameters, attribute, values[name]) for name, slots in self._slots.items() for part, attribute in slots
+            (module.get_submodule(path)._parameters, attribute, values[name])
+            for name, slots in self._slots.items()
+            for path, attribute in slots
         ]
-        for part in self.module.modules():
+        for part in module.modules():
             for constants in (part._parameters, part._buffers):
                 for attribute, constant in constants.items():
                     if constant is not None and constant.is_floating_point() and constant.dtype != dtype:
@@ -213,6 +249,17 @@ class ModuleLearner(Learner):
                 (grad,) = torch.autograd.grad(y[:, :, t].sum(), x, retain_graph=True)
                 if grad[:, :, t + 1 :].any():
                     raise MetaTTTError(f"{type(self.module).__name__} lets a token see later ones of its mini-batch: make it causal")
+
+
+def _constants(module: nn.Module) -> Iterator[Tensor]:
+    """Buffers, and parameters that are not trained."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _here() -> torch.device:
+    """Where parameters are made now (`with torch.device(...)`)."""
+    return torch.empty(0).device
 
 
 def _first_line(error: Exception) -> str:

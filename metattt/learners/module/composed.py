@@ -1,4 +1,4 @@
-"""Normalisations composed of elementary operations, in place of the native ones.
+"""Normalisations and attention composed of elementary operations, in place of the native ones.
 
 The native ones have wrong or missing higher derivatives, and the outer loop differentiates the inner loop's gradients.
 """
@@ -17,7 +17,7 @@ from metattt.modules import standardize
 
 
 class Normalize(TorchFunctionMode):
-    """Replaces native normalisations by compositions of elementary operations, which any order of derivative can pass."""
+    """Replaces native normalisations and attention by compositions that any order of derivative can pass."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         composed = COMPOSED.get(function)
@@ -42,6 +42,22 @@ def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps
     return _affine(y.movedim(1, -1), weight, bias).movedim(-1, 1)
 
 
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The composition that torch itself has. (`sdpa_kernel` chooses it for all threads of the process.)"""
+    math = torch.ops.aten._scaled_dot_product_attention_math
+    y: Tensor = math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    return y
+
+
 def _affine(y: Any, weight: Any, bias: Any) -> Any:
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
@@ -54,4 +70,5 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.rms_norm: rms_norm,
     F.group_norm: group_norm,
     torch.group_norm: group_norm,
+    F.scaled_dot_product_attention: attention,
 }

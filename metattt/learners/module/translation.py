@@ -40,7 +40,8 @@ class Translation(Normalize):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         standin = next(standins((*args, *kwargs.values())), None)
-        if standin is None or function in COMPOSED:  # a composed function meets its stand-ins as operators
+        if standin is None or (function in COMPOSED and function is not F.scaled_dot_product_attention):
+            # A composed function meets its stand-ins as operators.
             return super().__torch_function__(function, types, args, kwargs)
         name = getattr(function, "__name__", str(function))
         return self.translate(ALIASES.get(name, name), standin, args, kwargs)
@@ -168,7 +169,7 @@ class Translation(Normalize):
             raise standin.refusal(f"{name} with the fast weight {other.name!r}")
         self.split(other, standin, name)
         shape = standin.shape[1:] if standin.ndim == other.ndim and standin.shape[0] == 1 else standin.shape
-        if len(shape) >= other.ndim or shape.numel() > other.numel() // self.count or standin.transposed:
+        if len(shape) >= other.ndim or shape.numel() > other.shape[1:].numel() or standin.transposed:
             raise standin.refusal(f"{name} on something that is not a batch of tokens")
         z = self.entries(standin).view(self.count, *(1,) * (other.ndim - 1 - len(shape)), *shape)
         return operation(other, z) if swapped else operation(z, other)
@@ -176,7 +177,7 @@ class Translation(Normalize):
     def entries(self, standin: StandIn) -> Tensor:
         """The weight of every token, `[N, entries]`: the gradient of an elementwise operation has no smaller form."""
         value = self.w._value(self.use(standin, "entries"))
-        z = self.w.bias(value.new_zeros(*self.tokens, value[0, 0].numel()), standin.name).flatten(0, 2)
+        z = self.w.bias(value.new_zeros(*self.tokens, value.shape[2:].numel()), standin.name).flatten(0, 2)
         for function in standin.functions:
             z = function(z)
         return z

@@ -1,0 +1,68 @@
+"""A module with other values for its parameters, the module itself untouched: threads may share it.
+
+`torch.func.functional_call` puts the values into the module for the time of the call, where every other thread sees them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import MethodType, NoneType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+PLAIN = {NoneType, bool, int, float, str, set, OrderedDict, Tensor}
+"""Types of attributes that refer to no module. (Hooks stand in an `OrderedDict`.)"""
+
+
+def replica(module: M) -> M:
+    """A copy of the structure: modules of its own, down to the last, that share all tensors and other values.
+
+    What refers to a module from a list, a tuple, a dictionary or a bound method refers to the copy.
+    """
+    copied: M = _copied(module, {})
+    return copied
+
+
+def with_values(module: M, values: Mapping[str, Tensor]) -> M:
+    """A replica with `values` for the parameters and buffers of these names, also where one has several names."""
+    made = replica(module)
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    new = {id(tensor): values[name] for name, tensor in tensors if name in values}
+    for part in made.modules():
+        for registry in (part._parameters, part._buffers):
+            for name, tensor in registry.items():
+                registry[name] = new.get(id(tensor), tensor)  # type: ignore[assignment]
+    return made
+
+
+def _copied(value: Any, made: dict[int, Any]) -> Any:
+    """`value` with every module in it replaced by its copy; `value` itself where there is none."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        items = [_copied(item, made) for item in value]
+        return value if all(map(operator.is_, items, value)) else kind(items)
+    if kind is dict:
+        held = value.copy()
+        entries = {key: _copied(item, made) for key, item in held.items()}
+        return value if all(map(operator.is_, entries.values(), held.values())) else entries
+    if kind is MethodType and isinstance(value.__self__, nn.Module):
+        return MethodType(value.__func__, _copied(value.__self__, made))
+    if not isinstance(value, nn.Module):
+        return value
+    if id(value) not in made:
+        copy = made[id(value)] = object.__new__(kind)
+        attributes = value.__dict__.copy()  # as all copies here, in one step: another thread may add to the original
+        copy.__dict__.update(attributes)
+        for name, held in attributes.items():
+            if name in ("_parameters", "_buffers"):
+                copy.__dict__[name] = held.copy()
+            elif name == "_modules":
+                copy.__dict__[name] = {key: _copied(child, made) for key, child in held.copy().items()}
+            elif type(held) not in PLAIN:
+                copy.__dict__[name] = _copied(held, made)
+    return made[id(value)]

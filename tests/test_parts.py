@@ -1,0 +1,339 @@
+"""Tasks, learners and optimizers as objects: public, printed, built once or not at all, on one device, at sane rates."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import metattt
+from metattt.composition.compose import load_components
+from metattt.errors import MetaTTTError
+from metattt.known_layers import known_layers
+from metattt.layer import TTTLayer
+from metattt.learners import MLP, Learner, Linear, ModuleLearner, NestedTTT
+from metattt.optimizers import (
+    Adam,
+    BlockMomentum,
+    BlockRule,
+    GradientDescent,
+    InnerOptimizer,
+    Momentum,
+    Sign,
+    StepSize,
+    WholeSequence,
+)
+from metattt.registry import REGISTERED
+from metattt.tasks import DecodedReconstruction, Reconstruction
+from metattt.testing.specimen import Specimen, compare, run
+
+KNOWN = known_layers()
+
+
+def layer(optimizer: InnerOptimizer, learner: Learner | None = None, **options: Any) -> TTTLayer:
+    torch.manual_seed(0)
+    return TTTLayer(16, 2, Reconstruction(), learner or Linear(), optimizer, **options)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_registered_part_is_exported() -> None:
+    load_components()
+    for (group, name), target in REGISTERED.items():
+        module, _, cls = target.rpartition(".")
+        if group in ("learner", "task", "optimizer") and module.startswith("metattt."):
+            package = importlib.import_module(f"metattt.{group}s")
+            assert cls in package.__all__ and getattr(package, cls).__module__ == module, f"{group}={name}"
+
+
+@pytest.mark.parametrize("package", ["learners", "tasks", "optimizers", "models"])
+def test_exported_names_exist_in_order(package: str) -> None:
+    module = importlib.import_module(f"metattt.{package}")
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+# -- printing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_prints_what_it_is() -> None:
+    text = repr(metattt.build("layer=lact", "dim=16", "num_heads=2"))
+    for part in (
+        "dim=16, num_heads=2, form='dual'",
+        "feature_map='silu', normalize_qk=True, loss='dot'",
+        "base_lr=0.001, lr='per_weight', lr_scale='none', pool='gates', orthogonalize=True, row_norm=True",
+    ):
+        assert part in text
+    text = repr(metattt.build("layer=titans", "dim=16", "num_heads=2"))
+    assert "(momentum_gate): Gate('per_head')" in text
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_known_layer_prints(name: str) -> None:
+    built = metattt.build(f"layer={name}", "dim=16", "num_heads=2")
+    assert repr(built).startswith("TTTLayer(\n  dim=16, num_heads=2, form=")
+
+
+def test_settings_of_a_part_of_ones_own() -> None:
+    class Mine(Linear):
+        def __init__(
+            self, depth: int = 3, name: str = "a", tensor: Tensor | None = None, scales: tuple[float, ...] = (1.0,)
+        ):
+            super().__init__(bias=False)
+
+    assert Mine().extra_repr() == ""
+    assert Mine(4, tensor=torch.ones(2), name="b", scales=(2.0,)).extra_repr() == "depth=4, name='b'"
+    assert Linear(False).extra_repr() == "bias=False"
+    for part in (copy.copy(Linear(False)), copy.deepcopy(Linear(False)), pickle.loads(pickle.dumps(Linear(False)))):
+        assert part.extra_repr() == "bias=False"
+    with pytest.raises(TypeError, match="bais"):
+        Linear(bais=False)  # type: ignore[call-arg]
+
+
+# -- built once, or not at all -----------------------------------------------------------------------------------------
+
+
+class Half(Linear):
+    """Refuses after its parameters are made, as often as it is told."""
+
+    refusals = 1
+
+    def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
+        super().setup(num_heads, d_in, d_out)
+        if self.refusals:
+            self.refusals -= 1
+            raise MetaTTTError("not yet")
+        return self
+
+
+class HalfTask(Reconstruction):
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        if head_dim < 8:
+            raise MetaTTTError("too narrow")
+
+
+def test_a_part_that_refuses_is_as_before() -> None:
+    task = HalfTask()
+    with pytest.raises(MetaTTTError, match="too narrow"):
+        task.setup(8, 2, 4)
+    assert not task.belongs and not list(task.parameters())
+    assert task.setup(16, 2, 8).belongs
+    learner = ModuleLearner(nn.Linear(8, 8))
+    given = learner.module
+    with pytest.raises(MetaTTTError, match="cannot run"):
+        learner.setup(2, 4, 4)
+    assert learner.module is given and not learner.belongs and not learner.init and given.weight is not None
+    assert learner.setup(2, 8, 8).belongs
+    with pytest.raises(MetaTTTError, match="already belongs"):
+        learner.setup(2, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda parts: TTTLayer(16, 2, *parts, form="summed"),
+        lambda parts: TTTLayer(16, 2, *parts, form="no_such"),
+        lambda parts: TTTLayer(12, 4, *parts),
+        lambda parts: TTTLayer(16, 2, parts[0], Half(), parts[2]),
+    ],
+)
+def test_a_layer_that_refuses_lets_go_of_its_parts(mistake: Callable[[Any], object]) -> None:
+    parts = (Reconstruction(rope="full"), MLP(), GradientDescent(4, token_steps="shared"))
+    with pytest.raises(MetaTTTError):
+        mistake(parts)
+    assert not any(part.belongs or list(part.parameters()) for part in parts)
+    y, _ = TTTLayer(16, 2, *parts)(torch.randn(1, 5, 16))
+    assert y.shape == (1, 5, 16)
+
+
+def test_a_nested_layer_that_refuses_can_be_mended() -> None:
+    def make(dim: int, group_size: int) -> TTTLayer:
+        return TTTLayer(dim, 1, Reconstruction(), Linear(), GradientDescent(2), group_size=group_size)
+
+    learner = NestedTTT(make, residual=True)
+    with pytest.raises(MetaTTTError, match="equal widths"):
+        learner.setup(2, 4, 8)
+    assert not learner.belongs and isinstance(learner.module, nn.Identity)
+    learner.setup(2, 4, 4)
+
+
+def test_copies_of_an_unbuilt_part_are_parts_of_their_own() -> None:
+    for first in (Linear(), ModuleLearner(nn.Linear(8, 8))):
+        second = copy.copy(first)
+        a, b = layer(GradientDescent(4), first), layer(GradientDescent(4), second)
+        assert not {id(p) for p in a.parameters()} & {id(p) for p in b.parameters()}
+        assert compare(run(a, torch.ones(1, 5, 16)), run(b, torch.ones(1, 5, 16))) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
+def test_copies_of_a_module_learner(copied: Callable[[Any], Any]) -> None:
+    made = layer(GradientDescent(4), ModuleLearner(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8))))
+    expected = run(made, torch.ones(1, 5, 16))
+    other = copied(made.learner)
+    shares = other.init["0/weight"] is made.learner.init["0/weight"]
+    assert shares == (copied is copy.copy)
+    made.__dict__["inner"]._modules["learner"] = other
+    assert compare(run(made, torch.ones(1, 5, 16)), expected) == 0
+
+
+# -- devices and types -------------------------------------------------------------------------------------------------
+
+
+class Constants(nn.Module):
+    """Constants of every kind beside its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("shift", torch.linspace(0, 1, 8), persistent=False)
+
+    shift: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x) * self.frozen + self.shift
+
+
+PARTS: dict[str, Callable[[], TTTLayer]] = {
+    "decoded": lambda: TTTLayer(
+        16, 2, DecodedReconstruction(), MLP(init="xavier", norm=False, residual=False), WholeSequence()
+    ),
+    "module": lambda: layer(GradientDescent(4), ModuleLearner(Constants(), residual=True, norm=True)),
+    "gates": lambda: layer(Momentum(4, decay="mamba2", momentum="shared")),
+    "retnet": lambda: layer(Momentum(4, decay="retnet", momentum="none")),
+    "block": lambda: layer(BlockMomentum(4, lr="per_weight")),
+    **{name: (lambda name=name: metattt.build(f"layer={name}", "dim=16", "num_heads=2")) for name in KNOWN},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_are_made_on_one_device(name: str) -> None:
+    with torch.device("meta"):
+        blank = PARTS[name]()
+    assert all(tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers()))
+    if name == "module":  # its constants were given, and have no values now
+        return
+    blank.to_empty(device="cpu")
+    for tensor in (*blank.parameters(), *blank.buffers()):
+        tensor.data.fill_(torch.nan)  # what `to_empty` may leave
+    made = PARTS[name]()
+    blank.load_state_dict(made.state_dict())
+    x = torch.randn(1, 9, 16)
+    outputs = []
+    for built in (made, blank):
+        torch.manual_seed(0)
+        outputs.append(built(x)[0])
+    assert torch.equal(*outputs)
+
+
+def test_a_module_from_the_meta_device_needs_values_for_its_indices() -> None:
+    class Masked(Constants):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(8, dtype=torch.bool))
+
+    with torch.device("meta"), pytest.raises(MetaTTTError, match="without values"):
+        layer(GradientDescent(4), ModuleLearner(Masked()))
+    module = Masked()
+    with torch.device("meta"):
+        assert layer(GradientDescent(4), ModuleLearner(module)).learner.get_buffer("module.mask").is_meta
+    assert module.mask.all()  # the one given stays as it is
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_retnet_decays_in_any_type(dtype: torch.dtype) -> None:
+    made = layer(Momentum(4, decay="retnet", momentum="none")).to(dtype).optimizer
+    for heads in (2, 8, 19):
+        made.decay_gate.num_heads = heads
+        decay = made.decay_gate(torch.zeros(1, 3, 16, dtype=dtype))
+        assert decay.dtype == torch.promote_types(dtype, torch.float32)
+        assert decay[0, :, 0].tolist() == [1 - 2.0 ** (-5 - h) for h in range(heads)]
+    assert not list(made.decay_gate.buffers()) and not made.decay_gate.state_dict()
+
+
+# -- rates -------------------------------------------------------------------------------------------------------------
+
+RULES: dict[str, Callable[[float], InnerOptimizer]] = {
+    "gradient_descent": lambda rate: GradientDescent(4, base_lr=rate, token_steps="shared"),
+    "online": lambda rate: GradientDescent(4, "online", base_lr=rate),
+    "momentum": lambda rate: Momentum(4, base_lr=rate, lr="constant"),
+    "block_momentum": lambda rate: BlockMomentum(4, base_lr=rate),
+    "sign": lambda rate: Sign(4, base_lr=rate),
+    "adam": lambda rate: Adam(4, base_lr=rate),
+    "whole": lambda rate: WholeSequence(2, base_lr=rate),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf])
+def test_a_rate_is_a_number(rule: str, rate: float) -> None:
+    with pytest.raises(MetaTTTError, match=r"base_lr=.* must be finite"):
+        RULES[rule](rate)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rate_of_zero_learns_nothing_and_a_negative_one_climbs(rule: str) -> None:
+    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))
+    outputs = {}
+    for rate in (-0.05, 0.0, 0.05):
+        made = layer(RULES[rule](rate), Linear(residual=False, norm=False), output_norm=False)
+        y, state = made(x)
+        y.sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in made.parameters())
+        outputs[rate] = y.detach()
+        if rate == 0 and "commit" in state.weights:
+            assert all(
+                torch.equal(w, made.learner.init[name].expand_as(w)) for name, w in state.weights["commit"].items()
+            )
+    up, down = outputs[-0.05] - outputs[0.0], outputs[0.05] - outputs[0.0]
+    assert up.norm() > 0 and (up * down).sum() < 0
+
+
+@pytest.mark.parametrize("rate", [-0.5, 0.0])
+@pytest.mark.parametrize("anchor", ["minibatch", "online", "batch"])
+def test_forms_agree_at_any_rate(rate: float, anchor: Any) -> None:
+    def made(form: str) -> TTTLayer:
+        norm = anchor != "online"
+        parts = (
+            lambda: Linear(residual=norm, norm=norm),
+            Reconstruction,
+            lambda: GradientDescent(4, anchor, base_lr=rate),
+        )
+        return Specimen(*parts, options={"form": form}).make()
+
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    assert compare(run(made("auto"), x, grads=True), run(made("primal"), x, grads=True)) <= 1e-9
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0])
+def test_a_rate_that_has_no_meaning_is_refused(rate: float) -> None:
+    with pytest.raises(MetaTTTError, match=r"no meaning with optimizer.lr=per_weight"):
+        BlockMomentum(4, base_lr=rate, lr="per_weight")
+    with pytest.raises(MetaTTTError, match=r"no meaning with optimizer.decay=mamba2"):
+        Momentum(4, base_lr=rate, decay="mamba2")
+
+
+def test_block_rules_share_the_step_size_and_nothing_else() -> None:
+    assert issubclass(BlockRule, StepSize) and not issubclass(BlockRule, GradientDescent)
+    names = set(layer(BlockMomentum(4, decay="shared")).optimizer.state_dict())
+    assert names == {
+        "lr_weight",
+        "lr_bias",
+        *(f"{gate}_gate.{kind}" for gate in ("momentum", "decay") for kind in ("weight", "bias")),
+    }
+    assert set(layer(GradientDescent(4, token_steps="shared")).optimizer.state_dict()) == {
+        "lr_weight",
+        "lr_bias",
+        "token_step_offset",
+    }
+    with pytest.raises(MetaTTTError, match="positive and finite"):
+        GradientDescent(max_norm=math.inf)
