@@ -202,9 +202,6 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer")
         super().__setattr__(name, value)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in self.__dict__.items() if key != "_plan"}  # it is made again where the copy is used
-
     def context(self, x: Tensor, state: State, packing: Packing | None = None) -> tuple[Context, Tensor]:
         """What the parts are told of the tokens, and `[B]` tokens since the start of the document after the call."""
         count, size = x.shape[1], self.optimizer.mini_batch_size

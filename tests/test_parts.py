@@ -181,7 +181,7 @@ def test_copies_of_a_module_learner(copied: Callable[[Any], Any]) -> None:
     other = copied(made.learner)
     shares = other.init["0/weight"] is made.learner.init["0/weight"]
     assert shares == (copied is copy.copy)
-    made.__dict__["inner"]._modules["learner"] = other
+    made._modules["learner"] = other
     assert compare(run(made, torch.ones(1, 5, 16)), expected) == 0
 
 

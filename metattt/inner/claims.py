@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ Function = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], Tensor
 SAMPLES = ((1, 1, 1.0), (2, 3, 1e-3), (1, 5, 30.0), (1, 70, 1e4))
 """(sequences, tokens, scale of the numbers): a loss may be quadratic near 0 alone, a function may cut off large values."""
 TOLERANCE = 1e-9
+CHECKED: WeakKeyDictionary[Part, dict[tuple[object, ...], tuple[tuple[object, ...], str | None]]] = WeakKeyDictionary()
+"""What was found of each part, with what it was found for."""
 
 
 def squared_error(prediction: Tensor, v: Tensor) -> Tensor:
@@ -57,12 +60,12 @@ def other_loss(task: Task, claimed: Loss, num_heads: int, width: int) -> str | N
 
 def other_function(learner: Learner, claimed: Function, num_heads: int, width: int) -> str | None:
     """Why a learner's function is not the claimed one, or None if it is."""
-    shapes = [{name: tuple(value.shape) for name, value in weights.items()} for weights in (learner.init, learner.slow)]
+    shapes = learner.shapes
 
     def check(generator: torch.Generator) -> str | None:
         for batch, count, scale in SAMPLES:
-            fast = {name: _weight(generator, batch, *shape) for name, shape in shapes[0].items()}
-            slow = {name: _random(generator, *shape) for name, shape in shapes[1].items()}
+            fast = {name: _weight(generator, batch, *shape) for name, shape in shapes.items() if name in learner.init}
+            slow = {name: _random(generator, *shape) for name, shape in shapes.items() if name in learner.slow}
             x = scale * _random(generator, batch, num_heads, count, width)
             expected = claimed(fast, slow, x)
             found = learner.predict(FastWeights(fast, slow, torch.float64), x)
@@ -79,10 +82,10 @@ def _checked(
     part: Part, key: tuple[object, ...], methods: tuple[object, ...], check: Callable[[torch.Generator], str | None], name: str
 ) -> str | None:
     """The answer of `check`, kept until the part or one of its methods changes."""
-    known, stamp = part.__dict__.setdefault("_claims", {}), (part.changes, *methods)
+    known, stamp = CHECKED.setdefault(part, {}), (part.changes, *methods)
     if key not in known or known[key][0] != stamp:
         known[key] = stamp, _evaluated(part, check, name)
-    return known[key][1]  # type: ignore[no-any-return]
+    return known[key][1]
 
 
 def _evaluated(part: Part, check: Callable[[torch.Generator], str | None], name: str) -> str | None:

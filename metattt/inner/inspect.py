@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -61,6 +61,12 @@ class Plan:
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
     said: set[tuple[str, str, str]] = field(default_factory=set)
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(None), ()  # not written to disk: a layer that was makes its plan again
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Plan:
+        return replace(self, kernels=list(self.kernels), shapes=dict(self.shapes), said=set(self.said))
 
     def kernel(self, given: MiniBatches) -> Kernel | None:
         """The first kernel that takes these whole mini-batches.
@@ -310,6 +316,6 @@ def _tiny(task: Task, learner: Learner, num_heads: int, d_in: int) -> tuple[dict
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    fast = {name: random(1, *weight.shape) for name, weight in learner.init.items()}
-    slow = {name: random(*weight.shape) for name, weight in learner.slow.items()}
+    fast = {name: random(1, *shape) for name, shape in learner.shapes.items() if name in learner.init}
+    slow = {name: random(*shape) for name, shape in learner.shapes.items() if name in learner.slow}
     return fast, slow, random(1, num_heads, 3, d_in), random(1, num_heads, 3, task.label_dim)

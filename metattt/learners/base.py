@@ -62,6 +62,7 @@ class Learner(Part, ABC):
         self.residual, self.norm, self.learn_init = residual, norm, learn_init
         self.init = nn.ParameterDict()  # W0, by name: [H, *shape]
         self.slow = nn.ParameterDict()  # outer-loop weights of f: [H, *shape]
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of both, by name, with the axis of heads
 
     @abstractmethod
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
@@ -85,14 +86,17 @@ class Learner(Part, ABC):
         with self.claimed():
             if self.residual and d_in != d_out:
                 raise MetaTTTError(f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false")
+            self.shapes = {}
             self.init, self.slow = nn.ParameterDict(), nn.ParameterDict()  # none that a copy of the unbuilt learner shares
             for name, weight in self.weights(d_in, d_out).items():
                 sample = weight.sample(num_heads)
+                self.shapes[name] = tuple(sample.shape)
                 if weight.fast:
                     self.init[name] = nn.Parameter(sample, requires_grad=self.learn_init)
                 else:
                     self.slow[name] = nn.Parameter(sample)
             if self.norm:
+                self.shapes |= {"norm_scale": (num_heads, d_out), "norm_bias": (num_heads, d_out)}
                 self.slow["norm_scale"] = nn.Parameter(torch.ones(num_heads, d_out))
                 self.slow["norm_bias"] = nn.Parameter(torch.zeros(num_heads, d_out))
         return self
