@@ -190,7 +190,7 @@ def test_bad_settings_are_one_line(corpus: Path, tmp_path: Path, overrides: tupl
 def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere.jsonl", tmp_path / "a")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in refused(Path("someone/texts"), tmp_path / "b")
+    assert "pip install 'metattt[text]'" in refused(Path("someone/texts"), tmp_path / "b")
 
     class Rows(list):  # type: ignore[type-arg]
         def skip(self, count: int) -> "Rows":
