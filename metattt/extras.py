@@ -8,7 +8,6 @@ from types import ModuleType
 
 from metattt.errors import MetaTTTError
 
-
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "Pillow"}
 """Names to install, where they are not those to import."""
 
@@ -31,7 +30,10 @@ def need(library: str, *, extra: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(library)
     except ModuleNotFoundError as error:
-        raise MissingExtra(_line(error.name or library, extra, what)) from error
+        package = (error.name or library).partition(".")[0]
+        if importlib.util.find_spec(package) is not None:  # it is there, but not as it should be
+            raise
+        raise MissingExtra(_line(package, extra, what)) from error
 
 
 def absence(library: str, *, extra: str, what: str) -> str | None:

@@ -127,7 +127,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def register_with_timm() -> None:
     """Registers now if timm is imported, else when it will be."""
-    if "timm" in sys.modules:
+    if sys.modules.get("timm") is not None:
         register()
     else:
         sys.meta_path.insert(0, _Finder())
