@@ -10,8 +10,10 @@ from torch.utils.data import DataLoader
 class Trainer(Protocol):
     """How far a run has come, and who takes part; `lightning.Trainer` is one."""
 
-    max_steps: int
     accumulate_grad_batches: int
+
+    @property
+    def max_steps(self) -> int: ...
 
     @property
     def global_rank(self) -> int: ...
