@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metattt.kernels.cpu.closed_form import Layout, by_reference, flat, shell
 from metattt.kernels.base import Kernel, MiniBatches, Scan
+from metattt.kernels.cpu.closed_form import Layout, by_reference, flat, shell
 from metattt.kernels.cpu.native import load
 from metattt.state import Tensors
 
