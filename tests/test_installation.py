@@ -88,6 +88,7 @@ def test_the_core_brings_no_library_of_an_extra(tmp_path: Path) -> None:
     assert brought == []
 
 
+@pytest.mark.slow
 def test_without_extras(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").touch()
     prepare = ["prepare", f"target={tmp_path / 'shards'}"]

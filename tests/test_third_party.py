@@ -129,6 +129,7 @@ print(len(modules), "modules", count, "configs")
 """
 
 
+@pytest.mark.slow
 def test_wheel_away_from_the_checkout(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHEEL", str(wheel))
     out = run(IMPORT_AND_COMPOSE, wheel, cwd=tmp_path)
