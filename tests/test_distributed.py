@@ -114,6 +114,7 @@ def assert_same(run: Path, expected: Path) -> None:
             assert value == other or float(value) == pytest.approx(float(other), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_train_as_one(runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], strategy: str) -> None:
     run, result = together[strategy]
@@ -123,6 +124,7 @@ def test_two_processes_train_as_one(runs: Path, together: dict[str, tuple[Path, 
     assert_same(run, runs / "ten")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_go_on_with_the_run_of_one(runs: Path, tmp_path: Path, strategy: str) -> None:
     shutil.copytree(runs / "five", tmp_path / "run")
@@ -131,6 +133,7 @@ def test_two_processes_go_on_with_the_run_of_one(runs: Path, tmp_path: Path, str
     assert_same(tmp_path / "run", runs / "resumed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_killed_and_resumed_logs_the_same_losses(
     runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path, strategy: str
@@ -151,6 +154,7 @@ def test_killed_and_resumed_logs_the_same_losses(
     assert all(torch.equal(value, resumed["state_dict"][name]) for name, value in whole["state_dict"].items())
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_is_read_by_everything(
     runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_sharded_checkpoint_is_read_by_everything(
     torch.testing.assert_close(dict(longer), dict(whole), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_damaged_shards_are_one_line(together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path) -> None:
     for name, damage in (
         ("cut", lambda folder: (folder / "__1_0.distcp").write_bytes(b"half")),

@@ -222,6 +222,7 @@ def test_a_folder_trains(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "inner_loss.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["digits", "folder"])
 def test_two_processes_train_as_one(source: str, folder: Path, tmp_path: Path) -> None:
     """With the same steps, started by the command line as a user starts them."""

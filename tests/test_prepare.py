@@ -87,6 +87,7 @@ def test_workers_change_nothing(corpus: Path, prepared: Path, tmp_path: Path) ->
     assert content(tmp_path / "two") == content(prepared)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_if_nothing_had_happened(corpus: Path, prepared: Path, tmp_path: Path) -> None:
     target = tmp_path / "killed"
     command = [sys.executable, "-m", "metattt.cli", "prepare", *settings(corpus, target)]
@@ -190,7 +191,7 @@ def test_bad_settings_are_one_line(corpus: Path, tmp_path: Path, overrides: tupl
 def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere.jsonl", tmp_path / "a")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in refused(Path("someone/texts"), tmp_path / "b")
+    assert "pip install 'metattt[text]'" in refused(Path("someone/texts"), tmp_path / "b")
 
     class Rows(list):  # type: ignore[type-arg]
         def skip(self, count: int) -> "Rows":
@@ -230,6 +231,7 @@ def test_streaming_with_the_library_of_hugging_face(kind: str, tmp_path: Path) -
         open_source(kind, "text", None, "test", files)
 
 
+@pytest.mark.slow
 def test_a_streamed_dataset_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"row {row} " * 60}) for row in range(200)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))

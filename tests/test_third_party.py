@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "third_party_learner"
+KINDS = (".py", ".yaml", ".cpp", ".h", ".typed")  # of files that the wheel needs
 
 
 def run(code: str, *paths: Path, cwd: Path) -> str:
@@ -128,10 +129,12 @@ print(len(modules), "modules", count, "configs")
 """
 
 
+@pytest.mark.slow
 def test_wheel_away_from_the_checkout(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHEEL", str(wheel))
     out = run(IMPORT_AND_COMPOSE, wheel, cwd=tmp_path)
     assert "configs" in out
-    sources = {str(f.relative_to(ROOT)) for f in (ROOT / "metattt").rglob("*") if f.suffix in (".py", ".yaml")}
+    sources = {str(f.relative_to(ROOT)) for f in (ROOT / "metattt").rglob("*") if f.suffix in KINDS}
     installed = {str(f.relative_to(wheel)) for f in (wheel / "metattt").rglob("*")}
     assert not sources - installed
+    assert {Path(name).suffix for name in sources} == set(KINDS)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from metattt.extras import absence
+
 Row = dict[str, Any]  # JSON values by column
 
 
@@ -63,15 +65,20 @@ class Report:
         lines += [f"- {check.name}: relative error {check.error:.1e} (at most {check.bound:.0e})" for check in self.checks]
         return "\n".join([*lines, "", _sentence(environment()), ""])
 
+    @property
+    def no_picture(self) -> str | None:
+        """Why `write` draws no picture of the panels; None if it does."""
+        return absence("matplotlib", extra="train", what="drawing the picture")
+
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Writes `<name>.md`, `.json` and, if there are panels, `.png`, and returns their paths."""
+        """Writes `<name>.md`, `.json` and, if there are panels (and `no_picture` is None), `.png`, and returns their paths."""
         folder, name = (folder / (self.file or name)).parent, (self.file or name).rsplit("/", 1)[-1]
         folder.mkdir(parents=True, exist_ok=True)
         content = {"environment": environment()} | {key: value for key, value in asdict(self).items() if key not in ("panels", "file")}
         paths = [folder / f"{name}.md", folder / f"{name}.json"]
         paths[0].write_text(self.markdown(), encoding="utf-8")
         paths[1].write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        if self.panels:
+        if self.panels and self.no_picture is None:
             paths.append(folder / f"{name}.png")
             _draw(self.panels, paths[-1])
         return paths

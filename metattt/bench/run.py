@@ -37,6 +37,8 @@ def bench(cfg: DictConfig) -> None:
     _show(console, report)
     for path in report.write(Path(cfg.output_dir).expanduser(), name):
         console.print(f"written  {path}")
+    if report.panels and report.no_picture:
+        console.print(report.no_picture, markup=False)
 
 
 def _show(console: Console, report: Report) -> None:

@@ -9,11 +9,13 @@ are decorated with `metattt.registry.register`) and `metattt.configs` (packages 
 """
 
 import importlib
+import importlib.util
 import pkgutil
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -22,7 +24,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,6 +38,7 @@ from metattt.composition.messages import (
     unnamed_choice,
 )
 from metattt.errors import MetaTTTError
+from metattt.extras import MissingExtra
 from metattt.registry import PARAMETERS, register
 
 if TYPE_CHECKING:
@@ -63,6 +66,9 @@ FREE_TEXT = (
 LISTS = ("data.path", "checkpoint", "source", "dataset_files")
 """Those of them that may also be a list, [a,b]."""
 
+
+ABSENT: dict[str, MissingExtra] = {}
+"""Modules of components that were left out, for want of a library."""
 
 NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
 """Choices of nothing, as they are by default."""
@@ -115,7 +121,7 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
         with hydra.initialize_config_module("metattt.configs", job_name=job, version_base="1.3"):
             cfg = hydra.compose(job, prepared)
     except (HydraException, OmegaConfBaseException) as error:
-        raise MetaTTTError(explain_composition(error, job)) from error
+        raise _absent(error) or MetaTTTError(explain_composition(error, job)) from error
     except ValueError as error:  # Hydra's, for a choice that is no name
         message = unnamed_choice(prepared)
         if message is None:
@@ -144,14 +150,19 @@ def instantiate_model(cfg: DictConfig, on_block: Callable[["nn.Module"], object]
 def load_components(packages: Iterable[str] = COMPONENTS) -> None:
     """Import every module that registers components: those of our packages, and of the installed packages of others.
 
+    A module of ours that needs a library of an absent extra is left out: its choices are refused with the name of the extra.
+
     Raises:
-        MetaTTTError: if a package that announces components cannot be imported.
+        MetaTTTError: if a package that announces components cannot be imported, or all of a package needs an absent extra.
     """
     from metattt.layer import TTTLayer
 
     for package in packages:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except MissingExtra as missing:
+                ABSENT[module.name] = missing
     register(group="layer", name="ttt_layer")(TTTLayer)
     for entry in entry_points(group="metattt.components"):
         try:
@@ -162,6 +173,20 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
                 f"{entry.value}, which the installed package {owner} announces, cannot be imported: {error}\n"
                 f"Repair the package, or remove it: pip uninstall {owner}"
             ) from error
+
+
+def _absent(error: Exception) -> MissingExtra | None:
+    """What says which library is absent, if a schema is missing because its module was left out."""
+    if not isinstance(error, MissingConfigException):
+        return None
+    _, _, schema = str(error.missing_cfg_file).partition("schema/")
+    group, _, name = schema.rpartition("/")
+    registers = re.compile(rf"""@register\((group=)?["']{re.escape(group)}["'], *(name=)?["']{re.escape(name)}["']\)""")
+    for module, missing in ABSENT.items():
+        spec = importlib.util.find_spec(module)
+        if spec and spec.origin and registers.search(Path(spec.origin).read_text(encoding="utf-8")):
+            return missing
+    return None
 
 
 def quote_free_text(override: str) -> str:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from metattt.data.images import NO_LABEL, Batch, Images
 from metattt.data.windows import batches_in_order, batches_of_run, process
 from metattt.errors import MetaTTTError
+from metattt.extras import need
 from metattt.registry import register
 
 SIDE = 8  # pixels
@@ -46,7 +47,6 @@ class DigitsData(Images):
     in_chans = 1
 
     def __init__(self, img_size: int = SIDE, batch_size: int = 64, validation_fraction: float = 0.2, seed: int = 0):
-        super().__init__()
         if img_size < SIDE or img_size % SIDE:
             raise MetaTTTError(
                 f"data.img_size={img_size} is not allowed: the digits have {SIDE}×{SIDE} pixels, choose a multiple of {SIDE}"
@@ -64,9 +64,8 @@ class DigitsData(Images):
         """Reads the digits, once."""
         if self._splits:
             return
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
+        sklearn = need("sklearn.datasets", extra="images", what="data=digits")
+        pixels, labels = sklearn.load_digits(return_X_y=True)
         images = torch.from_numpy(pixels.astype(np.float32) / 8 - 1).view(-1, 1, SIDE, SIDE)  # 0…16 to −1…1
         factor = self.img_size // SIDE
         images = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metattt.errors import MetaTTTError
+from metattt.extras import need
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
@@ -124,11 +125,10 @@ def _jsonl(file: Path, text_key: str) -> Iterator[str]:
 
 
 def _parquet(file: Path, text_key: str) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
+    pyarrow = need("pyarrow", extra="text", what=f"reading {file}")
+    parquet = need("pyarrow.parquet", extra="text", what=f"reading {file}")
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = parquet.ParquetFile(file)
         if text_key not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
             raise MetaTTTError(f"{file} has no column {text_key!r}, only {names}: name it with data.text_key=...")

@@ -5,23 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning
-from PIL import Image
-from timm.data import create_dataset, create_loader, create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from metattt.data.base import Data
 from metattt.data.windows import batches_in_order, batches_of_run, process
 from metattt.errors import MetaTTTError, check_choice
+from metattt.extras import need
 from metattt.registry import register
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, h, w] in [−1, 1], labels [B]
 NO_LABEL = -1  # of an image that only fills up a batch, so that every process has as many; it counts nowhere
 
 
-class Images(lightning.LightningDataModule):
+class Images(Data):
     """What every source of labelled images tells the training job.
 
     Attributes:
@@ -89,7 +91,7 @@ class CheckedImages(Dataset[tuple[Any, int]]):
                     image, label, *_ = self.dataset[place]
                 else:
                     file, label, *_ = self.reader[place]
-                    image = Image.open(file)
+                    image = need("PIL.Image", extra="images", what="reading images").open(file)
                 return image.convert(self.mode), int(label)
             except Exception as error:  # each format's decoder has errors of its own
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -148,7 +150,7 @@ class ImageData(Images):
         corrupt: Literal["error", "skip"] = "error",
         seed: int = 0,
     ):
-        super().__init__()
+        self.timm: Any = need("timm.data", extra="images", what="data=images")
         check_choice("data.corrupt", corrupt, ("error", "skip"))
         for name, value in (("img_size", img_size), ("batch_size", batch_size)):
             if value < 1:
@@ -159,7 +161,7 @@ class ImageData(Images):
             raise MetaTTTError(f"data.min_area={min_area} is not allowed: it must be between 0 and 1")
         if augment is not None:
             try:
-                create_transform(img_size, is_training=True, auto_augment=augment)
+                self.timm.create_transform(img_size, is_training=True, auto_augment=augment)
             except Exception as error:  # timm has assertions and lookups, no error of its own
                 raise MetaTTTError(
                     f"data.augment={augment} is not known to timm: rand-m10-n2-p1, augmix-m3-w3, original, or null"
@@ -193,7 +195,7 @@ class ImageData(Images):
         if not self.dataset and not Path(str(root)).exists():
             raise MetaTTTError(f"data.{'path' if root == self.path else 'validation_path'}={root} does not exist")
         try:
-            found = create_dataset(
+            found = self.timm.create_dataset(
                 self.dataset, root, split=self.splits[name], is_training=train, batch_size=self.batch_size, seed=self.seed,
                 input_img_mode=mode,
             )  # fmt: skip
@@ -225,7 +227,7 @@ class ImageData(Images):
 
     def _loader(self, name: str) -> DataLoader[Batch]:
         data, centre = self._datasets[name], (0.5,) * self.in_chans
-        loader: DataLoader[Batch] = create_loader(
+        loader: DataLoader[Batch] = self.timm.create_loader(
             data, (self.in_chans, self.img_size, self.img_size), self.batch_size, is_training=name == "train",
             use_prefetcher=False, scale=(self.min_area, 1.0), hflip=0.5 if self.flip else 0.0, color_jitter=0.0, auto_augment=self.augment,
             interpolation="bilinear", mean=centre, std=centre, crop_pct=0.875, num_workers=self.num_workers, pin_memory=False,

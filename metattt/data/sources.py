@@ -10,6 +10,7 @@ from typing import Any
 
 from metattt.data.documents import SUFFIXES, Document, find_files, iterate_documents
 from metattt.errors import MetaTTTError
+from metattt.extras import need
 
 
 class Source(ABC):
@@ -71,12 +72,8 @@ class Stream(Source):
     can_skip = True
 
     def __init__(self, name: str, config: str | None, split: str, text_key: str, files: str | list[str] | None = None):
-        try:
-            import datasets
-        except ImportError as error:
-            raise MetaTTTError(
-                f"source={name} is no local file or folder, and a dataset of the Hugging Face Hub needs: pip install datasets"
-            ) from error
+        what = f"source={name} is no local file or folder, and a dataset of the Hugging Face Hub"
+        datasets = need("datasets", extra="text", what=what)
         try:
             self.dataset: Any = datasets.load_dataset(name, config, data_files=files, split=split, streaming=True)
         except Exception as error:  # no network, no such dataset, no such split: as many kinds of errors

@@ -16,6 +16,7 @@ from torch import Tensor
 from metattt.data.text import ByteTokenizer
 from metattt.data.windows import Tokenizer
 from metattt.errors import MetaTTTError
+from metattt.extras import need
 
 FILE_NAME = "tokenizer.json"
 STARTS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
@@ -167,8 +168,4 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise MetaTTTError("tokenizers other than bytes need the tokenizers library: pip install 'metattt[text]'") from error
-    return tokenizers
+    return need("tokenizers", extra="text", what="a tokenizer other than bytes")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
-import lightning
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from metattt.data.base import Data, Trainer
 from metattt.errors import MetaTTTError
 
 Split = Literal["train", "validation", "all"]
@@ -113,12 +113,12 @@ def batches_in_order(num_windows: int, batch_size: int, rank: int = 0, world_siz
     return batches
 
 
-def process(trainer: lightning.Trainer | None) -> tuple[int, int]:
+def process(trainer: Trainer | None) -> tuple[int, int]:
     """This process among all, and their number."""
     return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
 
 
-def batches_of_run(count: int, batch_size: int, seed: int, trainer: lightning.Trainer | None) -> ShuffledBatches:
+def batches_of_run(count: int, batch_size: int, seed: int, trainer: Trainer | None) -> ShuffledBatches:
     """This process's batches of a whole run, from the step that the trainer has reached; without a trainer, of one pass.
 
     Args:
@@ -137,8 +137,8 @@ def batches_of_run(count: int, batch_size: int, seed: int, trainer: lightning.Tr
     return ShuffledBatches(count, batch_size, seed, batches, done, rank, world_size)
 
 
-class WindowData(lightning.LightningDataModule):
-    """A data module of windows; subclasses say what the windows of a split are.
+class WindowData(Data):
+    """Windows of text; subclasses say what the windows of a split are.
 
     Args:
         context_length: T, tokens that the model reads (a window has one more: the last label).
@@ -154,7 +154,6 @@ class WindowData(lightning.LightningDataModule):
     tokenizer: Tokenizer
 
     def __init__(self, context_length: int, batch_size: int, seed: int, num_workers: int, document_reset: bool):
-        super().__init__()
         for name, value in (("context_length", context_length), ("batch_size", batch_size)):
             if value < 1:
                 raise MetaTTTError(f"data.{name}={value} is not allowed: it must be at least 1")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.extras import need
 from metattt.models.language_model import LanguageModel
 
 BINS = ("log", "fixed", "none")
@@ -180,6 +181,7 @@ def plot(scores: Mapping[str, Scores], edges: Sequence[int], bins: str, trained:
         trained: context length in training (tokens) by name; where it is shorter than the curve it is marked.
         path: the PNG.
     """
+    need("matplotlib", extra="train", what="a plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter

@@ -25,6 +25,7 @@ from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, check_choice
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
+from metattt.extras import absence
 from metattt.measures import inner_loss
 from metattt.models.language_model import LanguageModel
 from metattt.registry import PARAMETERS
@@ -112,6 +113,8 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
         raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
     for path in written:
         console.print(f"written  {path}", markup=False)
+    if line := _no_pictures():
+        console.print(line, markup=False)
     return scores
 
 
@@ -215,6 +218,11 @@ def _can_measure(console: Console, name: str, model: LanguageModel) -> bool:
     return len(skipped) < len(model.blocks)
 
 
+def _no_pictures() -> str | None:
+    """Why no PNG is written; None if it is."""
+    return absence("matplotlib", extra="train", what="writing pictures")
+
+
 def _print(console: Console, scores: dict[str, Scores], edges: Sequence[int], title: str) -> None:
     """The totals, and below them the table by position if it is not too long."""
     table = Table(title=title, title_justify="left")
@@ -238,14 +246,16 @@ def _write(
 ) -> list[Path]:
     """The files of an evaluation; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "by_position.csv", folder / "by_position.png"]
+    written, pictures = [folder / "by_position.csv"], _no_pictures() is None
     by_position.write_csv(scores, edges, written[0])
-    by_position.plot(scores, edges, bins, trained, written[1])
+    if pictures:
+        written.append(folder / "by_position.png")
+        by_position.plot(scores, edges, bins, trained, written[-1])
     if curves:
         written.append(folder / "inner_loss.csv")
         inner_loss.write_csv(curves, written[-1])
     safe = _numbered([re.sub(r"[^\w.-]+", "-", name) for name in curves])
-    for (name, found), part in zip(curves.items(), safe, strict=True):
+    for (name, found), part in zip(curves.items(), safe, strict=True) if pictures else ():
         written.append(folder / (f"inner_loss_{part}.png" if len(scores) > 1 else "inner_loss.png"))
         inner_loss.plot(found, f"Inner loss of {name}", written[-1])
     return written

@@ -1,6 +1,5 @@
 """Learners: the models whose weights are the hidden state."""
 
-from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.base import Learner, NonParametric, Weight
 from metattt.learners.convolution import Convolution
 from metattt.learners.fast_weights import FastWeights
@@ -9,6 +8,7 @@ from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.kernel_ridge import KernelRidge
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
+from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.nested import NestedTTT
 from metattt.learners.swiglu import SwiGLU
 from metattt.learners.transformer import Transformer

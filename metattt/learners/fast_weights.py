@@ -232,8 +232,12 @@ class ReadRows(FastWeights):
 
     def _combine(self, parts: Sequence[Tensor]) -> Tensor:
         """`Σ_B rows_B(t) part_B` over parts `[B, H, m, ..., d]`."""
-        rows = [part if row is None else part * row.view(*row.shape, *(1,) * (part.ndim - 3)) for (row, _), part in zip(self.bases, parts)]
-        return rows[0] if len(rows) == 1 else sum(rows[1:], rows[0])
+        total: Tensor | None = None
+        for (row, _), part in zip(self.bases, parts, strict=True):
+            part = part if row is None else part * row.view(*row.shape, *(1,) * (part.ndim - 3))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
 
     def _vector(self, name: str, like: Tensor) -> Tensor:
         """The vector of every query, broadcast against `like` `[B, H, m, ..., d]`."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.base import Learner
+from metattt.learners.module.adapter import ModuleLearner
 from metattt.part import unchanged_on_error
 from metattt.registry import register
 

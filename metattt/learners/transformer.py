@@ -8,8 +8,8 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner, Weight
-from metattt.modules import standardize
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import standardize
 from metattt.registry import register
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from metattt.layer import TTTLayer
-from metattt.models.vision import ImageTransformer
 from metattt.optimizers import WholeSequence
+
+if TYPE_CHECKING:
+    from metattt.models.vision import ImageTransformer
 
 
 def flops_per_image(model: ImageTransformer) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from metattt.errors import MetaTTTError
+from metattt.extras import need
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
@@ -190,6 +191,7 @@ def plot(curves: Mapping[int, Curves], title: str, path: Path, points: int = 64)
         path: the PNG.
         points: longer curves are smoothed: every point is the mean of equally many mini-batches, `points` of them or less.
     """
+    need("matplotlib", extra="train", what="a plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

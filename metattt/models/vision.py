@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.extras import need
 from metattt.registry import register
+
+need("timm", extra="images", what="model=vision_transformer")
+from timm.models.vision_transformer import VisionTransformer  # noqa: E402
 
 EPS = 1e-6  # of every LayerNorm
 

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.modules import CausalConv
 from metattt.errors import MetaTTTError, check_choice
-from metattt.modules import projection
+from metattt.modules import CausalConv, projection
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks import corruption

@@ -1,1 +1,7 @@
-"""Training: the outer loop, through Lightning."""
+"""Training: the outer loop, through Lightning, which every module here needs."""
+
+from metattt.extras import MissingExtra, absence, need
+
+need("lightning", extra="train", what="training")
+if line := absence("matplotlib", extra="train", what="training"):  # else its curves fail when everything is done
+    raise MissingExtra(line)

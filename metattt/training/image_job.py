@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import lightning
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -10,14 +12,16 @@ from rich.table import Table
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
 from metattt.measures.flops import flops_per_image
-from metattt.models.vision import ImageTransformer
 from metattt.training.batches import plan_images, validate_between_steps
 from metattt.training.image_module import ImageClassification, TimmRecipe
 from metattt.training.job import Job
 from metattt.training.sharding import FullyShardedData
 
+if TYPE_CHECKING:
+    from metattt.models.vision import ImageTransformer
 
-class ImageJob(Job[ImageTransformer, ImageClassification]):
+
+class ImageJob(Job["ImageTransformer", ImageClassification]):
     """Image classification.
 
     Args:

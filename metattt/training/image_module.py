@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from timm.data import Mixup
-from timm.optim import create_optimizer_v2
-from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.trained import KEY, VERSION
 from metattt.data.images import NO_LABEL
 from metattt.errors import MetaTTTError
-from metattt.models.vision import ImageTransformer
+from metattt.extras import need
 from metattt.registry import register
 from metattt.training.batches import recount_batches
+
+if TYPE_CHECKING:
+    from timm.scheduler import CosineLRScheduler
+
+    from metattt.models.vision import ImageTransformer
 
 
 @register(group="training", name="timm")
@@ -47,6 +49,7 @@ class TimmRecipe:
         warmup_steps: int = 10000,
         mixup: float = 0.0,
     ):
+        need("timm", extra="images", what="training=timm")
         if not lr > 0:
             raise MetaTTTError(f"training.lr={lr} is not allowed: it must be positive")
         for name, value in (("warmup_steps", warmup_steps), ("mixup", mixup), ("weight_decay", weight_decay)):
@@ -57,10 +60,14 @@ class TimmRecipe:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The outer optimizer; the model's `no_weight_decay` says what does not decay."""
+        from timm.optim import create_optimizer_v2
+
         return create_optimizer_v2(model, opt=self.name, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas)
 
     def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> CosineLRScheduler:
         """Linear warm-up, then a cosine to zero at the last step."""
+        from timm.scheduler import CosineLRScheduler
+
         warmup = min(self.warmup_steps, num_steps - 1)
         return CosineLRScheduler(optimizer, t_initial=num_steps - warmup, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False)
 
@@ -75,6 +82,8 @@ class ImageClassification(lightning.LightningModule):
     """
 
     def __init__(self, model: ImageTransformer, recipe: TimmRecipe, config: dict[str, Any]):
+        from timm.data import Mixup
+
         super().__init__()
         self.model, self.recipe, self.config = model, recipe, config
         self.mixup = Mixup(mixup_alpha=recipe.mixup, label_smoothing=0.0, num_classes=model.num_classes) if recipe.mixup else None

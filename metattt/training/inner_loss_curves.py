@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from metattt.layer import TTTLayer
 from metattt.measures.inner_steps import inner_losses
-from metattt.models.vision import ImageTransformer
+
+if TYPE_CHECKING:
+    from metattt.models.vision import ImageTransformer
 
 
 class InnerLossCurves(lightning.Callback):

@@ -25,6 +25,7 @@ from metattt.errors import MetaTTTError
 from metattt.training.building import Builder
 from metattt.training.callbacks import Interrupted, LossCurve
 from metattt.training.checkpoint_files import CheckpointFiles
+from metattt.training.data_module import ForLightning
 from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
@@ -81,14 +82,14 @@ def train(cfg: DictConfig) -> int:
 
     started = time.monotonic()
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        trainer.fit(module, datamodule=ForLightning(data), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
     except Interrupted:
         console.print(f"stopped at step {trainer.global_step}. To go on: metattt train resume={folder}")
         return 130
     trainer.save_checkpoint(folder / FILE_NAME)
     seconds = time.monotonic() - started
     if not _validated_last(trainer):
-        trainer.validate(module, datamodule=data, verbose=False)
+        trainer.validate(module, datamodule=ForLightning(data), verbose=False)
     job.report(console, trainer, seconds)
     _files(console, trainer, folder)
     job.sample(console, module)

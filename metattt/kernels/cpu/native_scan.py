@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metattt.kernels.cpu.closed_form import Layout, by_reference, flat, shell
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel
+from metattt.kernels.cpu.closed_form import Layout, by_reference, flat, shell
 from metattt.kernels.cpu.native import load
 from metattt.state import Tensors
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner, Weight
-from metattt.learners.module.composed import Normalize
 from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
+from metattt.learners.module.composed import Normalize
 from metattt.learners.module.standin import StandIn
 from metattt.learners.module.translation import Translation
 from metattt.part import unchanged_on_error

@@ -11,8 +11,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.learners.module.composed import COMPOSED, Normalize
 from metattt.learners.fast_weights import FastWeights
+from metattt.learners.module.composed import COMPOSED, Normalize
 from metattt.learners.module.standin import UNARY, StandIn, standins
 
 ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {

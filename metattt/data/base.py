@@ -1,0 +1,46 @@
+"""The contract of a data set: what training asks of it, and what it may ask of training. Lightning is not needed for it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+
+class Trainer(Protocol):
+    """How far a run has come, and who takes part; `lightning.Trainer` is one."""
+
+    accumulate_grad_batches: int
+
+    @property
+    def max_steps(self) -> int: ...
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def global_step(self) -> int: ...
+
+
+class Data:
+    """Batches to train on and to validate on.
+
+    Attributes:
+        trainer: of the run that reads the batches; None outside of one.
+    """
+
+    trainer: Trainer | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Finds or reads the data, once; called before the first batch is asked for."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches for the whole run, from the step that the trainer has reached."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """The held-out data in order, a part of it in each process."""
+        raise NotImplementedError

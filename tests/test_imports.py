@@ -1,0 +1,120 @@
+"""The house: no circle of imports, and arrows only where the table of `metattt/README.md` has them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "metattt"
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Dotted name -> file."""
+    found = {".".join(file.relative_to(package.parent).with_suffix("").parts): file for file in package.rglob("*.py")}
+    return {name.removesuffix(".__init__"): file for name, file in found.items()}
+
+
+def statements(nodes: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported: functions and `if TYPE_CHECKING` are left out."""
+    for node in nodes:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from statements(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for part in ("body", "orelse", "finalbody"):
+                yield from statements(getattr(node, part, []))
+            for branch in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+                yield from statements(branch.body)
+
+
+def imports(package: Path) -> dict[str, set[str]]:
+    """Module of `package` -> modules of `package` that it imports when it is imported itself."""
+    files = modules(package)
+    graph: dict[str, set[str]] = {}
+    for name, file in files.items():
+        found: set[str] = set()
+        for node in statements(ast.parse(file.read_text(encoding="utf-8")).body):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{file}:{node.lineno}: imports are absolute"
+                inside = (f"{node.module}.{alias.name}" for alias in node.names)
+                found |= {one if one in files else str(node.module) for one in inside}
+        graph[name] = {one for one in found if one in files} - {name}
+    return graph
+
+
+def part(module: str) -> str:
+    """`metattt.inner.loop` -> `inner`; the package itself -> `metattt`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """A circle, if there is one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def table() -> dict[str, list[str]]:
+    """Part -> what it may import, from top to bottom."""
+    rows = re.findall(r"^\| `(\w+)` \| .* \|([^|]*)\|$", (PACKAGE / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {name: re.findall(r"`([\w.]+)`", allowed) for name, allowed in rows}
+
+
+def test_no_circle_of_modules() -> None:
+    assert circle(imports(PACKAGE)) == []
+
+
+def test_no_circle_of_folders() -> None:
+    folders: dict[str, set[str]] = {}
+    for module, used in imports(PACKAGE).items():
+        folders.setdefault(part(module), set()).update({part(one) for one in used} - {part(module)})
+    assert circle(folders) == []
+
+
+def test_every_part_has_a_row() -> None:
+    listed = table()
+    assert sorted(listed) == sorted({part(module) for module in modules(PACKAGE)})
+    above: set[str] = set()
+    for name, allowed in listed.items():
+        assert {one.partition(".")[0] for one in allowed} <= above, f"{name}: an arrow of the table points down"
+        above.add(name)
+
+
+def test_arrows_are_those_of_the_table() -> None:
+    listed = table()
+    strangers = []
+    for module, used in sorted(imports(PACKAGE).items()):
+        allowed = {f"metattt.{one}" for one in (part(module), *listed.get(part(module), ())) if one != "metattt"}
+        strangers += [f"{module} imports {one}" for one in sorted(used) if not any(f"{one}.".startswith(f"{name}.") for name in allowed)]
+    assert strangers == []
+
+
+@pytest.mark.parametrize(("source", "found"), [
+    ("import sample.b", {"sample.b"}),
+    ("from sample import b", {"sample.b"}),
+    ("from sample.b import anything", {"sample.b"}),
+    ("try:\n    from sample import b\nexcept ImportError:\n    import sample.c", {"sample.b", "sample.c"}),
+    ("class X:\n    import sample.b", {"sample.b"}),
+    ("if True:\n    pass\nelse:\n    import sample.b", {"sample.b"}),
+    ("with open('x'):\n    import sample.b", {"sample.b"}),
+    ("def f():\n    import sample.b", set()),
+    ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import sample.b", set()),
+])  # fmt: skip
+def test_what_counts_as_an_import(tmp_path: Path, source: str, found: set[str]) -> None:
+    package = tmp_path / "sample"
+    package.mkdir()
+    for name in ("__init__", "b", "c"):
+        (package / f"{name}.py").touch()
+    (package / "a.py").write_text(source)
+    assert imports(package)["sample.a"] == found
+    (package / "b.py").write_text("import sample.a")
+    assert bool(circle(imports(package))) == ("sample.b" in found)

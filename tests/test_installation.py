@@ -1,0 +1,183 @@
+"""What is installed by need: the core alone works, an absent library is one line that names its extra, and pyproject.toml says the same."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metattt.extras import DISTRIBUTIONS, MissingExtra, absence, need
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRA = ("train", "images", "text")
+LIBRARIES = (
+    "PIL", "datasets", "huggingface_hub", "lightning", "matplotlib", "pandas", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "timm",
+    "tokenizers", "torchmetrics", "torchvision", "webdataset",
+)  # fmt: skip
+"""What the extras bring, and what that brings."""
+
+TRIAL = """
+import contextlib, io, json, sys
+libraries, blocked, commands = json.loads(sys.argv[1])
+if blocked:
+    sys.modules.update(dict.fromkeys(libraries))
+from metattt.cli import main
+found = {}
+for command in commands:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(command)
+    found[" ".join(command)] = code, out.getvalue(), err.getvalue()
+import metattt
+from metattt.composition.compose import compose, instantiate_model
+layer = metattt.build("layer=ttt_mlp", "dim=16", "num_heads=2")
+import metattt.learners, metattt.models, metattt.optimizers, metattt.tasks, metattt.testing
+mistakes = {}
+def name(title, action):
+    try:
+        action()
+    except metattt.MetaTTTError as error:
+        mistakes[title] = str(error)
+if blocked:
+    instantiate_model(compose("dim=16", "num_heads=2", job="language_model"))
+    from metattt.data.digits import DigitsData
+    from metattt.data.images import ImageData
+    from metattt.models.timm import create
+    name("vision", lambda: __import__("metattt.models.vision"))
+    name("train", lambda: __import__("metattt.training.train"))
+    name("data=digits", lambda: DigitsData().setup())
+    name("data=images", lambda: ImageData())
+    name("timm", lambda: create("vit_digits_pixel", "mttt_mlp"))
+    choice = "model=vision_transformer"
+    name("choice", lambda: instantiate_model(compose(choice, job="language_model")))
+brought = sorted(set(libraries) & {name.partition(".")[0] for name, module in sys.modules.items() if module is not None})
+print(json.dumps([found, mistakes, brought]))
+"""
+
+
+def trial(
+    folder: Path, blocked: bool, *commands: list[str]
+) -> tuple[dict[str, tuple[int, str, str]], dict[str, str], list[str]]:
+    """Exit code, output and errors of commands in a fresh process; what Python was refused; the libraries of extras that it imported."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", TRIAL, json.dumps([LIBRARIES, blocked, commands])],
+        cwd=folder, env=environment, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, mistakes, brought = json.loads(done.stdout.splitlines()[-1])
+    return found, mistakes, brought
+
+
+SIZE = ["dim=16", "num_heads=2"]
+INNER = [f"benchmark.{setting}" for setting in ("length=32", "num_heads=1", "head_dim=16", "rounds=1", "threads=[1]", "memory_length=0")]
+WORK = [["check", "learner=linear", *SIZE], ["layers", *SIZE], ["bench", "inner", "benchmark.learners=[linear]", *INNER]]
+
+
+def test_the_core_brings_no_library_of_an_extra(tmp_path: Path) -> None:
+    _, _, brought = trial(tmp_path, False)
+    assert brought == []
+
+
+@pytest.mark.slow
+def test_without_extras(tmp_path: Path) -> None:
+    (tmp_path / "text.parquet").touch()
+    prepare = ["prepare", f"target={tmp_path / 'shards'}"]
+    refused = {
+        "train": ["train"],
+        "text": [*prepare, "source=text.parquet"],
+        "text (tokenizer)": [*prepare, "source=text.parquet", "tokenizer=gpt2"],
+        "text (data set)": [*prepare, "source=someone/texts"],
+        "train (digits)": ["bench", "digits"],
+        "images": ["bench", "pixel"],
+    }
+    found, mistakes, brought = trial(tmp_path, True, *WORK, *refused.values())
+    assert brought == []
+    for command in WORK:
+        assert found[" ".join(command)][0] == 0, found[" ".join(command)]
+    *written, last = found[" ".join(WORK[-1])][1].splitlines()
+    assert written[-1].endswith("inner.json") and last.endswith("matplotlib, which is not installed: pip install 'metattt[train]'")
+    for title, command in refused.items():
+        code, _, message = found[" ".join(command)]
+        assert code == 2 and message.count("\n") == 1, (command, message)
+        assert f"pip install 'metattt[{title.partition(' ')[0]}]'" in message, (command, message)
+    extras = {"train": "train"} | dict.fromkeys(("vision", "data=digits", "data=images", "timm", "choice"), "images")
+    assert mistakes.keys() == extras.keys()
+    for title, message in mistakes.items():
+        assert "\n" not in message and f"pip install 'metattt[{extras[title]}]'" in message, (title, message)
+    assert "scikit-learn" in mistakes["data=digits"]
+
+
+def test_what_an_absent_library_looks_like() -> None:
+    assert need("json.decoder", extra="train", what="this").JSONDecoder is json.JSONDecoder
+    assert absence("json", extra="train", what="this") is None
+    line = "this needs nothing_of_this_name, which is not installed: pip install 'metattt[train]'"
+    assert absence("nothing_of_this_name", extra="train", what="this") == line
+    with pytest.raises(MissingExtra, match=re.escape(line)) as refused:
+        need("nothing_of_this_name.part", extra="train", what="this")
+    assert isinstance(refused.value, ImportError)
+
+
+def test_a_broken_library_is_not_called_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, line in enumerate(("import json.nothing_there", "from json import nothing_there")):
+        (tmp_path / f"broken_library_{number}.py").write_text(line)
+        with pytest.raises(ImportError, match="nothing_there") as broken:
+            need(f"broken_library_{number}", extra="train", what="this")
+        assert not isinstance(broken.value, MissingExtra)
+    (tmp_path / "library_that_needs_another.py").write_text("import nothing_of_this_name")
+    with pytest.raises(MissingExtra, match="needs nothing_of_this_name"):
+        need("library_that_needs_another", extra="train", what="this")
+
+
+def calls() -> Iterator[tuple[Path, str, str]]:
+    """Every `need` and `absence` of the package: file, library, extra."""
+    for file in sorted((ROOT / "metattt").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("need", "absence"):
+                if file.name == "extras.py":
+                    continue
+                named = {word.arg: word.value for word in node.keywords}
+                library, extra = node.args[0], named["extra"]
+                assert isinstance(library, ast.Constant) and isinstance(extra, ast.Constant), file
+                yield file, str(library.value).partition(".")[0], str(extra.value)
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", line, maxsplit=1)[0].lower() for line in requirements}
+
+
+def test_the_extra_that_is_named_brings_the_library() -> None:
+    extras = PROJECT["optional-dependencies"]
+    named = set()
+    for file, library, extra in calls():
+        named.add(DISTRIBUTIONS.get(library, library).lower())
+        assert DISTRIBUTIONS.get(library, library).lower() in names(extras[extra]), (file, library, extra)
+    given = set().union(*(names(extras[extra]) for extra in EXTRA))
+    assert given - named == {"webdataset"}  # timm asks for it, for data.dataset=wds/...
+    assert extras["all"] == [f"metattt[{','.join(EXTRA)}]"]
+    assert not given & names(PROJECT["dependencies"])
+
+
+def test_every_library_that_is_imported_is_declared() -> None:
+    ours = {"metattt", "fla"}  # fla: a peer that benchmarks time where it is
+    core = {"hydra-core" if name == "hydra" else name for name in ("torch", "triton", "numpy", "hydra", "omegaconf", "rich", "safetensors")}
+    assert names(PROJECT["dependencies"]) == core | {"pyyaml"}
+    importable = {"hydra" if name == "hydra-core" else name for name in core} | {"yaml"}
+    extra = {library for _, library, _ in calls()}
+    for file in sorted((ROOT / "metattt").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                modules.append(str(node.module))
+            for module in {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - ours - importable:
+                assert module in extra, (file, module)
