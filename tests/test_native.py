@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.inner import native
+from metattt.kernels.cpu import native
 from metattt.inner.forms import Tokens
 from metattt.kernels.base import MiniBatches
 from metattt.kernels.cpu.native_scan import NativeForm
@@ -242,7 +242,7 @@ def test_without_a_compiler_another_form_is_taken(
 def test_a_second_process_loads_what_the_first_compiled(empty_cache: Path) -> None:
     source = KERNELS["linear"].source
     program = (
-        "from pathlib import Path; from metattt.inner import native\n"
+        "from pathlib import Path; from metattt.kernels.cpu import native\n"
         f"assert native.load(Path({str(source)!r}), {{'WIDTH': 16, 'TOKENS': 16, 'BIAS': 0}})"
     )
     for _ in range(2):
