@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.kernels.cpu import native
 from metattt.inner.forms import Tokens
 from metattt.kernels.base import MiniBatches
+from metattt.kernels.cpu import native
 from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.closed_form import TTTLinear
 from metattt.kernels.ttt_linear.native import NativeTTTLinear

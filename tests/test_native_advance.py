@@ -1,4 +1,4 @@
-"""Tokens of an open mini-batch in C++ against the rule written out in float64, in every way in which a caller may cut a sequence."""
+"""Tokens of an open mini-batch in C++ against the rule written out in float64, however a caller cuts a sequence."""
 
 from __future__ import annotations
 
@@ -20,11 +20,21 @@ from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
 BOUND = 1e-5
 Weights = dict[str, Tensor]
-pytestmark = pytest.mark.skipif(native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler")
+pytestmark = pytest.mark.skipif(
+    native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"
+)
 
 
 def given(
-    kind: str, d: int = 16, b: int = 16, bias: bool = True, tau: str = "shared", hidden: int = 32, n: int = 1, batch: int = 2, heads: int = 2
+    kind: str,
+    d: int = 16,
+    b: int = 16,
+    bias: bool = True,
+    tau: str = "shared",
+    hidden: int = 32,
+    n: int = 1,
+    batch: int = 2,
+    heads: int = 2,
 ) -> MiniBatches:
     generator = torch.Generator().manual_seed(d + b)
 
@@ -34,8 +44,16 @@ def given(
     k, v, q = (normal(batch, n, heads, d).transpose(1, 2) for _ in range(3))
     eta = normal(batch, n, heads).sigmoid().transpose(1, 2) / d
     steps = None if tau == "none" else 1 / torch.arange(1.0, b + 1) + 0.1 * normal(heads if tau == "per_head" else 1, b)
-    shapes = {"w1": (d, d), "b1": (d,)} if kind == "linear" else {"w1": (d, hidden), "b1": (hidden,), "w2": (hidden, d), "b2": (d,)}
-    weights = {name: normal(batch, heads, *shape) * 0.3 * shape[0] ** -0.5 for name, shape in shapes.items() if bias or name[0] == "w"}
+    shapes = (
+        {"w1": (d, d), "b1": (d,)}
+        if kind == "linear"
+        else {"w1": (d, hidden), "b1": (hidden,), "w2": (hidden, d), "b2": (d,)}
+    )
+    weights = {
+        name: normal(batch, heads, *shape) * 0.3 * shape[0] ** -0.5
+        for name, shape in shapes.items()
+        if bias or name[0] == "w"
+    }
     slow = {"norm_scale": 1 + 0.1 * normal(heads, d), "norm_bias": 0.1 * normal(heads, d)}
     return MiniBatches(Tokens(k, v, q, eta), weights, slow, steps, b, torch.float32, None)
 
@@ -85,7 +103,9 @@ def written_out(x: MiniBatches, update: Weights | None, phases: Tensor) -> tuple
 
 def close(found: Tensor, expected: Tensor, bound: float = BOUND) -> None:
     assert found.dtype == torch.float32 and found.shape == expected.shape
-    assert (found.double() - expected).norm() <= bound * expected.norm(), float((found.double() - expected).norm() / expected.norm())
+    assert (found.double() - expected).norm() <= bound * expected.norm(), float(
+        (found.double() - expected).norm() / expected.norm()
+    )
 
 
 def check(kind: str, x: MiniBatches, phase: int | Tensor, update: Weights | None, own: bool) -> None:
@@ -135,7 +155,9 @@ def test_one_token(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str,
 @pytest.mark.parametrize("kind", KERNELS)
 def test_several_tokens(kind: str, phase: int, n: int, own: bool) -> None:
     x = given(kind, n=n, batch=1 if n == 5 else 3)
-    check(kind, x, phase, None if phase == 0 else {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}, own)
+    check(
+        kind, x, phase, None if phase == 0 else {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}, own
+    )
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -160,7 +182,12 @@ def test_cut_anywhere_it_is_the_scan_of_whole_mini_batches(kind: str, cut: list[
     expected, last = KERNELS[kind].scan(x, lambda _: pytest.fail("the reference was taken"))
     kept = copy.deepcopy(x.weights)
     for own in (False, True):
-        weights, update, ys, place = ({name: w.clone() for name, w in x.weights.items()} if own else x.weights), None, [], 0
+        weights, update, ys, place = (
+            ({name: w.clone() for name, w in x.weights.items()} if own else x.weights),
+            None,
+            [],
+            0,
+        )
         for n in cut:
             y, weights, update = KERNELS[kind].advance(part(x, place, place + n, weights), update, place % 16, own)
             ys.append(y)
@@ -188,7 +215,7 @@ def test_any_strides(kind: str) -> None:
     assert x.tau is not None
     odd = x._replace(tokens=tokens, weights=weights, slow=slow, tau=torch.stack([x.tau, x.tau], -1)[..., 0])
     before = copy.deepcopy(weights)
-    y, w, m = written_out(odd, update, torch.tensor([13, 13]))
+    y, w, _ = written_out(odd, update, torch.tensor([13, 13]))
     for own in (False, True):
         found, after, _ = KERNELS[kind].advance(odd, update, 13, own)
         close(found, y)
@@ -204,7 +231,12 @@ def test_nothing_is_read_that_was_not_written(kind: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(torch, name, lambda *args, make=make, **kwargs: make(*args, **kwargs).fill_(float("nan")))
     x = given(kind, n=16)
     update = {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}
-    calls = [(x, None, 0), (part(x, 0, 3), None, 2), (part(x, 0, 1), update, 15), (part(x, 0, 1), update, torch.tensor([15, 4]))]
+    calls = [
+        (x, None, 0),
+        (part(x, 0, 3), None, 2),
+        (part(x, 0, 1), update, 15),
+        (part(x, 0, 1), update, torch.tensor([15, 4])),
+    ]
     for made, m, phase in calls:
         for own in (False, True):
             found = KERNELS[kind].advance(*copy.deepcopy((made, m)), phase, own)

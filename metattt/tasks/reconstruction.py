@@ -101,7 +101,10 @@ class Reconstruction(Task):
         if self.rope != "none":
             positions = ctx.positions % ctx.mini_batch_size if self.rope == "mini_batch" else ctx.positions
             cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if x.shape[1] == 1:  # the operations cost more than the arithmetic
+                q, k = rotate(torch.stack([q, k]), cos, sin)
+            else:
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.corruption != "none":
             kept["seed"] = state["seed"] if "seed" in state else self.draw_seed(x)
             k = self.corrupt(k, kept["seed"], ctx)

@@ -1,4 +1,5 @@
-// What the kernels of whole mini-batches share: small matrix products, tiles of tokens. (native_norm.h: layer norm with its transpose.)
+// What the kernels of whole mini-batches share: small matrix products, tiles of tokens. (native_norm.h: layer norm with
+// its transpose.)
 //
 // A mini-batch of B tokens of width D is a tile [B][D]; B and D are constants of the compilation (multiples of 16), so that every product
 // below has its own unrolled inner loop. All arithmetic is fp32.
@@ -9,7 +10,7 @@
 
 constexpr int D = WIDTH, B = TOKENS;
 
-// -- what Python passes, field by field as in native_scan.py ------------------------------------------------------------------------
+// -- what Python passes, field by field as in native_scan.py ----------------------------------------------------------
 
 struct Call {
     int64_t heads, count, group;  // heads H; mini-batches per sequence; mini-batches per group
@@ -38,7 +39,7 @@ static inline Vector upper(Vector x, int t, int first) {  // where i >= t
     return index >= t ? x : Vector{};
 }
 
-// -- matrix products ------------------------------------------------------------------------------------------------------------------
+// -- matrix products --------------------------------------------------------------------------------------------------
 
 template <int Row, int Col>
 struct Matrix {  // element (i, j) at data[i * Row + j * Col]
@@ -118,7 +119,7 @@ static __attribute__((noinline)) void product(Matrix<CR, 1> c, From from, Matrix
         }
 }
 
-// -- transposes, sums of rows --------------------------------------------------------------------------------------------------------
+// -- transposes, sums of rows -----------------------------------------------------------------------------------------
 
 // to [C][R] = (from [R][C])ᵀ
 template <int R, int C, int ToRow, int FromRow>
@@ -148,7 +149,7 @@ static inline void add_row_sums(float* to, const float* from, const float* x, co
     }
 }
 
-// -- tiles of tokens ------------------------------------------------------------------------------------------------------------------
+// -- tiles of tokens --------------------------------------------------------------------------------------------------
 
 static inline void load_tile(float* tile, const View& view, int64_t batch, int64_t head, int64_t first) {
     const float* from = view.at(batch, head, first);

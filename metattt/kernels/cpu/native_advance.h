@@ -1,8 +1,9 @@
-// Tokens of an open mini-batch, one after the other, for one learner (sequence x head) after the other: what decoding consists of.
+// Tokens of an open mini-batch, one after the other, for one learner (sequence x head) after the other: what decoding
+// consists of.
 //
-// A learner holds the weights W of its last commit and M = −Σ η_s G_s of the tokens since, both in the layout of PyTorch. Gradients are
-// taken at W; token t is read with W + τ_t M. A kernel defines Weights<T> and `take`, and includes native_advance_walk.h.
-// WIDTH is a constant of the compilation, the number of tokens of a mini-batch is not.
+// A learner holds the weights W of its last commit and M = −Σ η_s G_s of the tokens since, both in the layout of PyTorch.
+// Gradients are taken at W; token t is read with W + τ_t M, which is nowhere in memory. A kernel says how one token is
+// taken and includes native_advance_walk.h. WIDTH is a constant of the compilation, the size of a mini-batch is not.
 
 #pragma once
 
@@ -13,18 +14,17 @@ static_assert(D % VL == 0 && sizeof(void*) == 8);
 
 struct Advance {  // field by field as in native_advance.py: every one 8 bytes
     int64_t heads, count, size, phase;  // heads H; tokens n; tokens b of a mini-batch; place of the first token in it
-    const int64_t* phases;              // [batch], in place of `phase`; null: the same for all sequences
+    const int64_t* phases;  // [batch], in place of `phase`; null: the same for all sequences
     View k, v, q, eta, y;
     const float* tau;  // token steps [heads or 1, size]; null: all 1
     int64_t tau_head;
-    const float *scale, *shift;     // affine of the norm, [H, D]
-    const float* weights[4];        // W, every one [learners, ...]
-    float* committed[4];            // where W goes; may be the same memory. Null: nobody wants it, since no mini-batch is completed
-    const float* update[4];         // M; null: zero
-    float* updated[4];              // where M goes; may be the same memory. Null: nobody wants it
+    const float *scale, *shift;  // affine of the norm, [H, D]
+    const float* weights[4];     // W, every one [learners, ...]
+    float* committed[4];         // where W goes, maybe the same memory; null: no mini-batch is completed
+    const float* update[4];      // M; null: zero
+    float* updated[4];           // where M goes, maybe the same memory; null: nobody wants it
 };
 
-// One token of one learner. Of its four arrays each may be null, as in `Advance`.
 struct Token {
     const float *k, *v, *q;
     float eta, tau;
@@ -32,7 +32,7 @@ struct Token {
     float* y;
 };
 
-// -- products of a row with a matrix --------------------------------------------------------------------------------------------------
+// -- products of a row with a matrix ----------------------------------------------------------------------------------
 
 constexpr int columns_at_once(int columns, int most) {
     while (columns % (most * VL)) most /= 2;
@@ -41,7 +41,8 @@ constexpr int columns_at_once(int columns, int most) {
 
 // out_n = from + x_n W for N rows x_n [R] at once, W [R][C]. `from` null: zero.
 template <int R, int C, int N>
-static __attribute__((noinline)) void multiply(const float* w, const float* const (&x)[N], const float* from, float* const (&out)[N]) {
+static __attribute__((noinline)) void multiply(
+    const float* w, const float* const (&x)[N], const float* from, float* const (&out)[N]) {
     constexpr int V = columns_at_once(C, REGISTERS / 4 / N);
     for (int c = 0; c < C; c += V * VL) {
         Vector sum[N][V];
@@ -79,7 +80,7 @@ static __attribute__((noinline)) void multiply_transposed(const float* w, const 
     }
 }
 
-// M [R][C] goes on to M' = M − left gᵀ, and out = from + τ x M'. A commit also writes W' = W + τ M'. One pass over the memory.
+// M [R][C] goes on to M' = M − left gᵀ, and out = from + τ x M'. A commit also writes W' = W + τ M'. One pass over memory.
 template <int R, int C, bool Commit>
 static __attribute__((noinline)) void learn(
     const float* m, float* to, const float* w, float* committed, float tau, const float* left, const float* g, const float* x,
@@ -111,7 +112,7 @@ static inline void learn(
     else learn<R, C, false>(m, to, w, committed, tau, left, g, x, from, out);
 }
 
-// -- the norm -------------------------------------------------------------------------------------------------------------------------
+// -- the norm ---------------------------------------------------------------------------------------------------------
 
 static inline float sum_of(Vector x) {
     float lanes[VL];

@@ -1,6 +1,7 @@
 """What the C++ of `native_advance.h` is passed: tokens of an open mini-batch, which it takes one after the other.
 
-Decoding calls this for every token and layer, so the arguments travel as one string of 8-byte numbers and hardly anything is done here.
+Decoding calls this for every token and layer: the arguments travel as one string of 8-byte numbers, and hardly anything
+is done here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def advance(
     updated: list[Tensor] | None = None
     if not completes or count > 1:  # the last token of a mini-batch needs no M after it
         updated = before if own and before is not None else [torch.empty_like(x) for x in start]
-    y = torch.empty_strided((batch, heads, count, width), (count * heads * width, width, heads * width, 1), dtype=k.dtype)
+    y = torch.empty_strided(
+        (batch, heads, count, width), (count * heads * width, width, heads * width, 1), dtype=k.dtype
+    )
     views = [x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, q)]
     scale, shift = _dense(given.slow["norm_scale"]), _dense(given.slow["norm_bias"])
     tau = None if tau is None else _dense(tau)

@@ -1,6 +1,6 @@
 // The walk over learners and their tokens, for a kernel that has defined
 //     constexpr int SIZES[]: numbers of each weight of a learner, in the order of its weights;
-//     void take(const Token&, const float* const* w, float* const* committed, const float* const* m, float* const* updated).
+//     void take(const Token&, w, committed, m, updated): one token of one learner, whose arrays are as in `Advance`.
 // And what Python calls. Included at the end of a kernel.
 
 constexpr int COUNT = sizeof SIZES / sizeof SIZES[0];
@@ -16,7 +16,8 @@ static inline void copy(const float* from, float* to, int64_t size) {
 
 extern "C" void advance(const Advance* call, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; ++n) {
-        const int64_t batch = n / call->heads, head = n % call->heads, start = call->phases ? call->phases[batch] : call->phase;
+        const int64_t batch = n / call->heads, head = n % call->heads;
+        const int64_t start = call->phases ? call->phases[batch] : call->phase;
         const float *w[COUNT], *m[COUNT];
         float *committed[COUNT], *updated[COUNT], *nothing[COUNT] = {};
         of_learner(call->weights, n, w), of_learner(call->update, n, m);

@@ -42,14 +42,16 @@ class NativeForm(Kernel):
     def accepts(self, given: MiniBatches) -> str | None:
         width = given.tokens.k.shape[-1]
         fits = width % 16 == 0 and 16 <= width <= 128 and given.size % 16 == 0 and 16 <= given.size <= 64
-        return self._refused(given, None if fits else f"a head width of {width} with {given.size} tokens per mini-batch", self.source)
+        misfit = None if fits else f"a head width of {width} with {given.size} tokens per mini-batch"
+        return self._refused(given, misfit, self.source)
 
     def advances(self, given: MiniBatches) -> str | None:
-        """Why `advance` cannot take these tensors, or None if it can. The answer depends on types, widths and what is None."""
+        """Why `advance` cannot take these tensors, or None if it can: a matter of types, widths and gates, not of lengths."""
         width = given.tokens.k.shape[-1]
         if self.source_of_tokens is None:
             return "whole mini-batches only"
-        return self._refused(given, None if width % 16 == 0 and 16 <= width <= 128 else f"a head width of {width}", self.source_of_tokens)
+        misfit = None if width % 16 == 0 and 16 <= width <= 128 else f"a head width of {width}"
+        return self._refused(given, misfit, self.source_of_tokens)
 
     def _refused(self, given: MiniBatches, misfit: str | None, source: Path) -> str | None:
         tokens = given.tokens
@@ -69,18 +71,21 @@ class NativeForm(Kernel):
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         """Tokens of an open mini-batch, without gradients; only what `advances` accepts.
 
-        `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`, and at place `b − 1` the mini-batch ends: `W_a ← W_t`, `M ← 0`.
+        `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`, and place `b − 1` ends a mini-batch: `W_a ← W_t`,
+        `M ← 0`.
 
         Args:
             given: n tokens, all of them real, and the weights W_a of the last commit.
             update: M by name `[B, H, *shape]`; None: zero.
-            phase: place of the first token in its mini-batch, `phase + n <= b`; `[B]` int64 where sequences differ, then n = 1.
+            phase: place of the first token in its mini-batch, `phase + n <= b`; `[B]` int64 where sequences differ, and
+                then n = 1.
             own: `given.weights` and `update` are given up and written in place; otherwise they stay as they are.
 
         Returns:
             Predictions `[B, H, n, d]`; W_a after the tokens; M after them, None if `phase + n == b` for all sequences.
         """
-        key = self.source_of_tokens, given.tokens.k.shape[-1], next(iter(given.weights.values())).shape[-1], len(given.weights)
+        first = next(iter(given.weights.values()))
+        key = self.source_of_tokens, given.tokens.k.shape[-1], first.shape[-1], len(given.weights)
         function = _functions.get(key)
         if function is None:
             function = _functions[key] = self._function(given)

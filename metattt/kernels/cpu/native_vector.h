@@ -1,4 +1,4 @@
-// What all native kernels share: vectors as wide as the processor's, functions of their elements, memory. All arithmetic is fp32.
+// What all native kernels share: vectors as wide as the processor's, functions of their elements, memory. fp32 throughout.
 
 #pragma once
 
@@ -40,7 +40,7 @@ struct View {  // of a tensor [batch, head, token] or [batch, head, token, D] wi
     float* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * token; }
 };
 
-// -- sums and shuffles ------------------------------------------------------------------------------------------------------------------
+// -- sums and shuffles ------------------------------------------------------------------------------------------------
 
 static inline float total(Vector x) {
     float sum = 0;
@@ -83,7 +83,7 @@ static inline __attribute__((always_inline)) Vector totals(Vector (&x)[VL]) {
     return x[0];
 }
 
-// -- functions of the elements ---------------------------------------------------------------------------------------------------------
+// -- functions of the elements ----------------------------------------------------------------------------------------
 
 static inline Vector inverse_root(Vector x) {
     Vector y;
@@ -118,11 +118,12 @@ static inline __attribute__((always_inline)) void exponential(Vector (&x)[N]) {
     }
 }
 
-// gelu of `a` by the tanh formula, and its derivatives where they are wanted, of N vectors together: one alone would be a long chain of
-// operations that wait for each other. With s = σ(2u), u = √(2/π)(a + 0.044715 a³), p = 2u':
+// gelu of `a` by the tanh formula, and its derivatives where they are wanted, of N vectors together: one alone would be a
+// long chain of operations that wait for each other. With s = σ(2u), u = √(2/π)(a + 0.044715 a³), p = 2u':
 //     gelu = a s,   gelu' = s + a s(1−s)p,   gelu'' = s(1−s)(2p + a((1−2s)p² + p')).
 template <bool Slope, bool Curve, int N>
-static inline __attribute__((always_inline)) void gelu_of(const Vector (&a)[N], Vector (&value)[N], Vector (&slope)[N], Vector (&curve)[N]) {
+static inline __attribute__((always_inline)) void gelu_of(
+    const Vector (&a)[N], Vector (&value)[N], Vector (&slope)[N], Vector (&curve)[N]) {
     constexpr float linear = 1.5957691216057308f, cubic = linear * 0.044715f;  // of 2u
     Vector power[N], s[N];
 #pragma GCC unroll 8
@@ -141,7 +142,7 @@ static inline __attribute__((always_inline)) void gelu_of(const Vector (&a)[N], 
     }
 }
 
-// -- memory ---------------------------------------------------------------------------------------------------------------------------
+// -- memory -----------------------------------------------------------------------------------------------------------
 
 // An array of T, aligned for vectors, not initialised.
 template <class T>

@@ -11,7 +11,7 @@ _pool: list[ThreadPoolExecutor] = []
 
 
 def divide(function: Callable[[int, int], int], learners: int, threads: int) -> list[int]:
-    """`function(first, last)` for all learners: this thread and others take equal shares, of which there are `threads`."""
+    """`function(first, last)` for all learners: this thread and others take equal shares, `threads` of them."""
     ends = [learners * i // threads for i in range(threads + 1)]
     shares = list(pairwise(ends))
     others = [_threads().submit(function, *share) for share in shares[1:]]

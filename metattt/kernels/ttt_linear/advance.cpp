@@ -10,7 +10,8 @@ constexpr int SIZES[] = {D * D, D};
 constexpr int SIZES[] = {D * D};
 #endif
 
-void take(const Token& token, const float* const* w, float* const* committed, const float* const* m, float* const* updated) {
+void take(
+    const Token& token, const float* const* w, float* const* committed, const float* const* m, float* const* updated) {
     const float one = 1;
     float z[D], read[D], g[D];
     multiply<D, D, 2>(w[0], {token.k, token.q}, BIAS ? w[BIAS] : nullptr, {z, read});

@@ -1,4 +1,5 @@
-// TTT-MLP on the CPU, token by token: f(x) = x + LN(gelu(xW₁ + b₁)W₂ + b₂). Constants of the compilation: WIDTH, HIDDEN, BIAS 0 or 1.
+// TTT-MLP on the CPU, token by token: f(x) = x + LN(gelu(xW₁ + b₁)W₂ + b₂). Constants of the compilation: WIDTH, HIDDEN,
+// BIAS 0 or 1.
 
 #include "native_advance.h"
 
@@ -27,7 +28,8 @@ void gelu(float* z, float* slope) {
     }
 }
 
-void take(const Token& token, const float* const* w, float* const* committed, const float* const* m, float* const* updated) {
+void take(
+    const Token& token, const float* const* w, float* const* committed, const float* const* m, float* const* updated) {
     const float one = 1;
     float x[F], hidden[F], slope[F], g1[F], z[D], read[D], g2[D];
     multiply<D, F, 2>(w[0], {token.k, token.q}, BIAS ? w[BIAS1] : nullptr, {x, hidden});
