@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from metattt.modules import CausalConv
 from metattt.state import Context
-from metattt.tasks.reconstruction import Reconstruction
+from metattt.tasks.reconstruction import Reconstruction, rotary_table, rotate
 
 
 def context(positions: torch.Tensor) -> Context:
@@ -60,3 +61,17 @@ def test_views_of_one_token(views: str, rope: str) -> None:
         found, state = task.views(x[:, t : t + 1], state, context(torch.full((2, 1), t)))
         for one, all_ in zip(found, expected, strict=True):
             torch.testing.assert_close(one, all_[:, :, t : t + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_frequencies_are_known_to_whoever_asks_next() -> None:
+    """In inference mode first, then where gradients go through."""
+    positions, x = torch.tensor([[3]]), torch.randn(1, 1, 1, 6, requires_grad=True)
+    with torch.inference_mode():
+        expected = rotate(x, *rotary_table(positions, 6, 123.0, torch.float32))
+    found = rotate(x, *rotary_table(positions, 6, 123.0, torch.float32))
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert x.grad is not None
+    with FakeTensorMode():
+        assert rotary_table(torch.zeros(1, 5, dtype=torch.long), 6, 321.0, torch.float32)[0].shape == (1, 1, 5, 3)
+    assert type(rotary_table(positions, 6, 321.0, torch.float32)[0]) is torch.Tensor
