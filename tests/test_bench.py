@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from metattt.bench.base import require
+from metattt.bench.decode import DecodeBenchmark as Decode
 from metattt.bench.delta import Delta
+from metattt.bench.published_decoding import PublishedDecoding
 from metattt.bench.report import Check, Panel, Report, markdown_table
 from metattt.bench.state import StateAndCost
 from metattt.bench.timing import in_turn, ratios, spread
@@ -110,3 +112,20 @@ def test_a_benchmark_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench"]) == 2
     said = capsys.readouterr().err
     assert "`benchmark` is not chosen" in said and "delta" in said and "inner" in said and said.count("\n") == 1
+
+
+def test_decoding_equals_the_published_style_or_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Decode(dim=32, num_heads=2, num_layers=1, vocab_size=30, layer_dim=16, contexts=[4, 20], tokens=2, rounds=1)
+    report = small.run(lambda line: None)
+    assert [check.name for check in report.checks] == [
+        f"{name}, ours and published style, logits, fp32" for name in ("ttt_linear", "ttt_mlp")
+    ]
+    models, versus, single = report.tables.values()
+    assert (len(models), len(versus), len(single)) == (10, 4, 6)
+    step = PublishedDecoding.step
+    monkeypatch.setattr(PublishedDecoding, "step", lambda self, ids: step(self, ids) * 1.01)
+    with pytest.raises(MetaTTTError, match="nothing is reported: ttt_linear, ours and published style"):
+        small.run(lambda line: None)
+    for wrong in ({"layers": ["titans"]}, {"contexts": [2]}, {"rounds": 0}):
+        with pytest.raises(MetaTTTError, match="benchmark"):
+            Decode(**wrong)  # type: ignore[arg-type]

@@ -34,11 +34,11 @@ def published_style(
     blocks = {name: x.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4) for name, x in (("q", q), ("k", k), ("v", v))}
     steps = (tau[:, None, None, :, None] * eta.unflatten(2, (-1, size)).unsqueeze(-2)).permute(2, 0, 1, 3, 4)  # [n, B, H, b, b]
     state = {name: x if x.ndim == 4 else x.unsqueeze(2) for name, x in weights.items()}
-    norm = scale[None, :, None], shift[None, :, None]
+    affine = scale[None, :, None], shift[None, :, None]
     step = _mlp if "w2" in weights else _linear
     out = torch.empty_like(blocks["q"])
     for i in range(steps.shape[0]):
-        out[i], state = step(blocks["q"][i], blocks["k"][i], blocks["v"][i], steps[i], state, *norm)
+        out[i], state = step(blocks["q"][i], blocks["k"][i], blocks["v"][i], steps[i], state, *affine)
     return out.permute(1, 2, 0, 3, 4).flatten(2, 3), {name: x if x.shape[2] > 1 else x.squeeze(2) for name, x in state.items()}
 
 
@@ -46,11 +46,11 @@ def _linear(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, state: dict[str, Tensor], scale: Tensor, shift: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     w, b, lower, last = state["w1"], state["b1"], eta.tril(), eta[:, :, -1, :, None]
-    g = _inner_gradient(k @ w + b, v - k, scale, shift)
+    g = inner_gradient(k @ w + b, v - k, scale, shift)
     attention = (q @ k.mT).tril()
     z = q @ w - (eta * attention) @ g + b - lower @ g
     after = {"w1": w - (last * k).mT @ g, "b1": b - (last * g).sum(2, keepdim=True)}
-    return q + _norm(z, scale, shift), after
+    return q + norm(z, scale, shift), after
 
 
 def _mlp(
@@ -60,8 +60,8 @@ def _mlp(
     lower, last = eta.tril(), eta[:, :, -1, :, None]
     z1 = k @ w1 + b1
     x2 = F.gelu(z1, approximate="tanh")
-    g2 = _inner_gradient(x2 @ w2 + b2, v - k, scale, shift)
-    g1 = g2 @ w2.mT * _gelu_slope(z1)
+    g2 = inner_gradient(x2 @ w2 + b2, v - k, scale, shift)
+    g1 = g2 @ w2.mT * gelu_slope(z1)
     read1 = q @ w1 - (eta * (q @ k.mT).tril()) @ g1 + b1 - lower @ g1
     read2 = F.gelu(read1, approximate="tanh")
     z = read2 @ w2 - (eta * (read2 @ x2.mT).tril()) @ g2 + b2 - lower @ g2
@@ -71,15 +71,15 @@ def _mlp(
         "w2": w2 - (last * x2).mT @ g2,
         "b2": b2 - (last * g2).sum(2, keepdim=True),
     }
-    return q + _norm(z, scale, shift), after
+    return q + norm(z, scale, shift), after
 
 
-def _norm(z: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def norm(z: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     centred = z - z.mean(-1, keepdim=True)
     return scale * (centred / (z.var(-1, unbiased=False, keepdim=True) + EPS).sqrt()) + shift
 
 
-def _inner_gradient(z: Tensor, target: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def inner_gradient(z: Tensor, target: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     width = z.shape[-1]
     deviation = (z.var(-1, unbiased=False, keepdim=True) + EPS).sqrt()
     hat = (z - z.mean(-1, keepdim=True)) / deviation
@@ -88,6 +88,6 @@ def _inner_gradient(z: Tensor, target: Tensor, scale: Tensor, shift: Tensor) -> 
     return (width * error - total - hat * along) / (width * deviation)
 
 
-def _gelu_slope(x: Tensor) -> Tensor:
+def gelu_slope(x: Tensor) -> Tensor:
     tanh = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
     return 0.5 * x * ((1 - tanh * tanh) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -100,7 +101,10 @@ class Reconstruction(Task):
         if self.rope != "none":
             positions = ctx.positions % ctx.mini_batch_size if self.rope == "mini_batch" else ctx.positions
             cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if x.shape[1] == 1:  # the operations cost more than the arithmetic
+                q, k = rotate(torch.stack([q, k]), cos, sin)
+            else:
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.corruption != "none":
             kept["seed"] = state["seed"] if "seed" in state else self.draw_seed(x)
             k = self.corrupt(k, kept["seed"], ctx)
@@ -138,9 +142,21 @@ class Reconstruction(Task):
 def rotary_table(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[B, 1, T, width/2]` of the rotary encoding (RoFormer, Eq. 15), computed in fp32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
-    frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=wide) / width)
+    plain = type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    frequency = (_known_frequencies if plain else _frequencies)(width, theta, positions.device, wide)
     angle = positions[:, None, :, None].to(wide) * frequency
     return angle.cos(), angle.sin()
+
+
+def _frequencies(width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
+
+
+@cache
+def _known_frequencies(width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The same, computed once: for a single token it takes as long as cosines and sines."""
+    with torch.inference_mode(False):  # for later calls that are differentiated, too
+        return _frequencies(width, theta, device, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,8 +4,6 @@
 
 #include "native.h"
 
-constexpr float EPS = 1e-6f;
-
 // x̂ = (z − mean)·r of B tokens, and r. `z` and `hat` may be the same.
 static inline void normalize(const float* z, float* hat, float* rstd) {
     for (int t = 0; t < B; t += VL) {

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,11 @@ from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel
 from metattt.kernels.cpu.closed_form import Layout, by_reference, flat, shell
 from metattt.kernels.cpu.native import load
+from metattt.kernels.cpu.native_advance import advance
+from metattt.kernels.cpu.threads import divide
 from metattt.state import Tensors
+
+_functions: dict[tuple[Path | None, int, int, int], Any] = {}  # `advance` of libraries, by source and widths
 
 
 class NativeForm(Kernel):
@@ -31,6 +32,7 @@ class NativeForm(Kernel):
 
     device = "cpu"
     source: Path
+    source_of_tokens: Path | None = None  #: the one that takes token after token; None: there is none
     largest_group: int  #: mini-batches; bounds what a thread holds while it computes a group
 
     @abstractmethod
@@ -38,18 +40,64 @@ class NativeForm(Kernel):
         """The macros of the source for these tensors, all of them sizes or flags; or why there are none."""
 
     def accepts(self, given: MiniBatches) -> str | None:
+        width = given.tokens.k.shape[-1]
+        fits = width % 16 == 0 and 16 <= width <= 128 and given.size % 16 == 0 and 16 <= given.size <= 64
+        misfit = None if fits else f"a head width of {width} with {given.size} tokens per mini-batch"
+        return self._refused(given, misfit, self.source)
+
+    def advances(self, given: MiniBatches) -> str | None:
+        """Why `advance` cannot take these tensors, or None if it can: a matter of types, widths and gates, not of lengths."""
+        width = given.tokens.k.shape[-1]
+        if self.source_of_tokens is None:
+            return "whole mini-batches only"
+        misfit = None if width % 16 == 0 and 16 <= width <= 128 else f"a head width of {width}"
+        return self._refused(given, misfit, self.source_of_tokens)
+
+    def _refused(self, given: MiniBatches, misfit: str | None, source: Path) -> str | None:
         tokens = given.tokens
         if any(x is not None for x in (tokens.alpha, tokens.kappa, tokens.beta, tokens.rates)):
             return "a gate besides the step size"
         if given.operand != torch.float32 or any(x.dtype != torch.float32 for x in flat(given)):
             return "numbers other than fp32"
-        width = tokens.k.shape[-1]
-        if width % 16 or not 16 <= width <= 128 or given.size % 16 or not 16 <= given.size <= 64:
-            return f"a head width of {width} with {given.size} tokens per mini-batch"
+        if misfit is not None:
+            return misfit
         defines = self.defines(given)
         if isinstance(defines, str):
             return defines
-        return None if load(self.source, defines) else "no C++ compiler (see the debug log)"
+        return None if load(source, _macros(defines, source is self.source)) else "no C++ compiler (see the debug log)"
+
+    def advance(
+        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
+    ) -> tuple[Tensor, Tensors, Tensors | None]:
+        """Tokens of an open mini-batch, without gradients; only what `advances` accepts.
+
+        `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`, and place `b − 1` ends a mini-batch: `W_a ← W_t`,
+        `M ← 0`.
+
+        Args:
+            given: n tokens, all of them real, and the weights W_a of the last commit.
+            update: M by name `[B, H, *shape]`; None: zero.
+            phase: place of the first token in its mini-batch, `phase + n <= b`; `[B]` int64 where sequences differ, and
+                then n = 1.
+            own: `given.weights` and `update` are given up and written in place; otherwise they stay as they are.
+
+        Returns:
+            Predictions `[B, H, n, d]`; W_a after the tokens; M after them, None if `phase + n == b` for all sequences.
+        """
+        first = next(iter(given.weights.values()))
+        key = self.source_of_tokens, given.tokens.k.shape[-1], first.shape[-1], len(given.weights)
+        function = _functions.get(key)
+        if function is None:
+            function = _functions[key] = self._function(given)
+        return advance(function, given, update, phase, own)
+
+    def _function(self, given: MiniBatches) -> Any:
+        defines = self.defines(given)
+        assert self.source_of_tokens is not None and not isinstance(defines, str)  # `advances` saw it
+        library = load(self.source_of_tokens, _macros(defines, False))
+        assert library is not None
+        library.advance.argtypes, library.advance.restype = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64), None
+        return library.advance
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
         tensors = flat(given)
@@ -88,6 +136,11 @@ class NativeForm(Kernel):
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
         count = given.tokens.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
+
+
+def _macros(defines: dict[str, int], whole: bool) -> dict[str, int]:
+    """Those of a source; one that takes token after token takes mini-batches of any size."""
+    return defines if whole else {name: value for name, value in defines.items() if name != "TOKENS"}
 
 
 class _Scan(torch.autograd.Function):
@@ -196,23 +249,9 @@ class Call:
             MemoryError: no memory for what a thread holds.
         """
         threads = max(1, min(torch.get_num_threads(), self.learners, self.learners * self.count // SMALLEST_SHARE))
-        ends = [self.learners * i // threads for i in range(threads + 1)]
-        shares = [(ctypes.byref(self.passed), *map(ctypes.c_int64, pair)) for pair in pairwise(ends)]
-        others = [_threads().submit(function, *share) for share in shares[1:]]
-        failed = [function(*shares[0]), *(other.result() for other in others)]
-        if any(failed):
+        passed = ctypes.byref(self.passed)
+        if any(divide(lambda first, last: function(passed, ctypes.c_int64(first), ctypes.c_int64(last)), self.learners, threads)):
             raise MemoryError(f"no memory for {self.passed.group} mini-batches of a learner: a smaller layer.group_size needs less")
 
 
 SMALLEST_SHARE = 32  #: mini-batches of a learner that are worth a thread
-_pool: list[ThreadPoolExecutor] = []
-
-
-def _threads() -> ThreadPoolExecutor:
-    if not _pool:
-        _pool.append(ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="metattt"))
-    return _pool[0]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.clear)  # its threads are not forked

@@ -43,32 +43,21 @@ struct Step {
 
 #include "native_mini_batch.h"
 
-// gelu of z [BLOCK][B] and its derivatives. With s = σ(2u), u = √(2/π)(z + 0.044715 z³), p = 2u':
-//     gelu = z s,   gelu' = s + z s(1−s)p,   gelu'' = s(1−s)(2p + z((1−2s)p² + p')).
-// Four rows at a time: a row alone would be a long chain of operations that wait for each other.
+// gelu of z [BLOCK][B] and its derivatives, four rows at a time.
 template <bool Slope, bool Curve, int ZRow, int Row, int SlopeRow>
 __attribute__((noinline)) void gelu(Matrix<ZRow, 1> z, Matrix<Row, 1> value, Matrix<SlopeRow, 1> slope, Matrix<2 * B, 1> curve) {
-    constexpr float linear = 1.5957691216057308f, cubic = linear * 0.044715f;  // of 2u
     constexpr int AT_ONCE = 4;
     for (int i = 0; i < BLOCK; i += AT_ONCE)
         for (int t = 0; t < B; t += VL) {
-            Vector a[AT_ONCE], power[AT_ONCE], s[AT_ONCE];
+            Vector a[AT_ONCE], x[AT_ONCE], dx[AT_ONCE], ddx[AT_ONCE];
+#pragma GCC unroll 4
+            for (int n = 0; n < AT_ONCE; ++n) a[n] = load(z.data + (i + n) * ZRow + t);
+            gelu_of<Slope, Curve>(a, x, dx, ddx);
 #pragma GCC unroll 4
             for (int n = 0; n < AT_ONCE; ++n) {
-                a[n] = load(z.data + (i + n) * ZRow + t);
-                power[n] = -a[n] * (linear + cubic * a[n] * a[n]);
-            }
-            exponential(power);
-#pragma GCC unroll 4
-            for (int n = 0; n < AT_ONCE; ++n) s[n] = 1.0f / (1.0f + power[n]);
-#pragma GCC unroll 4
-            for (int n = 0; n < AT_ONCE; ++n) {
-                store(value.data + (i + n) * Row + t, a[n] * s[n]);
-                if (!Slope) continue;
-                const Vector ds = s[n] * s[n] * power[n], p = linear + 3 * cubic * a[n] * a[n];
-                store(slope.data + (i + n) * SlopeRow + t, s[n] + a[n] * ds * p);
-                if (!Curve) continue;
-                store(curve.data + (i + n) * 2 * B + t, ds * (2 * p + a[n] * ((1 - 2 * s[n]) * p * p + 6 * cubic * a[n])));
+                store(value.data + (i + n) * Row + t, x[n]);
+                if (Slope) store(slope.data + (i + n) * SlopeRow + t, dx[n]);
+                if (Curve) store(curve.data + (i + n) * 2 * B + t, ddx[n]);
             }
         }
 }

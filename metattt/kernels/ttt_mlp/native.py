@@ -15,6 +15,7 @@ from metattt.tasks.base import Task
 class NativeTTTMLP(NativeForm):
     name = "ttt_mlp.native"
     source = Path(__file__).with_name("native.cpp")
+    source_of_tokens = Path(__file__).with_name("advance.cpp")
     largest_group = 16
 
     function = staticmethod(function)

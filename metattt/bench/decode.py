@@ -1,0 +1,183 @@
+"""`metattt bench decode`: one token after the other on the CPU, against the published code's way and against attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metattt.bench.base import Benchmark, require
+from metattt.bench.published_decoding import PublishedDecoding
+from metattt.bench.report import Check, Report, Row
+from metattt.bench.timing import in_turn, ratios, spread
+from metattt.composition.compose import build, compose, instantiate_model
+from metattt.errors import MetaTTTError, check_choice
+from metattt.layer import TTTLayer
+from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.registry import register
+from metattt.state import State
+from metattt.testing.specimen import distance, randomize
+
+OURS, PUBLISHED, BASELINE = "ours", "published style", "attention"
+
+
+@register(group="benchmark", name="decode")
+class DecodeBenchmark(Benchmark):
+    """Decoding with TTT language models of the Mamba backbone, and with single layers; fp32, one sequence, on the CPU.
+
+    Args:
+        layers: sequence layers of the models, TTT-Linear or TTT-MLP as published.
+        dim, num_heads, num_layers, vocab_size: size of the models.
+        layer_dim: D of the single layers, which have `num_heads` heads, too.
+        contexts: tokens that are read before decoding starts.
+        tokens: decoded in one timed call.
+        rounds: timed calls, in turn.
+        at_most: share of the published style's time that a model may take.
+        at_most_attention: how many times as long as an attention layer the first of `layers` may take, after the longest context.
+            Both bounds are reported, not enforced.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str] = ("ttt_linear", "ttt_mlp"),
+        dim: int = 256,
+        num_heads: int = 4,
+        num_layers: int = 4,
+        vocab_size: int = 512,
+        layer_dim: int = 64,
+        contexts: Sequence[int] = (64, 1024),
+        tokens: int = 16,
+        rounds: int = 15,
+        at_most: float = 0.5,
+        at_most_attention: float = 1.3,
+    ):
+        for name in layers:
+            check_choice("benchmark.layers", name, ("ttt_linear", "ttt_mlp"))
+        sizes = {"num_layers": num_layers, "vocab_size": vocab_size, "tokens": tokens, "rounds": rounds}
+        for key, value in sizes.items():
+            if value < 1:
+                raise MetaTTTError(f"benchmark.{key}={value} is not allowed: it must be at least 1")
+        if not layers or not contexts or min(contexts) < 4:
+            wrong = f"benchmark.layers={list(layers)} contexts={list(contexts)}"
+            raise MetaTTTError(f"{wrong}: one layer or more, and contexts of 4 tokens or more")
+        self.layers, self.dim, self.num_heads, self.num_layers = list(layers), dim, num_heads, num_layers
+        self.vocab_size, self.layer_dim, self.contexts = vocab_size, layer_dim, sorted(contexts)
+        self.tokens, self.rounds, self.at_most, self.at_most_attention = tokens, rounds, at_most, at_most_attention
+
+    def run(self, say: Callable[[str], None]) -> Report:
+        models = {name: self._model(name) for name in (*self.layers, BASELINE)}
+        checks: list[Check] = []
+        for name in self.layers:
+            say(f"{name}: checking")
+            checks.append(self._check(name, models[name]))
+        rows: list[Row] = []
+        versus: list[Row] = []
+        for context in self.contexts:
+            say(f"timing models after {context} tokens")
+            found, compared = self._models(models, context)
+            rows, versus = rows + found, versus + compared
+        single: list[Row] = []
+        for context in self.contexts:
+            say(f"timing layers after {context} tokens")
+            single += self._single(context)
+        text = (
+            f"{self.num_layers} blocks of the Mamba backbone, D = {self.dim}, {self.num_heads} heads, {self.vocab_size} tokens in the "
+            f"vocabulary; single layers with D = {self.layer_dim}. One sequence, fp32, {self.tokens} tokens one after the other in every "
+            f"timed call, {self.rounds} rounds in turn in one process; ratios are made round by round. Published style: what the papers' "
+            "PyTorch code does for a token, with the same parameters (`metattt/bench/published_decoding.py`). Attention: "
+            "`F.scaled_dot_product_attention` with a cache of keys and values."
+        )
+        tables = {
+            "Models": rows,
+            f"Time of a model, divided by the published style's (at most {self.at_most:g})": versus,
+            f"Single layers (at most {self.at_most_attention:g} times attention, {self.layers[0]})": single,
+        }
+        return Report("Decoding on the CPU", text, tables, checks, dict(vars(self)))
+
+    # -- models ----------------------------------------------------------------------------------------------------------------
+
+    def _model(self, layer: str) -> LanguageModel:
+        sizes = {"dim": self.dim, "num_heads": self.num_heads}
+        sizes |= {"model.num_layers": self.num_layers, "model.vocab_size": self.vocab_size}
+        given = (f"layer={layer}", "model=mamba_backbone", *(f"{key}={value}" for key, value in sizes.items()))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = instantiate_model(compose(*given, job="language_model"))
+            for block in model.blocks:  # away from the initial values, which hide mistakes
+                randomize(block.layer)  # type: ignore[arg-type]
+        return model.eval()
+
+    def _ids(self, length: int, seed: int) -> Tensor:
+        return torch.randint(self.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+    def _check(self, name: str, model: LanguageModel) -> Check:
+        """Logits of three mini-batches of tokens, decoded from the middle of one."""
+        ids = self._ids(71, 1)
+        with torch.inference_mode():
+            _, state = model.step(ids[:, :23])
+            published = PublishedDecoding(model, state)
+            expected = torch.cat([published.step(token) for token in ids[:, 23:].split(1, dim=1)], 1)
+            found = []
+            for token in ids[:, 23:].split(1, dim=1):
+                logits, state = model.step(token, state)
+                found.append(logits)
+        return require(f"{name}, {OURS} and {PUBLISHED}, logits, fp32", distance(torch.cat(found, 1), expected), 1e-4)
+
+    def _models(self, models: Mapping[str, LanguageModel], context: int) -> tuple[list[Row], list[Row]]:
+        calls: dict[str, Callable[[], object]] = {}
+        for name, model in models.items():
+            with torch.inference_mode():
+                _, state = model.step(self._ids(context, 2), last_only=True)
+            calls[f"{name}\n{OURS}"] = partial(self._ours, model, state)
+            if name != BASELINE:
+                calls[f"{name}\n{PUBLISHED}"] = partial(self._published, model, state)
+        seconds = in_turn(calls, self.rounds)
+        rows, versus = [], []
+        for key, took in seconds.items():
+            name, way = key.split("\n")
+            rows.append({"layer": name, "way": way, "after tokens": context} | self._milliseconds(took))
+            if way == OURS and name != BASELINE:
+                ratio = ratios(took, seconds[f"{name}\n{PUBLISHED}"])
+                within = "yes" if ratio.median <= self.at_most else "no"
+                versus.append({"layer": name, "after tokens": context} | ratio._asdict() | {"within": within})
+        return rows, versus
+
+    def _ours(self, model: LanguageModel, state: LanguageModelState) -> None:
+        with torch.inference_mode():
+            for token in self._ids(self.tokens, 3).split(1, dim=1):
+                _, state = model.step(token, state)
+
+    def _published(self, model: LanguageModel, state: LanguageModelState) -> None:
+        with torch.inference_mode():
+            published = PublishedDecoding(model, state)
+            for token in self._ids(self.tokens, 3).split(1, dim=1):
+                published.step(token)
+
+    # -- single layers ---------------------------------------------------------------------------------------------------------
+
+    def _single(self, context: int) -> list[Row]:
+        x = torch.randn(1, context + self.tokens, self.layer_dim, generator=torch.Generator().manual_seed(4))
+        calls: dict[str, Callable[[], object]] = {}
+        for name in (*self.layers, BASELINE):
+            layer = build(f"layer={name}", f"dim={self.layer_dim}", f"num_heads={self.num_heads}", "seed=0")
+            with torch.inference_mode():
+                _, state = layer(x[:, :context])
+            calls[name] = partial(self._tokens, layer, state, x[:, context:])
+        seconds = in_turn(calls, self.rounds)
+        rows = []
+        for name, took in seconds.items():
+            row: Row = {"layer": name, "after tokens": context} | self._milliseconds(took)
+            rows.append(row | {f"times {BASELINE}, {k}": v for k, v in ratios(took, seconds[BASELINE])._asdict().items()})
+        return rows
+
+    def _tokens(self, layer: TTTLayer, state: State, x: Tensor) -> None:
+        with torch.inference_mode():
+            for token in x.split(1, dim=1):
+                _, state = layer(token, state)
+
+    def _milliseconds(self, took: Sequence[float]) -> dict[str, Any]:
+        found = spread([1000 * second / self.tokens for second in took])
+        return {f"ms per token, {key}": value for key, value in found._asdict().items()}

@@ -1,0 +1,298 @@
+"""Tokens of an open mini-batch in C++ against the rule written out in float64, however a caller cuts a sequence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.inner.forms import Tokens
+from metattt.kernels.base import MiniBatches
+from metattt.kernels.cpu import native, native_advance
+from metattt.kernels.cpu.native_scan import NativeForm
+from metattt.kernels.ttt_linear.native import NativeTTTLinear
+from metattt.kernels.ttt_mlp.native import NativeTTTMLP
+
+KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
+BOUND = 1e-5
+Weights = dict[str, Tensor]
+pytestmark = pytest.mark.skipif(
+    native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"
+)
+
+
+def given(
+    kind: str,
+    d: int = 16,
+    b: int = 16,
+    bias: bool = True,
+    tau: str = "shared",
+    hidden: int = 32,
+    n: int = 1,
+    batch: int = 2,
+    heads: int = 2,
+) -> MiniBatches:
+    generator = torch.Generator().manual_seed(d + b)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    k, v, q = (normal(batch, n, heads, d).transpose(1, 2) for _ in range(3))
+    eta = normal(batch, n, heads).sigmoid().transpose(1, 2) / d
+    steps = None if tau == "none" else 1 / torch.arange(1.0, b + 1) + 0.1 * normal(heads if tau == "per_head" else 1, b)
+    shapes = (
+        {"w1": (d, d), "b1": (d,)}
+        if kind == "linear"
+        else {"w1": (d, hidden), "b1": (hidden,), "w2": (hidden, d), "b2": (d,)}
+    )
+    weights = {
+        name: normal(batch, heads, *shape) * 0.3 * shape[0] ** -0.5
+        for name, shape in shapes.items()
+        if bias or name[0] == "w"
+    }
+    slow = {"norm_scale": 1 + 0.1 * normal(heads, d), "norm_bias": 0.1 * normal(heads, d)}
+    return MiniBatches(Tokens(k, v, q, eta), weights, slow, steps, b, torch.float32, None)
+
+
+def part(x: MiniBatches, first: int, last: int, weights: Weights | None = None) -> MiniBatches:
+    tokens = Tokens(*(None if t is None else t[:, :, first:last] for t in x.tokens))  # type: ignore[arg-type]
+    return x._replace(tokens=tokens, weights=x.weights if weights is None else weights)
+
+
+def predict(x: Tensor, w: Weights, scale: Tensor, shift: Tensor) -> Tensor:
+    """x + LN(f(x)) for `[B, H, d]`."""
+
+    def layer(x: Tensor, number: int) -> Tensor:
+        z = (x.unsqueeze(-2) @ w[f"w{number}"]).squeeze(-2)
+        return z + w[f"b{number}"] if f"b{number}" in w else z
+
+    z = layer(x, 1)
+    z = layer(F.gelu(z, approximate="tanh"), 2) if "w2" in w else z
+    return x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * scale + shift
+
+
+def written_out(x: MiniBatches, update: Weights | None, phases: Tensor) -> tuple[Tensor, Weights, Weights]:
+    """What `advance` computes, in float64 with autograd: y, W_a and M after the tokens; `phases` `[B]` of the first."""
+    k, v, q, eta = (t.double() for t in x.tokens if t is not None)
+    scale, shift = (x.slow[name].double() for name in ("norm_scale", "norm_bias"))
+    w = {name: value.double() for name, value in x.weights.items()}
+    m = {name: torch.zeros_like(value) if update is None else update[name].double() for name, value in w.items()}
+    ys = []
+    for t in range(k.shape[2]):
+        leaves = {name: value.detach().requires_grad_() for name, value in w.items()}
+        loss = 0.5 * (predict(k[:, :, t], leaves, scale, shift) - v[:, :, t]).square().sum()
+        gradients = dict(zip(w, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        tau = torch.ones(1, x.size) if x.tau is None else x.tau
+        tau = tau.double()[:, phases + t].mT.expand(eta.shape[:2])  # [B, H]
+
+        def spread(a: Tensor, like: Tensor) -> Tensor:
+            return a.view(*a.shape, *(1,) * (like.ndim - a.ndim))
+
+        m = {name: m[name] - spread(eta[:, :, t], g) * g for name, g in gradients.items()}
+        now = {name: w[name] + spread(tau, m[name]) * m[name] for name in w}
+        ys.append(predict(q[:, :, t], now, scale, shift))
+        ends = phases + t == x.size - 1
+        w = {name: torch.where(spread(ends, w[name]), now[name], w[name]) for name in w}
+        m = {name: torch.where(spread(ends, m[name]), 0, m[name]) for name in m}
+    return torch.stack(ys, 2), w, m
+
+
+def close(found: Tensor, expected: Tensor, bound: float = BOUND) -> None:
+    assert found.dtype == torch.float32 and found.shape == expected.shape
+    assert (found.double() - expected).norm() <= bound * expected.norm(), float(
+        (found.double() - expected).norm() / expected.norm()
+    )
+
+
+def check(kind: str, x: MiniBatches, phase: int | Tensor, update: Weights | None, own: bool) -> None:
+    """Against float64; what is not given up stays as it is."""
+    kernel, batch = KERNELS[kind], x.tokens.k.shape[0]
+    assert kernel.advances(x) is None
+    y, w, m = written_out(x, update, phase if isinstance(phase, Tensor) else torch.full((batch,), phase))
+    passed = copy.deepcopy((x, update))
+    found, after, moved = kernel.advance(*passed, phase, own)
+    close(found, y)
+    for name in x.weights:
+        close(after[name], w[name])
+        if moved is not None:
+            close(moved[name], m[name])
+    assert (moved is None) == (not isinstance(phase, Tensor) and phase + x.tokens.k.shape[2] == x.size)
+    if own:
+        assert all(after[name] is passed[0].weights[name] for name in after)
+        assert moved is None or update is None or all(moved[name] is passed[1][name] for name in moved)
+    else:
+        assert all(torch.equal(passed[0].weights[name], value) for name, value in x.weights.items())
+        assert update is None or all(torch.equal(passed[1][name], value) for name, value in update.items())
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    ("d", "hidden", "b", "bias", "tau"),
+    [
+        (16, 16, 16, True, "none"),
+        (32, 48, 32, False, "shared"),
+        (48, 80, 5, True, "per_head"),
+        (64, 256, 16, True, "shared"),
+        (96, 384, 16, False, "per_head"),
+        (128, 64, 8, True, "shared"),
+    ],
+)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_one_token(kind: str, d: int, hidden: int, b: int, bias: bool, tau: str, own: bool) -> None:
+    x = given(kind, d, b, bias, tau, hidden)
+    update = {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}
+    check(kind, x, 0, None, own)
+    check(kind, x, 2, update, own)
+    check(kind, x, b - 1, update, own)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("phase", "n"), [(0, 1), (0, 5), (3, 12), (3, 13), (0, 16), (15, 1)])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_several_tokens(kind: str, phase: int, n: int, own: bool) -> None:
+    x = given(kind, n=n, batch=1 if n == 5 else 3)
+    check(
+        kind, x, phase, None if phase == 0 else {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}, own
+    )
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("phases", [[0, 15, 3], [15, 15, 15], [1, 2, 0]])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_every_sequence_at_a_place_of_its_own(kind: str, phases: list[int], own: bool) -> None:
+    x = given(kind, batch=3, tau="per_head")
+    update = {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}
+    for place, value in enumerate(phases):
+        for m in update.values():
+            m[place] *= value > 0
+    check(kind, x, torch.tensor(phases), update, own)
+    if 0 in phases:
+        check(kind, x._replace(tokens=x.tokens.map(lambda t: t[:1]), weights={n: w[:1] for n, w in x.weights.items()}),
+              torch.tensor([0]), None, own)  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [[1] * 32, [16, 16], [3, 13, 7, 8, 1], [5, 11, 15, 1]])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_cut_anywhere_it_is_the_scan_of_whole_mini_batches(kind: str, cut: list[int]) -> None:
+    x = given(kind, n=32, tau="per_head")
+    expected, last = KERNELS[kind].scan(x, lambda _: pytest.fail("the reference was taken"))
+    kept = copy.deepcopy(x.weights)
+    for own in (False, True):
+        weights, update, ys, place = (
+            ({name: w.clone() for name, w in x.weights.items()} if own else x.weights),
+            None,
+            [],
+            0,
+        )
+        for n in cut:
+            y, weights, update = KERNELS[kind].advance(part(x, place, place + n, weights), update, place % 16, own)
+            ys.append(y)
+            place += n
+        close(torch.cat(ys, 2), expected.double())
+        assert update is None
+        for name, w in weights.items():
+            close(w, last[name].double())
+    assert all(torch.equal(x.weights[name], w) for name, w in kept.items())
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_any_strides(kind: str) -> None:
+    x = given(kind, n=3, tau="per_head")
+    t = x.tokens
+    tokens = Tokens(
+        t.k.mT.contiguous().mT,  # rows are not contiguous
+        t.v[:1].expand(2, -1, -1, -1),
+        torch.cat([t.q, t.q], -1)[..., 16:],  # rows with gaps
+        t.eta[..., :1].expand(-1, -1, 3),
+    )
+    weights = {name: w[:1].expand_as(w) for name, w in x.weights.items()}
+    update = {name: w.transpose(-1, -2).contiguous().transpose(-1, -2) for name, w in x.weights.items()}
+    slow = {name: w.T.contiguous().T for name, w in x.slow.items()}
+    assert x.tau is not None
+    odd = x._replace(tokens=tokens, weights=weights, slow=slow, tau=torch.stack([x.tau, x.tau], -1)[..., 0])
+    before = copy.deepcopy(weights)
+    y, w, _ = written_out(odd, update, torch.tensor([13, 13]))
+    for own in (False, True):
+        found, after, _ = KERNELS[kind].advance(odd, update, 13, own)
+        close(found, y)
+        for name, value in after.items():
+            close(value, w[name])
+            assert torch.equal(weights[name], before[name])  # where memory is shared, even what is given up is copied
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_nothing_is_read_that_was_not_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned = {name: getattr(torch, name) for name in ("empty_strided", "empty_like")}
+    for name, make in poisoned.items():
+        monkeypatch.setattr(torch, name, lambda *args, make=make, **kwargs: make(*args, **kwargs).fill_(float("nan")))
+    x = given(kind, n=16)
+    update = {name: 0.1 * torch.randn_like(w) for name, w in x.weights.items()}
+    calls = [
+        (x, None, 0),
+        (part(x, 0, 3), None, 2),
+        (part(x, 0, 1), update, 15),
+        (part(x, 0, 1), update, torch.tensor([15, 4])),
+    ]
+    for made, m, phase in calls:
+        for own in (False, True):
+            found = KERNELS[kind].advance(*copy.deepcopy((made, m)), phase, own)
+            tensors = [found[0], *found[1].values(), *(found[2] or {}).values()]
+            assert not any(t.isnan().any() for t in tensors)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("name", ["k", "v", "q", "eta"])
+def test_nan_is_not_lost(kind: str, name: str) -> None:
+    """It reaches all that depends on it, and no other head or sequence."""
+    x = given(kind)
+    getattr(x.tokens, name)[0, 1] = float("nan")
+    y, _, m = KERNELS[kind].advance(x, None, 0, False)
+    assert m is not None
+    assert y[0, 1].isnan().all() and not y[0, 0].isnan().any() and not y[1].isnan().any()
+    assert m["w1"][0, 1].isnan().any() == (name != "q")
+    assert not m["w1"][0, 0].isnan().any() and not m["w1"][1].isnan().any()
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_threads_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = given(kind, n=4, batch=5)
+    expected = KERNELS[kind].advance(x, None, 0, False)
+    monkeypatch.setattr(native_advance, "SMALLEST_SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    found = KERNELS[kind].advance(x, None, 0, False)
+    assert torch.equal(found[0], expected[0]) and found[2] is not None and expected[2] is not None
+    assert all(torch.equal(found[2][name], m) for name, m in expected[2].items())
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_no_sequences(kind: str) -> None:
+    y, weights, update = KERNELS[kind].advance(given(kind, batch=0), None, 0, True)
+    assert y.shape == (0, 2, 1, 16) and weights["w1"].shape[0] == 0 and update is not None
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_what_was_loaded_is_no_part_of_the_kernel(kind: str) -> None:
+    """A layer is copied, pickled and sent to other processes together with its kernels, also after it has decoded."""
+    x = given(kind)
+    expected = KERNELS[kind].advance(x, None, 0, False)[0]
+    for other in (copy.deepcopy(KERNELS[kind]), pickle.loads(pickle.dumps(KERNELS[kind]))):
+        assert torch.equal(other.advance(x, None, 0, False)[0], expected)
+
+
+def test_what_is_not_accepted() -> None:
+    kernel, x = KERNELS["linear"], given("linear")
+    assert "gate" in str(kernel.advances(x._replace(tokens=x.tokens._replace(alpha=x.tokens.eta))))
+    assert "fp32" in str(kernel.advances(x._replace(operand=torch.bfloat16)))
+    assert "fp32" in str(kernel.advances(x._replace(weights={name: w.double() for name, w in x.weights.items()})))
+    assert "width of 24" in str(kernel.advances(given("linear", 24)))
+    assert "hidden width of 40" in str(KERNELS["mlp"].advances(given("mlp", hidden=40)))
+    assert kernel.accepts(given("linear", b=5, n=5)) is not None and kernel.advances(given("linear", b=5)) is None
+
+    class Whole(NativeTTTLinear):
+        source_of_tokens = None
+
+    assert "whole mini-batches" in str(Whole().advances(x))
