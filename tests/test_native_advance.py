@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.forms import Tokens
-from metattt.kernels.base import MiniBatches
+from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.cpu import native, native_advance
 from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.native import NativeTTTLinear

@@ -46,6 +46,7 @@ class Plan:
         chunk: tokens per compute step; None: a whole block.
         replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
+        decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
     """
 
     form: str
@@ -59,6 +60,7 @@ class Plan:
     chunk: int | None = None
     replays: bool = False
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
+    decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
     said: set[tuple[str, str, str]] = field(default_factory=set)
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
 
@@ -66,7 +68,7 @@ class Plan:
         return type(None), ()  # not written to disk: a layer that was makes its plan again
 
     def __deepcopy__(self, memo: dict[int, object]) -> Plan:
-        return replace(self, kernels=list(self.kernels), shapes=dict(self.shapes), said=set(self.said))
+        return replace(self, kernels=list(self.kernels), shapes=dict(self.shapes), decoders=dict(self.decoders), said=set(self.said))
 
     def kernel(self, given: MiniBatches) -> Kernel | None:
         """The first kernel that takes these whole mini-batches.
@@ -99,17 +101,27 @@ class Plan:
         """The first kernel that takes these tokens of an open mini-batch."""
         if interpreter_stack() is not None or torch.compiler.is_compiling():
             return None
-        device = given.tokens.k.device.type
-        for kernel in self.kernels:
-            if kernel.device == device and kernel.advances(given) is None:
-                return kernel
-        return None
+        key = decided_by(given)
+        if key not in self.decoders:
+            device = given.tokens.k.device.type
+            taking = (kernel for kernel in self.kernels if kernel.device == device and kernel.advances(given) is None)
+            self.decoders[key] = next(taking, None)
+        return self.decoders[key]
 
     def _say(self, form: str, device: str, why: str) -> None:
         """The choice of a kernel in the debug log, once."""
         if not torch.compiler.is_compiling() and (form, device, why) not in self.said:
             self.said.add((form, device, why))
             log.debug("form=%s on %s: %s", form, device, why)
+
+
+def decided_by(given: MiniBatches) -> tuple[object, ...]:
+    """What a kernel's `advances` may depend on: types, widths, gates and the device, but not the number of tokens or sequences."""
+    k, v, q, eta, *gates = given.tokens
+    types = [x.dtype for x in (*given.weights.values(), *given.slow.values())]
+    tau = None if given.tau is None else given.tau.dtype
+    here = [gate is None for gate in gates]
+    return k.device, k.dtype, v.dtype, q.dtype, eta.dtype, tau, given.operand, given.size, k.shape[-1], v.shape[-1], *types, *here
 
 
 def make_plan(

@@ -68,7 +68,7 @@ class Kernel(ABC):
         """
 
     def advances(self, given: MiniBatches) -> str | None:
-        """As `accepts`, for `advance`."""
+        """As `accepts`, for `advance`; by types, widths and gates alone, since the answer is kept."""
         return "whole mini-batches only"
 
     def advance(

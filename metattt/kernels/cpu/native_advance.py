@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metattt.kernels.base import MiniBatches
+from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.threads import divide
 from metattt.state import Tensors
 
