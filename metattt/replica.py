@@ -1,10 +1,11 @@
-"""A module with other values for its parameters, the module itself untouched: threads may share it.
+"""A module with other values for its parameters and buffers, the module itself untouched: threads may share it.
 
 `torch.func.functional_call` puts the values into the module for the time of the call, where every other thread sees them.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -29,12 +30,14 @@ def replica(module: M) -> M:
 
 
 def call_with(module: nn.Module, values: Mapping[str, Tensor], *args: Any) -> Any:
-    """`module(*args)` with `values` for the parameters of these names, also where a parameter has several names."""
+    """`module(*args)` with `values` for the parameters and buffers of these names, also where one has several names."""
     made = replica(module)
-    new = {id(parameter): values[name] for name, parameter in module.named_parameters() if name in values}
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    new = {id(tensor): values[name] for name, tensor in tensors if name in values}
     for part in made.modules():
-        for name, parameter in part._parameters.items():
-            part._parameters[name] = new.get(id(parameter), parameter)  # type: ignore[assignment]
+        for registry in (part._parameters, part._buffers):
+            for name, tensor in registry.items():
+                registry[name] = new.get(id(tensor), tensor)  # type: ignore[assignment]
     return made(*args)
 
 
