@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
+from metattt.inner.export import inlined
 from metattt.inner.forms import Carry, Forms, Tokens, spread
 from metattt.inner.gradients import in_transform
 from metattt.inner.packing import Block, Frame
@@ -23,6 +24,8 @@ from metattt.state import Tensors
 from metattt.tasks.base import Task
 
 log = logging.getLogger("metattt")
+
+Through = Callable[..., Sequence[Tensor]]
 
 STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
 
@@ -210,6 +213,8 @@ class InnerLoop(nn.Module):
         self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
     ) -> tuple[Tensor | None, Carry]:
         size = self.group_size if self.group_size is not None else max(1, round(math.sqrt(len(blocks))))
+        if torch.compiler.is_exporting() and not self._forms(tokens.k.dtype, operand).solves:
+            return self._recomputed(tokens, carry, blocks, read, operand, inlined)
         if size == 0 or not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_transform():
             return self(tokens, carry, blocks, read, operand)
         groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
@@ -220,10 +225,18 @@ class InnerLoop(nn.Module):
         return (torch.cat(outputs, dim=2) if outputs else None), carry
 
     def _recomputed(
-        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
+        self,
+        tokens: Tokens,
+        carry: Carry,
+        blocks: Sequence[Block],
+        read: bool,
+        operand: torch.dtype,
+        through: Through = recompute,
     ) -> tuple[Tensor | None, Carry]:
         """`forward`, recomputed in the backward pass. Parameters travel as inputs, so that `functional_call` around us stays right."""
-        parameters = dict(self.named_parameters())
+        parameters: Tensors = dict(self.named_parameters())
+        if through is inlined:  # then they have no values either
+            parameters |= dict(self.named_buffers())
         present = [x is not None for x in tokens]
         keys = [(role, name) for role, weights in carry.items() for name in weights]
         after: list[tuple[str, str]] = []
@@ -240,7 +253,7 @@ class InnerLoop(nn.Module):
             return ([y] if read else []) + [leaving[role][name] for role, name in after]
 
         entering = [carry[role][name] for role, name in keys]
-        outputs = iter(recompute(body, *(x for x in tokens if x is not None), *entering, *parameters.values()))
+        outputs = iter(through(body, *(x for x in tokens if x is not None), *entering, *parameters.values()))
         y = next(outputs) if read else None
         leaving: Carry = {}
         for role, name in after:
