@@ -1,4 +1,4 @@
-"""A module with other values for its parameters, the module itself untouched: threads may share it.
+"""A module with other values for its parameters and buffers, the module itself untouched: threads may share it.
 
 `torch.func.functional_call` puts the values into the module for the time of the call, where every other thread sees them.
 """

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.by_kernel import scan
+from metattt.inner.export import inlined
 from metattt.inner.final import answers, steps
 from metattt.inner.forms import CHUNKS
 from metattt.inner.packing import Packing, make_frame
@@ -250,6 +251,8 @@ class InnerLoop:
         self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
     ) -> tuple[Tensor | None, Carry]:
         size = self.group_size
+        if torch.compiler.is_exporting() and self.plan.chunks != "solved":
+            return recomputed(self, tokens, carry, blocks, read, operand, inlined)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter_stack() is not None:
             return self.forward(tokens, carry, blocks, read, operand)
         if not self._differentiable(tokens, carry):  # the inner gradients alone must not make the result look as if it were

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from metattt.inner.tokens import Block, Carry, Tokens
 from metattt.replica import with_values
+from metattt.state import Tensors
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
@@ -84,14 +85,23 @@ class _replay:
 
 
 def recomputed(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
+    loop: InnerLoop,
+    tokens: Tokens,
+    carry: Carry,
+    blocks: Sequence[Block],
+    read: bool,
+    operand: torch.dtype,
+    through: Callable[..., Sequence[Tensor]] = recompute,
 ) -> tuple[Tensor | None, Carry]:
     """`InnerLoop.forward`, recomputed in the backward pass. Parameters travel as inputs, and are put into copies of the parts.
 
-    (`torch.func.functional_call` would put them into the parts themselves, where another thread finds them.)
+    (`torch.func.functional_call` would put them into the parts themselves, where another thread finds them.) `through` runs a function
+    of tensors: `recompute`, or what writes it out for an export.
     """
     parts = nn.ModuleList((loop.task, loop.learner, loop.optimizer))
-    parameters = dict(parts.named_parameters())
+    parameters: Tensors = dict(parts.named_parameters())
+    if through is not recompute:  # buffers are to travel as well
+        parameters |= dict(parts.named_buffers())
     present = [x is not None for x in tokens]
     keys = [(role, name) for role, weights in carry.items() for name in weights]
     after: list[tuple[str, str]] = []
@@ -109,7 +119,7 @@ def recomputed(
         return ([y] if y is not None else []) + [leaving[role][name] for role, name in after]
 
     entering = [carry[role][name] for role, name in keys]
-    outputs = iter(recompute(body, *(x for x in tokens if x is not None), *entering, *parameters.values()))
+    outputs = iter(through(body, *(x for x in tokens if x is not None), *entering, *parameters.values()))
     y = next(outputs) if read else None
     leaving: Carry = {}
     for role, name in after:

@@ -1,0 +1,108 @@
+"""`torch.export`: the program computes what the layer computes, or the reason is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import metattt
+from metattt.errors import MetaTTTError
+from metattt.known_layers import known_layers
+from metattt.layer import TTTLayer
+from metattt.learners import ModuleLearner
+from metattt.models import LanguageModel
+from metattt.optimizers import GradientDescent
+from metattt.tasks import Reconstruction
+
+
+class Shifted(nn.Linear):
+    """With a buffer, which belongs to no part's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("shift", torch.linspace(0, 1, 8))
+
+    shift: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh() + self.shift
+
+
+def build(name: str) -> TTTLayer:
+    small = {"lact": ["optimizer.mini_batch_size=8"], "titans": ["optimizer.mini_batch_size=8"]}
+    return metattt.build(f"layer={name}", "dim=16", "num_heads=2", *small.get(name, []))
+
+
+LAYERS: dict[str, Callable[[], TTTLayer]] = {
+    **{name: partial(build, name) for name in known_layers()},
+    "module": lambda: TTTLayer(16, 2, Reconstruction(), ModuleLearner(Shifted()), GradientDescent(4)),
+}
+
+
+def check(program: Any, expected: Any, *given: Tensor) -> None:
+    torch.manual_seed(0)
+    for found, wanted in zip(tree_leaves(program(*given)), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_exported_layer(name: str) -> None:
+    layer, x = LAYERS[name](), torch.randn(2, 9, 16)
+    program = torch.export.export(layer, (x,)).module()
+    for tokens in (x, torch.randn(2, 9, 16)):
+        torch.manual_seed(0)
+        check(program, layer(tokens), tokens)
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp", "attention"])
+def test_an_exported_language_model(name: str) -> None:
+    model = LanguageModel(11, 16, 1, partial(metattt.build, f"layer={name}", "dim=16", "num_heads=2"))
+    ids = torch.randint(11, (2, 9))
+    check(torch.export.export(model, (ids,)).module(), model(ids), ids)
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp", "linear_attention", "nested_transformer"])
+def test_an_exported_layer_can_be_trained(name: str) -> None:
+    layer, x = LAYERS[name](), torch.randn(2, 9, 16)
+    program = torch.export.export(layer, (x,)).module()
+    gradients = []
+    for call in (layer, program):
+        call.zero_grad()
+        call(x)[0].square().sum().backward()
+        gradients.append({key: p.grad for key, p in call.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, wanted in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_open_sizes_where_there_is_no_loop(strict: bool) -> None:
+    layer, x = build("attention"), torch.randn(2, 9, 16)
+    sizes = {"x": {0: torch.export.Dim("B", max=64), 1: torch.export.Dim("T", min=2, max=4096)}}
+    program = torch.export.export(layer, (x,), dynamic_shapes=sizes, strict=strict).module()
+    longer = torch.randn(3, 13, 16)
+    check(program, layer(longer), longer)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_open_sizes_of_a_loop_are_refused(axis: int) -> None:
+    sizes = {"x": {axis: torch.export.Dim("N", min=2, max=64)}}
+    with pytest.raises(MetaTTTError, match="leave both out of dynamic_shapes"):
+        torch.export.export(build("ttt_linear"), (torch.randn(3, 9, 16),), dynamic_shapes=sizes)
+
+
+@pytest.mark.parametrize("name", ["ttt_mlp", "linear_attention", "nested_ttt"])
+def test_strict_export_is_refused_where_it_cannot_follow(name: str) -> None:
+    with pytest.raises(Exception, match=r"torch.export\(strict=True\) cannot trace the gradients inside a layer"):
+        torch.export.export(build(name), (torch.randn(2, 9, 16),), strict=True)
+
+
+def test_a_layer_that_solves_exports_strictly() -> None:
+    layer, x = build("gated_delta_net"), torch.randn(2, 9, 16)
+    check(torch.export.export(layer, (x,), strict=True).module(), layer(x), x)
