@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from metattt import build
 from metattt.cli import COMMANDS, main
-from metattt.composition.compose import compose, instantiate_layer, quote_free_text
+from metattt.composition.compose import compose, instantiate_layer
+from metattt.composition.overrides import quote_free_text
 from metattt.errors import MetaTTTError
 from metattt.registry import register
 
@@ -83,7 +84,7 @@ def test_every_block_gets_a_layer_of_its_own() -> None:
         (["seed=x"], "`seed=x` is not allowed"),
         (["learner.bias"], "write <key>=<value>"),
         (["dim=(a"], "cannot be read"),
-        (["dim=1,2"], "has a comma"),
+        (["dim=1,2"], "one value at a time. A list is written \"dim=[1,2]\""),
         (["learner=custom"], "give learner._target_=package.Class"),
         (
             ["learner=custom", "learner._target_=nowhere.Class"],
