@@ -11,8 +11,8 @@ KEYS = {  # our key: other names for it; where a name stands twice, the first ke
     "optimizer.mini_batch_size": "mini_batch_size inner_batch_size chunk_size inner_chunk_size ttt_batch_size",
     "model.num_layers": "num_layers n_layers n_layer num_blocks n_blocks depth num_hidden_layers layers",
     "model.depth": "num_layers n_layers n_layer num_blocks n_blocks depth num_hidden_layers layers",
-    "dim": "d_model n_embd embed_dim hidden_size hidden_dim width model_dim model.dim model.hidden_size layer.dim",
-    "num_heads": "heads n_heads n_head nheads num_attention_heads layer.num_heads",
+    "dim": "d_model n_embd embed_dim hidden_size hidden_dim width model_dim model.hidden_size",
+    "num_heads": "heads n_heads n_head nheads num_attention_heads",
     "model.vocab_size": "vocab_size n_vocab vocab",
     "model.ffn_dim": "ffn_dim d_ff intermediate_size mlp_dim",
     "data.context_length": "context_length seq_len sequence_length seq_length block_size context ctx_len max_seq_len max_length window",
@@ -47,6 +47,22 @@ OTHER = {  # our key: what else a name for it may have meant
     "data.batch_size": "optimizer.mini_batch_size",
 }
 """Of the outer loop, with the key of the inner loop that has the same name in papers."""
+
+NOT_SET_THERE = {
+    "model.layer": "layer=<name> chooses the layer of every block",
+    "model.on_block": "it is for Python alone",
+    "model.dim": "dim=<value> sets it for the model and its layers",
+    "model.embed_dim": "dim=<value> sets it for the model and its layers",
+    "layer.dim": "dim=<value> sets it for the model and its layers",
+    "layer.num_heads": "num_heads=<value> sets it for the model and its layers",
+    "layer.task": "task=<name> chooses it",
+    "layer.learner": "learner=<name> chooses it",
+    "layer.optimizer": "optimizer=<name> chooses it",
+    "trainer.callbacks": "callbacks.<name>.<key>=<value> sets one, ~callbacks.<name> leaves it out",
+    "trainer.logger": "logger=<name> chooses it, ~logger leaves it out",
+    "trainer.overfit_batches": "data.max_bytes=<few> trains on little text",
+}
+"""Keys that a constructor has and a configuration must not set, with what to do instead."""
 
 OUTER_OPTIMIZERS = ("adamw", "adam8bit", "adafactor", "lamb", "lion", "nadam", "radam", "rmsprop", "sgd", "shampoo", "sophia", "soap")
 """What is chosen with `training`, never with `optimizer`."""

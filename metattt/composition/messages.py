@@ -24,11 +24,12 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from metattt.composition.aliases import NUMBERS, OUTER_OPTIMIZERS, alias, inner_counterpart
+from metattt.composition.aliases import NOT_SET_THERE, NUMBERS, OUTER_OPTIMIZERS, alias, inner_counterpart
 from metattt.composition.choices import choice_of_schema, groups
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, REGISTERED
 
+CUSTOM = ("learner", "task", "optimizer")  # groups with a choice `custom`
 COMMON_NAMES = ("none", "custom", "default")  # of choices in several groups
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
@@ -60,10 +61,10 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
     and the same name, or nearly so, in another part.
     """
     owner, _, key = full_key.rpartition(".")
-    fields = [field for field in _fields(parent) if field != key]
+    fields = [field for field in _fields(parent) if field != key and f"{owner}.{field}" not in NOT_SET_THERE]
     command = "metattt.build()" if job == "build" else f"`metattt {job}`"
     where = f"a field of {owner}" if owner else f"a key of {command}"
-    known = _known_keys(parent)
+    known = known_keys(parent)
     keys = set(known.values())
     suggestion = alias(full_key, keys) or _in_another_choice(owner, key)
     suggestion = suggestion or (alias(key, [one for one in keys if one.startswith(f"{owner}.")]) if owner else known.get(key))
@@ -146,7 +147,8 @@ def explain_instantiation(error: BaseException, part: str) -> str:
     unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
     if unknown and isinstance(cause, TypeError):
         guess = nearest(unknown[1], _parameters(called[1]))
-        hint = f"Did you mean `{key}.{guess}`?" if guess else f"Leave it out with ~{key}.{unknown[1]}"
+        other = f"Add {key}=custom, which sets nothing but what you give" if key in CUSTOM else f"Leave it out with ~{key}.{unknown[1]}"
+        hint = f"Did you mean `{key}.{guess}`?" if guess else other
         return f"`{unknown[1]}` is not a parameter of {called[1]}. {hint}"
     required = re.search(r"missing \d+ required .*?arguments?: (.*)", str(cause))
     if required and isinstance(cause, TypeError):
@@ -181,7 +183,7 @@ def _fields(node: Any) -> list[str]:
     return [key for key in keys if not key.startswith("_") and key != "hydra"]
 
 
-def _known_keys(node: Any) -> dict[str, str]:
+def known_keys(node: Any) -> dict[str, str]:
     """Every key of the configuration that a node is in, by itself, and by its last word if that stands in one part alone or first."""
     if not isinstance(node, DictConfig):
         return {}
@@ -189,6 +191,8 @@ def _known_keys(node: Any) -> dict[str, str]:
     known = {key: key for key in _fields(root)}
     for part in _fields(root):
         for field in _fields(root._get_node(part)):
+            if f"{part}.{field}" in NOT_SET_THERE:
+                continue
             known[f"{part}.{field}"] = f"{part}.{field}"
             known.setdefault(field, f"{part}.{field}")
     return known

@@ -8,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
+from metattt.composition.aliases import NOT_SET_THERE
 from metattt.composition.choices import groups, unchosen
 from metattt.composition.components import TRAINER
 from metattt.composition.messages import refused_value, unreadable
@@ -28,18 +29,8 @@ NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
 
 SEARCH_PATH = "hydra.searchpath"
 
-NOT_SET_THERE = {
-    "model.layer": "layer=<name> chooses the layer of every block",
-    "model.on_block": "it is for Python alone",
-    "layer.task": "task=<name> chooses it",
-    "layer.learner": "learner=<name> chooses it",
-    "layer.optimizer": "optimizer=<name> chooses it",
-    "trainer.callbacks": "callbacks.<name>.<key>=<value> sets one, ~callbacks.<name> leaves it out",
-    "trainer.logger": "logger=<name> chooses it, ~logger leaves it out",
-    "trainer.overfit_batches": "data.max_bytes=<few> trains on little text",
-}
-"""Keys that a constructor has and a configuration must not set, with what to do instead."""
-
+LEFT_OUT = ("callbacks", "logger", "preset", "recipe", "experiment")
+"""Groups that a job can do without."""
 
 def prepare(overrides: Sequence[str], job: str) -> list[str]:
     """Overrides in Hydra's syntax.
@@ -120,9 +111,11 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
         syntax = f". A list is written \"{key}=[{given}]\", a text with a comma \"{key}='{given}'\""
         plain = key not in groups(job) and "(" not in given
         raise MetaTTTError(f"`{text}` names several values, and a command runs once: give one value at a time{syntax if plain else ''}")
-    if override.type == OverrideType.DEL:
-        return
     known = groups(job)
+    if override.type == OverrideType.DEL:
+        if key in known and key not in LEFT_OUT:
+            raise MetaTTTError(f"`~{key}` takes away what `metattt {job}` needs: choose another with {key}=<name>")
+        return
     if not key:
         raise MetaTTTError(unreadable(text))
     if part == "hydra" and key != SEARCH_PATH:

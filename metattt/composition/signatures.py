@@ -171,6 +171,8 @@ def find_source(module: str) -> Path:
     """
     top, *inner = module.split(".")
     spec = importlib.util.find_spec(top)
+    if spec and spec.origin and not inner and not spec.submodule_search_locations:
+        return Path(spec.origin)
     for root in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(root, *inner)
         for file in (path / "__init__.py", path.with_suffix(".py")):
