@@ -73,7 +73,7 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
     Raises:
         MetaTTTError: as `register`.
     """
-    owner = REGISTERED.setdefault((group, name), target)
+    owner = REGISTERED.get((group, name), target)
     if owner != target:  # the same class again is a notebook cell or module that was run twice: the newer one wins
         raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
     fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target))]
@@ -85,7 +85,7 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
             )
         allowed[parameter.name] = _literals(parameter.annotation)
         fields.append((parameter.name, _field_type(parameter.annotation), _field_default(parameter.default)))
-    PARAMETERS[target] = allowed
+    REGISTERED[group, name], PARAMETERS[target] = target, allowed  # not before: a class that is refused leaves nothing behind
     module, _, cls = target.rpartition(".")
     node = dataclasses.make_dataclass(cls, fields)
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)

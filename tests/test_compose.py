@@ -16,7 +16,7 @@ from metattt.cli import COMMANDS, main
 from metattt.composition.compose import compose, instantiate_layer
 from metattt.composition.overrides import quote_free_text
 from metattt.errors import MetaTTTError
-from metattt.registry import register
+from metattt.registry import REGISTERED, register
 
 SMALL = ("dim=16", "num_heads=2")
 
@@ -226,6 +226,7 @@ def test_a_registered_constructor_names_its_parameters() -> None:
 
     with pytest.raises(MetaTTTError, match="options"):
         register("learner", "greedy")(Greedy)
+    assert ("learner", "greedy") not in REGISTERED
     with pytest.raises(MetaTTTError, match="already registered"):
         register("learner", "linear")(Greedy)
 

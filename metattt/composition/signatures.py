@@ -72,6 +72,7 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
 def _parameters(module: str, given: ast.arguments) -> Iterator[inspect.Parameter]:
     ordered = [*given.posonlyargs, *given.args]
     defaults: list[ast.expr | None] = [None] * (len(ordered) - len(given.defaults)) + list(given.defaults)
+    kinds: list[tuple[ast.arg, ast.expr | None, inspect._ParameterKind]]
     kinds = [(argument, default, inspect.Parameter.POSITIONAL_OR_KEYWORD) for argument, default in zip(ordered, defaults, strict=True)][1:]
     kinds += [(given.vararg, None, inspect.Parameter.VAR_POSITIONAL)] if given.vararg else []
     kinds += [(one, value, inspect.Parameter.KEYWORD_ONLY) for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
