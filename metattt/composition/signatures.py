@@ -72,12 +72,15 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
 def _parameters(module: str, given: ast.arguments) -> Iterator[inspect.Parameter]:
     ordered = [*given.posonlyargs, *given.args]
     defaults: list[ast.expr | None] = [None] * (len(ordered) - len(given.defaults)) + list(given.defaults)
-    kinds: list[tuple[ast.arg, ast.expr | None, inspect._ParameterKind]]
-    kinds = [(argument, default, inspect.Parameter.POSITIONAL_OR_KEYWORD) for argument, default in zip(ordered, defaults, strict=True)][1:]
-    kinds += [(given.vararg, None, inspect.Parameter.VAR_POSITIONAL)] if given.vararg else []
-    kinds += [(one, value, inspect.Parameter.KEYWORD_ONLY) for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    kinds += [(given.kwarg, None, inspect.Parameter.VAR_KEYWORD)] if given.kwarg else []
+    kinds: list[tuple[ast.arg | None, ast.expr | None, inspect._ParameterKind]] = [
+        *((one, value, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one, value in list(zip(ordered, defaults, strict=True))[1:]),
+        (given.vararg, None, inspect.Parameter.VAR_POSITIONAL),
+        *((one, value, inspect.Parameter.KEYWORD_ONLY) for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)),
+        (given.kwarg, None, inspect.Parameter.VAR_KEYWORD),
+    ]
     for argument, default, kind in kinds:
+        if argument is None:
+            continue
         annotation = Any if argument.annotation is None else _value(module, argument.annotation)
         value = EMPTY if default is None else _value(module, default)
         if value is not EMPTY and _opaque(value):
