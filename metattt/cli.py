@@ -5,6 +5,7 @@ What a user can get wrong ends with one or two lines on stderr and exit code 2; 
 with 130.
 """
 
+import errno
 import importlib
 import os
 import re
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 
-from metattt.composition.choices import choices
+from metattt.composition.choices import choices, groups
 
 COMMANDS = {  # name: (what it does, module, function)
     "train": (
@@ -72,23 +73,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(flag in ("-h", "--help") for flag in overrides):
         print(_command_help(command))
         return 0
-    flag = next((word for word in overrides if word.startswith("--")), None)
+    shown = _take_show(overrides)
+    flag = next((word for word in overrides if re.match("-{1,2}[a-zA-Z]", word)), None)
     if flag:
-        key = flag.lstrip("-").partition("=")[0].replace("-", "_")
-        return _fail(f"`{flag}` is not an option: settings are given as {key}=<value>, without dashes")
-    return _run(command, overrides)
+        return _fail(_not_an_option(flag, command))
+    _see_the_working_directory()
+    return _run(command, overrides, shown)
 
 
-def _run(command: str, overrides: list[str]) -> int:
-    """Compose the configuration of a command and call its function."""
+def _take_show(words: list[str]) -> str | None:
+    """Takes Hydra's `--cfg job` and `--resolve` out of the words: `job` or `resolved` shows that configuration, None runs."""
+    wanted = resolved = False
+    for word in tuple(words):
+        if word in ("--cfg", "-c"):
+            place = words.index(word)
+            del words[place : place + (2 if words[place + 1 : place + 2] == ["job"] else 1)]
+            wanted = True
+        elif word in ("--cfg=job", "--resolve"):
+            words.remove(word)
+            wanted, resolved = True, resolved or word == "--resolve"
+    return None if not wanted else "resolved" if resolved else "job"
+
+
+def _not_an_option(flag: str, command: str) -> str:
+    """For a word that begins with dashes."""
+    name, _, value = flag.lstrip("-").partition("=")
+    if name in ("m", "multirun"):
+        return f"`{flag}`: there are no sweeps; run `metattt {command}` once for each value"
+    if name in ("cd", "config-dir", "config_dir", "config-path", "cp"):
+        return f"`{flag}` is not an option: files of your own are found with hydra.searchpath={value or '<folder>'}"
+    key = name.replace("-", "_")
+    return f"`{flag}` is not an option: settings are given as {key}=<value>, without dashes; --cfg shows them all"
+
+
+def _see_the_working_directory() -> None:
+    """Modules beside the user are found, as `python -m` finds them, but never in the place of one that is installed."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
+def _run(command: str, overrides: list[str], shown: str | None) -> int:
+    """Compose the configuration of a command, and show it or call the command's function."""
     from metattt.errors import MetaTTTError
 
     _, module, function = COMMANDS[command]
+    code = 0
     try:
-        from metattt.composition.compose import compose
+        from metattt.composition.compose import compose, show
 
         cfg = compose(*overrides, job=command)  # first: a mistake shows before anything heavy is imported
-        code = getattr(importlib.import_module(module), function)(cfg)
+        if shown:
+            print(show(cfg, resolve=shown == "resolved"), end="")
+        else:
+            code = getattr(importlib.import_module(module), function)(cfg)
     except MetaTTTError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -96,7 +133,26 @@ def _run(command: str, overrides: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output went away, e.g. `metattt generate ... | head`
         sys.stderr.close()
         return 141
+    except Exception as error:
+        line = _fault_of_the_surroundings(error, command)
+        if line is None:  # a bug of ours: the traceback is what helps
+            raise
+        return _fail(line)
     return code if isinstance(code, int) else 0
+
+
+def _fault_of_the_surroundings(error: Exception, command: str) -> str | None:
+    """The message for what is the user's to mend and may happen anywhere: a full disk, a file without rights, a key taken away."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, OSError) and error.strerror:
+        advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
+        return f"{error.filename}: {error.strerror}{advice}" if error.filename else f"{error.strerror}{advice}"
+    if isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(error)):  # torch.save, half way
+        return "a checkpoint cannot be written whole: the disk is full; free some, or choose a folder on another disk"
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"the configuration has no `{error.full_key}`, which `metattt {command}` needs: `metattt {command} --cfg` shows what it has"
+    return None
 
 
 def _fail(message: str) -> int:
@@ -124,6 +180,7 @@ def _overview() -> str:
     lines = ["usage: metattt <command> [<key>=<value> ...]", "", "commands:"]
     lines += [f"  {name:<{width}}  {summary}" for name, (summary, _, _) in COMMANDS.items()]
     lines += ["", "metattt <command> --help lists what can be chosen and set, e.g. metattt train layer=ttt_mlp dim=128"]
+    lines += ["metattt <command> --cfg prints the whole configuration without running it, --resolve with every value filled in"]
     return "\n".join(lines)
 
 
@@ -132,7 +189,7 @@ def _command_help(command: str) -> str:
     job = (files("metattt.configs") / f"{command}.yaml").read_text(encoding="utf-8")
     lines = [f"usage: metattt {command} [<key>=<value> ...]", "", COMMANDS[command][0], ""]
     lines += ["Choices, <group>=<name>; a field of the choice is set with <group>.<field>=<value>:"]
-    for group in sorted(_groups(command)):
+    for group in sorted(groups(command)):
         names = choices(group)
         if not names:  # a group that is there for files of the user's own
             continue
@@ -141,20 +198,6 @@ def _command_help(command: str) -> str:
         lines += [f"    {name:<{width}}  {summary}".rstrip() for name, summary in sorted(names.items())]
     lines += ["", f"Keys and defaults (configs/{command}.yaml):", ""]
     return "\n".join(lines + [f"  {line}".rstrip() for line in job.splitlines()])
-
-
-def _groups(job: str) -> set[str]:
-    """The groups that the defaults list of a job names, through the configs that it includes."""
-    import yaml
-
-    found: set[str] = set()
-    text = (files("metattt.configs") / f"{job}.yaml").read_text(encoding="utf-8")
-    for entry in yaml.safe_load(text).get("defaults", []):
-        if isinstance(entry, dict):
-            found |= {str(key).split()[-1].partition("@")[0].strip("/") for key in entry}
-        elif entry != "_self_" and (files("metattt.configs") / f"{entry}.yaml").is_file():
-            found |= _groups(entry)
-    return found
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Optional, TypeVar, Union
 
 from hydra.core.config_store import ConfigStore
@@ -53,33 +53,54 @@ def register(group: str, name: str) -> Callable[[C], C]:
     """
 
     def decorate(cls: C) -> C:
-        target = f"{cls.__module__}.{cls.__qualname__}"
-        owner = REGISTERED.setdefault((group, name), target)
-        if owner != target:  # the same class again is a notebook cell or module that was run twice: the newer one wins
-            raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
-        schema, PARAMETERS[target] = _schema(cls, target)
-        ConfigStore.instance().store(group=f"schema/{group}", name=name, node=schema, provider=cls.__module__)
+        init = cls.__init__  # type: ignore[misc]
+        hints = _hints(init)
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        store(group, name, f"{cls.__module__}.{cls.__qualname__}", [one.replace(annotation=hints.get(one.name, Any)) for one in parameters])
         return cls
 
     return decorate
 
 
-def _schema(cls: type, target: str) -> tuple[type, dict[str, tuple[Any, ...]]]:
-    """The dataclass with the keys of `cls.__init__`, and what each parameter allows."""
-    init = cls.__init__  # type: ignore[misc]
-    try:
-        hints = typing.get_type_hints(init)
-    except NameError:  # an annotation imported under TYPE_CHECKING only: that class is checked by its constructor alone
-        hints = {}
+def store(group: str, name: str, target: str, parameters: Sequence[inspect.Parameter]) -> None:
+    """What `register` does, for a class that need not be imported.
+
+    Args:
+        group, name: as for `register`.
+        target: dotted path of the class.
+        parameters: those of its constructor, without `self`; annotations are types, not texts.
+
+    Raises:
+        MetaTTTError: as `register`.
+    """
+    owner = REGISTERED.get((group, name), target)
+    if owner != target:  # the same class again is a notebook cell or module that was run twice: the newer one wins
+        raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
     fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target))]
-    parameters: dict[str, tuple[Any, ...]] = {}
-    for parameter in list(inspect.signature(init).parameters.values())[1:]:
+    allowed: dict[str, tuple[Any, ...]] = {}
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise MetaTTTError(f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor")
-        hint = hints.get(parameter.name, Any)
-        parameters[parameter.name] = _literals(hint)
-        fields.append((parameter.name, _field_type(hint), _field_default(parameter.default)))
-    return dataclasses.make_dataclass(cls.__name__, fields), parameters
+            raise MetaTTTError(
+                f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor"
+            )
+        allowed[parameter.name] = _literals(parameter.annotation)
+        fields.append((parameter.name, _field_type(parameter.annotation), _field_default(parameter.default)))
+    REGISTERED[group, name], PARAMETERS[target] = target, allowed  # not before: a class that is refused leaves nothing behind
+    module, _, cls = target.rpartition(".")
+    node = dataclasses.make_dataclass(cls, fields)
+    ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)
+
+
+def _hints(init: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations as types; Any for one that is imported under TYPE_CHECKING only: its constructor checks it alone."""
+    hints: dict[str, Any] = {}
+    for name, annotation in getattr(init, "__annotations__", {}).items():
+        one = types.SimpleNamespace(__annotations__={name: annotation})
+        try:
+            hints |= typing.get_type_hints(one, globalns=getattr(init, "__globals__", {}))
+        except NameError:
+            hints[name] = Any
+    return hints
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

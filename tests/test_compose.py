@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 
 from metattt import build
 from metattt.cli import COMMANDS, main
-from metattt.composition.compose import compose, instantiate_layer, quote_free_text
+from metattt.composition.compose import compose, instantiate_layer
+from metattt.composition.overrides import quote_free_text
 from metattt.errors import MetaTTTError
-from metattt.registry import register
+from metattt.registry import REGISTERED, register
 
 SMALL = ("dim=16", "num_heads=2")
 
@@ -83,7 +84,7 @@ def test_every_block_gets_a_layer_of_its_own() -> None:
         (["seed=x"], "`seed=x` is not allowed"),
         (["learner.bias"], "write <key>=<value>"),
         (["dim=(a"], "cannot be read"),
-        (["dim=1,2"], "has a comma"),
+        (["dim=1,2"], "one value at a time. A list is written \"dim=[1,2]\""),
         (["learner=custom"], "give learner._target_=package.Class"),
         (
             ["learner=custom", "learner._target_=nowhere.Class"],
@@ -225,6 +226,7 @@ def test_a_registered_constructor_names_its_parameters() -> None:
 
     with pytest.raises(MetaTTTError, match="options"):
         register("learner", "greedy")(Greedy)
+    assert ("learner", "greedy") not in REGISTERED
     with pytest.raises(MetaTTTError, match="already registered"):
         register("learner", "linear")(Greedy)
 

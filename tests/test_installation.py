@@ -51,12 +51,11 @@ if blocked:
     instantiate_model(compose("dim=16", "num_heads=2", job="language_model"))
     from metattt.data.digits import DigitsData
     from metattt.data.images import ImageData
-    from metattt.models.timm import create
     name("vision", lambda: __import__("metattt.models.vision"))
     name("train", lambda: __import__("metattt.training.train"))
     name("data=digits", lambda: DigitsData().setup())
     name("data=images", lambda: ImageData())
-    name("timm", lambda: create("vit_digits_pixel", "mttt_mlp"))
+    name("timm", lambda: __import__("metattt.models.timm"))
     choice = "model=vision_transformer"
     name("choice", lambda: instantiate_model(compose(choice, job="language_model")))
 brought = sorted(set(libraries) & {name.partition(".")[0] for name, module in sys.modules.items() if module is not None})

@@ -106,7 +106,7 @@ for name in sorted(name.removesuffix(".__init__") for name in modules):
         assert error.name in optional, (name, error)
 walked = {m.name for m in pkgutil.walk_packages(metattt.__path__, "metattt.")}
 assert {"metattt.layer", "metattt.learners.linear", "metattt.configs"} <= walked, walked
-from metattt.cli import _groups
+from metattt.composition.choices import groups
 from metattt.composition.compose import compose
 configs = package / "configs"
 jobs = sorted(f.stem for f in configs.glob("*.yaml"))
@@ -115,7 +115,7 @@ count, done = 0, set()
 for job in sorted(jobs, key=lambda job: job != "train"):  # most groups are training's; the others' own are added by their jobs
     needed = ["benchmark=delta"] if job == "bench" else []
     compose(*needed, job=job)
-    for group in sorted(_groups(job)):
+    for group in sorted(groups(job)):
         for choice in sorted((configs / group).glob("*.yaml")):
             if choice in done:
                 continue

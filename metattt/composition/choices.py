@@ -1,5 +1,6 @@
 """What can be chosen by name: the YAML files of a configuration group, ours and those of other packages."""
 
+from functools import cache
 from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -7,7 +8,32 @@ from importlib.resources.abc import Traversable
 
 def choices(group: str) -> dict[str, str]:
     """Name -> one-line description (the first comment of its file), from our configs and those of other packages."""
-    found: dict[str, str] = {}
+    return {name: _description(file) for name, file in _files(group).items()}
+
+
+@cache
+def groups(job: str | None = None) -> dict[str, frozenset[str]]:
+    """The groups that a job chooses from, with their choices; without a job, those of all jobs."""
+    if job is None:
+        jobs = [file.name.removesuffix(".yaml") for file in files("metattt.configs").iterdir() if file.name.endswith(".yaml")]
+        return {group: names for name in jobs for group, names in groups(name).items()}
+    return {group: frozenset(_files(group)) for group, _ in _defaults(job)}
+
+
+def unchosen(job: str) -> set[str]:
+    """The groups that have no default in a job."""
+    return {group for group, default in _defaults(job) if default == "???"}
+
+
+def choice_of_schema(group: str, schema: str) -> str | None:
+    """The choice of a group whose keys are those of a registered class: of its name, or else a job's default, or any."""
+    using = [name for name, file in _files(group).items() if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")]
+    usual = [default for name, default in _defaults("build") if name == group]
+    return next((name for name in (schema, *usual, *sorted(using)) if name in using), None)
+
+
+def _files(group: str) -> dict[str, Traversable]:
+    found: dict[str, Traversable] = {}
     packages = ["metattt.configs", *(entry.value for entry in entry_points(group="metattt.configs"))]
     for package in packages:
         try:
@@ -16,8 +42,23 @@ def choices(group: str) -> dict[str, str]:
         except ImportError:  # a package that is broken is reported when something is run
             continue
         for file in listed:
-            found.setdefault(file.name.removesuffix(".yaml"), _description(file))
+            found.setdefault(file.name.removesuffix(".yaml"), file)
     return found
+
+
+@cache
+def _defaults(job: str) -> tuple[tuple[str, str], ...]:
+    """Group and choice of each entry in the defaults list of a job, through the configs that it includes."""
+    import yaml
+
+    file = files("metattt.configs") / f"{job}.yaml"
+    found: dict[str, str] = {}
+    for entry in yaml.safe_load(file.read_text(encoding="utf-8")).get("defaults", []) if file.is_file() else ():
+        if isinstance(entry, dict):
+            found |= {str(key).split()[-1].partition("@")[0].strip("/"): str(value) for key, value in entry.items()}
+        elif entry != "_self_":
+            found |= _defaults(entry)
+    return tuple(found.items())
 
 
 def _description(file: Traversable) -> str:

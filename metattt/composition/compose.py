@@ -8,70 +8,39 @@ Packages of others take part through two groups of entry points: `metattt.compon
 are decorated with `metattt.registry.register`) and `metattt.configs` (packages with YAML, laid out like ours).
 """
 
-import importlib
-import importlib.util
-import pkgutil
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
-import torch
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.messages import (
     bad_interpolation,
     explain_composition,
     explain_instantiation,
     not_a_field,
+    not_taken_away,
     refused_value,
-    unnamed_choice,
+    unknown_key,
 )
+from metattt.composition.overrides import choices_alone, prepare
 from metattt.errors import MetaTTTError
-from metattt.extras import MissingExtra
-from metattt.registry import PARAMETERS, register
+from metattt.registry import PARAMETERS
 
 if TYPE_CHECKING:
     from torch import nn
 
     from metattt.layer import TTTLayer
     from metattt.models.language_model import LanguageModel
-
-COMPONENTS = ("metattt.learners", "metattt.tasks", "metattt.optimizers")
-"""Packages of ours whose modules are imported so that their classes register their schemas."""
-
-JOB_COMPONENTS = {
-    "train": ("metattt.models", "metattt.data", "metattt.training"),
-    "language_model": ("metattt.models",),
-    "bench": ("metattt.bench",),
-}
-"""The same for one job only: training imports Lightning, which a notebook that builds a layer does not wait for."""
-
-FREE_TEXT = (
-    "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume", "init_from",
-    "output_dir", "source", "target", "dataset_files", "tokenizer",
-)  # fmt: skip
-"""Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
-
-LISTS = ("data.path", "checkpoint", "source", "dataset_files")
-"""Those of them that may also be a list, [a,b]."""
-
-
-ABSENT: dict[str, MissingExtra] = {}
-"""Modules of components that were left out, for want of a library."""
-
-NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
-"""Choices of nothing, as they are by default."""
 
 
 class ThirdPartyConfigs(SearchPathPlugin):
@@ -95,9 +64,12 @@ def build(*overrides: str) -> "TTTLayer":
         MetaTTTError: for an override that is misspelt, of a wrong type or not among the choices.
     """
     cfg = compose(*overrides, job="build")
+    import torch  # not before: a mistake in an override need not wait for it
+
     if cfg.seed is None:
         return instantiate_layer(cfg)
-    with torch.random.fork_rng():
+    used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # no other GPU is touched
+    with torch.random.fork_rng(devices=used):
         torch.manual_seed(cfg.seed)
         return instantiate_layer(cfg)
 
@@ -113,24 +85,62 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
         MetaTTTError: as `build`.
     """
     load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
-    named = [NOTHING.get(override, override) for override in overrides]
-    prepared = _open_custom_parts([quote_free_text(override) for override in named if override])
+    prepared = prepare(overrides, job)
+    try:
+        cfg, chosen = _compose(prepared, job)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise MetaTTTError(_unknown_key(prepared, job) or explain_composition(error, job)) from error
+    if "name" in cfg and cfg.name is None:
+        cfg.name = chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"]
+    _check_parameters(cfg, job)
+    return cfg
+
+
+def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
+    """The configuration that Hydra composes, and the name that was chosen for each group."""
     outer = GlobalHydra.instance().hydra  # set if the caller is itself a Hydra application
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("metattt.configs", job_name=job, version_base="1.3"):
-            cfg = hydra.compose(job, prepared)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _absent(error) or MetaTTTError(explain_composition(error, job)) from error
-    except ValueError as error:  # Hydra's, for a choice that is no name
-        message = unnamed_choice(prepared)
-        if message is None:
-            raise
-        raise MetaTTTError(message) from error
+            cfg = hydra.compose(job, overrides, return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = outer
-    _check_parameters(cfg, job)
-    return cfg
+    chosen = cfg.hydra.runtime.choices
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, chosen
+
+
+def _unknown_key(overrides: list[str], job: str) -> str | None:
+    """The message for the first override whose key the chosen parts do not have; None if there is none.
+
+    The parts are asked, and not Hydra's words: what is chosen is composed alone, and the other overrides are looked up in it.
+    """
+    chosen = choices_alone(overrides, job)
+    try:
+        cfg, _ = _compose(chosen, job)
+    except (HydraException, OmegaConfBaseException):
+        return None  # a choice is wrong
+    for override in overrides:
+        key = override.partition("=")[0].removeprefix("~")
+        if override in chosen or key.startswith("+"):
+            continue
+        message = unknown_key(cfg, key, job) or (not_taken_away(cfg, key) if override.startswith("~") else None)
+        if message:
+            return message
+    return None
+
+
+def show(cfg: DictConfig, resolve: bool = False) -> str:
+    """A configuration as YAML; `resolve` puts values in the place of `${...}`.
+
+    Raises:
+        MetaTTTError: a value that points at nothing.
+    """
+    try:
+        return OmegaConf.to_yaml(cfg, resolve=resolve)
+    except OmegaConfBaseException as error:
+        raise MetaTTTError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
 def instantiate_layer(cfg: DictConfig) -> "TTTLayer":
@@ -145,71 +155,6 @@ def instantiate_model(cfg: DictConfig, on_block: Callable[["nn.Module"], object]
     layer = partial(instantiate_layer, cfg)
     model: LanguageModel = make(layer=layer) if on_block is None else make(layer=layer, on_block=on_block)
     return model
-
-
-def load_components(packages: Iterable[str] = COMPONENTS) -> None:
-    """Import every module that registers components: those of our packages, and of the installed packages of others.
-
-    A module of ours that needs a library of an absent extra is left out: its choices are refused with the name of the extra.
-
-    Raises:
-        MetaTTTError: if a package that announces components cannot be imported, or all of a package needs an absent extra.
-    """
-    from metattt.layer import TTTLayer
-
-    for package in packages:
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            try:
-                importlib.import_module(module.name)
-            except MissingExtra as missing:
-                ABSENT[module.name] = missing
-    register(group="layer", name="ttt_layer")(TTTLayer)
-    for entry in entry_points(group="metattt.components"):
-        try:
-            importlib.import_module(entry.value)
-        except Exception as error:  # whatever a module of others raises when imported
-            owner = entry.dist.name if entry.dist else entry.name
-            raise MetaTTTError(
-                f"{entry.value}, which the installed package {owner} announces, cannot be imported: {error}\n"
-                f"Repair the package, or remove it: pip uninstall {owner}"
-            ) from error
-
-
-def _absent(error: Exception) -> MissingExtra | None:
-    """What says which library is absent, if a schema is missing because its module was left out."""
-    if not isinstance(error, MissingConfigException):
-        return None
-    _, _, schema = str(error.missing_cfg_file).partition("schema/")
-    group, _, name = schema.rpartition("/")
-    registers = re.compile(rf"""@register\((group=)?["']{re.escape(group)}["'], *(name=)?["']{re.escape(name)}["']\)""")
-    for module, missing in ABSENT.items():
-        spec = importlib.util.find_spec(module)
-        if spec and spec.origin and registers.search(Path(spec.origin).read_text(encoding="utf-8")):
-            return missing
-    return None
-
-
-def quote_free_text(override: str) -> str:
-    """Quote the value of an override of a free-text key, so that Hydra takes it as written.
-
-    Left as they are: `null`, a value that is in quotes already, a list for a key of `LISTS`, and interpolations in paths.
-    """
-    match = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", override, flags=re.DOTALL)
-    if match is None or match[2] not in FREE_TEXT:
-        return override
-    prefix, key, value = match.groups()
-    in_quotes = re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL)
-    if value == "null" or in_quotes or (key in LISTS and value.startswith("[") and value.endswith("]")):
-        return override
-    if key == "prompt":
-        value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
-    return f"{prefix}{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
-
-
-def _open_custom_parts(overrides: list[str]) -> list[str]:
-    """`learner=custom` (task, optimizer) has no schema: `learner.<key>=` may then add a key without Hydra's `+`."""
-    opened = {match[1] for override in overrides if (match := re.fullmatch(r"(\w+)=custom", override))}
-    return ["++" + override if override.partition(".")[0] in opened else override for override in overrides]
 
 
 def _check_parameters(cfg: DictConfig, job: str) -> None:

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import MissingConfigException
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -24,9 +24,13 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from metattt.composition.choices import choices
+from metattt.composition.aliases import NOT_SET_THERE, NUMBERS, OUTER_OPTIMIZERS, alias, inner_counterpart
+from metattt.composition.choices import choice_of_schema, groups
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, REGISTERED
+
+CUSTOM = ("learner", "task", "optimizer")  # groups with a choice `custom`
+COMMON_NAMES = ("none", "custom", "default")  # of choices in several groups
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -42,21 +46,33 @@ def nearest(name: object, candidates: Iterable[object], cutoff: float = 0.6) -> 
 def refused_value(key: str, value: object, allowed: Iterable[object]) -> str:
     """For a value that is not among the choices of a parameter."""
     choices = [_shown(choice) for choice in allowed]
-    guess = nearest(value, choices)
-    hint = f" Did you mean `{key}={guess}`?" if guess else ""
+    guess, number = nearest(value, choices), NUMBERS.get(key)
+    if isinstance(value, int | float | str) and number and re.fullmatch(r"[\d.e+-]+", str(value)):
+        hint = f" Did you mean `{number}={value}`?"
+    else:
+        hint = f" Did you mean `{key}={guess}`?" if guess else ""
     return f"`{key}={_shown(value)}` is not allowed: choose one of {', '.join(choices)}.{hint}"
 
 
 def not_a_field(parent: Any, full_key: str, job: str) -> str:
-    """For a key that `parent` does not have: the nearest name there, or else the same name in another part."""
+    """For a key that `parent` does not have: where it is, or what is nearest to it.
+
+    In this order: under the other names of `aliases`, in another choice of the same part, the nearest name in the part,
+    and the same name, or nearly so, in another part.
+    """
     owner, _, key = full_key.rpartition(".")
-    fields = [field for field in _fields(parent) if field != key]
+    fields = [field for field in _fields(parent) if field != key and f"{owner}.{field}" not in NOT_SET_THERE]
     command = "metattt.build()" if job == "build" else f"`metattt {job}`"
     where = f"a field of {owner}" if owner else f"a key of {command}"
-    guess = nearest(key, fields)
-    suggestion = ".".join(filter(None, (owner, guess))) if guess else _elsewhere(parent, owner, key)
+    known = known_keys(parent)
+    keys = set(known.values())
+    suggestion = alias(full_key, keys) or _in_another_choice(owner, key)
+    suggestion = suggestion or (alias(key, [one for one in keys if one.startswith(f"{owner}.")]) if owner else known.get(key))
+    if not suggestion and (guess := nearest(key, fields)):
+        suggestion = ".".join(filter(None, (owner, guess)))
+    suggestion = suggestion or alias(key, keys) or _elsewhere(owner, key, known)
     if suggestion:
-        return f"`{key}` is not {where}. Did you mean `{suggestion}`?"
+        return f"`{key}` is not {where}. Did you mean `{suggestion}`?{inner_counterpart(suggestion, keys)}"
     return f"`{key}` is not {where}. It has: {', '.join(sorted(fields)) or 'none'}."
 
 
@@ -70,14 +86,28 @@ def bad_interpolation(node: DictConfig, full_key: str, error: OmegaConfBaseExcep
     return f"{full_key}: {_first_line(error)}"
 
 
-def unnamed_choice(overrides: Iterable[str]) -> str | None:
-    """For a group whose choice is no name, e.g. `learner=null` or `preset=125`; None if there is none."""
-    for override in overrides:
-        group, _, value = override.lstrip("+").partition("=")
-        names = sorted(choices(group)) if re.fullmatch(r"[\w/]+", group) else []
-        if names and value not in names and re.fullmatch(r"null|true|false|[\d.e+-]*|\{.*\}", value, flags=re.IGNORECASE):
-            return refused_value(group, value, names)
+def unknown_key(cfg: DictConfig, key: str, job: str) -> str | None:
+    """The message for a dotted key that a configuration does not have; None if it is there."""
+    parent: Any = cfg
+    parts = key.split(".")
+    for count, part in enumerate(parts, start=1):
+        if not isinstance(parent, DictConfig) or parent._is_none():
+            return None
+        if parent._is_interpolation():  # `layer.learner` only points at `learner`
+            return not_a_field(parent, key, job)
+        if parent._get_node(part, validate_access=False) is None and part not in _fields(parent):
+            return not_a_field(parent, ".".join(parts[:count]), job)
+        parent = parent._get_node(part, validate_access=False)
     return None
+
+
+def not_taken_away(cfg: DictConfig, key: str) -> str | None:
+    """The message for `~key` where a constructor has the parameter; None elsewhere."""
+    owner, _, name = key.rpartition(".")
+    part = OmegaConf.select(cfg, owner) if owner else None
+    if not isinstance(part, DictConfig) or name not in PARAMETERS.get(str(part.get("_target_")), ()):
+        return None
+    return f"`{key}` cannot be taken away: set it with {key}=<value>, or leave it as it is"
 
 
 def explain_composition(error: BaseException, job: str) -> str:
@@ -85,32 +115,14 @@ def explain_composition(error: BaseException, job: str) -> str:
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, MissingConfigException):
-            return _unknown_choice(link)
-        if isinstance(link, OverrideParseException):
-            return _unreadable(str(link.override))
+            return _unknown_choice(link, job)
         if isinstance(link, (ConfigKeyError, ConfigAttributeError)) and link.full_key:
             setter = re.match(r"In '(.+?)': ", str(error))
             if setter:  # a config file, not the user, names the key: two choices that do not go together
-                owner, _, key = str(link.full_key).rpartition(".")
-                choice, part = setter[1].replace("/", "="), owner or "configuration"
-                return (
-                    f"{choice} sets `{link.full_key}`, but the chosen {part} has no `{key}`.\n"
-                    "Choose another layer: layer=custom leaves every part as it is."
-                )
+                return _do_not_go_together(setter[1], str(link.full_key))
             return not_a_field(link.parent_node, str(link.full_key), job)
         if isinstance(link, ValidationError) and link.full_key:
             return _wrong_type(link)
-    ambiguous = re.match(r"Ambiguous value for argument '(.*?)=(.*)'\n", str(error))
-    if ambiguous:
-        key, value = ambiguous.groups()
-        return f'`{key}={value}` has a comma: write "{key}=[{value}]" for a list, "{key}=\'{value}\'" for a text.'
-    group = re.match(r"Could not override '(.*?)'. No match in the defaults list", str(error))
-    if group:
-        return f"`{group[1]}` is not chosen by name in `metattt {job}`: `metattt {job} --help` lists what is"
-    unchosen = re.match(r"You must specify '(.*?)'", str(error))
-    if unchosen:
-        names = sorted(choices(unchosen[1]))
-        return f"`{unchosen[1]}` is not chosen: `{unchosen[1]}=<name>` with one of {', '.join(names)}"
     return _first_line(chain[-1])
 
 
@@ -135,7 +147,8 @@ def explain_instantiation(error: BaseException, part: str) -> str:
     unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
     if unknown and isinstance(cause, TypeError):
         guess = nearest(unknown[1], _parameters(called[1]))
-        hint = f"Did you mean `{key}.{guess}`?" if guess else f"Leave it out with ~{key}.{unknown[1]}"
+        other = f"Add {key}=custom, which sets nothing but what you give" if key in CUSTOM else f"Leave it out with ~{key}.{unknown[1]}"
+        hint = f"Did you mean `{key}.{guess}`?" if guess else other
         return f"`{unknown[1]}` is not a parameter of {called[1]}. {hint}"
     required = re.search(r"missing \d+ required .*?arguments?: (.*)", str(cause))
     if required and isinstance(cause, TypeError):
@@ -170,31 +183,69 @@ def _fields(node: Any) -> list[str]:
     return [key for key in keys if not key.startswith("_") and key != "hydra"]
 
 
-def _elsewhere(node: Any, owner: str, name: str) -> str | None:
-    """Where else a field called `name`, or nearly so, is: in another choice of the same group, or in another part."""
+def known_keys(node: Any) -> dict[str, str]:
+    """Every key of the configuration that a node is in, by itself, and by its last word if that stands in one part alone or first."""
+    if not isinstance(node, DictConfig):
+        return {}
+    root = node._get_root()
+    known = {key: key for key in _fields(root)}
+    for part in _fields(root):
+        for field in _fields(root._get_node(part)):
+            if f"{part}.{field}" in NOT_SET_THERE:
+                continue
+            known[f"{part}.{field}"] = f"{part}.{field}"
+            known.setdefault(field, f"{part}.{field}")
+    return known
+
+
+def _in_another_choice(owner: str, name: str) -> str | None:
+    """A field called `name` of another choice of the same group."""
+    having = [schema for (group, schema), target in REGISTERED.items() if group == owner and name in PARAMETERS[target]]
+    schema = next((one for one in having if one == name), next(iter(having), None))
+    return f"{owner}={choice_of_schema(owner, schema) or schema} {owner}.{name}" if schema else None
+
+
+def _elsewhere(owner: str, name: str, known: dict[str, str]) -> str | None:
+    """Where else a field called `name`, or nearly so, is."""
     if owner.startswith("layer."):  # `layer.learner` only points at `learner`
         return f"{owner.removeprefix('layer.')}.{name}"
-    for (group, choice), target in REGISTERED.items():
-        if group == owner and name in PARAMETERS[target]:
-            return f"{group}={choice} {group}.{name}"
-    if node is None:
-        return None
-    root = node._get_root()
-    owners = {field: part for part in reversed(_fields(root)) for field in _fields(root._get_node(part))}
-    guess = name if name in owners else nearest(name, owners, cutoff=0.8)
-    return f"{owners[guess]}.{guess}" if guess else None
+    guess = name if name in known else nearest(name, known, cutoff=0.8)
+    return known[guess] if guess else None
 
 
-def _unknown_choice(error: MissingConfigException) -> str:
+def _do_not_go_together(file: str, full_key: str) -> str:
+    """For a file of a group that sets a key which the choice for another group has not."""
+    group, _, name = file.partition("/")
+    owner, _, key = full_key.rpartition(".")
+    ways = {
+        "layer": "Choose another layer: layer=custom leaves every part as it is.",
+        "preset": f"Leave out {group}={name}, whose sizes are those of language models, and set the sizes yourself: {owner}.<key>=<value>.",
+    }
+    advice = ways.get(group, f"Leave out {group}={name}, or choose another {owner or 'one'}.")
+    return f"{group}={name} sets `{full_key}`, but the chosen {owner or 'configuration'} has no `{key}`.\n{advice}"
+
+
+def _unknown_choice(error: MissingConfigException, job: str) -> str:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if not group or error.options is None:
         return f"there is no config `{error.missing_cfg_file}`"
-    guess = nearest(name, error.options)
-    hint = f" Did you mean `{group}={guess}`?" if guess else ""
-    return f"`{name or 'nothing'}` is not a choice of {group}.{hint}\nChoices: {', '.join(error.options)}"
+    known = groups(job)
+    others = [other for other, names in known.items() if name in names and group != "training" and name not in COMMON_NAMES]
+    guess, hint = nearest(name, error.options), ""
+    if group == "optimizer" and name in OUTER_OPTIMIZERS and "training" in known:
+        choice = f"`training={name}`" if name in known["training"] else f"`training=<{', '.join(sorted(known['training']))}>`"
+        hint = f", the inner optimizer. The outer one is {choice}"
+    elif others:
+        hint = f". Did you mean `{others[0]}={name}`?"
+    elif guess:
+        hint = f". Did you mean `{group}={guess}`?"
+    if group == "experiment" and not hint:
+        hint = f"; one of your own: hydra.searchpath=<folder> where the folder has experiment/{name}.yaml"
+    return f"`{name or 'nothing'}` is not a choice of {group}{hint or '.'}\nChoices: {', '.join(error.options)}"
 
 
-def _unreadable(override: str) -> str:
+def unreadable(override: str) -> str:
+    """For an override that is not in Hydra's syntax."""
     key, equals, value = override.partition("=")
     if not equals:
         return f"`{override}` is not an override: write <key>=<value>, e.g. learner=mlp or learner.depth=3"

@@ -9,11 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from metattt.data.manifest import FILE_NAME as MANIFEST
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
+FOREIGN = {  # suffix: format in the library of Hugging Face; None for compression, whose format stands before it
+    **dict.fromkeys((".gz", ".zst", ".bz2", ".xz", ".zip")),
+    **{".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"},
+}
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 STANDARD_LIBRARY_SKIPS = SKIPPED_FOLDERS | {"test", "tests"}  # not installed on every machine: the text is the same without
 
@@ -80,10 +85,13 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
 def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if root.is_file():
         if root.suffix not in SUFFIXES:
-            raise MetaTTTError(f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {', '.join(SUFFIXES)}")
+            raise MetaTTTError(f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {', '.join(SUFFIXES)}{_other_way(root)}")
         return [(root, root.parent)]
     if not root.is_dir():
         raise MetaTTTError(f"{key}={root} does not exist: give a file or a folder of {', '.join(SUFFIXES)}")
+    if (root / MANIFEST).is_file():
+        way = "add data=shards" if key == "data.path" else f"metattt train data=shards data.path={root} reads them"
+        raise MetaTTTError(f"{key}={root} holds shards of metattt prepare, not text: {way}")
     files = sorted(
         file
         for file in root.rglob("*")
@@ -92,6 +100,15 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if not files:
         raise MetaTTTError(f"{key}={root} holds no files that can be read: use {', '.join(SUFFIXES)}")
     return [(file, root) for file in files]
+
+
+def _other_way(file: Path) -> str:
+    """How a file is read that only the library of Hugging Face can read; empty for one that is no text at all."""
+    kinds = [FOREIGN[suffix] for suffix in file.suffixes if suffix in FOREIGN]
+    if not kinds:
+        return ""
+    kind = next(filter(None, kinds), "text")
+    return f"\nCompressed files and other formats: metattt prepare source={kind} dataset_files={file} target=<new folder>"
 
 
 def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:

@@ -30,7 +30,7 @@ from metattt.data.documents import Document
 from metattt.data.manifest import FILE_NAME as MANIFEST
 from metattt.data.manifest import FORMAT, VERSION, check_shard, partial, read_manifest, refuse_strangers, write_json
 from metattt.data.progress import BytesProgress
-from metattt.data.sources import Source, open_source
+from metattt.data.sources import Source, is_local, open_source
 from metattt.data.tokenizers import FILE_NAME as TOKENIZER
 from metattt.data.tokenizers import FileTokenizer, describe, load_tokenizer
 from metattt.data.windows import Tokenizer
@@ -72,6 +72,8 @@ def prepare(cfg: DictConfig) -> int:
     console = Console(highlight=False, soft_wrap=True)
     folder = Path(chosen.target).expanduser()
     tokenizer = load_tokenizer(chosen.tokenizer)
+    if isinstance(chosen.source, str) and chosen.dataset_files is None and not is_local(chosen.source):
+        console.print(f"there is no {chosen.source} here: asking the Hugging Face Hub for a dataset of that name")
     source = open_source(chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, chosen.dataset_files)
     manifest = _begin(folder, chosen, tokenizer, source)
     if manifest["complete"]:

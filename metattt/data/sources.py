@@ -8,7 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from metattt.data.documents import SUFFIXES, Document, find_files, iterate_documents
+from metattt.data.documents import FOREIGN, SUFFIXES, Document, find_files, iterate_documents
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 
@@ -110,11 +110,15 @@ def open_source(source: Any, text_key: str, config: str | None, split: str, file
         return Stream(source, config, split, text_key, files)
     if source is None or not isinstance(source, str):
         return Files(source, text_key)
+    return Files(source, text_key) if is_local(source) else Stream(source, config, split, text_key)
+
+
+def is_local(source: str) -> bool:
+    """Whether a source is a path, even if nothing is there, and not the name of a dataset on the Hub."""
     path = Path(source).expanduser()
-    looks_local = path.is_absolute() or source.startswith((".", "~")) or path.suffix in SUFFIXES or source.count("/") > 1
-    if path.exists() or looks_local:
-        return Files(source, text_key)
-    return Stream(source, config, split, text_key)
+    named = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or source.endswith("/")
+    beside = "/" in source and path.parent.is_dir()  # data/typo, where there is a folder data
+    return path.exists() or named or beside or path.suffix in (*SUFFIXES, *FOREIGN)
 
 
 def _first_line(error: Exception) -> str:

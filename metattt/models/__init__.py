@@ -1,7 +1,20 @@
 """Models built around a sequence layer."""
 
-from metattt.models.language_model import LanguageModel
-from metattt.models.mttt import mttt_from_published
-from metattt.models.published import from_jax, from_published, to_jax, to_published
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from metattt.models.language_model import LanguageModel
+    from metattt.models.mttt import mttt_from_published
+    from metattt.models.published import from_jax, from_published, to_jax, to_published
 
 __all__ = ["LanguageModel", "from_jax", "from_published", "mttt_from_published", "to_jax", "to_published"]
+
+_HOMES = {"LanguageModel": "metattt.models.language_model", "mttt_from_published": "metattt.models.mttt"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first asked for: `import metattt` meets this package and does not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "metattt.models.published")), name)

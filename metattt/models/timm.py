@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from timm.models import register_model
-
 from metattt.errors import MetaTTTError
+from metattt.extras import need
 from metattt.models.vision import ImageTransformer
+
+register_model = need("timm.models", extra="images", what="metattt.models.timm").register_model
 
 SIZES: dict[str, dict[str, Any]] = {
     "vit_small_patch16": {"embed_dim": 384, "num_heads": 6, "patch_size": 16, "position": "sincos2d"},

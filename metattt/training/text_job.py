@@ -42,6 +42,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
     def __init__(self, cfg: DictConfig, data: WindowData):
         self.cfg, self.data = cfg, data
         self.baseline: float | None = None  # bits per byte of an order-2 byte model
+        if "vocab_size" not in cfg.model:
+            raise MetaTTTError("text needs a language model: set model=language_model; for images, data=images or data=digits")
         data.setup("fit")
         for name in SPLITS:
             data.windows(name)
@@ -52,7 +54,13 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
             )
 
     def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
-        """The Lightning module."""
+        """The Lightning module.
+
+        Raises:
+            MetaTTTError: a recipe for images.
+        """
+        if not hasattr(recipe, "forward_only"):
+            raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
         config: Any = OmegaConf.to_container(self.cfg)
         tokenizer = self.data.tokenizer
         content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else None

@@ -22,6 +22,7 @@ from metattt.checkpoints.trained import FILE_NAME, checkpoint_config, find_check
 from metattt.composition.compose import compose
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
+from metattt.training.beforehand import check_before_training, open_folder
 from metattt.training.building import Builder
 from metattt.training.callbacks import Interrupted, LossCurve
 from metattt.training.checkpoint_files import CheckpointFiles
@@ -61,8 +62,9 @@ def train(cfg: DictConfig) -> int:
         cfg, done = _resumed(cfg, checkpoint_config(content), checkpoint), int(content["global_step"])
         if 0 < cfg.trainer.max_steps <= done:
             raise MetaTTTError(f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>")
+    check_before_training(cfg)
     cfg.output_dir = cfg.output_dir or _new_folder(cfg)
-    folder = Path(cfg.output_dir)
+    folder = open_folder(cfg)
 
     lightning.seed_everything(cfg.seed, verbose=False)
     data = _instantiate(cfg, "data")
@@ -132,9 +134,8 @@ def _absolute(path: Any) -> Any:
 
 
 def _new_folder(cfg: DictConfig) -> str:
-    """`runs/<time>-<learner>`, a folder that does not exist yet."""
-    learner = cfg.learner._target_.rpartition(".")[2]
-    name = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{learner}"
+    """`runs/<time>-<name>`, a folder that does not exist yet."""
+    name = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.get('name') or 'run'}"
     folder, count = name, 1
     while folder.exists():
         count += 1
@@ -155,8 +156,8 @@ def _instantiate(cfg: DictConfig, key: str) -> Any:
 
 def _trainer(cfg: DictConfig) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
-    callbacks = [_instantiate(cfg.callbacks, name) for name in cfg.callbacks or {}]
-    loggers = [_instantiate(cfg.logger, name) for name in cfg.logger or {}]
+    callbacks = [_instantiate(cfg.callbacks, name) for name in cfg.get("callbacks") or {}]
+    loggers = [_instantiate(cfg.logger, name) for name in cfg.get("logger") or {}]
     try:
         many = processes(cfg.trainer)
         trainer: lightning.Trainer = hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False, **many)

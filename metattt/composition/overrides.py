@@ -1,0 +1,136 @@
+"""Overrides as they are typed, made ready for Hydra; those that no command can mean are refused here, without composing anything."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
+from hydra.errors import HydraException
+
+from metattt.composition.aliases import NOT_SET_THERE
+from metattt.composition.choices import groups, unchosen
+from metattt.composition.components import TRAINER
+from metattt.composition.messages import refused_value, unreadable
+from metattt.errors import MetaTTTError
+from metattt.registry import PARAMETERS
+
+FREE_TEXT = (
+    "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume", "init_from",
+    "output_dir", "source", "target", "dataset_files", "tokenizer", "name",
+)  # fmt: skip
+"""Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
+
+LISTS = ("data.path", "checkpoint", "source", "dataset_files")
+"""Those of them that may also be a list, [a,b]."""
+
+NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
+"""Choices of nothing, as they are by default."""
+
+SEARCH_PATH = "hydra.searchpath"
+
+LEFT_OUT = ("callbacks", "logger", "preset", "recipe", "experiment")
+"""Groups that a job can do without."""
+
+def prepare(overrides: Sequence[str], job: str) -> list[str]:
+    """Overrides in Hydra's syntax.
+
+    Raises:
+        MetaTTTError: an override that cannot be read, names several values, or chooses a group that the job has not.
+    """
+    named = [NOTHING.get(override, override) for override in overrides]
+    prepared = [_search_path(quote_free_text(override)) for override in named if override]
+    parsed = [_parse(override) for override in prepared]
+    opened = {one.key_or_group for one in parsed if one.value() == "custom"}
+    for one in parsed:
+        _check(one, job, opened)
+    missing = unchosen(job) - {one.key_or_group for one in parsed}
+    for group in sorted(missing):
+        names = sorted(groups(job)[group])
+        raise MetaTTTError(f"`{group}` is not chosen: `{group}=<name>` with one of {', '.join(names)}")
+    return [_open(one, text, opened) for one, text in zip(parsed, prepared, strict=True)]
+
+
+def choices_alone(prepared: Sequence[str], job: str) -> list[str]:
+    """Those of the overrides that choose a file of a group, or say where files are."""
+    known = groups(job)
+    return [text for text in prepared if (key := text.partition("=")[0].lstrip("+~")) in known or key == SEARCH_PATH]
+
+
+def quote_free_text(override: str) -> str:
+    """Quote the value of an override of a free-text key, so that Hydra takes it as written.
+
+    Left as they are: `null`, a value that is in quotes already, a list for a key of `LISTS`, and interpolations in paths.
+    """
+    match = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", override, flags=re.DOTALL)
+    if match is None or match[2] not in FREE_TEXT:
+        return override
+    prefix, key, value = match.groups()
+    in_quotes = re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL)
+    if value == "null" or in_quotes or (key in LISTS and value.startswith("[") and value.endswith("]")):
+        return override
+    if key == "prompt":
+        value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
+    return f"{prefix}{key}={_quoted(value)}"
+
+
+def _quoted(text: str) -> str:
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
+def _search_path(override: str) -> str:
+    """`hydra.searchpath=<folder>`, or a list of these, with each folder as the URL that Hydra wants."""
+    key, equals, value = override.partition("=")
+    if key.lstrip("+") != SEARCH_PATH or not equals:
+        return override
+    urls = []
+    for one in filter(None, (part.strip().strip("'\"") for part in value.strip("[]").split(","))):
+        scheme, _, path = one.rpartition("://")
+        if scheme in ("", "file"):
+            folder = Path(path).expanduser().absolute()
+            if not folder.is_dir():
+                raise MetaTTTError(f"{SEARCH_PATH}: there is no folder {path}; give one that holds e.g. experiment/mine.yaml")
+            one = f"file://{folder}"
+        urls.append(_quoted(one))
+    return f"{SEARCH_PATH}=[{','.join(urls)}]"
+
+
+def _parse(override: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise MetaTTTError(unreadable(override)) from error
+
+
+def _check(override: Override, job: str, opened: set[str]) -> None:
+    """Refuses what is wrong whatever the rest of the configuration is."""
+    key, text = override.key_or_group, str(override.input_line)
+    part = key.partition(".")[0]
+    given = text.partition("=")[2]
+    if override.is_sweep_override():
+        syntax = f". A list is written \"{key}=[{given}]\", a text with a comma \"{key}='{given}'\""
+        plain = key not in groups(job) and "(" not in given
+        raise MetaTTTError(f"`{text}` names several values, and a command runs once: give one value at a time{syntax if plain else ''}")
+    known = groups(job)
+    if override.type == OverrideType.DEL:
+        if key in known and key not in LEFT_OUT:
+            raise MetaTTTError(f"`~{key}` takes away what `metattt {job}` needs: choose another with {key}=<name>")
+        return
+    if not key:
+        raise MetaTTTError(unreadable(text))
+    if part == "hydra" and key != SEARCH_PATH:
+        raise MetaTTTError(f"`{key}` has no effect here: of Hydra's own settings there is {SEARCH_PATH}; the folder of a run is output_dir")
+    if key in known and known[key] and not isinstance(override.value(), str):
+        raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
+    if key not in known and key in groups() and "/" not in key:
+        reason = "the checkpoint says what it is" if job in ("eval", "generate") else f"`metattt {job} --help` lists what is"
+        raise MetaTTTError(f"`{key}` is not chosen by name in `metattt {job}`: {reason}")
+    if key in NOT_SET_THERE and part in known and part not in opened:
+        raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
+
+
+def _open(override: Override, text: str, opened: set[str]) -> str:
+    """Where there is no schema a key needs no `+`: in `learner=custom` (task, optimizer), and for arguments of Lightning's Trainer."""
+    part, _, key = override.key_or_group.partition(".")
+    free = part in opened or (part == "trainer" and key in PARAMETERS.get(TRAINER, ()))
+    return f"++{text}" if free and key and override.type == OverrideType.CHANGE else text

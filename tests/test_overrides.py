@@ -1,0 +1,321 @@
+"""What a newcomer types: every suggestion that a message makes is itself accepted, and a mistake does not wait for torch."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from metattt.cli import main
+from metattt.composition import components
+from metattt.composition.aliases import KEYS
+from metattt.composition.compose import compose
+from metattt.composition.messages import known_keys
+from metattt.composition.signatures import Unreadable, constructor, registered
+from metattt.errors import MetaTTTError
+from metattt.registry import PARAMETERS, REGISTERED, register
+
+TYPICAL = [  # a mistake, and what it should have been
+    ("optimizer=momentum optimizer.token_steps=shared", "optimizer=minibatch optimizer.token_steps"),
+    ("optimizer.momentum=per_head", "optimizer=momentum optimizer.momentum"),
+    ("optimizer.sampling=sgd", "optimizer=whole optimizer.sampling"),
+    ("task.decoder_norm=true", "task=mttt task.decoder_norm"),
+    ("learner.neighbours=3", "learner=kernel_estimator learner.neighbours"),
+    ("learner.bais=true", "learner.bias"),
+    ("layer.learner.bias=false", "learner.bias"),
+    ("leaner=mlp", "learner"),
+    ("mini_batch_size=8", "optimizer.mini_batch_size"),
+    ("lr=0.1", "training.lr"),
+    ("LR=0.1", "training.lr"),
+    ("learning-rate=0.1", None),  # no word of Hydra's
+    ("learning_rate=0.1", "training.lr"),
+    ("training.learning_rate=0.1", "training.lr"),
+    ("data.lr=0.1", "training.lr"),
+    ("optimizer.learning_rate=0.1", "optimizer.base_lr"),
+    ("optimizer.lr=0.1", "optimizer.base_lr=0.1"),
+    ("inner_lr=0.1", "optimizer.base_lr"),
+    ("steps=3", "trainer.max_steps"),
+    ("trainer.steps=3", "trainer.max_steps"),
+    ("batch_size=3", "data.batch_size"),
+    ("num_layers=3", "model.num_layers"),
+    ("n_layers=3", "model.num_layers"),
+    ("model=vision_transformer n_layers=3", "model.depth"),
+    ("d_model=32", "dim"),
+    ("model.hidden_size=32", "dim"),
+    ("n_heads=2", "num_heads"),
+    ("device=cpu", "trainer.accelerator"),
+    ("gpus=2", "trainer.devices"),
+    ("precision=bf16-mixed", "trainer.precision"),
+    ("seq_len=64", "data.context_length"),
+    ("ckpt=runs/x", "resume"),
+    ("trainer.limit_val_batchs=1", "trainer.limit_val_batches"),
+    ("callbacks.progress.line=3", "callbacks.progress.lines"),
+    ("layer=mlp", "learner=mlp"),
+    ("learner=ttt_mlp", "layer=ttt_mlp"),
+    ("model=ttt_linear", "layer=ttt_linear"),
+    ("training=adam", "training=adamw"),
+    ("preset=125", "preset=125m"),
+    ("layer=lin", "layer=linear_attention"),
+]
+
+
+@pytest.mark.parametrize(("typed", "expected"), TYPICAL)
+def test_suggestions_are_accepted(typed: str, expected: str | None) -> None:
+    overrides = typed.split()
+    with pytest.raises(MetaTTTError) as caught:
+        compose(*overrides)
+    assert str(caught.value).count("\n") <= 1
+    suggested = re.search(r"Did you mean `(.*?)`\?", str(caught.value))
+    if expected is None:
+        return
+    assert suggested and suggested[1] == expected, caught.value
+    *words, last = suggested[1].split()
+    value = overrides[-1].partition("=")[2]
+    compose(*overrides[:-1], *words, last if "=" in last else f"{last}={value}")
+
+
+@pytest.mark.parametrize("typed", ["lr=1", "steps=1", "batch_size=1"])
+def test_the_inner_loop_has_such_a_key_too(typed: str) -> None:
+    inner = {"lr=1": "optimizer.base_lr", "steps=1": "optimizer.steps", "batch_size=1": "optimizer.mini_batch_size"}[typed]
+    with pytest.raises(MetaTTTError, match=rf"\(`{inner}` is that of the inner loop"):
+        compose(typed)
+
+
+def test_the_table_of_names_points_at_keys_that_exist() -> None:
+    composed = [compose(job=job) for job in ("train", "eval", "generate", "prepare", "convert")]
+    composed.append(compose("model=vision_transformer", "data=images", "training=timm"))
+    known = {key for cfg in composed for key in known_keys(cfg).values()}
+    assert not set(KEYS) - known
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("optimizer=adamw", "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`"),
+        ("optimizer=sgd", "The outer one is `training=<adamw, timm, zeroth_order>`"),
+        ("layer=ttt_mlp,ttt_linear", "give one value at a time"),
+        ("trainer.max_steps=range(0,3)", "give one value at a time"),
+        ("model.layer=attention", "layer=<name> chooses the layer of every block"),
+        ("+model.layer=attention", "layer=<name> chooses the layer of every block"),
+        ("model.dim=32", "dim=<value> sets it for the model and its layers"),
+        ("model.on_block=3", "it is for Python alone"),
+        ("layer.learner=mlp", "learner=<name> chooses it"),
+        ("trainer.logger=false", "~logger leaves it out"),
+        ("preset=tiny model=vision_transformer", "Leave out preset=tiny"),
+        ("~model.vocab_size", "cannot be taken away"),
+        ("~callbacks callbacks.progress.lines=3", "`callbacks` is not a key of `metattt train`. It has: "),
+        ("~data", "`~data` takes away what `metattt train` needs"),
+        ("~callbacks.progres", "Did you mean `callbacks.progress`?"),
+        ("experiment=mine", "hydra.searchpath=<folder>"),
+        ("hydra.searchpath=nowhere", "there is no folder nowhere"),
+        ("hydra.run.dir=x", "output_dir"),
+        ("benchmark=delta", "`benchmark` is not chosen by name in `metattt train`"),
+        ("=3", "cannot be read"),
+        ("layer=[a,b]", "is not allowed: choose one of attention"),
+    ],
+)
+def test_messages_say_the_way(typed: str, expected: str) -> None:
+    with pytest.raises(MetaTTTError) as caught:
+        compose(*typed.split())
+    assert expected in str(caught.value) and str(caught.value).count("\n") <= 1
+
+
+def test_a_benchmark_must_be_chosen() -> None:
+    with pytest.raises(MetaTTTError, match="`benchmark` is not chosen: `benchmark=<name>` with one of delta, "):
+        compose(job="bench")
+    with pytest.raises(MetaTTTError, match="the checkpoint says what it is"):
+        compose("checkpoint=x", "layer=attention", job="eval")
+
+
+def test_arguments_of_the_trainer_need_no_plus() -> None:
+    assert compose("trainer.limit_val_batches=1", "trainer.max_time=00:01:00:00").trainer.limit_val_batches == 1
+    assert compose("+trainer.limit_val_batches=1") == compose("trainer.limit_val_batches=1")
+    from lightning import Trainer
+
+    with pytest.raises(MetaTTTError, match="limit_val"):
+        compose("+trainer.limit_val=1")
+    assert [one.name for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")] == list(PARAMETERS["lightning.Trainer"])
+    assert list(PARAMETERS["lightning.Trainer"]) == list(Trainer.__init__.__annotations__)[:-1]
+
+
+# -- constructors read from their source -----------------------------------------------------------------------------------------
+
+
+def _schemas() -> dict[tuple[str, str], dict[str, object]]:
+    stored = ConfigStore.instance().repo["schema"]
+    found = {}
+    for group in stored:
+        for name, entry in stored[group].items():
+            nodes = {key: entry.node._get_node(key) for key in entry.node}
+            found[group, name] = {key: (repr(node._metadata.ref_type), node._metadata.optional, str(node)) for key, node in nodes.items()}
+    return found
+
+
+def test_what_is_read_is_what_an_import_would_register() -> None:
+    for job in components.JOB_COMPONENTS:
+        components.load_components(components.COMPONENTS + components.JOB_COMPONENTS[job])
+    ours = {key: target for key, target in REGISTERED.items() if target.startswith("metattt.")}
+    read, parameters = _schemas(), dict(PARAMETERS)
+    for (group, name), target in ours.items():
+        register(group, name)(get_class(target))
+    imported = _schemas()
+    assert len(ours) > 30
+    for (group, name), target in ours.items():
+        assert read[group, f"{name}.yaml"] == imported[group, f"{name}.yaml"]
+        assert parameters[target] == PARAMETERS[target]
+
+
+MODULE = """
+from __future__ import annotations
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+import torch
+from metattt.registry import register
+if TYPE_CHECKING:
+    from nowhere import Unknown
+Kind = Literal["a", "b"]
+class Base:
+    def __init__(
+        self, kind: Kind | None = None, sizes: Sequence[int] = (1, 2), *, one: Unknown = None, module: torch.nn.Module | None = None
+    ): ...
+@register("learner", name="read_{0}")
+class Read(Base): ...
+"""
+
+
+def test_a_module_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "readable_part.py").write_text(MODULE + "raise RuntimeError('it was run')\n")
+    (found,) = registered("readable_part")
+    assert found[:3] == ("learner", "read_{0}", "readable_part.Read")
+    kind, sizes, one, module = found.parameters
+    assert kind.default is None and "'a', 'b'" in str(kind.annotation)
+    assert sizes.default == (1, 2)
+    assert one.kind is one.KEYWORD_ONLY and module.default is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "@register('learner', 'x')\nclass X(make_base()): ...\n",
+        "@register('learner', NAME)\nclass X:\n    def __init__(self): ...\n",
+        "@register('learner', 'x')\nclass X:\n    def __init__(self, n: int = sum(SIZES)): ...\n",
+        "@register('learner', 'x')\nclass X:\n    def __init__(self, n: int = SOMETHING): ...\n",
+        "from nowhere_at_all import Base\n@register('learner', 'x')\nclass X(Base): ...\n",
+        "from . import Base\n@register('learner', 'x')\nclass X(Base): ...\n",
+        "class X(",
+    ],
+)
+def test_what_cannot_be_read_is_left_to_an_import(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = f"unreadable_{abs(hash(text))}"
+    (tmp_path / f"{module}.py").write_text(text)
+    with pytest.raises(Unreadable):
+        list(registered(module))
+
+
+def test_a_mistake_does_not_wait_for_torch() -> None:
+    words = [["train", "learner.bais=1"], ["train", "learner=mpl"], ["check", "lr=3"], ["train", "model.layer=x"], ["eval", "ckpt=x"]]
+    code = f"import sys; from metattt.cli import main; codes = [main(words) for words in {words}]; assert set(codes) == {{2}}, codes\n"
+    code += "main(['train', '--cfg'])\nassert not {'torch', 'lightning', 'timm'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# -- words of Hydra and OmegaConf that are still parsed: they change with a release, and then these fail --------------------------
+
+
+def test_hydra_is_pinned_where_its_words_are_parsed() -> None:
+    pinned = [one for one in requires("metattt") or [] if one.startswith("hydra-core")]
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"hydra-core>=1.3,<1.4"' in text and pinned
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # "In 'preset/tiny': ConfigKeyError raised while composing config:"
+        (["preset=tiny", "model=vision_transformer"], "preset=tiny sets `model.num_layers`, but the chosen model has no `num_layers`."),
+        # "Error locating target '...'"
+        (["learner=custom", "learner._target_=nowhere.X"], "`learner._target_=nowhere.X` cannot be imported: No module"),
+        # "Error in call to target '...'" with "unexpected keyword argument"
+        (["learner=custom", "learner._target_=fractions.Fraction", "learner.x=1"], "`x` is not a parameter of fractions.Fraction."),
+        (["learner._target_=fractions.Fraction"], "is not a parameter of fractions.Fraction. Add learner=custom, which sets"),
+        # the same with "missing 1 required positional argument", and "full_key: ..."
+        (["learner=custom", "learner._target_=datetime.date"], "datetime.date raised TypeError"),
+        (["learner=custom", "learner._target_=string.Formatter.format"], "learner"),
+    ],
+)
+def test_words_of_hydra(overrides: list[str], expected: str) -> None:
+    from metattt.composition.compose import instantiate_layer
+
+    with pytest.raises(MetaTTTError) as caught:
+        instantiate_layer(compose(*overrides, "dim=16", "num_heads=2"))
+    assert expected in str(caught.value) and str(caught.value).count("\n") <= 1
+
+
+# -- showing the configuration, and files of the user's own ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [["--cfg"], ["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
+def test_cfg_prints_what_would_be_run(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *flags, "layer=ttt_mlp", "dim=32"]) == 0
+    shown = OmegaConf.create(capsys.readouterr().out)
+    assert shown == compose("layer=ttt_mlp", "dim=32") and shown.data._get_node("seed")._is_interpolation()
+    assert main(["train", "dim=32", *flags, "--resolve"]) == 0
+    assert "${" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "prepare", "convert", "layers", "check"])
+def test_cfg_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--cfg"]) == 0
+    assert OmegaConf.create(capsys.readouterr().out) == compose(job=command)
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [("--multirun", "there are no sweeps"), ("-m", "there are no sweeps"), ("--config-dir=x", "searchpath=x"), ("--lr", "lr=<value>")],
+)
+def test_other_flags(flag: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", flag]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my files" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /learner: mlp\n  - _self_\ndim: 48\n"
+    (tmp_path / "my files" / "experiment" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "my files"
+
+
+@pytest.mark.parametrize("form", ["{0}", "[{0}]", "file://{0}", "[file://{0}]", "my files"])
+def test_files_of_ones_own(mine: Path, form: str) -> None:
+    cfg = compose("experiment=mine", f"hydra.searchpath={form.format(mine)}")
+    assert cfg.dim == 48 and cfg.learner._target_.endswith("MLP") and "hydra" not in cfg
+    with pytest.raises(MetaTTTError, match="`bais` is not a field of learner"):
+        compose("experiment=mine", f"hydra.searchpath={form.format(mine)}", "learner.bais=1")
+
+
+def test_a_class_beside_the_user(tmp_path: Path) -> None:
+    (tmp_path / "beside_me.py").write_text(
+        "from metattt.learners import Learner, Weight\n"
+        "class X(Learner):\n"
+        "    def weights(self, d_in, d_out):\n        return {'w': Weight((d_in, d_out))}\n"
+        "    def forward(self, w, x):\n        return w.linear(x, 'w')\n"
+    )
+    code = (  # as the installed command: its folder comes first on the path, not the working directory
+        "import sys; from metattt.cli import main; import metattt.testing\n"
+        "sys.path = [entry for entry in sys.path if entry]\n"
+        "from metattt.composition.compose import instantiate_layer\n"
+        "metattt.testing.check = lambda cfg: print(instantiate_layer(cfg).learner)\n"
+        "sys.exit(main(['check', 'learner=custom', 'learner._target_=beside_me.X', 'dim=8', 'num_heads=2']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
