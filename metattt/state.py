@@ -86,7 +86,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:
     elif isinstance(value, tuple | list):
         items = [map_tensors(function, item) for item in value]
         found = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def move_tensors(
@@ -103,10 +103,10 @@ def move_tensors(
     Raises:
         MetaTTTError: a type that is narrower, or has no fractions.
     """
-    if isinstance(device, torch.dtype):
-        device, dtype = None, device
-    elif isinstance(device, Tensor):
-        device, dtype = device.device, device.dtype
+    if isinstance(device, Tensor):
+        dtype, device = device.dtype, device.device
+    elif isinstance(device, torch.dtype):
+        dtype, device = device, None
     if dtype is not None and not (dtype.is_floating_point and torch.promote_types(dtype, torch.float32) == dtype):
         raise MetaTTTError(
             f"a state is kept in float32 or wider, not {dtype}: move it to a device alone, state.to(device)"
@@ -114,7 +114,7 @@ def move_tensors(
 
     def moved(tensor: Tensor) -> Tensor:
         wanted = dtype if tensor.is_floating_point() else None
-        return tensor.to(device=device, dtype=wanted, non_blocking=non_blocking, copy=copy)  # type: ignore[call-overload,no-any-return]
+        return tensor.to(device=device, dtype=wanted, non_blocking=non_blocking, copy=copy)
 
     return map_tensors(moved, state)
 

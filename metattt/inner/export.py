@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def _clean(graph: GraphModule) -> None:
     for node in graph.graph.find_nodes(op="get_attr"):
         number = getattr(graph, node.target)
         if isinstance(number, Tensor) and number.ndim == 0:
-            options = {"dtype": number.dtype, "device": number.device}
+            options: dict[str, Any] = {"dtype": number.dtype, "device": number.device}
             with graph.graph.inserting_before(node):
                 made = graph.graph.call_function(torch.ops.aten.full.default, ([], number.item()), options)
             node.replace_all_uses_with(made)
