@@ -27,6 +27,8 @@ class Task(nn.Module, ABC):
 
     squared_error = False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
 
+    causal = True  #: False if the views of a token depend on later ones
+
     belongs = False  #: a layer has claimed this task
 
     def setup(self, dim: int, num_heads: int, head_dim: int) -> Task:
