@@ -32,7 +32,7 @@ from metattt.training.launchers import processes
 from metattt.training.sharding import FullyShardedData
 from metattt.training.text_job import TextJob
 
-RESUMABLE = ("trainer", "callbacks", "logger")  # parts of the configuration that a resumed run may change
+RESUMABLE = ("trainer", "callbacks", "logger", "sample")  # parts of the configuration that a resumed run may change
 
 
 def train(cfg: DictConfig) -> int:
