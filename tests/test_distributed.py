@@ -18,7 +18,7 @@ import torch
 from metattt.checkpoints.convert import convert, load_pretrained
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.cli import main
-from metattt.composition.compose import compose
+from metattt.composition.compose import compose, instantiate_model
 from metattt.data.windows import ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
@@ -158,6 +158,20 @@ def test_killed_and_resumed_logs_the_same_losses(
     assert log(run) == log(undisturbed)
     resumed, whole = (read_checkpoint(folder) for folder in (run, undisturbed))
     assert all(torch.equal(value, resumed["state_dict"][name]) for name, value in whole["state_dict"].items())
+
+
+@pytest.mark.parametrize("layer", ["nearest", "lact", "titans"])
+def test_parameters_without_a_gradient_do_not_stop_two_processes(runs: Path, tmp_path: Path, layer: str) -> None:
+    """q and k of nearest neighbours; what a mini-batch of 64 tokens commits, in windows of 32. As in one process they stay as they are."""
+    settings = (*TINY, f"layer={layer}", "optimizer=append" if layer == "nearest" else "optimizer.mini_batch_size=64", "sample=false")
+    settings = (*(one for one in settings if one != "optimizer.mini_batch_size=8"), f"data.path={runs / 'corpus'}", "trainer.max_steps=3")
+    assert train(compose(*settings, f"output_dir={tmp_path / 'one'}")) == 0
+    codes, output = torchrun(tmp_path, *settings, f"output_dir={tmp_path / 'two'}", "trainer=ddp")
+    assert codes == [0, 0] and "Warning" not in output, output
+    one, two = (read_checkpoint(tmp_path / name) for name in ("one", "two"))
+    torch.testing.assert_close(dict(two["state_dict"]), dict(one["state_dict"]), **TOLERANCE)
+    moments = [found["optimizer_states"][0]["state"].keys() for found in (one, two)]
+    assert moments[0] == moments[1] and len(moments[0]) < len(list(instantiate_model(compose(*settings)).parameters()))
 
 
 def test_a_sharded_checkpoint_is_read_by_everything(
