@@ -4,9 +4,10 @@ Two measures, neither of which sees the code under examination:
 
 - float32: what the oracle loses in float32 against float64 (Newton-Schulz iterations lift the rounding of small singular values
   hundreds of times, whoever computes them). Another form may lose `FACTOR` times as much.
-- bfloat16: how far the float32 result moves when tokens and parameters are rounded to bfloat16, the least that autocast does. A sign,
-  a nearest neighbour or a young Adam turns around where it is near its edge. A layer under autocast rounds a token a few times on its
-  way (views, inner predictions, reads), and may be off by `FACTOR` times that.
+- bfloat16: how far the float32 result moves when tokens, parameters and what a mini-batch adds to the weights (one rounding of it is
+  allowed, where a matmul has no float32 output) are rounded to bfloat16, the least that autocast does. A sign, a nearest neighbour or a
+  young Adam turns around where it is near its edge. A layer under autocast rounds a token a few times on its way (views, inner
+  predictions, reads), and may be off by `FACTOR` times that.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from metattt.layer import TTTLayer
+from metattt.optimizers.base import InnerOptimizer
+from metattt.state import Tensors
 from metattt.testing.specimen import NotApplicable, Run, Specimen, compare, run
 
 FACTOR = 4.0
@@ -69,13 +72,13 @@ def precision_gradients(spec: Specimen) -> float:
 def sensitivity_of_outputs(spec: Specimen) -> tuple[float, str]:
     """How far rounded tokens and parameters move the outputs in float32, and words for it."""
     moved = _sensitivity(spec, _outputs)
-    return moved, f"rounding tokens and parameters to bf16 alone moves outputs by {moved:.1e}"
+    return moved, f"rounding tokens, parameters and inner steps to bf16 alone moves outputs by {moved:.1e}"
 
 
 def sensitivity_of_gradients(spec: Specimen) -> tuple[float, str]:
     """The same for the gradients."""
     moved = _sensitivity(spec, _gradients)
-    return moved, f"rounding tokens and parameters to bf16 alone moves gradients by {moved:.1e}"
+    return moved, f"rounding tokens, parameters and inner steps to bf16 alone moves gradients by {moved:.1e}"
 
 
 def _precision(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
@@ -99,8 +102,21 @@ def _sensitivity(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
         with torch.no_grad():
             for parameter in moved.parameters():
                 parameter.copy_(_rounded(parameter, torch.bfloat16, generator))
+        _round_steps(moved.optimizer, generator)
         worst = max(worst, _frobenius(part(run(moved, _rounded(x, torch.bfloat16, generator), grads=part is _gradients)), full))
     return worst
+
+
+def _round_steps(rule: InnerOptimizer, generator: torch.Generator) -> None:
+    """What a rule commits is rounded to bfloat16 before."""
+    commit = rule.commit
+
+    def rounded(carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+        steps = {role: carry[role] for role in ("update", "factors") if role in carry}
+        steps = {role: {name: _rounded(x, torch.bfloat16, generator) for name, x in step.items()} for role, step in steps.items()}
+        return commit(carry | steps, filled)
+
+    rule.commit = rounded  # type: ignore[method-assign]
 
 
 def _wide(spec: Specimen) -> tuple[TTTLayer, Tensor]:
