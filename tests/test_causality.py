@@ -1,4 +1,5 @@
-"""A model that predicts the next token must not see it: every way to such a layer is refused before training, in a line."""
+"""A model that predicts the next token must not see it: every way to such a layer is refused before training, in a
+line."""
 
 from __future__ import annotations
 
@@ -43,27 +44,45 @@ TINY = ("dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=257")
 def test_the_command_line_refuses_to_train_it(choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
     output = tmp_path / "run"
-    text = (f"data.path={tmp_path / 'a.txt'}", "data.context_length=16", f"output_dir={output}", "trainer.accelerator=cpu")
+    text = (
+        f"data.path={tmp_path / 'a.txt'}",
+        "data.context_length=16",
+        f"output_dir={output}",
+        "trainer.accelerator=cpu",
+    )
     assert main(["train", "dim=16", "num_heads=2", "model.num_layers=1", *choice.split(), *text]) == 2
     error = capsys.readouterr().err.strip()
-    assert "must not see it" in error and ACAUSAL[choice] in error and "Traceback" not in error and error.count("\n") <= 1
+    assert (
+        "must not see it" in error and ACAUSAL[choice] in error and "Traceback" not in error and error.count("\n") <= 1
+    )
     assert not (output / "metrics.csv").exists()
 
 
 @pytest.mark.parametrize("choice", ["layer=mttt_mlp", "layer=linear_attention_image"])
-def test_a_checkpoint_of_one_is_refused_by_every_command(choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_one_is_refused_by_every_command(
+    choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As earlier releases have trained them."""
     cfg = compose(*TINY, choice, f"data.path={tmp_path / 'a.txt'}", "data.context_length=16")
     (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
     model = LanguageModel(257, 16, 2, lambda: build(choice, "dim=16", "num_heads=2"), causal=False)
     content = {KEY: {"version": VERSION, "config": OmegaConf.to_container(cfg), "tokenizer": None}, "global_step": 1}
-    torch.save(content | {"state_dict": {f"model.{name}": x for name, x in model.state_dict().items()}}, tmp_path / "last.ckpt")
+    torch.save(
+        content | {"state_dict": {f"model.{name}": x for name, x in model.state_dict().items()}}, tmp_path / "last.ckpt"
+    )
     with pytest.raises(MetaTTTError, match="must not see it"):
         load_model(tmp_path / "last.ckpt")
     for command in (
         ["eval", f"checkpoint={tmp_path}", "device=cpu"],
         ["generate", f"checkpoint={tmp_path}", "prompt=a", "device=cpu"],
-        ["train", f"init_from={tmp_path}", *TINY, choice, f"data.path={tmp_path / 'a.txt'}", f"output_dir={tmp_path / 'run'}"],
+        [
+            "train",
+            f"init_from={tmp_path}",
+            *TINY,
+            choice,
+            f"data.path={tmp_path / 'a.txt'}",
+            f"output_dir={tmp_path / 'run'}",
+        ],
     ):
         assert main(command) == 2
         assert "must not see it" in capsys.readouterr().err
@@ -173,7 +192,12 @@ def test_a_model_made_for_masked_tokens_predicts_no_next_token() -> None:
     made = model(lambda: Module(lambda x: x + x.mean(1, keepdim=True)), causal=False)
     ids = torch.zeros(1, 4, dtype=torch.long)
     assert made(ids).shape == (1, 4, 12)
-    for call in (lambda: made.cross_entropy(ids, ids), lambda: made.step(ids), lambda: next(generate(made, ids, 1)), made.check_causal):
+    for call in (
+        lambda: made.cross_entropy(ids, ids),
+        lambda: made.step(ids),
+        lambda: next(generate(made, ids, 1)),
+        made.check_causal,
+    ):
         with pytest.raises(MetaTTTError, match="causal=true"):
             call()
 

@@ -162,7 +162,8 @@ def test_killed_and_resumed_logs_the_same_losses(
 
 @pytest.mark.parametrize("layer", ["nearest", "lact", "titans"])
 def test_parameters_without_a_gradient_do_not_stop_two_processes(runs: Path, tmp_path: Path, layer: str) -> None:
-    """q and k of nearest neighbours; what a mini-batch of 64 tokens commits, in windows of 32. As in one process they stay as they are."""
+    """q and k of nearest neighbours; what a mini-batch of 64 tokens commits, in windows of 32. As in one process
+    they stay as they are."""
     settings = (*TINY, f"layer={layer}", "optimizer=append" if layer == "nearest" else "optimizer.mini_batch_size=64", "sample=false")
     settings = (*(one for one in settings if one != "optimizer.mini_batch_size=8"), f"data.path={runs / 'corpus'}", "trainer.max_steps=3")
     assert train(compose(*settings, f"output_dir={tmp_path / 'one'}")) == 0

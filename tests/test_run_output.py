@@ -47,7 +47,10 @@ def test_a_line_shows_a_validation_once_and_the_log_has_speed_and_gradients(
 ) -> None:
     run = tmp_path / "run"
     settings = (*TINY, f"data.path={text}", f"output_dir={run}", "trainer.max_steps=8", "trainer.val_check_interval=4")
-    assert train(compose(*settings, "trainer.accumulate_grad_batches=2", "sample=false", "trainer.gradient_clip_val=1e-9")) == 0
+    assert (
+        train(compose(*settings, "trainer.accumulate_grad_batches=2", "sample=false", "trainer.gradient_clip_val=1e-9"))
+        == 0
+    )
     output = capsys.readouterr()
     lines = [line for line in output.err.splitlines() if line.startswith("step ")]
     assert [line.count("validation") for line in lines] == [0, 0, 0, 0, 1, 0, 0, 0]
@@ -87,7 +90,10 @@ def test_progress_on_a_terminal_names_the_step_of_the_validation() -> None:
 
 
 def test_a_sample_cannot_steer_the_terminal() -> None:
-    assert printable(b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode()) == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
+    assert (
+        printable(b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode())
+        == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
+    )
 
 
 class Sum(torch.nn.Module):
@@ -121,7 +127,9 @@ def test_a_sample_of_a_compiled_model_compiles_nothing(capsys: pytest.CaptureFix
     assert len(graphs) == trained  # and training goes on with what it has
 
 
-def test_a_second_evaluation_keeps_the_files_of_the_first(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_evaluation_keeps_the_files_of_the_first(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert train(compose(*TINY, f"data.path={text}", f"output_dir={run}", "trainer.max_steps=1", "sample=false")) == 0
     evaluate(compose(f"checkpoint={run}", "device=cpu", job="eval"))

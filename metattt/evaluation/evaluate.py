@@ -237,7 +237,8 @@ def _write(
     trained: dict[str, int],
     curves: dict[str, dict[int, inner_loss.Curves]],
 ) -> list[Path]:
-    """The files of an evaluation; returns their paths. Those of an earlier one stay: then all new ones have its number, `name-2.csv`."""
+    """The files of an evaluation; returns their paths. Those of an earlier one stay: then all new ones have its
+    number, `name-2.csv`."""
     number = _claim(folder)
     written = [folder / f"by_position{number}.csv", folder / f"by_position{number}.png"]
     by_position.write_csv(scores, edges, written[0])
@@ -253,7 +254,8 @@ def _write(
 
 
 def _claim(folder: Path) -> str:
-    """Takes the first free number in a folder: nothing, `-2`, `-3`, …; another evaluation at the same time takes another one."""
+    """Takes the first free number in a folder: nothing, `-2`, `-3`, …; another evaluation at the same time takes
+    another one."""
     folder.mkdir(parents=True, exist_ok=True)
     for count in itertools.count(1):
         number = f"-{count}" if count > 1 else ""

@@ -30,9 +30,9 @@ class Causality:
             dim: D, width of its tokens.
 
         Raises:
-            MetaTTTError: an output depends on a later token: by what the layer's parts declare (`causal`), or on a small input. That is
-                left out for parameters without values (the meta device), and for a layer that cannot run here (another device's kernels,
-                a length of its own).
+            MetaTTTError: an output depends on a later token: by what the layer's parts declare (`causal`), or on a
+                small input. That is left out for parameters without values (the meta device), and for a layer that
+                cannot run here (another device's kernels, a length of its own).
         """
         reason = declared(layer)
         if reason is None and (kind := _kind(layer)) not in self.known:
@@ -47,7 +47,8 @@ class Causality:
 
 
 def declared(layer: nn.Module) -> str | None:
-    """Why a layer says that it sees the future, with the override that mends it; None if it says nothing of the kind."""
+    """Why a layer says that it sees the future, with the override that mends it; None if it says nothing of the
+    kind."""
     for group in PARTS:
         part = getattr(layer, group, None)
         if part is None or getattr(part, "causal", True):
@@ -67,7 +68,8 @@ def declared(layer: nn.Module) -> str | None:
 
 
 def found_out(layer: nn.Module, dim: int) -> bool | None:
-    """Whether earlier outputs change with later tokens, on random ones; None: the layer does not run on a few tokens here."""
+    """Whether earlier outputs change with later tokens, on random ones; None: the layer does not run on a few tokens
+    here."""
     if any(tensor.is_meta for tensor in _tensors(layer)):
         return None
     like = next((tensor for tensor in _tensors(layer) if tensor.is_floating_point()), torch.empty(0))
@@ -94,7 +96,8 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def _outputs(layer: nn.Module, x: Tensor) -> Tensor:
-    """The outputs for `x` `[B, T, D]`. The layer stays as it is, buffers and the state of the random generators included."""
+    """The outputs for `x` `[B, T, D]`. The layer stays as it is, buffers and the state of the random generators
+    included."""
     values = {name: _visible(parameter) for name, parameter in layer.named_parameters()}
     values |= {name: buffer.clone() for name, buffer in layer.named_buffers()}
     devices = [x.device] if x.is_cuda else []
@@ -105,10 +108,12 @@ def _outputs(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _visible(parameter: Tensor) -> Tensor:
-    """A parameter, or small numbers in place of zeros, behind which a layer (an output projection, a gate) would hide everything."""
+    """A parameter, or small numbers in place of zeros, behind which a layer (an output projection, a gate) would
+    hide everything."""
     if parameter.any():
         return parameter
-    return torch.linspace(1, 50, parameter.numel(), dtype=parameter.dtype, device=parameter.device).sin().view_as(parameter) / 8
+    waves = torch.linspace(1, 50, parameter.numel(), dtype=parameter.dtype, device=parameter.device).sin()
+    return waves.view_as(parameter) / 8
 
 
 def _tensors(layer: nn.Module) -> Iterator[Tensor]:
@@ -117,7 +122,8 @@ def _tensors(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """The same for layers that differ in the values of their parameters alone: their modules, with settings and functions."""
+    """The same for layers that differ in the values of their parameters alone: their modules, with settings and
+    functions."""
     settings = (bool, int, float, str, type(None), FunctionType)
     return tuple(
         (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, settings)))

@@ -86,8 +86,9 @@ class LanguageModel(nn.Module):
         conv_width: its taps (tokens).
         norm_eps: epsilon of the RMSNorms.
         tie_embeddings: the head shares the embedding's weights.
-        causal: every prediction is made from the tokens before it alone: layers that see later ones are refused. False, from Python alone:
-            they are allowed, as for tokens that are masked out; `cross_entropy` and `step`, which predict the next token, then refuse.
+        causal: every prediction is made from the tokens before it alone: layers that see later ones are refused.
+            False, from Python alone: they are allowed, as for tokens that are masked out; `cross_entropy` and
+            `step`, which predict the next token, then refuse.
         checkpoint_blocks: keep only what enters a block, and run it again in the backward pass: less memory, a third more time.
         on_block: called with every block before the next is made, e.g. to divide it among processes; from Python alone.
 

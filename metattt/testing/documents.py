@@ -1,4 +1,5 @@
-"""The law about a language model around the layer: documents that are packed and padded are read as if each were alone."""
+"""The law about a language model around the layer: documents that are packed and padded are read as if each were
+alone."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ VOCABULARY = 11
 
 
 def documents_in_a_model(spec: Specimen) -> float:
-    """Logits of a model of two blocks with convolutions, with padding inside and between documents. A document may be announced by its
-    first token, or by the padding before it."""
+    """Logits of a model of two blocks with convolutions, with padding inside and between documents. A document may be
+    announced by its first token, or by the padding before it."""
     layer = spec.make()
     if not layer.causal:
         raise NotApplicable("not causal: a model that predicts the next token refuses it")
@@ -26,7 +27,10 @@ def documents_in_a_model(spec: Specimen) -> float:
     generator = torch.Generator().manual_seed(4)
     worst = 0.0
     for announced_by_padding in (False, True):
-        rows = [_row(lengths, announced_by_padding, generator) for lengths in ([size + 1, 2, size], [3, 2 * size, 0], [1, 1, 0])]
+        rows = [
+            _row(lengths, announced_by_padding, generator)
+            for lengths in ([size + 1, 2, size], [3, 2 * size, 0], [1, 1, 0])
+        ]
         longest = max(len(ids) for ids, _, _ in rows)
         ids, mask, reset = (torch.stack([_fill(row[part], longest) for row in rows]) for part in range(3))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -40,8 +44,10 @@ def documents_in_a_model(spec: Specimen) -> float:
 
 
 def _row(lengths: list[int], announced_by_padding: bool, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Documents one after the other, each after one token of padding and with one inside: ids, mask and reset, `[T]` each."""
-    mask, reset = [], []
+    """Documents one after the other, each after one token of padding and with one inside: ids, mask and reset, `[T]`
+    each."""
+    mask: list[bool] = []
+    reset: list[bool] = []
     for length in lengths:
         if length:
             real = [False, True, False, *[True] * (length - 1)]

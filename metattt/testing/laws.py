@@ -44,7 +44,8 @@ MEANINGLESS = 0.5  # a bound on a relative error that says nothing
 
 
 class Verdict(NamedTuple):
-    """What a law says of a specimen: it holds if `error` is at most `bound`; `reason` is why the bound is wider than usual, if it is."""
+    """What a law says of a specimen: it holds if `error` is at most `bound`; `reason` is why the bound is wider than
+    usual, if it is."""
 
     error: float
     bound: float
@@ -64,8 +65,9 @@ class Law:
         title: how the table calls it.
         worst_error: of a specimen.
         bound: of the error.
-        reason: how far the problem itself, not the code, carries a rounding, and words for it (`metattt.testing.rounding`); asked where
-            the error is above the bound, which then is `FACTOR` times as much. None: nothing widens the bound.
+        reason: how far the problem itself, not the code, carries a rounding, and words for it
+            (`metattt.testing.rounding`); asked where the error is above the bound, which then is `FACTOR` times as
+            much. None: nothing widens the bound.
     """
 
     name: str

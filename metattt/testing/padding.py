@@ -15,8 +15,8 @@ from metattt.testing.specimen import NotApplicable, Run, Specimen, cotangent, di
 
 
 def masks(spec: Specimen) -> float:
-    """Padding at the left, at the right and inside changes no output, gradient or later output, whatever it holds; nor does a row of
-    nothing but padding, which goes on as a sequence that has not begun."""
+    """Padding at the left, at the right and inside changes no output, gradient or later output, whatever it holds;
+    nor does a row of nothing but padding, which goes on as a sequence that has not begun."""
     layer = spec.make()
     x = spec.tokens(batch=4)
     lengths = [x.shape[1], x.shape[1] - 3, 2, 0]
@@ -101,7 +101,8 @@ def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> 
 
 
 def _later(layer: TTTLayer, state: State | None, batch: int) -> Tensor:
-    """What the layer answers to the same later tokens in every row, and how many tokens it has counted. None: nothing was read."""
+    """What the layer answers to the same later tokens in every row, and how many tokens it has counted. None:
+    nothing was read."""
     if not layer.learner.streams:
         return torch.zeros(batch)
     generator = torch.Generator().manual_seed(8)

@@ -1,13 +1,14 @@
-"""The laws about rounding, and what a problem itself makes of a rounding: the reason for a bound that is wider than usual.
+"""The laws about rounding, and what a problem itself makes of a rounding: the reason for a bound that is wider than
+usual.
 
 Two measures, neither of which sees the code under examination:
 
-- float32: what the oracle loses in float32 against float64 (Newton-Schulz iterations lift the rounding of small singular values
-  hundreds of times, whoever computes them). Another form may lose `FACTOR` times as much.
-- bfloat16: how far the float32 result moves when tokens, parameters and what a mini-batch adds to the weights (one rounding of it is
-  allowed, where a matmul has no float32 output) are rounded to bfloat16, the least that autocast does. A sign, a nearest neighbour or a
-  young Adam turns around where it is near its edge. A layer under autocast rounds a token a few times on its way (views, inner
-  predictions, reads), and may be off by `FACTOR` times that.
+- float32: what the oracle loses in float32 against float64 (Newton-Schulz iterations lift the rounding of small
+  singular values hundreds of times, whoever computes them). Another form may lose `FACTOR` times as much.
+- bfloat16: how far the float32 result moves when tokens, parameters and what a mini-batch adds to the weights (one
+  rounding of it is allowed, where a matmul has no float32 output) are rounded to bfloat16, the least that autocast
+  does. A sign, a nearest neighbour or a young Adam turns around where it is near its edge. A layer under autocast
+  rounds a token a few times on its way (views, inner predictions, reads), and may be off by `FACTOR` times that.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
     cuts = _cuts(spec)
     oracle = run(spec.make(form=found[0], dtype=dtype), x, cuts, grads=True)
     others = [(form, None) for form in found[1:]] + [(form, 0) for form in found]
-    return max(compare(run(spec.make(form=f, group_size=g, dtype=dtype), x, cuts, grads=True), oracle) for f, g in others)
+    return max(
+        compare(run(spec.make(form=f, group_size=g, dtype=dtype), x, cuts, grads=True), oracle) for f, g in others
+    )
 
 
 def loss_of_the_oracle(spec: Specimen) -> tuple[float, str]:
@@ -103,7 +106,9 @@ def _sensitivity(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
             for parameter in moved.parameters():
                 parameter.copy_(_rounded(parameter, torch.bfloat16, generator))
         _round_steps(moved.optimizer, generator)
-        worst = max(worst, _frobenius(part(run(moved, _rounded(x, torch.bfloat16, generator), grads=part is _gradients)), full))
+        worst = max(
+            worst, _frobenius(part(run(moved, _rounded(x, torch.bfloat16, generator), grads=part is _gradients)), full)
+        )
     return worst
 
 
@@ -113,14 +118,18 @@ def _round_steps(rule: InnerOptimizer, generator: torch.Generator) -> None:
 
     def rounded(carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
         steps = {role: carry[role] for role in ("update", "factors") if role in carry}
-        steps = {role: {name: _rounded(x, torch.bfloat16, generator) for name, x in step.items()} for role, step in steps.items()}
+        steps = {
+            role: {name: _rounded(x, torch.bfloat16, generator) for name, x in step.items()}
+            for role, step in steps.items()
+        }
         return commit(carry | steps, filled)
 
     rule.commit = rounded  # type: ignore[method-assign]
 
 
 def _wide(spec: Specimen) -> tuple[TTTLayer, Tensor]:
-    """A layer in float32 whose heads are at least 16 wide (narrower ones are nearly singular under a norm), and tokens for it."""
+    """A layer in float32 whose heads are at least 16 wide (narrower ones are nearly singular under a norm), and
+    tokens for it."""
     spec = replace(spec, dim=max(spec.dim, 16 * spec.num_heads), longest_mini_batch=16)
     x = torch.randn(2, 40, spec.dim, generator=torch.Generator().manual_seed(5))
     return spec.make(dtype=torch.float32), x
@@ -146,4 +155,5 @@ def _frobenius(found: Tensor, expected: Tensor) -> float:
 
 
 def _cuts(spec: Specimen) -> list[int]:
-    return [spec.make().optimizer.mini_batch_size + 2]  # inside a mini-batch: the second call goes on from carried state
+    # inside a mini-batch: the second call goes on from carried state
+    return [spec.make().optimizer.mini_batch_size + 2]

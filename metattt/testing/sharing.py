@@ -16,13 +16,14 @@ THREADS = 4
 
 
 def aliasing(spec: Specimen) -> float:
-    """No state shares memory with the layer's parameters, nor is a given one written to: a step of the outer optimizer changes no
-    state, and what is done in place to a state changes no layer."""
+    """No state shares memory with the layer's parameters, nor is a given one written to: a step of the outer
+    optimizer changes no state, and what is done in place to a state changes no layer."""
     layer = spec.make()
     own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
     x = spec.tokens()
     worst = 0.0
-    for count in (1, layer.optimizer.mini_batch_size, layer.optimizer.mini_batch_size + 1):  # without, with a commit, and after it
+    size = layer.optimizer.mini_batch_size
+    for count in (1, size, size + 1):  # without, with a commit, and after it
         state = run(layer, x[:, :count]).state
         if any(tensor.untyped_storage().data_ptr() in own for tensor in _tensors(state)):
             return math.inf

@@ -12,7 +12,8 @@ from metattt.optimizers.gradient_descent import GradientDescent
 
 
 class InnerWarmup(lightning.Callback):
-    """Moves the base inner learning rate of every layer linearly to `optimizer.base_lr`, over the warm-up steps of the run.
+    """Moves the base inner learning rate of every layer linearly to `optimizer.base_lr`, over the warm-up steps of
+    the run.
 
     A negative `base_lr` is reached from `-start`.
 
@@ -22,7 +23,8 @@ class InnerWarmup(lightning.Callback):
         start: size of the rate at the first step.
 
     Raises:
-        MetaTTTError: a start that is not positive; when training starts: a model without an inner learning rate, or with one of 0.
+        MetaTTTError: a start that is not positive; when training starts: a model without an inner learning rate, or
+        with one of 0.
     """
 
     def __init__(self, start: float = 0.01):

@@ -14,7 +14,8 @@ from torch.nn.utils import get_total_norm
 
 
 class Pace:
-    """Seconds per step: the median of the last steps, their data included, without validation and the first step, which compiles."""
+    """Seconds per step: the median of the last steps, their data included, without validation and the first step,
+    which compiles."""
 
     def __init__(self, steps: int = 50):
         self.durations: deque[float] = deque(maxlen=steps)

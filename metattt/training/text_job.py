@@ -100,8 +100,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
     def sample(self, console: Console, module: LanguageModeling) -> None:
         """A continuation of the beginning of a held-out document, unless `sample=false`.
 
-        Every process takes part: the model may be divided among them. A compiled one draws without compiling: prompt, single tokens and
-        carried states have other shapes than training, and each would compile anew.
+        Every process takes part: the model may be divided among them. A compiled one draws without compiling: prompt,
+        single tokens and carried states have other shapes than training, and each would compile anew.
         """
         if not self.cfg.get("sample", True):
             return
