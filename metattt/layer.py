@@ -95,6 +95,11 @@ class TTTLayer(nn.Module):
     out: nn.Linear
     gate: nn.Linear | None
 
+    @property
+    def causal(self) -> bool:
+        """Whether no output depends on a later token, as the parts declare it."""
+        return self.task.causal and self.learner.causal and self.optimizer.causal
+
     def forward(
         self,
         x: Tensor,

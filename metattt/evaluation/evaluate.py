@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -244,18 +245,33 @@ def _write(
     trained: dict[str, int],
     curves: dict[str, dict[int, inner_loss.Curves]],
 ) -> list[Path]:
-    """The files of an evaluation; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written, pictures = [folder / "by_position.csv"], _no_pictures() is None
+    """The files of an evaluation; returns their paths. Those of an earlier one stay: then all new ones have its
+    number, `name-2.csv`."""
+    number = _claim(folder)
+    written, pictures = [folder / f"by_position{number}.csv"], _no_pictures() is None
     by_position.write_csv(scores, edges, written[0])
     if pictures:
-        written.append(folder / "by_position.png")
+        written.append(folder / f"by_position{number}.png")
         by_position.plot(scores, edges, bins, trained, written[-1])
     if curves:
-        written.append(folder / "inner_loss.csv")
+        written.append(folder / f"inner_loss{number}.csv")
         inner_loss.write_csv(curves, written[-1])
     safe = _numbered([re.sub(r"[^\w.-]+", "-", name) for name in curves])
     for (name, found), part in zip(curves.items(), safe, strict=True) if pictures else ():
-        written.append(folder / (f"inner_loss_{part}.png" if len(scores) > 1 else "inner_loss.png"))
+        written.append(folder / (f"inner_loss_{part}{number}.png" if len(scores) > 1 else f"inner_loss{number}.png"))
         inner_loss.plot(found, f"Inner loss of {name}", written[-1])
     return written
+
+
+def _claim(folder: Path) -> str:
+    """Takes the first free number in a folder: nothing, `-2`, `-3`, …; another evaluation at the same time takes
+    another one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for count in itertools.count(1):
+        number = f"-{count}" if count > 1 else ""
+        try:
+            (folder / f"by_position{number}.csv").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        break
+    return number

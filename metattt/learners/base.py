@@ -56,6 +56,8 @@ class Learner(Part, ABC):
 
     mixes_tokens = False  #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
     has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
+    causal = True  #: False for learners that answer a query from later tokens too
+    streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
 
     def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
         super().__init__()

@@ -35,6 +35,9 @@ class GlobalEstimator(NonParametric):
         MetaTTTError: a bandwidth that is not positive, or exponential without normalize; at a call with a state or `reset`.
     """
 
+    causal = False
+    streams = False
+
     def __init__(self, kernel: Literal["exponential", "linear"] = "exponential", normalize: bool = True, bandwidth: float | None = None):
         super().__init__(learn_init=False)
         check_choice("learner.kernel", kernel, ("exponential", "linear"))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError
+from metattt.inner.causality import Causality
 from metattt.inner.packing import Packing, pack
 from metattt.layer import TTTLayer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
@@ -120,11 +121,14 @@ class LanguageModel(nn.Module):
         conv_width: its taps (tokens).
         norm_eps: epsilon of the RMSNorms.
         tie_embeddings: the head shares the embedding's weights.
+        causal: every prediction is made from the tokens before it alone: layers that see later ones are refused.
+            False, from Python alone: they are allowed, as for tokens that are masked out; `cross_entropy` and
+            `step`, which predict the next token, then refuse.
         checkpoint_blocks: keep only what enters a block, and run it again in the backward pass: less memory, a third more time.
         on_block: called with every block before the next is made, e.g. to divide it among processes; from Python alone.
 
     Raises:
-        MetaTTTError: a size that is not positive.
+        MetaTTTError: a size that is not positive, or a layer that sees the future.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class LanguageModel(nn.Module):
         tie_embeddings: bool = True,
         checkpoint_blocks: bool = False,
         on_block: Callable[[nn.Module], object] | None = None,
+        causal: bool = True,
     ):
         super().__init__()
         ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if ffn_dim is None else ffn_dim
@@ -153,8 +158,12 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         width = conv_width if pre_conv else None
         self.blocks = nn.ModuleList()
+        self.causal, self.dim, causality = causal, dim, Causality()
         for _ in range(num_layers):
-            self.blocks.append(Block(dim, layer(), ffn_dim, width, norm_eps))
+            made = layer()
+            if causal:
+                causality.check(made, dim)
+            self.blocks.append(Block(dim, made, ffn_dim, width, norm_eps))
             if on_block is not None:
                 on_block(self.blocks[-1])
         self.final_norm = nn.RMSNorm(dim, eps=norm_eps)
@@ -193,6 +202,7 @@ class LanguageModel(nn.Module):
         `last_only`: logits `[B, 1, V]` of the last real token of every sequence, which is all that sampling needs. `in_place`: the
         caller gives up `state`, and its weights may be written over.
         """
+        self._require_causal()
         features, state = self.features(ids, state, mask, reset, in_place)
         if last_only and mask is not None:
             last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)
@@ -221,6 +231,7 @@ class LanguageModel(nn.Module):
             ignore_index: a label that does not count.
             reduction: `sum`, or `none` for `[B, T]` losses (nats).
         """
+        self._require_causal()
         features, state = self.features(ids, state, None, reset)
         rows = features.flatten(0, 1)
         losses = linear_cross_entropy(rows, self.head.weight, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
@@ -258,6 +269,21 @@ class LanguageModel(nn.Module):
         if packing is not None:
             features = packing.restore(features)
         return features, LanguageModelState(tuple(layers), tuple(tails))
+
+    def check_causal(self) -> None:
+        """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.
+
+        Raises:
+            MetaTTTError: a layer that sees the future, or a model that was made for such layers.
+        """
+        self._require_causal()
+        causality = Causality()
+        for block in self.blocks:
+            causality.check(block.layer, self.dim)  # type: ignore[arg-type]
+
+    def _require_causal(self) -> None:
+        if not self.causal:
+            raise MetaTTTError("a model with causal=False may see the token that it is to predict: set model.causal=true")
 
     def num_parameters(self) -> int:
         """Number of parameters, shared ones counted once."""

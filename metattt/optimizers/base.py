@@ -135,6 +135,11 @@ class InnerOptimizer(Part, ABC):
         return self.has_token_steps or self.max_norm is not None
 
     @property
+    def causal(self) -> bool:
+        """Whether no query reads weights that later tokens have trained."""
+        return self.read not in ("block", "final")
+
+    @property
     def bases(self) -> tuple[str, ...]:
         """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and `momentum`."""
         has_phase = self.accumulates

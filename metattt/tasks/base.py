@@ -27,6 +27,8 @@ class Task(Part, ABC):
 
     squared_error = False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
 
+    causal = True  #: False if the views of a token depend on later ones
+
     def setup(self, dim: int, num_heads: int, head_dim: int) -> Task:
         """Creates the outer-loop parameters for tokens of width `dim`. Called once, by the layer.
 

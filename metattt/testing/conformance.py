@@ -37,11 +37,12 @@ class Conformance:
         specimens = self.specimens()
         for label, spec in specimens.items():
             try:
-                error = law.worst_error(spec)
+                verdict = law.judge(spec)
             except NotApplicable as reason:
                 reasons.append(f"{label}: {reason}")
                 continue
-            assert error <= law.bound, f"{law.title}: error {error:.2e} is above {law.bound:.0e} ({label})"
+            why = f"; {verdict.reason}" if verdict.reason else ""
+            assert verdict.holds, f"{law.title}: error {verdict.error:.2e} is above {verdict.bound:.0e} ({label}{why})"
         if len(reasons) == len(specimens):
             raise unittest.SkipTest("does not apply: " + "; ".join(dict.fromkeys(reasons)))
 
@@ -71,6 +72,15 @@ class Conformance:
 
     def test_round_trips(self) -> None:
         self.examine("round_trips")
+
+    def test_aliasing(self) -> None:
+        self.examine("aliasing")
+
+    def test_threads(self) -> None:
+        self.examine("threads")
+
+    def test_documents_in_a_model(self) -> None:
+        self.examine("documents_in_a_model")
 
     def test_precision_of_outputs(self) -> None:
         self.examine("precision_outputs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from metattt.testing.specimen import NotApplicable, Run, Specimen, cotangent, di
 
 
 def masks(spec: Specimen) -> float:
-    """Padding at the left, at the right and inside changes no output, gradient or later output, whatever it holds."""
+    """Padding at the left, at the right and inside changes no output, gradient or later output, whatever it holds;
+    nor does a row of nothing but padding, which goes on as a sequence that has not begun."""
     layer = spec.make()
-    x = spec.tokens(batch=3)
-    lengths = [x.shape[1], x.shape[1] - 3, 2]
+    x = spec.tokens(batch=4)
+    lengths = [x.shape[1], x.shape[1] - 3, 2, 0]
     apart = [_alone(layer, x[:, :length], row) for row, length in enumerate(lengths)]
-    later = torch.stack([_later(layer, alone.state)[row] for row, alone in enumerate(apart)])
+    later = torch.stack([_later(layer, alone.state, len(x))[row] for row, alone in enumerate(apart)])
     worst = 0.0
     for layout in ("left", "right", "inside"):
         padded, mask = pad(x, lengths, layout)
@@ -28,13 +30,13 @@ def masks(spec: Specimen) -> float:
         if together.y[~mask].any():
             return math.inf
         worst = max(worst, *(distance(together.y[row, mask[row]], alone.y) for row, alone in enumerate(apart)))
-        worst = max(worst, distance(_later(layer, together.state), later))
+        worst = max(worst, distance(_later(layer, together.state, len(x)), later))
         if inside:
             worst = max(worst, _gradients_apart(layer, x, lengths, mask, together))
-        if layer.optimizer.read not in ("block", "final"):
+        if layer.optimizer.read not in ("block", "final") and layer.learner.streams:
             half = padded.shape[1] // 2
             parts = run(layer, padded, [3, half, half + 1], mask=mask)  # different phases at every cut
-            worst = max(worst, distance(parts.y, together.y), distance(_later(layer, parts.state), later))
+            worst = max(worst, distance(parts.y, together.y), distance(_later(layer, parts.state, len(x)), later))
     return worst
 
 
@@ -43,6 +45,8 @@ def packing(spec: Specimen) -> float:
     layer = spec.make()
     if layer.optimizer.read == "final":
         raise NotApplicable("optimizer.read=final answers every query after the whole call")
+    if not layer.learner.streams:
+        raise NotApplicable(f"{type(layer.learner).__name__} takes every call as one document")
     x = spec.tokens(batch=3, extra=layer.optimizer.mini_batch_size)
     length = x.shape[1]
     starts = [[length // 4, length // 4 + 1, length // 2], [0, length // 3], [length - 1]]
@@ -58,8 +62,8 @@ def packing(spec: Specimen) -> float:
             for start, end in itertools.pairwise(ends):
                 alone = _alone(layer, x[:, start:end], row, carried if start not in places else None)
                 worst = max(worst, distance(together.y[row, start:end], alone.y))
-            later.append(_later(layer, alone.state)[row])
-        worst = max(worst, distance(_later(layer, together.state), torch.stack(later)))
+            later.append(_later(layer, alone.state, len(x))[row])
+        worst = max(worst, distance(_later(layer, together.state, len(x)), torch.stack(later)))
         if layer.optimizer.read != "block" and carried is not None:
             parts = run(layer, x, [2, length - 2, length - 1], reset=reset, state=carried)
             worst = max(worst, distance(parts.y, together.y))
@@ -73,25 +77,37 @@ def pad(x: Tensor, lengths: list[int], layout: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
     for row, length in enumerate(lengths):
         order = torch.randperm(columns, generator=generator)[:length] if layout == "inside" else torch.arange(columns)
-        mask[row, order[-length:] if layout == "left" else order[:length]] = True
+        mask[row, order[len(order) - length :] if layout == "left" else order[:length]] = True
     padded = x.new_full((x.shape[0], columns, x.shape[2]), math.nan)
     padded[mask] = torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
     return padded, mask
 
 
-def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> Run:
+class _Alone(NamedTuple):
+    """Outputs `[T, D]` of one row, and the state after it; None: it has no tokens."""
+
+    y: Tensor
+    state: State | None
+
+
+def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> _Alone:
     """One row without padding, its outputs `[T, D]`; run as many times as there are rows, so that row `row` draws its own noise."""
+    if x.shape[1] == 0:
+        return _Alone(x[row], None)
     if state is not None:
         state = state.select(torch.full((x.shape[0],), row))
     alone = run(layer, x[row].expand(x.shape[0], -1, -1), state=state)
-    return Run(alone.y[row], alone.state, {})
+    return _Alone(alone.y[row], alone.state)
 
 
-def _later(layer: TTTLayer, state: State) -> Tensor:
-    """What the layer answers to the same later tokens in every row, and how many tokens it has counted."""
+def _later(layer: TTTLayer, state: State | None, batch: int) -> Tensor:
+    """What the layer answers to the same later tokens in every row, and how many tokens it has counted. None:
+    nothing was read."""
+    if not layer.learner.streams:
+        return torch.zeros(batch)
     generator = torch.Generator().manual_seed(8)
     count = layer.optimizer.mini_batch_size + 2
-    tokens = torch.randn(1, count, layer.dim, generator=generator, dtype=layer.out.weight.dtype).expand(state.pos.shape[0], -1, -1)
+    tokens = torch.randn(1, count, layer.dim, generator=generator, dtype=layer.out.weight.dtype).expand(batch, -1, -1)
     after = run(layer, tokens, state=state)
     return torch.cat([after.y.flatten(1), after.state.pos.unsqueeze(1)], dim=1)
 
@@ -104,6 +120,8 @@ def _gradients_apart(layer: TTTLayer, x: Tensor, lengths: list[int], mask: Tenso
     x = x.detach().clone().requires_grad_()
     loss = x.new_zeros(())
     for row, length in enumerate(lengths):
+        if not length:
+            continue
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             y, _ = layer(x[row : row + 1, :length].expand(x.shape[0], -1, -1))

@@ -42,13 +42,14 @@ def check(cfg: DictConfig) -> None:
     broken = 0
     for law in LAWS.values():
         try:
-            error = law.worst_error(spec)
+            verdict = law.judge(spec)
         except NotApplicable as reason:
             table.add_row(law.title, "", f"{law.bound:.0e}", f"does not apply: {reason}")
             continue
-        passed = error <= law.bound
-        broken += not passed
-        table.add_row(law.title, f"{error:.1e}", f"{law.bound:.0e}", "[green]pass[/]" if passed else "[bold red]FAIL[/]")
+        broken += not verdict.holds
+        result = "[green]pass[/]" if verdict.holds else "[bold red]FAIL[/]"
+        why = f": {verdict.reason}" if verdict.reason else ""
+        table.add_row(law.title, f"{verdict.error:.1e}", f"{verdict.bound:.{1 if why else 0}e}", result + why)
     console.print(table)
     if broken:
         console.print(f"{broken} of {len(LAWS)} laws are broken")

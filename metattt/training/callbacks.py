@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,10 +12,13 @@ import lightning
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from metattt.checkpoints.trained import FILE_NAME
+from metattt.training.step_statistics import Pace
 
 
 class Progress(TQDMProgressBar):
     """Lightning's progress bar with loss and bits per byte; where nobody watches (a file, CI), a line now and then instead.
+
+    A line shows the validation that came since the line before, and the time of a step without validation and compilation.
 
     Args:
         lines: number of lines of a run whose output is not a terminal.
@@ -29,30 +31,50 @@ class Progress(TQDMProgressBar):
         self.terminal = sys.stderr.isatty()
         if not self.terminal:
             self.disable()
-        self.started = (0.0, 0)
+        self.pace = Pace()
+        self.validated = self.shown = 0  # the step of the last validation, and of the last one that a line has shown
 
     def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
-        names = {"train/loss": "loss", "train/bits_per_byte": "bits/byte", "validation/bits_per_byte": "validation bits/byte"}
-        names["validation/top1"] = "validation top-1"
+        at = f" (step {self.validated})"
+        names = {"train/loss": "loss", "train/bits_per_byte": "bits/byte", "validation/bits_per_byte": f"validation bits/byte{at}"}
+        names["validation/top1"] = f"validation top-1{at}"
         known = trainer.callback_metrics
         return {short: f"{known[name].item():.3f}" for name, short in names.items() if name in known}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self.started = (time.monotonic(), trainer.global_step)
+        self.pace.start()
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        self.pace.pause()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self.validated = trainer.global_step
+        self.pace.go_on()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        self.pace.step()
         step, steps = trainer.global_step, trainer.max_steps
         every = max(1, steps // self.lines) if steps > 0 else 100
-        if self.terminal or step % every or (batch_idx + 1) % trainer.accumulate_grad_batches or not trainer.is_global_zero:
+        if self.terminal or step % every or not trainer.is_global_zero:
             return
-        seconds, done = time.monotonic() - self.started[0], step - self.started[1]
-        metrics = "  ".join(f"{name} {value}" for name, value in self.get_metrics(trainer, pl_module).items())
-        left = f"  {(steps - step) * seconds / done:.0f} s left" if steps > 0 else ""
-        print(f"step {step}/{steps}  {metrics}  {seconds / done * 1000:.0f} ms/step{left}", file=sys.stderr, flush=True)
+        metrics = self.get_metrics(trainer, pl_module)
+        if self.shown == self.validated:  # no news
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("validation")}
+        self.shown = self.validated
+        parts = [f"step {step}/{steps}", *(f"{name} {value}" for name, value in metrics.items())]
+        if (seconds := self.pace.seconds) is not None:
+            parts.append(f"{seconds * 1000:.0f} ms/step")
+            if steps > 0:
+                parts.append(f"{(steps - step) * seconds:.0f} s of steps left")
+        print("  ".join(parts), file=sys.stderr, flush=True)
 
 
 class LossCurve(lightning.Callback):

@@ -12,15 +12,19 @@ from metattt.optimizers.step_size import StepSize
 
 
 class InnerWarmup(lightning.Callback):
-    """Raises the base inner learning rate of every layer linearly to `optimizer.base_lr`, over the warm-up steps of the run.
+    """Moves the base inner learning rate of every layer linearly to `optimizer.base_lr`, over the warm-up steps of
+    the run.
+
+    A negative `base_lr` is reached from `-start`.
 
     The rate belongs to the run and not to the model: a checkpoint that is loaded for evaluation has the final one.
 
     Args:
-        start: the rate at the first step.
+        start: size of the rate at the first step.
 
     Raises:
-        MetaTTTError: a start that is not positive; when training starts: a model without an inner learning rate.
+        MetaTTTError: a start that is not positive; when training starts: a model without an inner learning rate, or
+        with one of 0.
     """
 
     def __init__(self, start: float = 0.01):
@@ -37,12 +41,15 @@ class InnerWarmup(lightning.Callback):
                 "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with ~callbacks.inner_warmup"
             )
 
+        if not all(rule.base_lr for rule in self.final):
+            raise MetaTTTError("callbacks=inner_warmup has no way to optimizer.base_lr=0: leave it out with ~callbacks.inner_warmup")
+
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int) -> None:
         recipe: Any = pl_module.recipe
         warmup = recipe.warmup_steps(int(trainer.estimated_stepping_batches))
         done = min(1.0, trainer.global_step / warmup)
         for rule, final in self.final.items():
-            first = self.start / rule.base_lr
+            first = self.start / abs(rule.base_lr)
             rule.scale = final * (first + (1 - first) * done)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:

@@ -106,12 +106,25 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         console.print(table)
 
     def sample(self, console: Console, module: LanguageModeling) -> None:
-        """A continuation of the beginning of a held-out document. Every process takes part: the model may be divided among them."""
+        """A continuation of the beginning of a held-out document, unless `sample=false`.
+
+        Every process takes part: the model may be divided among them. A compiled one draws without compiling: prompt,
+        single tokens and carried states have other shapes than training, and each would compile anew.
+        """
+        if not self.cfg.get("sample", True):
+            return
         data = self.data
         prompt = data.sample_document()[:SAMPLE_PROMPT_BYTES]
         ids = torch.tensor([[data.tokenizer.separator, *data.tokenizer.encode(prompt).tolist()]], device=module.device)
         tokens = generate(module.model.eval(), ids, SAMPLE_BYTES, temperature=0.7, stop=ends(data.tokenizer), seed=self.cfg.seed)
-        text = data.tokenizer.decode([int(token) for token in tokens])
+        with torch.compiler.set_stance("force_eager"):
+            text = data.tokenizer.decode([int(token) for token in tokens])
         console.print(f"\nsample, temperature 0.7, after a prompt of {len(prompt)} bytes:")
-        console.print(prompt.decode(errors="replace"), style="dim", end="", markup=False)
-        console.print(text.decode(errors="replace"), markup=False)
+        console.print(printable(prompt), style="dim", end="", markup=False)
+        console.print(printable(text), markup=False)
+
+
+def printable(text: bytes) -> str:
+    """UTF-8 for a terminal: control characters, which could steer it, are written out as `\\x1b`."""
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text.decode(errors="replace"))
+    return "".join(shown)

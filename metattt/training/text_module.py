@@ -118,6 +118,10 @@ class LanguageModeling(lightning.LightningModule):
             assert self.build is not None
             self.model = build_divided(self.build, self.trainer.strategy.device_mesh["data_parallel"])
 
+    def on_fit_start(self) -> None:
+        if not divided(self.model):  # else it was checked while it was made; a part of a model cannot run
+            self.model.check_causal()
+
     def sums(self, ids: Tensor) -> Tensor:
         """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes: `[3]`.
 

@@ -34,7 +34,7 @@ from metattt.training.launchers import processes
 from metattt.training.sharding import FullyShardedData
 from metattt.training.text_job import TextJob
 
-RESUMABLE = ("trainer", "callbacks", "logger")  # parts of the configuration that a resumed run may change
+RESUMABLE = ("trainer", "callbacks", "logger", "sample")  # parts of the configuration that a resumed run may change
 
 
 def train(cfg: DictConfig) -> int:
@@ -209,6 +209,6 @@ def _quiet_lightning() -> None:
         "IterableDataset.? has",  # a length, which timm knows
     )  # fmt: skip
     # the sums are over all processes already; nothing is done in place; the layout of a convolution's gradient
-    several = ("sync_dist=True", "returned a view tensor", "Grad strides do not match")
+    several = ("sync_dist=True", "returned a view tensor", "Grad strides do not match", "find_unused_parameters=True was specified")
     for message in (*unneeded, *several):
         warnings.filterwarnings("ignore", f".*{message}.*")

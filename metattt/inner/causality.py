@@ -1,0 +1,135 @@
+"""Whether a layer sees the future: what its parts declare, and what a few tokens show."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import FunctionType
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from metattt.errors import MetaTTTError
+
+TOKENS = 12  # less than a usual mini-batch: no kernel is compiled for them
+PARTS = ("optimizer", "learner", "task")
+
+
+class Causality:
+    """Refuses layers that see the future, each kind of layer once."""
+
+    def __init__(self) -> None:
+        self.known: set[tuple[object, ...]] = set()
+
+    def check(self, layer: nn.Module, dim: int) -> None:
+        """One layer of a model that predicts the next token.
+
+        Args:
+            layer: called as `y, state = layer(x, state, mask=..., reset=...)`.
+            dim: D, width of its tokens.
+
+        Raises:
+            MetaTTTError: an output depends on a later token: by what the layer's parts declare (`causal`), or on a
+                small input. That is left out for parameters without values (the meta device), and for a layer that
+                cannot run here (another device's kernels, a length of its own).
+        """
+        reason = declared(layer)
+        if reason is None and (kind := _kind(layer)) not in self.known:
+            self.known.add(kind)
+            if found_out(layer, dim):
+                reason = (
+                    f"{type(layer).__name__} changes its answers to earlier tokens when later ones change, though it does not declare "
+                    "causal = False: mask the later tokens, or choose another layer"
+                )
+        if reason is not None:
+            raise MetaTTTError(f"a model that predicts the next token must not see it: {reason}")
+
+
+def declared(layer: nn.Module) -> str | None:
+    """Why a layer says that it sees the future, with the override that mends it; None if it says nothing of the
+    kind."""
+    for group in PARTS:
+        part = getattr(layer, group, None)
+        if part is None or getattr(part, "causal", True):
+            continue
+        name = type(part).__name__
+        if group != "optimizer":
+            return f"the {group} {name} answers from all tokens of a call: choose a causal layer, e.g. layer=attention (see metattt layers)"
+        given = inspect.signature(type(part)).parameters.get("read")
+        mended = "optimizer=minibatch" if given is None else f"optimizer.read={_causal_read(given.default)}"
+        return (
+            f"optimizer.read={part.read} ({name}) answers a token with weights that later tokens have trained: "
+            f"set {mended}, or choose a causal layer, e.g. layer=ttt_linear (see metattt layers)"
+        )
+    if not getattr(layer, "causal", True):
+        return f"{type(layer).__name__} declares causal = False: choose a causal layer, e.g. layer=attention (see metattt layers)"
+    return None
+
+
+def found_out(layer: nn.Module, dim: int) -> bool | None:
+    """Whether earlier outputs change with later tokens, on random ones; None: the layer does not run on a few tokens
+    here."""
+    if any(tensor.is_meta for tensor in _tensors(layer)):
+        return None
+    like = next((tensor for tensor in _tensors(layer) if tensor.is_floating_point()), torch.empty(0))
+    generator = torch.Generator().manual_seed(0)
+    x, other = torch.randn(2, 2, TOKENS, dim, generator=generator).to(like)
+    changed = x.clone()
+    cuts = (TOKENS // 2 + 1, TOKENS - 1)
+    for row, cut in enumerate(cuts):
+        changed[row, cut:] = other[row, cut:]
+    try:
+        before, after = (_outputs(layer, tokens) for tokens in (x, changed))
+    except Exception:  # whatever a layer of others raises: it will be raised again where the layer is used
+        return None
+    if not (before.isfinite().all() and after.isfinite().all()):
+        return None
+    return not all(same(before[row, :cut], after[row, :cut]) for row, cut in enumerate(cuts))
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal but for rounding, measured against the largest entry."""
+    bound = max(1e-5, 4 * torch.finfo(one.dtype).eps) * one.abs().max()
+    return bool(((one - other).abs() <= bound).all())
+
+
+@torch.no_grad()
+def _outputs(layer: nn.Module, x: Tensor) -> Tensor:
+    """The outputs for `x` `[B, T, D]`. The layer stays as it is, buffers and the state of the random generators
+    included."""
+    values = {name: _visible(parameter) for name, parameter in layer.named_parameters()}
+    values |= {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    devices = [x.device] if x.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        y: Tensor = functional_call(layer, values, (x, None), {"mask": None, "reset": None})[0]
+    return y
+
+
+def _visible(parameter: Tensor) -> Tensor:
+    """A parameter, or small numbers in place of zeros, behind which a layer (an output projection, a gate) would
+    hide everything."""
+    if parameter.any():
+        return parameter
+    waves = torch.linspace(1, 50, parameter.numel(), dtype=parameter.dtype, device=parameter.device).sin()
+    return waves.view_as(parameter) / 8
+
+
+def _tensors(layer: nn.Module) -> Iterator[Tensor]:
+    yield from layer.parameters()
+    yield from layer.buffers()
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """The same for layers that differ in the values of their parameters alone: their modules, with settings and
+    functions."""
+    settings = (bool, int, float, str, type(None), FunctionType)
+    return tuple(
+        (name, type(module), *((key, value) for key, value in vars(module).items() if isinstance(value, settings)))
+        for name, module in layer.named_modules()
+    )
+
+
+def _causal_read(default: object) -> str:
+    return "inclusive" if default == "inclusive" else "previous"

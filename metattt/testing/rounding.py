@@ -1,0 +1,159 @@
+"""The laws about rounding, and what a problem itself makes of a rounding: the reason for a bound that is wider than
+usual.
+
+Two measures, neither of which sees the code under examination:
+
+- float32: what the oracle loses in float32 against float64 (Newton-Schulz iterations lift the rounding of small
+  singular values hundreds of times, whoever computes them). Another form may lose `FACTOR` times as much.
+- bfloat16: how far the float32 result moves when tokens, parameters and what a mini-batch adds to the weights (one
+  rounding of it is allowed, where a matmul has no float32 output) are rounded to bfloat16, the least that autocast
+  does. A sign, a nearest neighbour or a young Adam turns around where it is near its edge. A layer under autocast
+  rounds a token a few times on its way (views, inner predictions, reads), and may be off by `FACTOR` times that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from metattt.layer import TTTLayer
+from metattt.optimizers.base import InnerOptimizer
+from metattt.state import Tensors
+from metattt.testing.specimen import NotApplicable, Run, Specimen, compare, run
+
+FACTOR = 4.0
+DRAWS = 3  # of a rounding; the worst counts
+
+
+def forms_float32(spec: Specimen) -> float:
+    return forms_in(spec, torch.float32)
+
+
+def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
+    """Every form, recomputed in groups or stored, against the oracle, also when state is handed on."""
+    found = spec.forms()
+    if not found:
+        raise NotApplicable("the learner keeps its data and has one form")
+    x = spec.tokens(dtype=dtype)
+    cuts = _cuts(spec)
+    oracle = run(spec.make(form=found[0], dtype=dtype), x, cuts, grads=True)
+    others = [(form, None) for form in found[1:]] + [(form, 0) for form in found]
+    return max(
+        compare(run(spec.make(form=f, group_size=g, dtype=dtype), x, cuts, grads=True), oracle) for f, g in others
+    )
+
+
+def loss_of_the_oracle(spec: Specimen) -> tuple[float, str]:
+    """What the oracle loses in float32, in the measure of `forms_float32`, and words for it."""
+    form, cuts = spec.forms()[0], _cuts(spec)
+    single = spec.make(form=form, dtype=torch.float32)
+    double = spec.make(form=form)
+    double.load_state_dict(single.state_dict())  # the same numbers
+    worst = 0.0
+    for seed in range(DRAWS):
+        x = _rounded(spec.tokens(dtype=torch.float32), torch.float32, torch.Generator().manual_seed(seed))
+        exact = run(double, x.double(), cuts, grads=True)
+        exact = Run(exact.y.float(), exact.state, {name: gradient.float() for name, gradient in exact.grads.items()})
+        worst = max(worst, compare(run(single, x, cuts, grads=True), exact))
+    return worst, f"form={form} itself loses {worst:.1e} in float32"
+
+
+def precision_outputs(spec: Specimen) -> float:
+    """bf16 autocast against fp32, outputs: relative Frobenius error; the carried weights stay fp32."""
+    return _precision(spec, _outputs)
+
+
+def precision_gradients(spec: Specimen) -> float:
+    """bf16 autocast against fp32, all gradients together: relative Frobenius error."""
+    return _precision(spec, _gradients)
+
+
+def sensitivity_of_outputs(spec: Specimen) -> tuple[float, str]:
+    """How far rounded tokens and parameters move the outputs in float32, and words for it."""
+    moved = _sensitivity(spec, _outputs)
+    return moved, f"rounding tokens, parameters and inner steps to bf16 alone moves outputs by {moved:.1e}"
+
+
+def sensitivity_of_gradients(spec: Specimen) -> tuple[float, str]:
+    """The same for the gradients."""
+    moved = _sensitivity(spec, _gradients)
+    return moved, f"rounding tokens, parameters and inner steps to bf16 alone moves gradients by {moved:.1e}"
+
+
+def _precision(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
+    layer, x = _wide(spec)
+    full = run(layer, x, grads=part is _gradients)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = run(layer, x, grads=part is _gradients)
+    for weights in half.state.weights.values():
+        if any(value.dtype != torch.float32 for value in weights.values()):
+            return math.inf
+    return _frobenius(part(half), part(full))
+
+
+def _sensitivity(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
+    layer, x = _wide(spec)
+    full = part(run(layer, x, grads=part is _gradients))
+    worst = 0.0
+    for seed in range(DRAWS):
+        moved, _ = _wide(spec)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                parameter.copy_(_rounded(parameter, torch.bfloat16, generator))
+        _round_steps(moved.optimizer, generator)
+        worst = max(
+            worst, _frobenius(part(run(moved, _rounded(x, torch.bfloat16, generator), grads=part is _gradients)), full)
+        )
+    return worst
+
+
+def _round_steps(rule: InnerOptimizer, generator: torch.Generator) -> None:
+    """What a rule commits is rounded to bfloat16 before."""
+    commit = rule.commit
+
+    def rounded(carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+        steps = {role: carry[role] for role in ("update", "factors") if role in carry}
+        steps = {
+            role: {name: _rounded(x, torch.bfloat16, generator) for name, x in step.items()}
+            for role, step in steps.items()
+        }
+        return commit(carry | steps, filled)
+
+    rule.commit = rounded  # type: ignore[method-assign]
+
+
+def _wide(spec: Specimen) -> tuple[TTTLayer, Tensor]:
+    """A layer in float32 whose heads are at least 16 wide (narrower ones are nearly singular under a norm), and
+    tokens for it."""
+    spec = replace(spec, dim=max(spec.dim, 16 * spec.num_heads), longest_mini_batch=16)
+    x = torch.randn(2, 40, spec.dim, generator=torch.Generator().manual_seed(5))
+    return spec.make(dtype=torch.float32), x
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """`x` with relative errors as a rounding to `dtype` makes them: up to half the distance of neighbours."""
+    noise = 2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1
+    return (x * (1 + torch.finfo(dtype).eps / 2 * noise)).to(x.dtype)
+
+
+def _outputs(found: Run) -> Tensor:
+    return found.y.float()
+
+
+def _gradients(found: Run) -> Tensor:
+    return torch.cat([gradient.float().flatten() for gradient in found.grads.values()])
+
+
+def _frobenius(found: Tensor, expected: Tensor) -> float:
+    error = ((found - expected).norm() / expected.norm()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def _cuts(spec: Specimen) -> list[int]:
+    # inside a mini-batch: the second call goes on from carried state
+    return [spec.make().optimizer.mini_batch_size + 2]

@@ -1,0 +1,163 @@
+"""What a training run says: progress, times, gradient norms, the sample; and that an evaluation loses nothing."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from torch import Tensor
+
+from metattt.composition.compose import build, compose
+from metattt.data.text import ByteTokenizer
+from metattt.errors import MetaTTTError
+from metattt.evaluation.evaluate import evaluate
+from metattt.models.language_model import LanguageModel
+from metattt.training import step_statistics
+from metattt.training.callbacks import Progress
+from metattt.training.inner_warmup import InnerWarmup
+from metattt.training.step_statistics import Pace
+from metattt.training.text_job import TextJob, printable
+from metattt.training.train import train
+
+TINY = (
+    "dim=8", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.accelerator=cpu",
+    "layer=linear_attention", "trainer.log_every_n_steps=1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    return tmp_path / "a.txt"
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_line_shows_a_validation_once_and_the_log_has_speed_and_gradients(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    settings = (*TINY, f"data.path={text}", f"output_dir={run}", "trainer.max_steps=8", "trainer.val_check_interval=4")
+    assert (
+        train(compose(*settings, "trainer.accumulate_grad_batches=2", "sample=false", "trainer.gradient_clip_val=1e-9"))
+        == 0
+    )
+    output = capsys.readouterr()
+    lines = [line for line in output.err.splitlines() if line.startswith("step ")]
+    assert [line.count("validation") for line in lines] == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert "validation bits/byte (step 4)" in lines[4] and "ms/step" not in lines[0] and "ms/step" in lines[1]
+    assert "sample" not in output.out
+    steps = [row for row in rows(run) if row["train/loss"]]
+    assert all(float(row["gradient_norm"]) > 1e-3 for row in steps)  # before clipping
+    assert [bool(row["tokens_per_second"]) for row in steps] == [False] + 7 * [True]
+
+
+def test_the_time_of_a_step_is_without_validation_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(step_statistics.time, "monotonic", lambda: now)
+    pace = Pace(5)
+    pace.start()
+    assert pace.seconds is None
+    for duration in (100.0, 1.0, 2.0, 3.0):
+        now += duration
+        pace.step()
+        pace.pause()
+        now += 50
+        pace.go_on()
+    assert pace.seconds == 2.0
+    for _ in range(10):
+        now += 7.0
+        pace.step()
+    assert pace.seconds == 7.0
+    pace.start()
+    assert pace.seconds is None
+
+
+def test_progress_on_a_terminal_names_the_step_of_the_validation() -> None:
+    bar = Progress()
+    bar.validated = 40
+    trainer: Any = SimpleNamespace(callback_metrics={"validation/bits_per_byte": torch.tensor(2.0)})
+    assert bar.get_metrics(trainer, None) == {"validation bits/byte (step 40)": "2.000"}  # type: ignore[arg-type]
+
+
+def test_a_sample_cannot_steer_the_terminal() -> None:
+    assert (
+        printable(b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode())
+        == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
+    )
+
+
+class Sum(torch.nn.Module):
+    """A layer with a state."""
+
+    def forward(self, x: Tensor, state: Tensor | None, mask: Any = None, reset: Any = None) -> tuple[Tensor, Tensor]:
+        y = x.cumsum(1) if state is None else x.cumsum(1) + state.unsqueeze(1)
+        return y, y[:, -1]
+
+
+def test_a_sample_of_a_compiled_model_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = LanguageModel(257, 8, 1, Sum)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    model(torch.zeros(1, 16, dtype=torch.long))
+    trained = len(graphs)
+    assert trained > 0
+    job = TextJob.__new__(TextJob)
+    job.cfg = OmegaConf.create({"seed": 0})  # of a run before the switch
+    job.data = SimpleNamespace(tokenizer=ByteTokenizer(), sample_document=lambda: b"\x1b[0m prompt")  # type: ignore[assignment]
+    job.sample(Console(), SimpleNamespace(model=model, device="cpu"))  # type: ignore[arg-type]
+    assert len(graphs) == trained
+    assert "\\x1b[0m prompt" in capsys.readouterr().out
+    model(torch.zeros(1, 16, dtype=torch.long))
+    assert len(graphs) == trained  # and training goes on with what it has
+
+
+def test_a_second_evaluation_keeps_the_files_of_the_first(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(compose(*TINY, f"data.path={text}", f"output_dir={run}", "trainer.max_steps=1", "sample=false")) == 0
+    evaluate(compose(f"checkpoint={run}", "device=cpu", job="eval"))
+    first = {file: file.read_bytes() for file in (run / "eval").iterdir()}
+    (run / "eval" / "by_position-3.csv").write_text("of a program that is still running")
+    for _ in range(2):
+        evaluate(compose(f"checkpoint={run}", "device=cpu", "bins=none", job="eval"))
+    assert {file: file.read_bytes() for file in first} == first
+    names = {file.name for file in (run / "eval").iterdir()} - {file.name for file in first}
+    assert names == {f"by_position-{n}.{kind}" for n in (2, 4) for kind in ("csv", "png")} | {"by_position-3.csv"}
+    assert "by_position-4.csv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("base_lr", [0.1, -0.1])
+def test_the_warm_up_of_an_inner_learning_rate_keeps_its_sign(base_lr: float) -> None:
+    warmup = InnerWarmup(0.01)
+    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", f"optimizer.base_lr={base_lr}")
+    module: Any = SimpleNamespace(modules=layer.modules, recipe=SimpleNamespace(warmup_steps=lambda steps: 4))
+    trainer: Any = SimpleNamespace(global_step=0, estimated_stepping_batches=8)
+    warmup.on_fit_start(trainer, module)
+    sign, rates = 1 if base_lr > 0 else -1, []
+    for trainer.global_step in range(6):
+        warmup.on_train_batch_start(trainer, module, None, 0)
+        rates.append(layer.optimizer.scale * 4)  # head width
+    assert rates == pytest.approx([sign * rate for rate in (0.01, 0.0325, 0.055, 0.0775, 0.1, 0.1)])
+
+
+def test_an_inner_learning_rate_of_zero_has_no_warm_up() -> None:
+    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.base_lr=0")
+    with pytest.raises(MetaTTTError, match=r"base_lr=0: leave it out"):
+        InnerWarmup().on_fit_start(SimpleNamespace(), SimpleNamespace(modules=layer.modules))  # type: ignore[arg-type]
