@@ -8,6 +8,7 @@ from metattt.errors import MetaTTTError
 from metattt.models.timm import register_with_timm
 
 if TYPE_CHECKING:
+    from metattt.checkpoints.trained import load_model
     from metattt.composition.compose import build
     from metattt.layer import TTTLayer
     from metattt.state import State
@@ -17,9 +18,14 @@ try:
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["MetaTTTError", "State", "TTTLayer", "__version__", "build"]
+__all__ = ["MetaTTTError", "State", "TTTLayer", "__version__", "build", "load_model"]
 
-_HOMES = {"State": "metattt.state", "TTTLayer": "metattt.layer", "build": "metattt.composition.compose"}
+_HOMES = {
+    "State": "metattt.state",
+    "TTTLayer": "metattt.layer",
+    "build": "metattt.composition.compose",
+    "load_model": "metattt.checkpoints.trained",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -36,13 +36,22 @@ PARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {}
 REGISTERED: dict[tuple[str, str], str] = {}
 """(group, name) -> `_target_` of the class registered under it."""
 
+Upgrade = Callable[[dict[str, Any], int], dict[str, Any]]
 
-def register(group: str, name: str) -> Callable[[C], C]:
+VERSIONS: dict[tuple[str, str], tuple[int, Upgrade | None]] = {}
+"""(group, name) -> the version of its parameters, and what brings those of an earlier version up to it."""
+
+
+def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = None) -> Callable[[C], C]:
     """Class decorator that makes the class available to configurations as `schema/<group>/<name>`.
 
     Args:
         group: configuration group: `learner`, `task`, `optimizer`, or one of your own.
-        name: name of the schema in that group, e.g. `linear`.
+        name: name of the schema in that group, e.g. `linear`. Checkpoints name the class by group and name, never by its module: it
+            may be moved and renamed, but keeps these two.
+        version: of the parameters, kept in every checkpoint; raise it when a parameter changes its name or its meaning.
+        upgrade: from the parameters of an earlier version, and that version, to those of this one. Without it, checkpoints of
+            earlier versions are refused.
 
     Returns:
         A decorator that returns the class unchanged.
@@ -57,6 +66,7 @@ def register(group: str, name: str) -> Callable[[C], C]:
         owner = REGISTERED.setdefault((group, name), target)
         if owner != target:  # the same class again is a notebook cell or module that was run twice: the newer one wins
             raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
+        VERSIONS[group, name] = version, upgrade
         schema, PARAMETERS[target] = _schema(cls, target)
         ConfigStore.instance().store(group=f"schema/{group}", name=name, node=schema, provider=cls.__module__)
         return cls

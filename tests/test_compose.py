@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from metattt import build
 from metattt.cli import COMMANDS, main
-from metattt.composition.compose import compose, instantiate_layer, quote_free_text
+from metattt.composition.compose import compose, quote_free_text
+from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.registry import register
 

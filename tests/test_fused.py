@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from metattt.composition.choices import choices
-from metattt.composition.compose import build, compose, instantiate_layer
+from metattt.composition.compose import build, compose
+from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.kernels.base import Kernel, MiniBatches, Scan, covering, kernels
 from metattt.layer import TTTLayer

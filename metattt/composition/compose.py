@@ -1,7 +1,7 @@
 """From overrides to objects: the same composition for the command line, a notebook and a test.
 
 `build("layer=ttt_mlp", "dim=64")` returns one layer. `compose(...)` returns the configuration of a whole job, from
-which `instantiate_layer` and `instantiate_model` make what the command line would train. None of them depends on the
+which `metattt.composition.instantiate` makes what the command line would train. None of them depends on the
 working directory, and all can be called any number of times in one process.
 
 Packages of others take part through two groups of entry points: `metattt.components` (modules to import, whose classes
@@ -11,10 +11,9 @@ are decorated with `metattt.registry.register`) and `metattt.configs` (packages 
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hydra
 import torch
@@ -27,10 +26,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.messages import (
     bad_interpolation,
     explain_composition,
-    explain_instantiation,
     not_a_field,
     refused_value,
     unnamed_choice,
@@ -39,10 +38,7 @@ from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, register
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from metattt.layer import TTTLayer
-    from metattt.models.language_model import LanguageModel
 
 COMPONENTS = ("metattt.learners", "metattt.tasks", "metattt.optimizers")
 """Packages of ours whose modules are imported so that their classes register their schemas."""
@@ -124,21 +120,9 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
     finally:
         GlobalHydra.instance().hydra = outer
     _check_parameters(cfg, job)
+    if "given" in cfg:
+        cfg.given = [override for override in overrides if override not in NOTHING]
     return cfg
-
-
-def instantiate_layer(cfg: DictConfig) -> "TTTLayer":
-    """A new layer from `cfg.layer`, with its own task, learner and optimizer."""
-    layer: TTTLayer = instantiate_part(cfg, "layer")
-    return layer
-
-
-def instantiate_model(cfg: DictConfig, on_block: Callable[["nn.Module"], object] | None = None) -> "LanguageModel":
-    """The model of `cfg.model`; every one of its blocks gets a new layer of `cfg.layer`. `on_block`: see `LanguageModel`."""
-    make = instantiate_part(cfg, "model", _partial_=True)
-    layer = partial(instantiate_layer, cfg)
-    model: LanguageModel = make(layer=layer) if on_block is None else make(layer=layer, on_block=on_block)
-    return model
 
 
 def load_components(packages: Iterable[str] = COMPONENTS) -> None:
@@ -209,13 +193,3 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
                 raise MetaTTTError(bad_interpolation(node, full_key, error)) from error
             if parameters[key] and value not in parameters[key]:
                 raise MetaTTTError(refused_value(full_key, value, parameters[key]))
-
-
-def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
-    """`hydra.utils.instantiate` of one node, with our errors."""
-    try:
-        return hydra.utils.instantiate(cfg[key], _convert_="all", **options)
-    except MetaTTTError:
-        raise
-    except (HydraException, OmegaConfBaseException) as error:
-        raise MetaTTTError(explain_instantiation(error, key)) from error

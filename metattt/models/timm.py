@@ -60,7 +60,8 @@ def create(
     Raises:
         MetaTTTError: `pretrained`, or a configuration that does not exist or fit.
     """
-    from metattt.composition.compose import compose, instantiate_layer
+    from metattt.composition.compose import compose
+    from metattt.composition.instantiate import instantiate_layer
     from metattt.models.vision import ImageTransformer
 
     if pretrained:
