@@ -146,7 +146,8 @@ def fill(model: LanguageModel, found: Weights, complaint: str) -> None:
     Raises:
         MetaTTTError: `complaint`, and the names or shapes that do not fit.
     """
-    given, state = dict(found.tensors), model.state_dict()
+    given: dict[str, Any] = dict(found.tensors)
+    state = model.state_dict()
     if not found.of_run:  # a tied parameter is saved once there
         given |= _tied(model, given)
     absent = state.keys() - given.keys()

@@ -27,8 +27,8 @@ def settings(schema: type[S], cfg: DictConfig, **required: str) -> S:
     Raises:
         MetaTTTError: a value of another type, or none where one is required.
     """
-    for key, message in required.items():
-        if OmegaConf.is_missing(cfg, key) or not cfg[key]:
+    for needed, message in required.items():
+        if OmegaConf.is_missing(cfg, needed) or not cfg[needed]:
             raise MetaTTTError(message)
     try:
         typed: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))

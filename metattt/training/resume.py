@@ -74,7 +74,9 @@ def _check_resumable(key: str, said: str) -> None:
 
 def _said(overrides: Iterable[str]) -> tuple[set[str], set[str], list[str]]:
     """What overrides name: keys with a value, groups with a choice, and keys that are left out."""
-    keys, chosen, deleted = set(), set(), []
+    keys: set[str] = set()
+    chosen: set[str] = set()
+    deleted: list[str] = []
     for override in overrides:
         match = re.match(r"(\+{0,2}|~)([\w.]+)(=|$)", override)
         if match is None:

@@ -34,6 +34,8 @@ from metattt.training.resume import check_same_data, resumed
 from metattt.training.sharding import FullyShardedData
 from metattt.training.text_job import TextJob
 
+NEEDED = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer")  # parts of the configuration
+
 
 def train(cfg: DictConfig) -> int:
     """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`).
@@ -49,6 +51,9 @@ def train(cfg: DictConfig) -> int:
     """
     console = Console(highlight=False, soft_wrap=True, quiet=bool(getattr(rank_zero_only, "rank", 0)))  # one of several processes speaks
     _quiet_lightning()
+    for part in NEEDED:
+        if cfg.get(part) is None:
+            raise MetaTTTError(f"there is no run without {part}: leave out ~{part}")
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
     for key in ("path", "validation_path"):
         if key in cfg.data:
@@ -59,7 +64,7 @@ def train(cfg: DictConfig) -> int:
         content = read_checkpoint(checkpoint, tensors="none")
         record, done = content[RECORD], int(content["global_step"])
         cfg, moved = resumed(cfg, record_config(record, checkpoint), checkpoint)
-        if 0 < cfg.trainer.max_steps <= done:
+        if 0 < cfg.trainer.get("max_steps", -1) <= done:
             raise MetaTTTError(f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>")
     cfg.output_dir = cfg.output_dir or _new_folder(cfg)
     folder = Path(cfg.output_dir)
@@ -122,8 +127,8 @@ def _new_folder(cfg: DictConfig) -> str:
 
 def _trainer(cfg: DictConfig) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
-    callbacks = [instantiate_part(cfg.callbacks, name) for name in cfg.callbacks or {}]
-    loggers = [instantiate_part(cfg.logger, name) for name in cfg.logger or {}]
+    callbacks = [instantiate_part(cfg.callbacks, name) for name in cfg.get("callbacks") or {}]
+    loggers = [instantiate_part(cfg.logger, name) for name in cfg.get("logger") or {}]
     many = processes(cfg.trainer)
     trainer: lightning.Trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **many)
     trainer.strategy.checkpoint_io = CheckpointFiles()
