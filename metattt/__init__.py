@@ -8,6 +8,7 @@ from metattt.errors import MetaTTTError
 
 if TYPE_CHECKING:
     from metattt import learners, models, optimizers, tasks
+    from metattt.checkpoints.trained import load_model
     from metattt.composition.compose import build
     from metattt.layer import TTTLayer
     from metattt.state import State
@@ -17,9 +18,16 @@ try:
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["MetaTTTError", "State", "TTTLayer", "__version__", "build", "learners", "models", "optimizers", "tasks"]
+__all__ = [
+    "MetaTTTError", "State", "TTTLayer", "__version__", "build", "learners", "load_model", "models", "optimizers", "tasks",
+]  # fmt: skip
 
-_HOMES = {"State": "metattt.state", "TTTLayer": "metattt.layer", "build": "metattt.composition.compose"}
+_HOMES = {
+    "State": "metattt.state",
+    "TTTLayer": "metattt.layer",
+    "build": "metattt.composition.compose",
+    "load_model": "metattt.checkpoints.trained",
+}
 _PACKAGES = ("learners", "models", "optimizers", "tasks")
 
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from metattt.composition.choices import choices
-from metattt.composition.compose import compose, instantiate_layer
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer

@@ -15,6 +15,7 @@ constructor's keys, types and defaults: a misspelt key or a wrong type is refuse
 
 import collections.abc
 import dataclasses
+import importlib
 import inspect
 import types
 import typing
@@ -36,13 +37,22 @@ PARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {}
 REGISTERED: dict[tuple[str, str], str] = {}
 """(group, name) -> `_target_` of the class registered under it."""
 
+Upgrade = Callable[[dict[str, Any], int], dict[str, Any]]
 
-def register(group: str, name: str) -> Callable[[C], C]:
+VERSIONS: dict[tuple[str, str], tuple[int, Upgrade | None]] = {}
+"""(group, name) -> the version of its parameters, and what brings those of an earlier version up to it."""
+
+
+def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = None) -> Callable[[C], C]:
     """Class decorator that makes the class available to configurations as `schema/<group>/<name>`.
 
     Args:
         group: configuration group: `learner`, `task`, `optimizer`, or one of your own.
-        name: name of the schema in that group, e.g. `linear`.
+        name: name of the schema in that group, e.g. `linear`. Checkpoints name the class by group and name, never by its module: it
+            may be moved and renamed, but keeps these two.
+        version: of the parameters, kept in every checkpoint; raise it when a parameter changes its name or its meaning.
+        upgrade: from the parameters of an earlier version, and that version, to those of this one. Without it, checkpoints of
+            earlier versions are refused.
 
     Returns:
         A decorator that returns the class unchanged.
@@ -57,9 +67,17 @@ def register(group: str, name: str) -> Callable[[C], C]:
         hints = _hints(init)
         parameters = list(inspect.signature(init).parameters.values())[1:]
         store(group, name, f"{cls.__module__}.{cls.__qualname__}", [one.replace(annotation=hints.get(one.name, Any)) for one in parameters])
+        VERSIONS[group, name] = version, upgrade
         return cls
 
     return decorate
+
+
+def version_of(group: str, name: str) -> tuple[int, Upgrade | None]:
+    """The version of a registered class's parameters, and what brings those of an earlier version up to it."""
+    if (group, name) not in VERSIONS:  # known from its source alone
+        importlib.import_module(REGISTERED[group, name].rpartition(".")[0])
+    return VERSIONS.get((group, name), (1, None))
 
 
 def store(group: str, name: str, target: str, parameters: Sequence[inspect.Parameter]) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from metattt.checkpoints.trained import KEY, VERSION, load_model
 from metattt.cli import main
-from metattt.composition.compose import build, compose, instantiate_model
+from metattt.composition.compose import build, compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.inner.causality import Causality, declared, found_out

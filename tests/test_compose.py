@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from metattt import build
 from metattt.cli import COMMANDS, main
-from metattt.composition.compose import compose, instantiate_layer
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.overrides import quote_free_text
 from metattt.errors import MetaTTTError
 from metattt.registry import REGISTERED, register

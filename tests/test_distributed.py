@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from metattt.checkpoints.convert import convert, load_pretrained
+from metattt.checkpoints.convert import convert
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.cli import main
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.data.windows import ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
@@ -194,7 +195,7 @@ def test_a_sharded_checkpoint_is_read_by_everything(
     generate(compose(f"checkpoint={fsdp}", "prompt=alpha", "max_new_tokens=3", "device=cpu", job="generate"))
     convert(compose(f"source={fsdp}", f"target={tmp_path / 'published'}", "direction=to_published", job="convert"))
     ids = torch.arange(40).unsqueeze(0)
-    torch.testing.assert_close(load_pretrained(tmp_path / "published")(ids), load_model(fsdp)[0](ids), rtol=0, atol=0)
+    torch.testing.assert_close(load_model(tmp_path / "published")[0](ids), load_model(fsdp)[0](ids), rtol=0, atol=0)
     capsys.readouterr()
 
     codes, output = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "trainer=ddp", "trainer.max_steps=11")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score

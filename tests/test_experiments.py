@@ -10,7 +10,8 @@ from lightning import Trainer
 
 from metattt import build
 from metattt.checkpoints.trained import read_checkpoint
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.data.prepare import prepare
 from metattt.errors import MetaTTTError
 from metattt.state import Context

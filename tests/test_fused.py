@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from metattt.composition.choices import choices
-from metattt.composition.compose import build, compose, instantiate_layer
+from metattt.composition.compose import build, compose
+from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel, kernels

@@ -38,7 +38,8 @@ for command in commands:
         code = main(command)
     found[" ".join(command)] = code, out.getvalue(), err.getvalue()
 import metattt
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 layer = metattt.build("layer=ttt_mlp", "dim=16", "num_heads=2")
 import metattt.learners, metattt.models, metattt.optimizers, metattt.tasks, metattt.testing
 mistakes = {}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate, sample
 from metattt.models.language_model import LanguageModel

@@ -252,7 +252,7 @@ def test_hydra_is_pinned_where_its_words_are_parsed() -> None:
     ],
 )
 def test_words_of_hydra(overrides: list[str], expected: str) -> None:
-    from metattt.composition.compose import instantiate_layer
+    from metattt.composition.instantiate import instantiate_layer
 
     with pytest.raises(MetaTTTError) as caught:
         instantiate_layer(compose(*overrides, "dim=16", "num_heads=2"))

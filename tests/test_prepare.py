@@ -18,7 +18,8 @@ import pytest
 import torch
 from tokenizer_for_tests import trained_tokenizer
 
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.data.documents import find_files, iterate_documents
 from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData, ShardWindows

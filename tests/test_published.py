@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from metattt.checkpoints.convert import load_pretrained
+from metattt.checkpoints.trained import load_model
 from metattt.cli import main
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.known_layers import known_layers
 from metattt.models import LanguageModel, from_jax, from_published, to_jax, to_published
@@ -241,8 +242,8 @@ def checkpoint(folder: Path, kind: str, name: str = "model.safetensors") -> dict
 def test_convert_and_back(kind: str, name: str, tmp_path: Path) -> None:
     tensors = checkpoint(tmp_path / "theirs", kind, name)
     assert main(["convert", f"source={tmp_path}/theirs", f"target={tmp_path}/ours=1"]) == 0
-    check_golden(load_pretrained(tmp_path / "ours=1"), kind)
-    check_golden(load_pretrained(tmp_path / "theirs"), kind)
+    check_golden(load_model(tmp_path / "ours=1")[0], kind)
+    check_golden(load_model(tmp_path / "theirs")[0], kind)
 
     assert main(["convert", f"source={tmp_path}/ours=1", f"target={tmp_path}/back", "direction=to_published"]) == 0
     assert same(load_file(tmp_path / "back/model.safetensors"), tensors)
@@ -262,10 +263,10 @@ def test_convert_reads_split_checkpoints(tmp_path: Path) -> None:
         save_file({one: tensors[one] for one in held}, tmp_path / name)
     index = {"weight_map": {one: name for name, held in parts.items() for one in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert same(to_published(load_pretrained(tmp_path))[0], tensors)
+    assert same(to_published(load_model(tmp_path)[0])[0], tensors)
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(MetaTTTError, match=r"parts that are not there: b\.safetensors"):
-        load_pretrained(tmp_path)
+        load_model(tmp_path)[0]
 
 
 def test_convert_exports_a_run(tmp_path: Path) -> None:
@@ -276,8 +277,8 @@ def test_convert_exports_a_run(tmp_path: Path) -> None:
     torch.save(content, tmp_path / "last.ckpt")
     assert main(["convert", f"source={tmp_path}/last.ckpt", f"target={tmp_path}/out", "direction=to_published"]) == 0
     ids = torch.randint(257, (1, 20))
-    assert torch.equal(load_pretrained(tmp_path / "out")(ids), model(ids))
-    assert torch.equal(load_pretrained(tmp_path)(ids), model(ids))
+    assert torch.equal(load_model(tmp_path / "out")[0](ids), model(ids))
+    assert torch.equal(load_model(tmp_path)[0](ids), model(ids))
 
 
 @pytest.mark.parametrize("layer", ["retnet", "attention"])
@@ -287,7 +288,7 @@ def test_any_model_of_ours_is_loaded_from_a_folder(layer: str, tmp_path: Path) -
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     save_file({name: value.detach() for name, value in model.named_parameters()}, tmp_path / "model.safetensors")
     ids = torch.randint(257, (1, 20))
-    assert torch.equal(load_pretrained(tmp_path)(ids), model(ids))
+    assert torch.equal(load_model(tmp_path)[0](ids), model(ids))
 
 
 class Code:

@@ -15,7 +15,8 @@ from timm.optim import create_optimizer_v2
 
 import metattt
 from metattt.cli import main
-from metattt.composition.compose import build, compose, instantiate_model
+from metattt.composition.compose import build, compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.measures.flops import flops_of_layer, flops_per_image
 from metattt.models.timm import LAYERS, SIZES

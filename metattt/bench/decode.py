@@ -13,7 +13,8 @@ from metattt.bench.base import Benchmark, require
 from metattt.bench.published_decoding import PublishedDecoding
 from metattt.bench.report import Check, Report, Row
 from metattt.bench.timing import in_turn, ratios, spread
-from metattt.composition.compose import build, compose, instantiate_model
+from metattt.composition.compose import build, compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError, check_choice
 from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel, LanguageModelState

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Report, Row
-from metattt.composition.compose import compose, instantiate_layer, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_layer, instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import Tokens
 from metattt.registry import register

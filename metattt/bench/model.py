@@ -13,7 +13,8 @@ from metattt.bench.base import Benchmark, require
 from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, spread
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice
 from metattt.known_layers import Operations, known_layers

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from metattt.bench.base import Benchmark
 from metattt.bench.report import Report
-from metattt.composition.compose import instantiate_part
+from metattt.composition.instantiate import instantiate_part
 from metattt.errors import MetaTTTError
 from metattt.registry import REGISTERED
 

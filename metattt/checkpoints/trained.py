@@ -1,28 +1,29 @@
-"""Checkpoints: Lightning's, with configuration and tokenizer inside, so that a checkpoint alone is enough to go on."""
+"""Trained models on disk, of any origin: a run's checkpoint, a folder of `metattt convert`, a published checkpoint."""
 
 from __future__ import annotations
 
-import pickle
+import zipfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from metattt.checkpoints.convert import load_pretrained, pretrained_config
-from metattt.checkpoints.files import find_weights, read_tokenizer
-from metattt.checkpoints.sharded import is_sharded, read_plain, read_sharded, standing
-from metattt.composition.compose import instantiate_model
+from metattt.checkpoints.files import Tensors, find_checkpoint, read_content, read_json, read_tokenizer
+from metattt.checkpoints.naming import OF_TRAINING
+from metattt.checkpoints.record import CONFIG, PUBLISHED_CONFIG, RECORD, checked_record, read_config, record_config
+from metattt.checkpoints.sharded import WEIGHTS, is_sharded
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
+from metattt.models.published import Side, guess_side, to_ours
+from metattt.models.published_config import PublishedConfig, build_empty
 
-FILE_NAME = "last.ckpt"  # a file; a folder, where the processes of a run wrote their parts
-KEY = "metattt"  # under it: {"version": VERSION, "config": the resolved configuration, "tokenizer": text of a tokenizer.json or None}
-VERSION = 1
-CONFIGURATIONS = ("config.yaml", "config.json")  # beside the weights of metattt convert, and of published models
-WEIGHTS = "model."  # prefix of the model's parameters in Lightning's state_dict
+PREFIX = "model."  # of the model's parameters in a run's state_dict
 
 
 class Trained(NamedTuple):
@@ -39,117 +40,169 @@ class Trained(NamedTuple):
     tokenizer: str | None
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path names: a run's folder, its `last.ckpt`, or a model with its configuration beside it.
+class Weights(NamedTuple):
+    """A model and the weights that it was trained to.
 
-    Returns:
-        A file, or the folder of a sharded checkpoint.
-
-    Raises:
-        MetaTTTError: if there is none.
+    Attributes:
+        about: the model.
+        tensors: by the names of our parameters.
+        side: whose names they have on disk.
+        of_run: from a run's checkpoint; else from a model that was saved alone, whose types of numbers are kept.
     """
-    given = Path(path).expanduser()
-    if _is_pretrained(given):
-        return find_weights(given)
-    found = standing(given / FILE_NAME if given.is_dir() and not is_sharded(given) else given)
-    if not found.is_file() and not is_sharded(found):
-        where = f"the folder {given} holds no {FILE_NAME}" if given.is_dir() else f"{given} does not exist"
-        raise MetaTTTError(f"no checkpoint: {where}; give a run's folder, its {FILE_NAME}, or a folder of metattt convert")
-    return found
+
+    about: Trained
+    tensors: dict[str, Tensor]
+    side: Side
+    of_run: bool
 
 
-def read_checkpoint(path: str | Path, tensors: str = "all") -> dict[str, Any]:
-    """Reads a checkpoint of `metattt train` on the CPU, plain data and tensors only. A sharded one is put together.
+def read_checkpoint(path: str | Path, tensors: Tensors = "all", mmap: bool | None = None) -> dict[str, Any]:
+    """Reads a run's checkpoint on the CPU; its record is brought to this version.
 
     Args:
         path: as for `find_checkpoint`.
-        tensors: `all`; `state_dict`, or `none`, read no others where these can be told apart.
+        tensors: `all`; `weights` or `none` leave out the others where these can be told apart.
+        mmap: leave tensors on the disk until they are used; None: where not all of them are asked for.
 
     Raises:
-        MetaTTTError: no such file, a file that is truncated or not a checkpoint, or one of another program.
+        MetaTTTError: no such file, one that is truncated, damaged or of another program or version.
     """
-    found = find_checkpoint(path)
-    try:
-        if is_sharded(found):
-            content = read_plain(found) if tensors == "none" else read_sharded(found, weights_only=tensors != "all")
-        else:
-            content = torch.load(found, map_location="cpu", weights_only=True, mmap=tensors != "all")
-    except MetaTTTError:
-        raise
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise MetaTTTError(f"{found} cannot be read as a checkpoint: it is truncated, damaged or of another kind") from error
-    if not isinstance(content, dict) or not isinstance(content.get(KEY), dict) or ("state_dict" not in content and not found.is_dir()):
-        raise MetaTTTError(f"{found} is not a checkpoint of metattt train: it holds no configuration")
-    if content[KEY].get("version") != VERSION:
-        raise MetaTTTError(f"{found} has checkpoint version {content[KEY].get('version')}; this release reads version {VERSION}")
-    return content
+    file = find_checkpoint(path)
+    return _checked(file, read_content(file, tensors, tensors != "all" if mmap is None else mmap))
 
 
-def describe(path: str | Path) -> Trained:
-    """Configuration and tokenizer of a checkpoint, or of a model in a folder of `metattt convert`; no weights are read.
+def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING) -> Trained:
+    """Configuration and tokenizer of a model on disk; no weights are read.
+
+    Args:
+        path: as for `find_checkpoint`.
+        skip: groups whose components need not be known here (`metattt.checkpoints.naming`).
 
     Raises:
-        MetaTTTError: as `read_checkpoint`, or a configuration that cannot be read.
+        MetaTTTError: no checkpoint, or one that cannot be read; a component that is not known.
     """
-    found = find_checkpoint(path)
-    if _is_pretrained(found):
-        return Trained(found, pretrained_config(found), read_tokenizer(found.parent))
-    content = read_checkpoint(found, tensors="none")
-    return Trained(found, checkpoint_config(content), content[KEY].get("tokenizer") or "bytes")
+    file = find_checkpoint(path)
+    beside = [name for name in (CONFIG, PUBLISHED_CONFIG) if (file.parent / name).is_file()]
+    if not beside or is_sharded(file) or zipfile.is_zipfile(file):
+        content = read_content(file, "none", mmap=True)
+        if RECORD in content or not beside:
+            return _of_run(file, _checked(file, content)[RECORD], skip)
+    return _ours(file, skip) if CONFIG in beside else _theirs(file)
 
 
-def _is_pretrained(path: Path) -> bool:
-    """Whether a folder, or a file's folder, has a model with its configuration in a file of its own."""
-    folder = path if path.is_dir() else path.parent
-    ours = path.suffix == ".ckpt" or (folder / FILE_NAME).exists() or is_sharded(path)
-    return path.exists() and not ours and any((folder / name).is_file() for name in CONFIGURATIONS)
+def read_weights(path: str | Path) -> Weights:
+    """A model on disk with its weights.
 
-
-def checkpoint_config(content: dict[str, Any]) -> DictConfig:
-    """The configuration of the run that wrote the checkpoint."""
-    config = OmegaConf.create(content[KEY]["config"])
-    assert isinstance(config, DictConfig)
-    return config
+    Raises:
+        MetaTTTError: as `open_trained`; names or shapes that are neither ours nor published.
+    """
+    file = find_checkpoint(path)
+    content = read_content(file, "weights", mmap=True)
+    if RECORD in content:
+        record = _checked(file, content)[RECORD]
+        tensors = {name.removeprefix(PREFIX): value for name, value in content[WEIGHTS].items() if name.startswith(PREFIX)}
+        return Weights(_of_run(file, record, (*OF_TRAINING, "data")), tensors, "ours", True)
+    if set(content) == {WEIGHTS} and isinstance(content[WEIGHTS], Mapping):
+        content = dict(content[WEIGHTS])
+    side = guess_side(_paths(content))
+    if side is None:
+        names = ", ".join(list(content)[:3]) or "nothing"
+        raise MetaTTTError(
+            f"{file} is not a checkpoint of metattt train, and has neither published names (model.embed_tokens.weight, wte/embedding) "
+            f"nor ours: it holds {names}"
+        )
+    if side == "ours":
+        return Weights(_ours(file, OF_TRAINING), content, side, False)
+    about = _theirs(file)
+    return Weights(about, to_ours(content, build_empty(about.config), side), side, False)
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[LanguageModel, DictConfig]:
-    """The model of a checkpoint, or of a folder of `metattt convert`, in evaluation mode, and its configuration.
+    """A trained model and its configuration: `model, config = metattt.load_model("runs/…")`.
+
+    Args:
+        path: a run's folder or its `last.ckpt`, a folder of `metattt convert`, or a published checkpoint with its `config.json`.
+        device: where the model goes.
+
+    Returns:
+        The model in evaluation mode, and the configuration: of the run, or of the model alone where there was no run. Parameters of a
+        run are in fp32; those of a model that was saved alone keep their types. torch's global generator is left as it was.
 
     Raises:
-        MetaTTTError: as `read_checkpoint`, or parameters that are not those of the configured model.
+        MetaTTTError: no checkpoint, one that cannot be read, or parameters that are not those of the configured model.
     """
-    found = find_checkpoint(path)
-    if _is_pretrained(found):
-        return load_pretrained(found).to(device).eval(), pretrained_config(found)
-    content = read_checkpoint(found, "state_dict")
-    config = checkpoint_config(content)
-    model = instantiate_model(config)
-    _fill(model, content, f"{path} does not fit the model of its own configuration")
-    return model.to(device).eval(), config
+    found = read_weights(path)
+    with torch.random.fork_rng(devices=[]):  # not on the meta device: a layer may compute buffers, which no checkpoint holds
+        model = instantiate_model(found.about.config)
+    if not found.of_run:
+        _take_types(model, found.tensors)
+    fill(model, found, f"{path} does not fit the model of its own configuration")
+    return model.to(device).eval(), found.about.config
 
 
-def load_weights(model: LanguageModel, path: str | Path) -> None:
-    """Gives a model the weights of a checkpoint of a model alike, trained on windows of any length.
+def fill(model: LanguageModel, found: Weights, complaint: str) -> None:
+    """Gives a model, whole or divided among processes, the weights of a model alike. Buffers may be absent: the model computes them.
 
     Raises:
-        MetaTTTError: as `read_checkpoint`, or parameters that are not those of `model`.
+        MetaTTTError: `complaint`, and the names or shapes that do not fit.
     """
-    found = find_checkpoint(path)
-    complaint = f"init_from={path} does not fit this model"
-    if _is_pretrained(found):
-        weights = load_pretrained(found).state_dict()
-        _fill(model, {"state_dict": {WEIGHTS + name: value for name, value in weights.items()}}, complaint)
+    given: dict[str, Any] = dict(found.tensors)
+    state = model.state_dict()
+    if not found.of_run:  # a tied parameter is saved once there
+        given |= _tied(model, given)
+    absent = state.keys() - given.keys()
+    missing = absent - {name for name, _ in model.named_buffers()}
+    problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []
+    problems += [f"unknown: {', '.join(sorted(unknown))}"] if (unknown := given.keys() - state.keys()) else []
+    shapes = [(name, list(given[name].shape), list(state[name].shape)) for name in state if name in given]
+    problems += [f"{name} is {found} and not {wanted}" for name, found, wanted in shapes if found != wanted]
+    if problems:
+        raise MetaTTTError(f"{complaint}: {'; '.join(problems[:3])}")
+    if isinstance(model, FSDPModule):
+        set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=True, strict=not absent))
     else:
-        _fill(model, read_checkpoint(found, "state_dict"), complaint)
+        model.load_state_dict(given, strict=not absent)
 
 
-def _fill(model: LanguageModel, content: dict[str, Any], complaint: str) -> None:
-    """Gives a model, whole or divided among processes, the weights of a checkpoint."""
-    weights = {name.removeprefix(WEIGHTS): value for name, value in content["state_dict"].items() if name.startswith(WEIGHTS)}
-    try:
-        if isinstance(model, FSDPModule):
-            set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
-        else:
-            model.load_state_dict(weights)
-    except (RuntimeError, ValueError) as error:
-        raise MetaTTTError(f"{complaint}: {str(error).splitlines()[-1].strip()}") from error
+def _checked(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's checkpoint, its record brought to this version."""
+    if not isinstance(content.get(WEIGHTS), Mapping) and not is_sharded(file):
+        raise MetaTTTError(f"{file} is not a checkpoint of metattt train: it holds no weights of a run")
+    return {**content, RECORD: checked_record(content.get(RECORD), file)}
+
+
+def _of_run(file: Path, record: Mapping[str, Any], skip: Collection[str]) -> Trained:
+    return Trained(file, record_config(record, file, skip), record.get("tokenizer") or "bytes")
+
+
+def _ours(file: Path, skip: Collection[str]) -> Trained:
+    """A model of ours that was saved alone."""
+    config = record_config(read_config(file.parent), file.parent / CONFIG, skip)
+    return Trained(file, config, read_tokenizer(file.parent))
+
+
+def _theirs(file: Path) -> Trained:
+    """A published model."""
+    config = PublishedConfig.read(read_json(file.parent / PUBLISHED_CONFIG)).compose()
+    return Trained(file, config, read_tokenizer(file.parent))
+
+
+def _tied(model: LanguageModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of parameters that are another one by a second name."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    held = ((same, next((tensors[name] for name in same if name in tensors), None)) for same in names.values())
+    return {name: tensor for same, tensor in held if tensor is not None for name in same if name not in tensors}
+
+
+def _take_types(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Makes the parameters of the types that the weights have."""
+    for name, parameter in model.named_parameters():
+        if name in tensors and tensors[name].is_floating_point():
+            parameter.data = parameter.data.to(tensors[name].dtype)
+
+
+def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    nested = (_paths(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"] for key, value in tree.items())
+    return [path for paths in nested for path in paths]

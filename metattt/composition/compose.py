@@ -1,17 +1,15 @@
 """From overrides to objects: the same composition for the command line, a notebook and a test.
 
 `build("layer=ttt_mlp", "dim=64")` returns one layer. `compose(...)` returns the configuration of a whole job, from
-which `instantiate_layer` and `instantiate_model` make what the command line would train. None of them depends on the
+which `metattt.composition.instantiate` makes what the command line would train. None of them depends on the
 working directory, and all can be called any number of times in one process.
 
 Packages of others take part through two groups of entry points: `metattt.components` (modules to import, whose classes
 are decorated with `metattt.registry.register`) and `metattt.configs` (packages with YAML, laid out like ours).
 """
 
-from collections.abc import Callable
-from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -23,24 +21,21 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
+from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.messages import (
     bad_interpolation,
     explain_composition,
-    explain_instantiation,
     not_a_field,
     not_taken_away,
     refused_value,
     unknown_key,
 )
-from metattt.composition.overrides import choices_alone, prepare
+from metattt.composition.overrides import NOTHING, choices_alone, prepare
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from metattt.layer import TTTLayer
-    from metattt.models.language_model import LanguageModel
 
 
 class ThirdPartyConfigs(SearchPathPlugin):
@@ -92,6 +87,8 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
         raise MetaTTTError(_unknown_key(prepared, job) or explain_composition(error, job)) from error
     if "name" in cfg and cfg.name is None:
         cfg.name = chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"]
+    if "given" in cfg:
+        cfg.given = [override for override in overrides if override not in NOTHING]
     _check_parameters(cfg, job)
     return cfg
 
@@ -143,20 +140,6 @@ def show(cfg: DictConfig, resolve: bool = False) -> str:
         raise MetaTTTError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-def instantiate_layer(cfg: DictConfig) -> "TTTLayer":
-    """A new layer from `cfg.layer`, with its own task, learner and optimizer."""
-    layer: TTTLayer = instantiate_part(cfg, "layer")
-    return layer
-
-
-def instantiate_model(cfg: DictConfig, on_block: Callable[["nn.Module"], object] | None = None) -> "LanguageModel":
-    """The model of `cfg.model`; every one of its blocks gets a new layer of `cfg.layer`. `on_block`: see `LanguageModel`."""
-    make = instantiate_part(cfg, "model", _partial_=True)
-    layer = partial(instantiate_layer, cfg)
-    model: LanguageModel = make(layer=layer) if on_block is None else make(layer=layer, on_block=on_block)
-    return model
-
-
 def _check_parameters(cfg: DictConfig, job: str) -> None:
     """Check what merging cannot: choices of Literal parameters, keys that `+` added, types behind `${...}`."""
     if not isinstance(cfg.get("seed"), int | None):
@@ -179,13 +162,3 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
                 raise MetaTTTError(bad_interpolation(node, full_key, error)) from error
             if parameters[key] and value not in parameters[key]:
                 raise MetaTTTError(refused_value(full_key, value, parameters[key]))
-
-
-def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
-    """`hydra.utils.instantiate` of one node, with our errors."""
-    try:
-        return hydra.utils.instantiate(cfg[key], _convert_="all", **options)
-    except MetaTTTError:
-        raise
-    except (HydraException, OmegaConfBaseException) as error:
-        raise MetaTTTError(explain_instantiation(error, key)) from error

@@ -1,4 +1,4 @@
-"""The settings of `metattt eval` and `metattt generate`, with their types checked."""
+"""The settings of a job that makes no components (`eval`, `generate`, `prepare`), with their types checked."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from metattt.errors import MetaTTTError
 S = TypeVar("S")
 
 
-def settings(schema: type[S], cfg: DictConfig) -> S:
+NO_CHECKPOINT = "no checkpoint is given: add checkpoint=<run folder or .ckpt file>"
+
+
+def settings(schema: type[S], cfg: DictConfig, **required: str) -> S:
     """The configuration of a job as an instance of its dataclass.
 
+    Args:
+        schema: the dataclass; its fields are the keys of the job.
+        cfg: the configuration.
+        required: key -> the message where it has no value.
+
     Raises:
-        MetaTTTError: a value of another type, or no checkpoint.
+        MetaTTTError: a value of another type, or none where one is required.
     """
-    if OmegaConf.is_missing(cfg, "checkpoint") or not cfg.checkpoint:
-        raise MetaTTTError("no checkpoint is given: add checkpoint=<run folder or .ckpt file>")
+    for needed, message in required.items():
+        if OmegaConf.is_missing(cfg, needed) or not cfg[needed]:
+            raise MetaTTTError(message)
     try:
         typed: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from metattt.composition.settings import settings
 from metattt.data.documents import Document
 from metattt.data.manifest import FILE_NAME as MANIFEST
 from metattt.data.manifest import FORMAT, VERSION, check_shard, partial, read_manifest, refuse_strangers, write_json
@@ -96,12 +96,7 @@ def prepare(cfg: DictConfig) -> int:
 
 
 def _settings(cfg: DictConfig) -> PrepareSettings:
-    if OmegaConf.is_missing(cfg, "target") or not cfg.target:
-        raise MetaTTTError("no folder for the shards is given: add target=<a new folder>")
-    try:
-        chosen: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PrepareSettings), cfg))
-    except OmegaConfBaseException as error:
-        raise MetaTTTError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    chosen = settings(PrepareSettings, cfg, target="no folder for the shards is given: add target=<a new folder>")
     if not 0 <= chosen.validation_fraction < 1:
         raise MetaTTTError(f"validation_fraction={chosen.validation_fraction} is not allowed: it must be at least 0 and less than 1")
     for key in ("shard_bytes", "workers"):

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from metattt.checkpoints.files import WEIGHTS
-from metattt.checkpoints.trained import FILE_NAME, Trained, describe, find_checkpoint, load_model
-from metattt.composition.settings import pick_device, settings
+from metattt.checkpoints.files import LAST, SAFETENSORS, find_checkpoint
+from metattt.checkpoints.trained import Trained, load_model, open_trained
+from metattt.composition.instantiate import instantiate_part
+from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.manifest import FILE_NAME as MANIFEST
 from metattt.data.shards import ShardData
 from metattt.data.text import TextData
@@ -77,7 +77,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     Raises:
         MetaTTTError: a checkpoint, a text or a setting that cannot be used.
     """
-    chosen = settings(EvalSettings, cfg)
+    chosen = settings(EvalSettings, cfg, checkpoint=NO_CHECKPOINT)
     check_choice("split", chosen.split, ("train", "validation", "all"))
     split: Split = chosen.split  # type: ignore[assignment]
     if chosen.inner_loss_windows < 1:
@@ -86,7 +86,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     files = checkpoints(chosen.checkpoint)
     names = labels(files, chosen.labels)
     console = Console(highlight=False, soft_wrap=True)
-    known = [describe(file) for file in files]  # all of them: a mistake shows before the work
+    known = [open_trained(file) for file in files]  # all of them: a mistake shows before the work
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
@@ -141,7 +141,7 @@ def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
         if len(given) != len(files) or len(set(given)) != len(given):
             raise MetaTTTError(f"labels=[{','.join(given)}] must be {len(files)} different names, one for every checkpoint")
         return list(given)
-    names = [file.absolute().parent.name if file.name in (FILE_NAME, WEIGHTS) else file.stem for file in files]
+    names = [file.absolute().parent.name if file.name in (LAST, SAFETENSORS) else file.stem for file in files]
     return _numbered(names)
 
 
@@ -187,11 +187,7 @@ def _tokenizer(model: Trained, given: str | None) -> Tokenizer:
 
 def _data(text: dict[str, Any], tokenizer: Tokenizer) -> WindowData:
     """The data module of a text, with the tokens of the model; what it refuses becomes one line."""
-    try:
-        data = hydra.utils.instantiate(text, _convert_="all")
-    except Exception as error:
-        cause = error.__cause__ or error
-        raise cause if isinstance(cause, MetaTTTError) else MetaTTTError(f"data: {str(cause).splitlines()[0]}") from error
+    data = instantiate_part(OmegaConf.create({"data": text}), "data")
     if isinstance(data, TextData):
         data.tokenizer = tokenizer
     else:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from omegaconf import DictConfig
 
-from metattt.checkpoints.trained import describe, load_model
-from metattt.composition.settings import pick_device, settings
+from metattt.checkpoints.naming import OF_TRAINING
+from metattt.checkpoints.trained import load_model, open_trained
+from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import tokenizer_of
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate as sample_tokens
@@ -42,8 +43,8 @@ def generate(cfg: DictConfig) -> None:
     Raises:
         MetaTTTError: a checkpoint or a setting that cannot be used.
     """
-    chosen = settings(GenerateSettings, cfg)
-    found = describe(chosen.checkpoint)
+    chosen = settings(GenerateSettings, cfg, checkpoint=NO_CHECKPOINT)
+    found = open_trained(chosen.checkpoint, (*OF_TRAINING, "data"))
     if "vocab_size" not in found.config.model:
         raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt generate takes language models")
     tokenizer = tokenizer_of(chosen.checkpoint, found.tokenizer, found.config.model.vocab_size, chosen.tokenizer)

@@ -13,7 +13,8 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from metattt.composition.compose import compose, instantiate_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel

@@ -53,7 +53,8 @@ def create(
     Raises:
         MetaTTTError: `pretrained`, or a configuration that does not exist or fit.
     """
-    from metattt.composition.compose import compose, instantiate_layer  # which imports the modules of this folder
+    from metattt.composition.compose import compose  # which imports the modules of this folder
+    from metattt.composition.instantiate import instantiate_layer
 
     if pretrained:
         raise MetaTTTError(f"{model}: there are no pretrained weights; leave out pretrained=True")

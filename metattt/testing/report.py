@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from metattt.composition.compose import instantiate_layer
+from metattt.composition.instantiate import instantiate_layer, instantiate_part
 from metattt.inner.inspect import explain, unsupported
 from metattt.layer import TTTLayer
 from metattt.testing.laws import LAWS
@@ -60,7 +59,7 @@ def specimen_of(cfg: DictConfig) -> Specimen:
     """The composed layer, as the laws need it: made again and again from the same configuration."""
 
     def part(name: str) -> Callable[[], Any]:
-        return lambda: hydra.utils.instantiate(cfg[name], _convert_="all")
+        return lambda: instantiate_part(cfg, name)
 
     given = OmegaConf.to_container(cfg.layer, resolve=True)
     assert isinstance(given, dict)

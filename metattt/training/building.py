@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from metattt.checkpoints.trained import load_weights
-from metattt.composition.compose import instantiate_model
+from metattt.checkpoints.naming import COMPONENT, OF_TRAINING, to_names
+from metattt.checkpoints.trained import fill, open_trained, read_weights
+from metattt.composition.instantiate import instantiate_model
 from metattt.models.language_model import LanguageModel
+
+PARTS = ("model", "layer", "learner", "task", "optimizer")
+HOW_NOT_WHAT = ("form", "group_size", "compute_chunk", "checkpoint_blocks", "checkpoint", "on_block")  # settings that never change a result
 
 
 class Builder:
@@ -53,7 +58,41 @@ class Builder:
             MetaTTTError: weights that do not fit.
         """
         if self.weights is not None:
-            load_weights(model, self.weights)
+            fill(model, read_weights(self.weights), f"init_from={self.weights} does not fit this model")
         if self.cfg.compile:
             for block in model.blocks:  # alike, so compiled once
                 block.compile()
+
+
+def differences(cfg: DictConfig, weights: str) -> str | None:
+    """A line on what a run changes of the model whose weights it starts from, where the weights themselves do not show it.
+
+    An activation, an inner learning rate or a mini-batch size may be changed on purpose, so the run's configuration holds; but it is
+    said.
+
+    Args:
+        cfg: the configuration of the run.
+        weights: the checkpoint that it starts from.
+    """
+    found = [_settings(one) for one in (cfg, open_trained(weights, (*OF_TRAINING, "data")).config)]
+    changed = []
+    for part in PARTS:
+        ours, theirs = (one[part] for one in found)
+        keys = [COMPONENT] if ours.get(COMPONENT) != theirs.get(COMPONENT) else [key for key in ours if key in theirs]
+        for key in keys:
+            if ours.get(key) != theirs.get(key):
+                name = part if key == COMPONENT else f"{part}.{key}"
+                changed.append(f"{name} {_shown(ours.get(key))} (there {_shown(theirs.get(key))})")
+    return f"weights of {weights}, but here with {', '.join(changed)}" if changed else None
+
+
+def _settings(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """The settings that decide what a model computes, by part."""
+    named = to_names(OmegaConf.to_container(cfg, resolve=True))
+    return {
+        part: {key: value for key, value in (named.get(part) or {}).items() if key not in (*HOW_NOT_WHAT, *PARTS)} for part in PARTS
+    }
+
+
+def _shown(value: Any) -> str:
+    return str(value).rpartition("=")[2]

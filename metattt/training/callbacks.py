@@ -11,10 +11,12 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from metattt.checkpoints.trained import FILE_NAME
+from metattt.checkpoints.files import LAST
+from metattt.registry import register
 from metattt.training.step_statistics import Pace
 
 
+@register(group="callback", name="progress")
 class Progress(TQDMProgressBar):
     """Lightning's progress bar with loss and bits per byte; where nobody watches (a file, CI), a line now and then instead.
 
@@ -77,6 +79,7 @@ class Progress(TQDMProgressBar):
         print("  ".join(parts), file=sys.stderr, flush=True)
 
 
+@register(group="callback", name="loss_curve")
 class LossCurve(lightning.Callback):
     """A metric against steps, as a PNG: training, validation, and the baseline as a dashed line.
 
@@ -155,6 +158,7 @@ class Interrupted(Exception):
     """Raised between two steps after Ctrl-C, when the checkpoint is written."""
 
 
+@register(group="callback", name="stop_on_interrupt")
 class StopOnInterrupt(lightning.Callback):
     """Ctrl-C finishes the step and its logging, writes `last.ckpt` and raises `Interrupted`; a second Ctrl-C stops at once.
 
@@ -185,7 +189,7 @@ class StopOnInterrupt(lightning.Callback):
             return
         # Ctrl-C reaches the processes of a run at different moments: they stop together
         if trainer.strategy.reduce_boolean_decision(self.requested, all=False):
-            trainer.save_checkpoint(self.folder / FILE_NAME)
+            trainer.save_checkpoint(self.folder / LAST)
             self.saved = True
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int) -> None:

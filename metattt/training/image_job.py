@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import lightning
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from metattt.checkpoints.record import make_record
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
 from metattt.measures.flops import flops_per_image
 from metattt.training.batches import plan_images, validate_between_steps
 from metattt.training.image_module import ImageClassification, TimmRecipe
 from metattt.training.job import Job
+from metattt.training.resume import fingerprint
 from metattt.training.sharding import FullyShardedData
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class ImageJob(Job["ImageTransformer", ImageClassification]):
         if not isinstance(recipe, TimmRecipe):
             raise MetaTTTError(f"training: {type(recipe).__name__} is not for images: set training=timm")
         self.mixup = recipe.mixup > 0
-        return ImageClassification(model, recipe, OmegaConf.to_container(self.cfg))  # type: ignore[arg-type]
+        return ImageClassification(model, recipe, make_record(self.cfg, data=fingerprint(self.data)))
 
     def prepare(self, trainer: lightning.Trainer) -> None:
         """Divides the batch among the trainer's processes, and counts the steps between validations over all passes."""

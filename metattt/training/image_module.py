@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from metattt.checkpoints.trained import KEY, VERSION
+from metattt.checkpoints.record import RECORD
 from metattt.data.images import NO_LABEL
 from metattt.errors import MetaTTTError
 from metattt.extras import need
@@ -78,14 +78,14 @@ class ImageClassification(lightning.LightningModule):
     Args:
         model: the vision transformer.
         recipe: the outer optimizer, its schedule, and mixup.
-        config: the resolved configuration of the run, kept in every checkpoint.
+        record: of the run (`metattt.checkpoints.record`), kept in every checkpoint.
     """
 
-    def __init__(self, model: ImageTransformer, recipe: TimmRecipe, config: dict[str, Any]):
+    def __init__(self, model: ImageTransformer, recipe: TimmRecipe, record: dict[str, Any]):
         from timm.data import Mixup
 
         super().__init__()
-        self.model, self.recipe, self.config = model, recipe, config
+        self.model, self.recipe, self.record = model, recipe, record
         self.mixup = Mixup(mixup_alpha=recipe.mixup, label_smoothing=0.0, num_classes=model.num_classes) if recipe.mixup else None
         self.step_loss = torch.zeros(())  # of the batches of a step so far (nats per image), summed
         self.validation_sums = torch.zeros(4, dtype=torch.float64)  # cross-entropy (nats), top-1 and top-5 hits, images
@@ -156,4 +156,4 @@ class ImageClassification(lightning.LightningModule):
         recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[KEY] = {"version": VERSION, "config": self.config}
+        checkpoint[RECORD] = self.record

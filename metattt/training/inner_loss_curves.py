@@ -16,11 +16,13 @@ from torch import Tensor
 
 from metattt.layer import TTTLayer
 from metattt.measures.inner_steps import inner_losses
+from metattt.registry import register
 
 if TYPE_CHECKING:
     from metattt.models.vision import ImageTransformer
 
 
+@register(group="callback", name="inner_loss_curves")
 class InnerLossCurves(lightning.Callback):
     """At every validation, the inner loss before the first inner step and after each, summed over heads.
 

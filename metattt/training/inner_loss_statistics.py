@@ -11,10 +11,12 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.measures.inner_loss import inner_loss_curves, unmeasured
 from metattt.models.language_model import LanguageModel
+from metattt.registry import register
 
 LOGGED = ("init", "step_0", "step_1")
 
 
+@register(group="callback", name="inner_loss_statistics")
 class InnerLossStatistics(lightning.Callback):
     """Logs `inner_loss/layer{i}/{init,step_0,step_1}`: means over the mini-batches of the first validation batch.
 

@@ -9,8 +9,10 @@ import lightning
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.optimizers.step_size import StepSize
+from metattt.registry import register
 
 
+@register(group="callback", name="inner_warmup")
 class InnerWarmup(lightning.Callback):
     """Moves the base inner learning rate of every layer linearly to `optimizer.base_lr`, over the warm-up steps of
     the run.

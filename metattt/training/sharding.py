@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.sharded import STATES, is_sharded, load_sharded, read_plain, remove, split_state, write_sharded
+from metattt.checkpoints.sharded import STATES, WEIGHTS, is_sharded, load_sharded, remove, split_state, write_sharded
+from metattt.checkpoints.trained import read_checkpoint
 from metattt.models.language_model import LanguageModel
+from metattt.registry import register
 from metattt.training.building import Builder
 
 
@@ -45,6 +46,7 @@ def divided(model: torch.nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+@register(group="strategy", name="fully_sharded")
 class FullyShardedData(ModelParallelStrategy):
     """FSDP2 over all processes, on GPUs or CPUs; `configure_model` of the module decides what is divided.
 
@@ -66,31 +68,31 @@ class FullyShardedData(ModelParallelStrategy):
         groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in named["param_groups"]]
         return {"state": {numbers[name]: state for name, state in named["state"].items()}, "param_groups": groups}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         """Every process writes its parts of the tensors, one of them the rest."""
         write_sharded(Path(self.broadcast(str(filepath))), checkpoint)
 
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and number of processes; every process keeps its part."""
         path = Path(self.broadcast(str(checkpoint_path)))
         if is_sharded(path):
             return self._load_parts(path)
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content = read_checkpoint(path, mmap=True)
         options = self._options(full_state_dict=True)
-        set_model_state_dict(self._module, content.pop("state_dict"), options=options)
+        set_model_state_dict(self._module, content.pop(WEIGHTS), options=options)
         for optimizer, saved in zip(self.optimizers, content.get(STATES, []), strict=False):
             self._set_state(optimizer, saved["state"], saved["param_groups"], options)
         return content
 
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             remove(Path(filepath))
 
     def _load_parts(self, folder: Path) -> dict[str, Any]:
-        content = read_plain(folder)
+        content = read_checkpoint(folder, "none")
         options = self._options()
         model = get_model_state_dict(self._module, options=options)
-        load_sharded(folder, {"state_dict": model})
+        load_sharded(folder, {WEIGHTS: model})
         set_model_state_dict(self._module, model, options=options)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, content.pop(STATES, []), strict=False)):
             state = self.optimizer_state(optimizer)["state"]  # before its first step too: zeros then

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from metattt.checkpoints.record import make_record
 from metattt.data.text import TextData
 from metattt.data.tokenizers import FileTokenizer
 from metattt.data.windows import Split, WindowData
@@ -21,6 +20,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.training.batches import plan_batches, validate_between_steps
 from metattt.training.callbacks import LossCurve
 from metattt.training.job import Job
+from metattt.training.resume import fingerprint
 from metattt.training.text_module import AdamW, LanguageModeling
 
 SAMPLE_PROMPT_BYTES = 64
@@ -61,10 +61,10 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         """
         if not hasattr(recipe, "forward_only"):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
-        config: Any = OmegaConf.to_container(self.cfg)
         tokenizer = self.data.tokenizer
         content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else None
-        return LanguageModeling(model, recipe, tokenizer.token_bytes, config, self.data.document_start, content)
+        record = make_record(self.cfg, tokenizer=content, data=fingerprint(self.data))
+        return LanguageModeling(model, recipe, tokenizer.token_bytes, record, self.data.document_start)
 
     def prepare(self, trainer: lightning.Trainer) -> None:
         """Sizes of batches that the trainer's processes take, and the baseline."""

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
-from metattt.checkpoints.trained import KEY, VERSION
+from metattt.checkpoints.record import RECORD
 from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
@@ -87,9 +87,8 @@ class LanguageModeling(lightning.LightningModule):
         model: the language model.
         recipe: the outer optimizer and its schedule.
         token_bytes: `[V]` bytes of text that each token stands for.
-        config: the resolved configuration of the run, kept in every checkpoint.
+        record: of the run (`metattt.checkpoints.record`), kept in every checkpoint.
         document_start: the token at which the inner loop starts again from W0; None: it never does.
-        tokenizer: the text of the tokenizer.json that made the tokens, kept in every checkpoint; None: they are bytes.
     """
 
     def __init__(
@@ -97,16 +96,14 @@ class LanguageModeling(lightning.LightningModule):
         model: LanguageModel,
         recipe: AdamW,
         token_bytes: Tensor,
-        config: dict[str, Any],
+        record: dict[str, Any],
         document_start: int | None = None,
-        tokenizer: str | None = None,
     ):
         super().__init__()
         self.model = model
         self.build: Builder | None = None  # makes the model in parts; trainer=fsdp needs it, and `model` may then be without values
-        self.tokenizer = tokenizer
         self.recipe = recipe
-        self.config = config
+        self.record = record
         self.document_start = document_start
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
@@ -188,7 +185,7 @@ class LanguageModeling(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[KEY] = {"version": VERSION, "config": self.config, "tokenizer": self.tokenizer}
+        checkpoint[RECORD] = self.record
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         recount_batches(checkpoint, self.trainer.accumulate_grad_batches)

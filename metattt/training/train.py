@@ -10,20 +10,21 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import hydra
 import lightning
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
-from metattt.checkpoints.trained import FILE_NAME, checkpoint_config, find_checkpoint, read_checkpoint
-from metattt.composition.compose import compose
+from metattt.checkpoints.files import LAST, find_checkpoint
+from metattt.checkpoints.record import RECORD, record_config
+from metattt.checkpoints.trained import read_checkpoint
+from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
 from metattt.training.beforehand import check_before_training, open_folder
-from metattt.training.building import Builder
+from metattt.training.building import Builder, differences
 from metattt.training.callbacks import Interrupted, LossCurve
 from metattt.training.checkpoint_files import CheckpointFiles
 from metattt.training.data_module import ForLightning
@@ -31,10 +32,11 @@ from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
 from metattt.training.launchers import processes
+from metattt.training.resume import check_same_data, resumed
 from metattt.training.sharding import FullyShardedData
 from metattt.training.text_job import TextJob
 
-RESUMABLE = ("trainer", "callbacks", "logger", "sample")  # parts of the configuration that a resumed run may change
+NEEDED = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer")  # parts of the configuration
 
 
 def train(cfg: DictConfig) -> int:
@@ -51,23 +53,27 @@ def train(cfg: DictConfig) -> int:
     """
     console = Console(highlight=False, soft_wrap=True, quiet=bool(getattr(rank_zero_only, "rank", 0)))  # one of several processes speaks
     _quiet_lightning()
+    for part in NEEDED:
+        if cfg.get(part) is None:
+            raise MetaTTTError(f"there is no run without {part}: leave out ~{part}")
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
     for key in ("path", "validation_path"):
         if key in cfg.data:
             cfg.data[key] = _absolute(cfg.data[key])  # so that the checkpoint can be used from another folder
     checkpoint = find_checkpoint(cfg.resume) if cfg.resume else None
-    done = 0
+    done, record, moved = 0, None, False
     if checkpoint is not None:
         content = read_checkpoint(checkpoint, tensors="none")
-        cfg, done = _resumed(cfg, checkpoint_config(content), checkpoint), int(content["global_step"])
-        if 0 < cfg.trainer.max_steps <= done:
+        record, done = content[RECORD], int(content["global_step"])
+        cfg, moved = resumed(cfg, record_config(record, checkpoint), checkpoint)
+        if 0 < cfg.trainer.get("max_steps", -1) <= done:
             raise MetaTTTError(f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>")
     check_before_training(cfg)
     cfg.output_dir = cfg.output_dir or _new_folder(cfg)
     folder = open_folder(cfg)
 
     lightning.seed_everything(cfg.seed, verbose=False)
-    data = _instantiate(cfg, "data")
+    data = instantiate_part(cfg, "data")
     job: Job[Any, Any] = ImageJob(cfg, data) if isinstance(data, Images) else TextJob(cfg, data)
     if cfg.init_from == "":
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
@@ -75,12 +81,16 @@ def train(cfg: DictConfig) -> int:
     trainer = _trainer(cfg)
     in_parts = isinstance(trainer.strategy, FullyShardedData) and isinstance(job, TextJob)
     model = build.empty() if in_parts else build.whole()
-    module = job.module(model, _instantiate(cfg, "training"))
+    module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)
     if checkpoint is not None:
         _replay_log(trainer, done)
     job.header(console, trainer, model, done)
+    if record is not None and (note := check_same_data(record, data, moved)):
+        console.print(note)
+    if record is None and cfg.init_from and (note := differences(cfg, cfg.init_from)):
+        console.print(note)
 
     started = time.monotonic()
     try:
@@ -88,7 +98,7 @@ def train(cfg: DictConfig) -> int:
     except Interrupted:
         console.print(f"stopped at step {trainer.global_step}. To go on: metattt train resume={folder}")
         return 130
-    trainer.save_checkpoint(folder / FILE_NAME)
+    trainer.save_checkpoint(folder / LAST)
     seconds = time.monotonic() - started
     if not _validated_last(trainer):
         trainer.validate(module, datamodule=ForLightning(data), verbose=False)
@@ -96,32 +106,6 @@ def train(cfg: DictConfig) -> int:
     _files(console, trainer, folder)
     job.sample(console, module)
     return 0
-
-
-def _resumed(given: DictConfig, saved: DictConfig, checkpoint: Path) -> DictConfig:
-    """The configuration of the run, with what the command line changes.
-
-    What is neither at its default nor as it was has been changed. Model, data and recipe stay: else it would be another run.
-    """
-    default, before = (_leaves(OmegaConf.to_container(one)) for one in (compose(job="train"), saved))
-    for key, value in _leaves(OmegaConf.to_container(given)).items():
-        unchanged = any(key in known and known[key] == value for known in (default, before))
-        if key in ("resume", "output_dir") or unchanged:
-            continue
-        if key.partition(".")[0] not in RESUMABLE:
-            allowed = ", ".join(f"{part}.*" for part in RESUMABLE)
-            raise MetaTTTError(f"{key}={value} would change the run that resume goes on with: only {allowed} may be given")
-        OmegaConf.update(saved, key, value, force_add=True)
-    saved.resume, saved.output_dir = str(checkpoint), given.output_dir or str(checkpoint.parent)
-    return saved
-
-
-def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of a nested configuration, by dotted key."""
-    if not isinstance(node, dict) or not node:
-        return {prefix: node}
-    items = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items())
-    return {leaf: value for key, child in items for leaf, value in _leaves(child, key).items()}
 
 
 def _absolute(path: Any) -> Any:
@@ -143,28 +127,12 @@ def _new_folder(cfg: DictConfig) -> str:
     return str(folder)
 
 
-def _instantiate(cfg: DictConfig, key: str) -> Any:
-    """`hydra.utils.instantiate` of one node; what a constructor refuses becomes one line."""
-    try:
-        return hydra.utils.instantiate(cfg[key], _convert_="all")
-    except Exception as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, MetaTTTError):
-            raise cause from None
-        raise MetaTTTError(f"{key}: {str(cause).splitlines()[0]}") from error
-
-
 def _trainer(cfg: DictConfig) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
-    callbacks = [_instantiate(cfg.callbacks, name) for name in cfg.get("callbacks") or {}]
-    loggers = [_instantiate(cfg.logger, name) for name in cfg.get("logger") or {}]
-    try:
-        many = processes(cfg.trainer)
-        trainer: lightning.Trainer = hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False, **many)
-    except MetaTTTError:
-        raise
-    except Exception as error:  # Lightning's own checks of its arguments
-        raise MetaTTTError(f"trainer: {str(error.__cause__ or error).splitlines()[0]}") from error
+    callbacks = [instantiate_part(cfg.callbacks, name) for name in cfg.get("callbacks") or {}]
+    loggers = [instantiate_part(cfg.logger, name) for name in cfg.get("logger") or {}]
+    many = processes(cfg.trainer)
+    trainer: lightning.Trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **many)
     trainer.strategy.checkpoint_io = CheckpointFiles()
     return trainer
 
@@ -191,7 +159,7 @@ def _validated_last(trainer: lightning.Trainer) -> bool:
 
 def _files(console: Console, trainer: lightning.Trainer, folder: Path) -> None:
     """Where the results are."""
-    console.print(f"checkpoint  {folder / FILE_NAME}")
+    console.print(f"checkpoint  {folder / LAST}")
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             console.print(f"log         {Path(logger.log_dir) / 'metrics.csv'}")
@@ -205,6 +173,7 @@ def _quiet_lightning() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     unneeded = (
+        "The dirpath has changed",  # a run whose folder has moved
         "does not have many workers", "dataloader is not resumable", "exists and is not empty", "isinstance.treespec",
         "IterableDataset.? has",  # a length, which timm knows
     )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Configurations on disk name components as `group=name` with a version, not by where their classes stand.
+
+In memory a node of a component has `_target_`, a dotted path, which is what Hydra instantiates. On disk the same node has
+`_component_: learner=mlp` and `_version_: 1` in its place: a class may be moved or renamed, and old runs still find it. What a file
+names is looked up among registered components alone. Classes that are not ours to move (Lightning's, or a user's own that no installed
+package announces) keep their `_target_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib.metadata import entry_points
+from typing import Any
+
+from metattt.composition.components import load_components
+from metattt.errors import MetaTTTError
+from metattt.registry import REGISTERED, version_of
+
+COMPONENT, COMPONENT_VERSION = "_component_", "_version_"
+HOMES = {
+    "model": "metattt.models", "data": "metattt.data", "training": "metattt.training", "callback": "metattt.training",
+    "strategy": "metattt.training", "benchmark": "metattt.bench",
+}  # fmt: skip
+"""Group -> our package whose modules register it, where that is not one of the parts of a layer."""
+
+OF_TRAINING = ("training", "callback", "strategy")
+"""Groups that a model is trained with, and that nothing else needs."""
+
+
+def to_names(node: Any) -> Any:
+    """A plain configuration (dictionaries, lists, values) as it is written to disk."""
+    return _named(node, {target: key for key, target in REGISTERED.items() if _is_announced(target)})
+
+
+def _named(node: Any, names: dict[str, tuple[str, str]]) -> Any:
+    if isinstance(node, list):
+        return [_named(one, names) for one in node]
+    if not isinstance(node, dict):
+        return node
+    written: dict[Any, Any] = {}
+    for key, value in node.items():
+        component = names.get(value) if key == "_target_" and isinstance(value, str) else None
+        if component is None:
+            written[key] = _named(value, names)
+        else:
+            written |= {COMPONENT: "=".join(component), COMPONENT_VERSION: version_of(*component)[0]}
+    return written
+
+
+def to_targets(node: Any, origin: object, skip: Collection[str] = ()) -> Any:
+    """The configuration that `to_names` wrote, ready to be instantiated.
+
+    Args:
+        node: a plain configuration.
+        origin: the file it comes from, for messages.
+        skip: groups whose components stay names: they are not going to be instantiated.
+
+    Raises:
+        MetaTTTError: a component that nothing registers, or of a version that cannot be read.
+    """
+    if isinstance(node, list):
+        return [to_targets(one, origin, skip) for one in node]
+    if not isinstance(node, dict):
+        return node
+    if COMPONENT not in node:
+        return {key: to_targets(value, origin, skip) for key, value in node.items()}
+    group, equals, name = str(node[COMPONENT]).partition("=")
+    if not equals or "_target_" in node:
+        raise MetaTTTError(f"{origin} names a component as {node[COMPONENT]!r}: it must be group=name, and alone")
+    if group in skip:
+        return node
+    version = node.get(COMPONENT_VERSION)
+    rest = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
+    target, parameters = _found(group, name, origin), _current(group, name, version, rest, origin)
+    return {"_target_": target} | to_targets(parameters, origin, skip)
+
+
+def _found(group: str, name: str, origin: object) -> str:
+    """The class that is registered now; modules are imported until it is."""
+    if (group, name) not in REGISTERED:
+        load_components()
+    if (group, name) not in REGISTERED and group in HOMES:
+        load_components((HOMES[group],))
+    if (group, name) not in REGISTERED:
+        raise MetaTTTError(f"{origin} was made with {group}={name}, which nothing here registers: install the package that does")
+    return REGISTERED[group, name]
+
+
+def _current(group: str, name: str, version: Any, parameters: dict[str, Any], origin: object) -> dict[str, Any]:
+    """The parameters in their current version."""
+    now, upgrade = version_of(group, name)
+    if version == now:
+        return parameters
+    known = type(version) is int
+    if known and version < now and upgrade is not None:
+        return upgrade(parameters, version)
+    remedy = "update the package that registers it" if known and version > now else "nothing brings it up to that"
+    raise MetaTTTError(f"{origin} has version {version} of {group}={name}, and here is version {now}: {remedy}")
+
+
+def _is_announced(target: str) -> bool:
+    """Whether another process will find a registered class by its name: it is ours, or of a package that announces its components."""
+    owner = target.partition(".")[0]
+    return owner == "metattt" or any(entry.value.partition(".")[0] == owner for entry in entry_points(group="metattt.components"))

@@ -1,0 +1,153 @@
+"""Going on with a run: its configuration with what the command line may change, and its data, which may have moved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from metattt.composition.choices import choices
+from metattt.composition.compose import compose
+from metattt.data.digits import DigitsData
+from metattt.data.images import Images
+from metattt.data.shards import ShardData
+from metattt.data.windows import WindowData
+from metattt.errors import MetaTTTError
+
+RESUMABLE = ("trainer", "callbacks", "logger", "sample")  # parts of the configuration that a resumed run may change
+MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
+OF_THE_COMMAND = ("resume", "output_dir", "given", "name")
+PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what a choice of trainer=<name> is about
+
+
+def resumed(given: DictConfig, saved: DictConfig, checkpoint: Path) -> tuple[DictConfig, bool]:
+    """The configuration of the run, with what the command line changes.
+
+    What was given (`given.given`) counts, even where it equals a default; so does what a choice such as `layer=ttt_mlp` sets away from
+    the defaults. Model, data and recipe stay: else it would be another run.
+
+    Returns:
+        The configuration, and whether the data is said to be elsewhere now.
+
+    Raises:
+        MetaTTTError: a value that would make it another run.
+    """
+    default, before, wanted = (leaves(OmegaConf.to_container(one)) for one in (compose(job="train"), saved, given))
+    keys, chosen, deleted = _said(given.given)
+    for key in deleted:
+        _check_resumable(key, f"~{key}")
+        if OmegaConf.select(saved, key) is not None:
+            owner, _, name = key.rpartition(".")
+            del (OmegaConf.select(saved, owner) if owner else saved)[name]
+    moved = False
+    for key, value in wanted.items():
+        part = key.partition(".")[0]
+        explicit = _inside(key, keys) or (part in chosen and (key == f"{part}._target_" or _inside(key, PLACEMENT)))
+        # data=images once more says what kind of data it is, not that every setting is at its default
+        repeated = part == "data" and part in chosen and wanted.get("data._target_") == before.get("data._target_")
+        silent = not explicit and (repeated or (key in default and default[key] == value))
+        if key in OF_THE_COMMAND or silent or (key in before and before[key] == value):
+            continue
+        if key in MOVABLE and key in before:
+            moved = True
+        else:
+            _check_resumable(key, f"{key}={value}")
+        owner = key.rpartition(".")[0]
+        if key.endswith("._target_"):  # another component: nothing of the old one stays
+            OmegaConf.update(saved, owner, OmegaConf.select(given, owner), merge=False, force_add=True)
+        OmegaConf.update(saved, key, value, force_add=True)
+    OmegaConf.update(saved, "given", [*(saved.get("given") or []), *given.given], force_add=True)
+    saved.resume, saved.output_dir = str(checkpoint), given.output_dir or str(checkpoint.parent)
+    return saved, moved
+
+
+def _check_resumable(key: str, said: str) -> None:
+    if key.partition(".")[0] not in RESUMABLE:
+        allowed = ", ".join([*(part if part == "sample" else f"{part}.*" for part in RESUMABLE), *MOVABLE])
+        raise MetaTTTError(f"{said} would change the run that resume goes on with: only {allowed} may be given")
+
+
+def _said(overrides: Iterable[str]) -> tuple[set[str], set[str], list[str]]:
+    """What overrides name: keys with a value, groups with a choice, and keys that are left out."""
+    keys: set[str] = set()
+    chosen: set[str] = set()
+    deleted: list[str] = []
+    for override in overrides:
+        match = re.match(r"(\+{0,2}|~)([\w.]+)(=|$)", override)
+        if match is None:
+            continue
+        if match[1] == "~":
+            deleted.append(match[2])
+        else:
+            (chosen if "." not in match[2] and choices(match[2]) else keys).add(match[2])
+    return keys, chosen, deleted
+
+
+def _inside(key: str, owners: Iterable[str]) -> bool:
+    return any(key == owner or key.startswith(f"{owner}.") for owner in owners)
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of a nested configuration, by dotted key."""
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    items = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items())
+    return {leaf: value for key, child in items for leaf, value in leaves(child, key).items()}
+
+
+def fingerprint(data: Any) -> str | None:
+    """What tells the data of a run from others, wherever it is: the tokens themselves; of images their number and classes.
+
+    Args:
+        data: a data module that is set up.
+
+    Returns:
+        A short text; None for data that is always the same, and for kinds that are not known.
+    """
+    if isinstance(data, ShardData):  # the checksums of all shards
+        known = [(shard["split"], shard["tokens"], shard["sha256"]) for shard in data.manifest["shards"]]
+        return _digest(json.dumps(known).encode())
+    if isinstance(data, WindowData):
+        return _digest(*(data.windows(name)[:] for name in ("train", "validation")))  # type: ignore[index]
+    if isinstance(data, Images) and not isinstance(data, DigitsData):
+        return data.describe().rpartition(": ")[2] + f", {data.num_classes} classes"
+    return None
+
+
+def _digest(*pieces: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | None:
+    """Compares the data of a run that goes on with what it was trained on.
+
+    Args:
+        record: of the checkpoint.
+        data: the data module, set up.
+        moved: the command line says where the data is now.
+
+    Returns:
+        A line for the user, if there is something to say.
+
+    Raises:
+        MetaTTTError: other data at the new place.
+    """
+    before, now = record.get("data"), fingerprint(data)
+    if before == now:
+        return None
+    if before is None:
+        return "data    taken for the run's own: its checkpoint is of a version that did not keep what tells them apart" if moved else None
+    if moved:
+        raise MetaTTTError(
+            f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, and resume goes on with it. "
+            "To train on other data, start a run with init_from=<the checkpoint>"
+        )
+    return "data    has changed since the run was begun: its order, and what is held out, are no longer the same"

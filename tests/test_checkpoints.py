@@ -1,0 +1,267 @@
+"""What is written beside weights: components by name, versions that are refused, runs that go on, weights that start other runs."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import metattt.configs
+from metattt.checkpoints.naming import to_names, to_targets
+from metattt.checkpoints.record import VERSION, make_record
+from metattt.checkpoints.trained import load_model, read_checkpoint
+from metattt.composition.compose import compose, load_components
+from metattt.errors import MetaTTTError
+from metattt.evaluation.evaluate import evaluate
+from metattt.registry import REGISTERED, VERSIONS, register
+from metattt.training.train import train
+
+TINY = (
+    "dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=16", "data.context_length=24", "data.batch_size=4",
+    "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8", "trainer.val_check_interval=1.0",
+)  # fmt: skip
+TEXT = Path(__file__).parent / "checkpoints_v1" / "text"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, on a text that is then moved."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("run")
+    shutil.copytree(TEXT, folder / "before")
+    assert train(compose(*TINY, f"data.path={folder / 'before'}", f"output_dir={folder / 'run'}", "trainer.max_steps=2")) == 0
+    (folder / "before").rename(folder / "after")
+    return folder
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(run / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What a test registers is forgotten."""
+    names, versions = dict(REGISTERED), dict(VERSIONS)
+    yield
+    for now, before in ((REGISTERED, names), (VERSIONS, versions)):
+        now.clear()
+        now.update(before)  # type: ignore[arg-type]
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The checkpoint with another record."""
+    file = path / "last.ckpt"
+    content = torch.load(file, weights_only=True)
+    change(content["metattt"])
+    torch.save(content, file)
+    return path
+
+
+# -- names -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_configuration_of_ours_is_stored_with_a_path_of_ours() -> None:
+    load_components(("metattt.training",))
+    files = Path(metattt.configs.__file__).parent.rglob("*.yaml")
+    found = {target for file in files for target in re.findall(r"_target_: (metattt\S+)", file.read_text(encoding="utf-8"))}
+    assert len(found) > 5 and found <= set(REGISTERED.values())
+    for case in ("layer=nested_ttt callbacks=inner_warmup", "experiment=digits_pixel trainer=fsdp"):
+        stored = json.dumps(make_record(compose(*case.split()))["config"])
+        assert '"_target_": "metattt' not in stored and '"_component_": "callback=stop_on_interrupt"' in stored
+
+
+def test_names_and_targets_are_there_and_back() -> None:
+    config: Any = OmegaConf.to_container(compose("layer=nested_ttt", "trainer=fsdp", "callbacks=inner_warmup"))
+    named = to_names(config)
+    assert named["learner"]["layer"]["optimizer"]["_component_"] == "optimizer=gradient_descent"
+    assert named["trainer"]["strategy"] == {"_component_": "strategy=fully_sharded", "_version_": 1}
+    assert named["trainer"]["_target_"] == "lightning.Trainer"  # not ours to move
+    assert to_targets(named, "here") == config
+    assert to_targets(named, "here", skip=("strategy",))["trainer"]["strategy"] == named["trainer"]["strategy"]
+
+
+def test_a_class_that_moves_is_found_again(registered: None) -> None:
+    stored = to_names({"_target_": REGISTERED["learner", "mlp"], "bias": True})
+    REGISTERED["learner", "mlp"] = "metattt.elsewhere.Renamed"
+    assert to_targets(stored, "here") == {"_target_": "metattt.elsewhere.Renamed", "bias": True}
+
+
+def test_a_class_of_a_user_keeps_its_path(registered: None) -> None:
+    class Mine:
+        def __init__(self, x: int = 1):
+            pass
+
+    register("learner", "mine_alone")(Mine)  # no installed package announces it: another process would not know the name
+    node = {"_target_": REGISTERED["learner", "mine_alone"], "x": 2}
+    assert to_names(node) == node
+
+
+def test_versions_of_a_component(registered: None) -> None:
+    node = {"_component_": "learner=mlp", "_version_": 1, "old": 3}
+    VERSIONS["learner", "mlp"] = 2, None
+    with pytest.raises(MetaTTTError, match=r"here has version 1 of learner=mlp, and here is version 2: nothing brings it up"):
+        to_targets(node, "here")
+    VERSIONS["learner", "mlp"] = 2, lambda parameters, version: {"new": parameters["old"] + version}
+    assert to_targets(node, "here") == {"_target_": REGISTERED["learner", "mlp"], "new": 4}
+    for version in (3, "x", None, True):
+        with pytest.raises(MetaTTTError, match="of learner=mlp, and here is version 2"):
+            to_targets(node | {"_version_": version}, "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: record.update(version=VERSION + 1), f"version {VERSION + 1}; .*update metattt"),
+        (lambda record: record.update(version="2"), "version 2; .*damaged"),
+        (lambda record: record.pop("version"), "version None"),
+        (lambda record: record.update(config=None), "holds no configuration"),
+        (lambda record: record["config"]["learner"].update(_component_="learner=ghost"), "made with learner=ghost, which nothing"),
+        (lambda record: record["config"]["learner"].update(_component_="mygroup=ghost"), "made with mygroup=ghost"),
+        (lambda record: record["config"]["learner"].update(_component_="model=ghost"), "made with model=ghost"),
+        (lambda record: record["config"]["learner"].update(_component_=7), "names a component as 7"),
+        (lambda record: record["config"]["learner"].update(_target_="os.system"), "must be group=name, and alone"),
+        (lambda record: record["config"]["learner"].update(_version_=9), "version 9 of learner=linear"),
+        (lambda record: record["config"].pop("layer"), "layer"),
+        (lambda record: record["config"].update(dim="${nowhere}"), "nowhere"),
+        (lambda record: record["config"].update(dim="${"), "."),
+    ],
+)
+def test_records_that_cannot_be_used_are_one_line(copy: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+    changed(copy, change)
+    for use in (lambda: load_model(copy), lambda: evaluate(compose(f"checkpoint={copy}", f"data.path={TEXT}", "device=cpu", job="eval"))):
+        with pytest.raises(MetaTTTError, match=message) as error:
+            use()
+        assert len(str(error.value).splitlines()) <= 2
+
+
+def test_what_only_training_needs_may_be_unknown_elsewhere(copy: Path) -> None:
+    changed(copy, lambda record: record["config"]["training"].update(_component_="training=ghost"))
+    assert load_model(copy)[1].training._component_ == "training=ghost"
+    with pytest.raises(MetaTTTError, match="made with training=ghost"):
+        train(compose(f"resume={copy}", "trainer.max_steps=4"))
+
+
+def test_eval_and_generate_import_no_training(copy: Path) -> None:
+    code = (
+        "import sys; from metattt.evaluation.evaluate import evaluate; from metattt.generation import generate; "
+        f"import metattt; metattt.load_model({str(copy)!r}); "
+        "assert not [name for name in sys.modules if name.startswith(('metattt.training', 'timm'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_load_model_is_public(run: Path) -> None:
+    model, config = metattt.load_model(run / "run")
+    assert config.dim == 8 and not model.training and model(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 257)
+    torch.manual_seed(3)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    metattt.load_model(str(run / "run" / "last.ckpt"))
+    assert torch.equal(torch.rand(1), drawn)  # the global generator is left as it was
+
+
+def test_a_buffer_that_the_model_computes_may_be_absent(copy: Path) -> None:
+    model, _ = load_model(copy)
+    from metattt.checkpoints.trained import fill, read_weights
+
+    model.register_buffer("computed", torch.ones(2))
+    fill(model, read_weights(copy), "does not fit")
+    model.register_parameter("learned", torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(MetaTTTError, match="does not fit: missing: learned"):
+        fill(model, read_weights(copy), "does not fit")
+
+
+# -- going on with a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_data_of_a_run_may_have_moved(run: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = (f"resume={copy}", "trainer.max_steps=3")
+    with pytest.raises(MetaTTTError, match=r"data\.path=.*before does not exist"):
+        train(compose(*more))
+    shutil.copytree(run / "after", tmp_path / "other")
+    (tmp_path / "other" / "00.txt").write_text("something else, about as long as it was before " * 8)
+    with pytest.raises(MetaTTTError, match=r"other does not hold the data that the run was trained on.*init_from="):
+        train(compose(*more, f"data.path={tmp_path / 'other'}"))
+    with pytest.raises(MetaTTTError, match=r"data\.context_length=12 would change the run"):
+        train(compose(*more, f"data.path={run / 'after'}", "data.context_length=12"))
+    capsys.readouterr()
+    assert train(compose(*more, f"data.path={run / 'after'}")) == 0
+    assert "data    " not in capsys.readouterr().out
+    record = read_checkpoint(copy)["metattt"]
+    assert record["config"]["data"]["path"] == str(run / "after") and f"data.path={run / 'after'}" in record["config"]["given"]
+    assert train(compose(f"resume={copy}", "trainer.max_steps=4")) == 0  # from where it is now
+
+
+def test_data_that_changed_in_its_place_is_said(run: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run / "after", tmp_path / "text")
+    changed(copy, lambda record: record["config"]["data"].update(path=str(tmp_path / "text")))
+    (tmp_path / "text" / "00.txt").write_text("another beginning " * 30)
+    assert train(compose(f"resume={copy}", "trainer.max_steps=3")) == 0
+    assert "data    has changed since the run was begun" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("override", ["dim=128", "data.context_length=256", "seed=1", "training.lr=8e-3", "learner=mlp", "~compile"])
+def test_what_is_given_counts_even_at_its_default(run: Path, copy: Path, override: str) -> None:
+    changed(copy, lambda record: record["config"]["training"].update(lr=0.001))
+    with pytest.raises(MetaTTTError, match="would change the run"):
+        train(compose(f"resume={copy}", f"data.path={run / 'after'}", "trainer.max_steps=4", override))
+
+
+def test_a_default_choice_is_compared_too(copy: Path) -> None:
+    changed(copy, lambda record: record["config"]["learner"].update(_component_="learner=mlp"))
+    with pytest.raises(MetaTTTError, match=r"learner\._target_=.*Linear would change the run"):
+        train(compose(f"resume={copy}", "trainer.max_steps=4", "learner=linear"))
+
+
+def test_defaults_given_for_what_may_change_are_applied(run: Path, copy: Path) -> None:
+    given = ("trainer.log_every_n_steps=5", "trainer.max_steps=3", "trainer=default", "~callbacks.loss_curve", "dim=8")
+    assert train(compose(f"resume={copy}", f"data.path={run / 'after'}", *given)) == 0
+    config = read_checkpoint(copy)["metattt"]["config"]
+    assert config["trainer"]["log_every_n_steps"] == 5 and config["trainer"]["max_steps"] == 3 and config["trainer"]["strategy"] == "auto"
+    assert "loss_curve" not in config["callbacks"] and "interrupt" in config["callbacks"]
+
+
+# -- weights that start another run ------------------------------------------------------------------------------------------------
+
+
+def test_init_from_says_what_the_weights_do_not_show(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = (*TINY, f"data.path={run / 'after'}", f"init_from={run / 'run'}", "trainer.max_steps=1", f"output_dir={tmp_path}")
+    assert train(compose(*start)) == 0
+    assert "but here with" not in capsys.readouterr().out
+    assert train(compose(*start, "optimizer.base_lr=0.5", "task.feature_map=silu", "layer.form=primal", "data.context_length=20")) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "but here with" in line]
+    assert line.endswith("but here with task.feature_map silu (there identity), optimizer.base_lr 0.5 (there 1.0)")
+    with pytest.raises(MetaTTTError, match=r"init_from=.* does not fit this model: .*unknown"):
+        train(compose(*start, "layer.gate=false"))
+
+
+# -- what we rest on ---------------------------------------------------------------------------------------------------------------
+
+
+def test_private_names_of_libraries_are_still_there() -> None:
+    """Each is used in one file; an upgrade that takes it away is noticed here."""
+    from lightning.pytorch.core.optimizer import LightningOptimizer  # metattt/training/sharding.py unwraps it
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.checkpoint import filesystem, metadata  # metattt/checkpoints/sharded.py reads the index
+
+    for name in ("_StorageInfo",):
+        assert hasattr(filesystem, name)
+    for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"):
+        assert hasattr(metadata, name)
+    assert hasattr(torch.serialization, "_get_layout")
+    assert hasattr(LightningOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])), "_optimizer")
+    assert ModelParallelStrategy()._data_parallel_size == "auto"  # metattt/training/sharding.py sets it
+
+
+def test_components_register_everything_that_a_run_names() -> None:
+    load_components(("metattt.training", "metattt.data", "metattt.models"))
+    assert {"callback", "strategy", "training", "data", "model"} <= {group for group, _ in REGISTERED}
