@@ -95,6 +95,12 @@ class ImageClassification(lightning.LightningModule):
         if isinstance(loader, DataLoader) and hasattr(loader.dataset, "set_epoch"):
             loader.dataset.set_epoch(self.current_epoch)  # a stream of timm then reads its files in a new order
 
+    def shortest_loss(self) -> Tensor:
+        """The loss of one image: what it does not depend on, a step may leave without a gradient."""
+        embed: Any = self.model.patch_embed
+        image = torch.zeros(1, embed.proj.in_channels, *embed.img_size, device=self.device)
+        return self.model(image).float().logsumexp(1).sum()
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
         self._check(labels, least=0)

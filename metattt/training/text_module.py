@@ -131,6 +131,10 @@ class LanguageModeling(lightning.LightningModule):
         counts = torch.stack((real.sum(), (self.token_bytes[labels.clamp(min=0)] * real).sum()))
         return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
 
+    def shortest_loss(self) -> Tensor:
+        """The loss of one token: what it does not depend on, a step may leave without a gradient."""
+        return self.sums(torch.zeros(1, 2, dtype=torch.long, device=self.device))[0]
+
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         with torch.set_grad_enabled(not self.recipe.forward_only):
             sums = self.sums(ids)

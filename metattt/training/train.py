@@ -178,6 +178,6 @@ def _quiet_lightning() -> None:
         "IterableDataset.? has",  # a length, which timm knows
     )  # fmt: skip
     # the sums are over all processes already; nothing is done in place; the layout of a convolution's gradient
-    several = ("sync_dist=True", "returned a view tensor", "Grad strides do not match", "find_unused_parameters=True was specified")
+    several = ("sync_dist=True", "returned a view tensor", "Grad strides do not match")
     for message in (*unneeded, *several):
         warnings.filterwarnings("ignore", f".*{message}.*")

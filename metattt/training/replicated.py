@@ -1,0 +1,28 @@
+"""`trainer=ddp`: a copy of the model in every process, whatever parameters its layers leave without a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+
+class ReplicatedData(DDPStrategy):
+    """DDP that looks for itself whether some parameters may get no gradient: then, and only then, it walks the graph of every step.
+
+    Nearest neighbours have no use for q and k, and a rule that moves weights once per mini-batch none for what it learns from before
+    the first commit. So usage depends on the data, document by document: what counts is the shortest input
+    (`shortest_loss` of the Lightning module): parameters that it reaches are reached by every longer one. (To add
+    every parameter to the loss with a factor of 0 instead would give zero gradients, and weight decay, where one
+    process has none.)
+    """
+
+    def configure_ddp(self) -> None:
+        module: Any = self.lightning_module
+        devices = [self.root_device] if self.root_device.type == "cuda" else []
+        with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+            parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            found = torch.autograd.grad(module.shortest_loss(), parameters, allow_unused=True)
+        self._ddp_kwargs["find_unused_parameters"] = any(gradient is None for gradient in found)
+        super().configure_ddp()
