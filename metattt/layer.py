@@ -244,19 +244,12 @@ class TTTLayer(nn.Module):
         batch = x.shape[0]
         if state.pos.shape[0] != batch:
             raise MetaTTTError(f"the state is for {state.pos.shape[0]} sequences, x holds {batch}: start with state=None")
-        expected, roles = self.learner.init, self.plan.roles
+        plan = self.plan
+        wanted = {name: (batch, *shape) for name, shape in plan.weights.items()}
         for role, weights in state.weights.items():
-            if role in roles and role != "pool" and len(weights) == len(expected):
-                for name, w in weights.items():
-                    if name not in expected or w.shape[0] != batch or w.shape[1:] != expected[name].shape:
-                        break
-                else:
-                    continue
-            elif role in roles and role == "pool":
-                continue
-            found = {name: tuple(w.shape) for name, w in weights.items()}
-            wanted = {name: (batch, *w.shape) for name, w in expected.items()}
-            raise MetaTTTError(f"the state is from another layer: it carries {role} {found}, this layer {roles} {wanted}")
+            if role not in plan.roles or (role != "pool" and {name: w.shape for name, w in weights.items()} != wanted):
+                found = {name: tuple(w.shape) for name, w in weights.items()}
+                raise MetaTTTError(f"the state is from another layer: it carries {role} {found}, this layer {plan.roles} {wanted}")
         if state.phase is not None and state.phase >= self.optimizer.mini_batch_size:
             raise MetaTTTError(f"the state is from another layer: it stands at token {state.phase} of {self.optimizer.mini_batch_size}")
         if bool(state.weights) != self.learner.has_weights:

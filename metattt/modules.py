@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,12 @@ def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
+def exact(device: str) -> AbstractContextManager[object]:
+    """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is entered then.)"""
+    on = torch.compiler.is_compiling() or torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
 class CausalConv(nn.Module):
     """`y_t = b + Σ_j w_j x_{t−width+1+j}` per channel, zeros before the start of a document.
 
@@ -51,20 +58,36 @@ class CausalConv(nn.Module):
 
     def forward(self, x: Tensor, tail: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
         """`x` `[B, T, D]` and the last `width − 1` inputs `tail` `[B, width−1, D]` (None = zeros) to `y` and the new tail."""
-        width = self.weight.shape[-1]
+        padded = self.pad(x, tail)
+        return self.convolve(padded, ctx), self.tail(padded, ctx)
+
+    def pad(self, x: Tensor, tail: Tensor | None) -> Tensor:
+        """`x` after its tail, `[B, width − 1 + T, D]`: for convolutions of the same width that read the same tokens."""
         if tail is None:
-            tail = x.new_zeros(x.shape[0], width - 1, x.shape[2])
-        padded = torch.cat([tail.to(x.dtype), x], dim=1)
+            tail = x.new_zeros(x.shape[0], self.weight.shape[-1] - 1, x.shape[2])
+        return torch.cat([tail.to(x.dtype), x], dim=1)
+
+    def convolve(self, padded: Tensor, ctx: Context) -> Tensor:
+        """y `[B, T, D]` from what `pad` returns."""
         if ctx.first is None:
-            return self._taps(padded), take_tail(padded, width - 1, ctx)
+            return self._taps(padded)
+        width = self.weight.shape[-1]
         document = F.pad(ctx.first.cumsum(1), (width - 1, 0))
-        length = x.shape[1]
-        y = self.bias.to(x.dtype)
+        length = padded.shape[1] - width + 1
+        y = self.bias.to(padded.dtype)
         for tap in range(width):
             same = (document[:, tap : tap + length] == document[:, width - 1 :]).unsqueeze(-1)
-            y = y + padded[:, tap : tap + length] * same * self.weight[:, 0, tap].to(x.dtype)
-        last = document.gather(1, (ctx.lengths + width - 2).unsqueeze(1))
-        return y, take_tail(padded * (document == last).unsqueeze(-1), width - 1, ctx)
+            y = y + padded[:, tap : tap + length] * same * self.weight[:, 0, tap].to(padded.dtype)
+        return y
+
+    def tail(self, padded: Tensor, ctx: Context) -> Tensor:
+        """What the next call needs, `[B, width − 1, D]`: the last tokens of the last document."""
+        width = self.weight.shape[-1]
+        if ctx.first is not None:
+            document = F.pad(ctx.first.cumsum(1), (width - 1, 0))
+            last = document.gather(1, (ctx.lengths + width - 2).unsqueeze(1))
+            padded = padded * (document == last).unsqueeze(-1)
+        return take_tail(padded, width - 1, ctx)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.weight.shape[-1]}"
@@ -88,6 +111,7 @@ class CausalConv(nn.Module):
 def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
     """The last `size` real rows of `padded` `[B, size + T, D]`, whose first `size` rows are the previous tail."""
     if ctx.valid is None:
-        return padded[:, padded.shape[1] - size :]
+        tail = padded[:, padded.shape[1] - size :]
+        return tail if padded.shape[1] <= 4 * size else tail.clone()  # a state must not hold on to a long sequence
     rows = ctx.lengths.unsqueeze(1) + torch.arange(size, device=padded.device)
     return padded.gather(1, rows.unsqueeze(-1).expand(-1, -1, padded.shape[2]))

@@ -142,6 +142,14 @@ def test_a_call_with_other_values() -> None:
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
 
 
+def test_values_for_parameters_that_are_not_there() -> None:
+    module, x = nn.Linear(3, 3), torch.randn(2, 3)
+    values = {name: p.detach() for name, p in module.named_parameters()}
+    expected = module(x)
+    module._parameters["weight"] = module._parameters["bias"] = None
+    assert torch.equal(with_values(module, values)(x), expected)
+
+
 def test_a_replica_shares_tensors_and_nothing_that_a_call_changes() -> None:
     module = Odd()
     made = replica(module)

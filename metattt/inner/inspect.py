@@ -45,6 +45,7 @@ class Plan:
         block: tokens that the scan hands on together.
         chunk: tokens per compute step; None: a whole block.
         replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
+        weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
         decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
     """
@@ -59,6 +60,7 @@ class Plan:
     block: int = 1
     chunk: int | None = None
     replays: bool = False
+    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
     decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
     said: set[tuple[str, str, str]] = field(default_factory=set)
@@ -154,6 +156,7 @@ def make_plan(
         period=optimizer.period,
         block=optimizer.block,
         chunk=None if mixes else 1 if by_token else optimizer.chunk,
+        weights={name: learner.shapes[name] for name in learner.init},
         replays=optimizer.read != "final" and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Literal
 
 import torch
@@ -58,5 +59,18 @@ class GradientDescent(StepSize):
         if self.token_step_sharing == "none":
             return None
         offset = self.token_step_offset
-        index = torch.arange(1, self.mini_batch_size + 1, device=offset.device, dtype=offset.dtype)
-        return torch.relu(1 / index + offset)
+        return torch.relu(inverse_places(self.mini_batch_size, offset) + offset)
+
+
+def inverse_places(count: int, like: Tensor) -> Tensor:
+    """1, 1/2, …, 1/count."""
+    if type(like) is not nn.Parameter or like.is_meta or torch.compiler.is_compiling():
+        return 1 / torch.arange(1, count + 1, device=like.device, dtype=like.dtype)
+    return _known_places(count, like.device, like.dtype)
+
+
+@cache
+def _known_places(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The same, made once: for every token that is decoded it takes as long as the rest."""
+    with torch.inference_mode(False):  # for later calls that are differentiated, too
+        return 1 / torch.arange(1, count + 1, device=device, dtype=dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.modules import exact
 from metattt.optimizers.base import Anchor, Gates, InnerOptimizer, Read
 from metattt.state import Context, Tensors
 
@@ -58,7 +59,7 @@ class StepSize(InnerOptimizer):
         if self.lr == "constant":
             eta = x.new_full((1, 1, 1), self.scale, dtype=wide)
             return Gates(eta.expand(x.shape[0], self.num_heads, x.shape[1])), state
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x.device.type):
             logit = x.to(wide) @ self.lr_weight.to(wide).mT + self.lr_bias.to(wide)
             eta = self.scale * torch.sigmoid(logit).mT
         return Gates(eta.expand(-1, self.num_heads, -1)), state

@@ -89,20 +89,24 @@ class Reconstruction(Task):
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         kept: Tensors = {}
         if self.shared_qk:
-            shared, tail = self.q(x), state.get("conv")
-            q, kept["conv"] = self.conv_q(shared, tail, ctx)
-            k, _ = self.conv_k(shared, tail, ctx)
+            shared = self.conv_q.pad(self.q(x), state.get("conv"))
+            q, k = self.conv_q.convolve(shared, ctx), self.conv_k.convolve(shared, ctx)
+            kept["conv"] = self.conv_q.tail(shared, ctx)
         else:
             q, k = self.q(x), self.k(x)
-        q, k, v = (view.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for view in (q, k, self.v(x)))
-        q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
+        heads = (*x.shape[:2], self.num_heads, self.head_dim)
+        q, k, v = q.view(heads).transpose(1, 2), k.view(heads).transpose(1, 2), self.v(x).view(heads).transpose(1, 2)
+        if self.feature_map != "identity":
+            q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
         if self.normalize_qk:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.rope != "none":
             positions = ctx.positions % ctx.mini_batch_size if self.rope == "mini_batch" else ctx.positions
             cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
-            if x.shape[1] == 1:  # the operations cost more than the arithmetic
-                q, k = rotate(torch.stack([q, k]), cos, sin)
+            if x.shape[1] == 1 and not torch.is_grad_enabled() and q.dtype == cos.dtype and not torch.compiler.is_compiling():
+                # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
+                pairs = torch.view_as_complex(torch.stack([q, k]).unflatten(-1, (-1, 2)))
+                q, k = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).unbind(0)
             else:
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.corruption != "none":
