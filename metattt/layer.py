@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,7 +149,7 @@ class TTTLayer(nn.Module):
             y, data = self.learner.scan(views, state.learner, ctx)
             read = Result(y, {}, 0, data)
         else:
-            read = self.inner.read(Tokens(*views, *gates), state, pos, ctx, packing, in_place)
+            read = self.inner.read(Tokens(*views, *gates), state, pos, ctx, packing, in_place)  # type: ignore[arg-type]
         y = read.y.transpose(1, 2).flatten(2).to(x.dtype)
         if self.norm is not None:
             y = self.norm(y)
@@ -183,7 +184,7 @@ class TTTLayer(nn.Module):
         plan = self.__dict__.get("_plan")
         if plan is None or (plan.basis != self._basis() and not torch.compiler.is_compiling()):
             plan = self.__dict__["_plan"] = self._planned()
-        return plan  # type: ignore[no-any-return]
+        return plan
 
     @property
     def form(self) -> str:
@@ -202,7 +203,7 @@ class TTTLayer(nn.Module):
         hooks = len(learner._forward_hooks) + len(learner._forward_pre_hooks)
         return task.changes, learner.changes, rule.changes, hooks, type(task).loss, type(learner).forward, type(learner).predict
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name in PARTS and name in self._modules and not getattr(value, "_is_replica", False):
             raise MetaTTTError(f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer")
         super().__setattr__(name, value)

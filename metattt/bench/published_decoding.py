@@ -93,7 +93,7 @@ def _layer(layer: TTTLayer, x: Tensor, cache: Tensors, position: int) -> Tensor:
     out = torch.empty_like(inputs["q"])
     take = _mlp if "w2" in cache else _linear
     for i in range(out.shape[0]):
-        out[i], after = take({name: z[i] for name, z in inputs.items()}, cache, layer.learner.slow)
+        out[i], after = take({name: z[i] for name, z in inputs.items()}, cache, dict(layer.learner.slow.items()))
     for name, (weight, gradient) in after.items():
         if place == size - 1:
             cache[name].copy_(weight)

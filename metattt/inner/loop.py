@@ -207,7 +207,7 @@ class InnerLoop:
             carry, own = self.start(tokens.k.shape[0], tokens.eta.dtype), True
         if plan.replays:
             return self._replay(tokens, carry, state, after, ctx)
-        phase, plain, end = 0 if plan.period is None else state.phase, [], None
+        phase, plain, end = 0 if plan.period is None else state.phase, list[Block](), 0
         if phase is not None and ctx.first is None:
             plain, end = consecutive(tokens.k.shape[2], phase, plan.block)
             if ctx.valid is None:
@@ -294,14 +294,14 @@ class InnerLoop:
 
         `rule` and `slow` stand for the optimizer and for the learner's slow weights, where these are not the module's own.
         """
-        rule, slow = self.optimizer if rule is None else rule, self.learner.slow if slow is None else slow
+        rule, given = self.optimizer if rule is None else rule, self.learner.slow if slow is None else slow
         if rule.has_token_steps and not torch.compiler.is_compiling():
             rule = rule.with_token_steps(rule.token_steps())
         dtype, outputs, policy = tokens.eta.dtype, [], READS[rule.read]
         with torch.autocast(tokens.k.device.type, enabled=False):
             if operand != dtype:
                 tokens = tokens._replace(k=tokens.k.to(dtype), v=tokens.v.to(dtype), q=tokens.q.to(dtype))
-            wide = {name: value.to(dtype) for name, value in slow.items()}
+            wide = {name: value.to(dtype) for name, value in given.items()}
             work = Work(self.task, self.learner, rule, self.plan, wide, operand)
             parts = [tokens] if len(blocks) == 1 else self.split(tokens, [block.length for block in blocks])
             for block, part in zip(blocks, parts, strict=True):
@@ -312,7 +312,7 @@ class InnerLoop:
                     outputs.append(y)
                 else:
                     carry = work.learn(part, carry, block)[2]
-            return (None if not read else torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry
+            return (None if not read else torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry  # type: ignore[arg-type]
 
     def _restarted(self, carry: Carry, restart: Tensor, dtype: torch.dtype) -> Carry:
         """The state that sequences start with, where `restart` `[B]` says so."""

@@ -164,7 +164,8 @@ def pack(mask: Tensor | None, reset: Tensor | None) -> Packing | None:
         order = host_order.to(mask.device)  # type: ignore[union-attr]
     host = _sorted(flags[0], flags[1], host_order)
     device = (mask if mask is not None else reset).device  # type: ignore[union-attr]
-    return Packing(order, *(None if x is None else x.to(device) for x in host), host)
+    valid, first = (None if x is None else x.to(device) for x in host)
+    return Packing(order, valid, first, host)
 
 
 def _order(mask: Tensor) -> Tensor:

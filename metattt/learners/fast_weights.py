@@ -193,8 +193,9 @@ class Record(FastWeights):
 class Gradients(Protocol):
     """What `ReadRows` asks of the tokens' gradients G_s."""
 
-    paired: Collection[tuple[str, str]]
-    """(weight, bias) that were only ever used together."""
+    @property
+    def paired(self) -> Collection[tuple[str, str]]:
+        """(weight, bias) that were only ever used together."""
 
     def mixed(self, name: str, mix: Tensor) -> Tensor | None:
         """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""

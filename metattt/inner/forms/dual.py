@@ -189,9 +189,9 @@ class PerTokenGradients:
                 self.terms.setdefault(bias, []).append(Direct(delta.sum(inner) if inner else delta))
             if weight and bias and not scale and not transpose:
                 self.paired.add((weight, bias))
-        for pair in list(self.paired):
-            if len(self.terms[pair[0]]) != 1 or len(self.terms[pair[1]]) != 1:
-                self.paired.discard(pair)
+        for used in list(self.paired):
+            if len(self.terms[used[0]]) != 1 or len(self.terms[used[1]]) != 1:
+                self.paired.discard(used)
 
     def weighted_sum(self, name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
         """`Σ_s factor_s G_s` for one weight, `[B, H, *shape]`; factor `[B, H, n]`."""
