@@ -57,7 +57,7 @@ def test_another_process_reads_it(tmp_path: Path) -> None:
     states = [made("ttt_mlp")[1] for made in MADE.values()]
     torch.save([state.detach() for state in states], tmp_path / "states.pt")
     code = f"""
-import torch, metattt.models
+import torch, metattt.models.language_model
 for state in torch.load({str(tmp_path / "states.pt")!r}, weights_only=True):
     print(type(state).__name__, state.nbytes)
 """

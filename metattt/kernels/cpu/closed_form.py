@@ -91,6 +91,7 @@ class _Scan(torch.autograd.Function):
         return (y, *layout.unpacked(weights))
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)  # a backward pass inside somebody's autocast is as exact as one outside
     def backward(ctx: Any, dy: Tensor | None, *dweights: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 4  # read once: a checkpoint computes them for this
         tensors, kept = saved[:count], saved[count:]
