@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Tokens
-from metattt.kernels.cpu import native
+from metattt.kernels.cpu import native, native_scan
 from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.closed_form import TTTLinear
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
@@ -219,6 +219,8 @@ def test_what_is_not_accepted() -> None:
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "_loaded", {})
+    for known in ("_answers", "_libraries", "_functions"):
+        monkeypatch.setattr(native_scan, known, {})
     native._compiler.cache_clear()
     yield tmp_path / "metattt" / "native"
     native._compiler.cache_clear()

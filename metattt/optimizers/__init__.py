@@ -3,9 +3,8 @@
 from metattt.optimizers.append import Append
 from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
 from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
-from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.optimizers.gradient_descent import GradientDescent, StepSize
 from metattt.optimizers.momentum import Momentum
-from metattt.optimizers.step_size import StepSize
 from metattt.optimizers.whole import WholeSequence
 
 __all__ = [

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
+from metattt.optimizers.gradient_descent import StepSize
 from metattt.optimizers.momentum import Gate
-from metattt.optimizers.step_size import StepSize
 from metattt.registry import register
 from metattt.state import Context, Tensors
 

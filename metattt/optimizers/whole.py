@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.optimizers.base import Gates, InnerOptimizer
-from metattt.optimizers.step_size import check_base_lr
+from metattt.optimizers.gradient_descent import check_base_lr
 from metattt.registry import register
 from metattt.state import Context, Tensors
 

@@ -8,7 +8,7 @@ import lightning
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.optimizers.step_size import StepSize
+from metattt.optimizers.gradient_descent import StepSize
 from metattt.registry import register
 
 

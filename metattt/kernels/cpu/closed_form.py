@@ -224,7 +224,7 @@ def shell(given: MiniBatches) -> MiniBatches:
     """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
     nothing = torch.empty(0)
     return given._replace(
-        tokens=given.tokens.map(lambda _: nothing),
+        tokens=Tokens(*[None if x is None else nothing for x in given.tokens]),  # type: ignore[arg-type]
         weights=dict.fromkeys(given.weights, nothing),
         slow={},
         tau=None if given.tau is None else nothing,
@@ -233,7 +233,7 @@ def shell(given: MiniBatches) -> MiniBatches:
 
 def _tokens(given: MiniBatches, tensors: Sequence[Tensor]) -> Tokens:
     rest = iter(tensors)
-    return given.tokens.map(lambda _: next(rest))
+    return Tokens(*[None if x is None else next(rest) for x in given.tokens])  # type: ignore[arg-type]
 
 
 def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:

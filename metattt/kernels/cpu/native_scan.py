@@ -57,14 +57,17 @@ class NativeForm(Kernel):
         tokens = given.tokens
         if any(x is not None for x in (tokens.alpha, tokens.kappa, tokens.beta, tokens.rates)):
             return "a gate besides the step size"
-        if given.operand != torch.float32 or any(x.dtype != torch.float32 for x in flat(given)):
+        if given.operand != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
             return "numbers other than fp32"
         if misfit is not None:
             return misfit
-        defines = self.defines(given)
-        if isinstance(defines, str):
-            return defines
-        return None if load(source, _macros(defines, source is self.source)) else "no C++ compiler (see the debug log)"
+        key = source, *_sizes(given)
+        if key not in _answers:
+            defines = self.defines(given)
+            if not isinstance(defines, str) and not load(source, _macros(defines, source is self.source)):
+                defines = "no C++ compiler (see the debug log)"
+            _answers[key] = defines if isinstance(defines, str) else None
+        return _answers[key]
 
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
@@ -125,17 +128,31 @@ class NativeForm(Kernel):
         return y, after, kept
 
     def library(self, given: MiniBatches) -> ctypes.CDLL:
-        defines = self.defines(given)
-        assert not isinstance(defines, str)
-        library = load(self.source, defines)
-        assert library is not None  # `accepts` saw it
-        library.state_size.restype = ctypes.c_int64
-        return library
+        key = self.source, *_sizes(given)
+        if key not in _libraries:
+            defines = self.defines(given)
+            assert not isinstance(defines, str)
+            library = load(self.source, defines)
+            assert library is not None  # `accepts` saw it
+            library.state_size.restype = ctypes.c_int64
+            _libraries[key] = library
+        return _libraries[key]
 
     def group_size(self, given: MiniBatches) -> int:
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
         count = given.tokens.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
+
+
+def _sizes(given: MiniBatches) -> tuple[int, ...]:
+    """What a library is compiled for."""
+    weights = given.weights
+    return given.size, given.tokens.k.shape[-1], next(iter(weights.values())).shape[-1], len(weights)
+
+
+_libraries: dict[tuple[Any, ...], ctypes.CDLL] = {}
+_answers: dict[tuple[Any, ...], str | None] = {}
+"""Why there is no library for a source and these sizes; None: there is one."""
 
 
 def _macros(defines: dict[str, int], whole: bool) -> dict[str, int]:
@@ -250,7 +267,11 @@ class Call:
         """
         threads = max(1, min(torch.get_num_threads(), self.learners, self.learners * self.count // SMALLEST_SHARE))
         passed = ctypes.byref(self.passed)
-        if any(divide(lambda first, last: function(passed, ctypes.c_int64(first), ctypes.c_int64(last)), self.learners, threads)):
+        if threads == 1:
+            failed = [function(passed, ctypes.c_int64(0), ctypes.c_int64(self.learners))]
+        else:
+            failed = divide(lambda first, last: function(passed, ctypes.c_int64(first), ctypes.c_int64(last)), self.learners, threads)
+        if any(failed):
             raise MemoryError(f"no memory for {self.passed.group} mini-batches of a learner: a smaller layer.group_size needs less")
 
 
