@@ -95,6 +95,7 @@ class TTTLayer(nn.Module):
     norm: nn.LayerNorm | None
     out: nn.Linear
     gate: nn.Linear | None
+    _plan: Plan
 
     @property
     def causal(self) -> bool:
@@ -181,10 +182,9 @@ class TTTLayer(nn.Module):
         Raises:
             MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
         """
-        plan = self.__dict__.get("_plan")
-        if plan is None or (plan.basis != self._basis() and not torch.compiler.is_compiling()):
-            plan = self.__dict__["_plan"] = self._planned()
-        return plan
+        if self._plan.basis != self._basis() and not torch.compiler.is_compiling() and interpreter_stack() is None:
+            self.__dict__["_plan"] = self._planned()
+        return self._plan
 
     @property
     def form(self) -> str:
@@ -193,7 +193,8 @@ class TTTLayer(nn.Module):
 
     def _planned(self) -> Plan:
         head = self.dim // self.num_heads
-        plan = make_plan(self._form, self.task, self.learner, self.optimizer, self.num_heads, head, kernels())
+        with torch.inference_mode(False):  # the parts are looked at with derivatives
+            plan = make_plan(self._form, self.task, self.learner, self.optimizer, self.num_heads, head, kernels())
         plan.basis = self._basis()
         return plan
 
@@ -207,6 +208,10 @@ class TTTLayer(nn.Module):
         if name in PARTS and name in self._modules and not getattr(value, "_is_replica", False):
             raise MetaTTTError(f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer")
         super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_plan"] = self._planned()  # a plan is not written to disk
 
     def context(self, x: Tensor, state: State, packing: Packing | None = None) -> tuple[Context, Tensor]:
         """What the parts are told of the tokens, and `[B]` tokens since the start of the document after the call."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 
@@ -48,7 +48,8 @@ class Part(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if self.belongs and name != "training":  # both modes are looked at
+        # Both modes are looked at, and what is found holds for all values of parameters.
+        if self.belongs and name != "training" and not isinstance(value, (Tensor, nn.Module)):
             self.__dict__["changes"] = self.changes + 1
 
     def extra_repr(self) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from metattt.checkpoints.trained import KEY, VERSION, load_model
+from metattt.checkpoints.record import RECORD, make_record
+from metattt.checkpoints.trained import load_model
 from metattt.cli import main
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_one_is_refused_by_every_command(
     cfg = compose(*TINY, choice, f"data.path={tmp_path / 'a.txt'}", "data.context_length=16")
     (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
     model = LanguageModel(257, 16, 2, lambda: build(choice, "dim=16", "num_heads=2"), causal=False)
-    content = {KEY: {"version": VERSION, "config": OmegaConf.to_container(cfg), "tokenizer": None}, "global_step": 1}
+    content = {RECORD: make_record(cfg), "global_step": 1}
     torch.save(
         content | {"state_dict": {f"model.{name}": x for name, x in model.state_dict().items()}}, tmp_path / "last.ckpt"
     )

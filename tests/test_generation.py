@@ -96,7 +96,16 @@ class Parrot(LanguageModel):
         super().__init__(257, 8, 1, torch.nn.Identity)
         self.texts, self.calls = texts, 0
 
-    def step(self, ids: Tensor, state: object = None, mask: object = None, reset: object = None, *, last_only: bool = False) -> Any:
+    def step(
+        self,
+        ids: Tensor,
+        state: object = None,
+        mask: object = None,
+        reset: object = None,
+        *,
+        last_only: bool = False,
+        in_place: bool = False,
+    ) -> Any:
         logits = torch.zeros(*ids.shape, 257)
         for row, text in enumerate(self.texts):
             logits[row, -1, text[self.calls] if self.calls < len(text) else TOKENIZER.separator] = 9.0

@@ -62,7 +62,7 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_its_files_and_prints_the_comparison(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=4")) == 0
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"last.ckpt", "metrics.csv", "loss_curve.png"}
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"last.ckpt", "metrics.csv", "loss_curve.png", "run.yaml"}
     assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     rows = log(tmp_path / "run")
     assert sum(bool(row["train/loss"]) for row in rows) == 4 and sum(bool(row["validation/bits_per_byte"]) for row in rows) == 4

@@ -275,7 +275,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_its_files(finished: Path) -> None:
     names = {file.name for file in finished.iterdir()}
-    assert names == {"last.ckpt", "metrics.csv", "loss_curve.png", "inner_loss.png", "inner_loss.csv"}
+    assert names == {"last.ckpt", "run.yaml", "metrics.csv", "loss_curve.png", "inner_loss.png", "inner_loss.csv"}
     with (finished / "inner_loss.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["step"] for row in rows} == {"2", "4"} and [row["inner_step"] for row in rows[:5]] == list("01234")

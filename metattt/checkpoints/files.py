@@ -48,8 +48,10 @@ def find_checkpoint(path: str | Path) -> Path:
     files = sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
     if len(files) == 1:
         return files[0]
-    several = f"several: {', '.join(file.name for file in files)}" if files else f"none of {', '.join(SUFFIXES)}"
-    raise MetaTTTError(f"no checkpoint: which one? The folder {given} holds {several}. Name the file: {given}/<file>")
+    if not files:
+        raise MetaTTTError(f"no checkpoint: the folder {given} holds no {LAST}, and none of {', '.join(SUFFIXES)}")
+    several = ", ".join(file.name for file in files)
+    raise MetaTTTError(f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>")
 
 
 def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> dict[str, Any]:

@@ -78,6 +78,15 @@ def other_function(learner: Learner, claimed: Function, num_heads: int, width: i
     return _checked(learner, ("function", claimed, num_heads, width), methods, check, f"{kind.__name__}.forward")
 
 
+def remembered(learner: Learner, task: Task, key: tuple[object, ...], find_out: Callable[[], str | None]) -> str | None:
+    """What `find_out` says of a learner and a task together, kept until one of them or of their methods changes."""
+    methods = id(task), task.changes, type(task).loss, type(learner).forward, type(learner).predict, type(learner).wrap
+    known, stamp = CHECKED.setdefault(learner, {}), (learner.changes, *methods)
+    if key not in known or known[key][0] != stamp:
+        known[key] = stamp, find_out()
+    return known[key][1]
+
+
 def _checked(
     part: Part, key: tuple[object, ...], methods: tuple[object, ...], check: Callable[[torch.Generator], str | None], name: str
 ) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.inner.claims import Function, other_function, other_loss, squared_error
+from metattt.inner.claims import Function, other_function, other_loss, remembered, squared_error
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
 from metattt.optimizers.base import InnerOptimizer
@@ -67,7 +67,7 @@ class Plan:
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(None), ()  # not written to disk: a layer that was makes its plan again
+        return Plan, ("",)  # not written to disk: a layer that was makes its plan again
 
     def __deepcopy__(self, memo: dict[int, object]) -> Plan:
         return replace(self, kernels=list(self.kernels), shapes=dict(self.shapes), decoders=dict(self.decoders), said=set(self.said))
@@ -229,12 +229,11 @@ def choose_form(
     check_choice("layer.form", form, ("auto", *FORMS))
     name = type(learner).__name__
     summed = optimizer.read in ("previous", "committed", "block", "final") or optimizer.steps > 1
-    reason = unsupported(task, learner, num_heads, d_in)
+    reason = remembered(learner, task, ("dual",), lambda: unsupported(task, learner, num_heads, d_in))
+    if not (learner.mixes_tokens and optimizer.read in ("block", "final")):
+        remembered(learner, task, ("tokens",), lambda: check_token_local(task, learner, num_heads, d_in))
     if learner.mixes_tokens:
-        if optimizer.read not in ("block", "final"):
-            check_token_local(task, learner, num_heads, d_in)
         return _mixing_form(form, name, optimizer, reason, summed)
-    check_token_local(task, learner, num_heads, d_in)
     if form == "fused" and not covered:
         raise MetaTTTError(f"layer.form=fused has no kernel for this combination ({reason or explain(reasons)}): set layer.form=auto")
     if form == "dual" and reason:

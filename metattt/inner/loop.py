@@ -207,7 +207,8 @@ class InnerLoop:
             carry, own = self.start(tokens.k.shape[0], tokens.eta.dtype), True
         if plan.replays:
             return self._replay(tokens, carry, state, after, ctx)
-        phase, plain, end = 0 if plan.period is None else state.phase, list[Block](), 0
+        plain: list[Block] = []
+        phase, end = 0 if plan.period is None else state.phase, 0
         if phase is not None and ctx.first is None:
             plain, end = consecutive(tokens.k.shape[2], phase, plan.block)
             if ctx.valid is None:

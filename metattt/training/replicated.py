@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from metattt.registry import register
 
+
+@register(group="strategy", name="replicated_data")
 class ReplicatedData(DDPStrategy):
     """DDP that looks for itself whether some parameters may get no gradient: then, and only then, it walks the graph of every step.
 
@@ -17,6 +20,9 @@ class ReplicatedData(DDPStrategy):
     every parameter to the loss with a factor of 0 instead would give zero gradients, and weight decay, where one
     process has none.)
     """
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def configure_ddp(self) -> None:
         module: Any = self.lightning_module

@@ -12,6 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from metattt.registry import register
+
 
 class Pace:
     """Seconds per step: the median of the last steps, their data included, without validation and the first step,
@@ -49,6 +51,7 @@ class Pace:
         return statistics.median(self.durations) if self.durations else None
 
 
+@register(group="callback", name="step_statistics")
 class StepStatistics(lightning.Callback):
     """Logs `tokens_per_second` (`images_per_second`) over all processes, and `gradient_norm` before clipping."""
 
