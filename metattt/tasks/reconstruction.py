@@ -102,17 +102,23 @@ class Reconstruction(Task):
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.rope != "none":
             positions = ctx.positions % ctx.mini_batch_size if self.rope == "mini_batch" else ctx.positions
-            cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
-            if x.shape[1] == 1 and not torch.is_grad_enabled() and q.dtype == cos.dtype and not torch.compiler.is_compiling():
-                # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
+            if self._decodes(q):  # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
                 pairs = torch.view_as_complex(torch.stack([q, k]).unflatten(-1, (-1, 2)))
-                q, k = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).unbind(0)
+                table = _known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
+                q, k = torch.view_as_real(pairs * table[positions].unsqueeze(1)).flatten(-2).unbind(0)
             else:
+                cos, sin = rotary_table(positions, self.head_dim, self.rope_theta, q.dtype)
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.corruption != "none":
             kept["seed"] = state["seed"] if "seed" in state else self.draw_seed(x)
             k = self.corrupt(k, kept["seed"], ctx)
         return Views(k, v, q), kept
+
+    def _decodes(self, q: Tensor) -> bool:
+        """Whether one token per sequence is read on the CPU, at a place of its mini-batch and without derivatives."""
+        plain = type(q) is Tensor and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
+        one = plain and self.rope == "mini_batch" and q.shape[2] == 1
+        return one and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def draw_seed(self, x: Tensor) -> Tensor:
         """One seed per sequence, `[B]`."""
@@ -161,6 +167,14 @@ def _known_frequencies(width: int, theta: float, device: torch.device, dtype: to
     """The same, computed once: for a single token it takes as long as cosines and sines."""
     with torch.inference_mode(False):  # for later calls that are differentiated, too
         return _frequencies(width, theta, device, dtype)
+
+
+@cache
+def _known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """`cos + i sin` of the first `count` positions, `[count, width/2]`, made once."""
+    with torch.inference_mode(False):  # for later calls outside of inference mode, too
+        cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
+        return torch.complex(cos, sin)[0, 0]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
