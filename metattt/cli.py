@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: as on the command line, without the program's name; `sys.argv[1:]` if None.
     """
-    # Threads that spin while they wait slow every other process on the machine; libgomp reads this once, when torch is imported.
+    # Threads that spin while they wait slow every other process on the machine; libgomp reads this once, when torch is
+    # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
@@ -82,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _take_show(words: list[str]) -> str | None:
-    """Takes Hydra's `--cfg job` and `--resolve` out of the words: `job` or `resolved` shows that configuration, None runs."""
+    """Takes Hydra's `--cfg job` and `--resolve` out of the words: `job` or `resolved` shows that configuration, None
+    runs."""
     wanted = resolved = False
     for word in tuple(words):
         if word in ("--cfg", "-c"):
@@ -142,13 +144,16 @@ def _run(command: str, overrides: list[str], shown: str | None) -> int:
 
 
 def _fault_of_the_surroundings(error: Exception, command: str) -> str | None:
-    """The message for what is the user's to mend and may happen anywhere: a full disk, a file without rights, a key taken away."""
+    """The message for what is the user's to mend and may happen anywhere: a full disk, a file without rights, a key
+    taken away."""
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, OSError) and error.strerror:
         advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
         return f"{error.filename}: {error.strerror}{advice}" if error.filename else f"{error.strerror}{advice}"
-    if isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(error)):  # torch.save, half way
+    if isinstance(error, RuntimeError) and re.search(
+        "inline_container|PytorchStreamWriter", str(error)
+    ):  # torch.save, half way
         return "a checkpoint cannot be written whole: the disk is full; free some, or choose a folder on another disk"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"the configuration has no `{error.full_key}`, which `metattt {command}` needs: `metattt {command} --cfg` shows what it has"
@@ -180,7 +185,9 @@ def _overview() -> str:
     lines = ["usage: metattt <command> [<key>=<value> ...]", "", "commands:"]
     lines += [f"  {name:<{width}}  {summary}" for name, (summary, _, _) in COMMANDS.items()]
     lines += ["", "metattt <command> --help lists what can be chosen and set, e.g. metattt train layer=ttt_mlp dim=128"]
-    lines += ["metattt <command> --cfg prints the whole configuration without running it, --resolve with every value filled in"]
+    lines += [
+        "metattt <command> --cfg prints the whole configuration without running it, --resolve with every value filled in"
+    ]
     return "\n".join(lines)
 
 

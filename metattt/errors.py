@@ -7,8 +7,8 @@ from collections.abc import Iterable
 class MetaTTTError(ValueError):
     """A mistake in a value, a file or a shape that the user gave.
 
-    The message is one or two lines: what was wrong, the value, what is allowed, and the override that fixes it. The command line
-    prints it as `error: ...` and exits with code 2, without a traceback.
+    The message is one or two lines: what was wrong, the value, what is allowed, and the override that fixes it. The
+    command line prints it as `error: ...` and exits with code 2, without a traceback.
     """
 
 

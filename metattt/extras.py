@@ -1,4 +1,5 @@
-"""Libraries that only some uses need. Each is in an extra of `pip install metattt`; an absent one is one line that names it."""
+"""Libraries that only some uses need. Each is in an extra of `pip install metattt`; an absent one is one line that
+names it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def need(library: str, *, extra: str, what: str) -> ModuleType:
 
 
 def absence(library: str, *, extra: str, what: str) -> str | None:
-    """The line that `need` would raise, for what can be done without `library`; None if it is installed. Nothing is imported."""
+    """The line that `need` would raise, for what can be done without `library`; None if it is installed. Nothing is
+    imported."""
     return None if importlib.util.find_spec(library) is not None else _line(library, extra, what)
 
 

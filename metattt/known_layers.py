@@ -39,16 +39,23 @@ def layers(cfg: DictConfig) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    table = Table(title=f"layer=<name>, dim={cfg.dim}, num_heads={cfg.num_heads}", title_justify="left", show_lines=True)
+    table = Table(
+        title=f"layer=<name>, dim={cfg.dim}, num_heads={cfg.num_heads}", title_justify="left", show_lines=True
+    )
     for column in ("layer", *GROUPS, "causal", "state of a sequence", "cost of a token"):
         table.add_column(column, overflow="fold", no_wrap=column == "layer")
     for name in known_layers():
         known = describe(name, cfg.dim, cfg.num_heads)
-        parts = (f"{part}\n[dim]{settings}[/]" if settings else part for part, settings in (known.parts[group] for group in GROUPS))
+        parts = (
+            f"{part}\n[dim]{settings}[/]" if settings else part
+            for part, settings in (known.parts[group] for group in GROUPS)
+        )
         cost = "constant" if known.cost_growth == 0 else f"grows with {GROWTH[known.cost_growth]}"
         table.add_row(f"[bold]{name}[/]", *parts, "yes" if known.causal else "no", known.state, cost)
     console.print(table)
-    console.print("Under each part: what differs from its defaults. State in fp32, inside a mini-batch (between them it is smaller).")
+    console.print(
+        "Under each part: what differs from its defaults. State in fp32, inside a mini-batch (between them it is smaller)."
+    )
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,8 @@ class KnownLayer:
     Attributes:
         parts: for each of `GROUPS`, the part's name and its settings that differ from the defaults.
         causal: no output depends on a later token.
-        state_bytes: of one sequence, as polynomial in the tokens read: constant, per token, per token squared; None if every call is
-            a set of tokens of its own.
+        state_bytes: of one sequence, as polynomial in the tokens read: constant, per token, per token squared; None if
+            every call is a set of tokens of its own.
         cost_growth: of the time for one token with the tokens before it: 0 constant, 1 linear, 2 quadratic.
     """
 
@@ -113,7 +120,9 @@ def _part(node: DictConfig, group: str) -> tuple[str, str]:
     target = str(node._target_)
     name = next((known for (where, known), path in REGISTERED.items() if (where, path) == (group, target)), target)
     defaults = {key: parameter.default for key, parameter in inspect.signature(get_class(target)).parameters.items()}
-    changed = [(key, node[key]) for key, default in defaults.items() if key in node and default is not inspect.Parameter.empty]
+    changed = [
+        (key, node[key]) for key, default in defaults.items() if key in node and default is not inspect.Parameter.empty
+    ]
     return name, ", ".join(f"{key}={_yaml(value)}" for key, value in changed if value != defaults[key])
 
 
@@ -137,7 +146,8 @@ class Operations(TorchDispatchMode):
 
 
 def _measure(layer: TTTLayer, count: int) -> tuple[int, int]:
-    """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for them."""
+    """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for
+    them."""
     x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         layer(x)  # the first call of a length finds out shapes

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.inner.inspect import Plan, make_plan
+from metattt.inner.inspect import make_plan
 from metattt.inner.loop import InnerLoop, Result
 from metattt.inner.packing import Packing, pack
+from metattt.inner.plan import Plan
 from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
@@ -44,8 +45,8 @@ class TTTLayer(nn.Module):
         output_norm: LayerNorm over D before the output projection.
         gate: multiply by gelu(x Wg) before the output projection.
         output_bias: a bias in the output projection.
-        form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same result. `fused`
-            takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
+        form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same
+            result. `fused` takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
         group_size: mini-batches recomputed together in the backward pass; None takes √(T/b), 0 stores everything.
 
     Raises:
@@ -68,7 +69,9 @@ class TTTLayer(nn.Module):
     ):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
-            raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {_divisors(dim)}")
+            raise MetaTTTError(
+                f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {_divisors(dim)}"
+            )
         if group_size is not None and group_size < 0:
             raise MetaTTTError(
                 f"layer.group_size={group_size} is not allowed: null chooses, 0 stores everything, n recomputes n mini-batches"
@@ -76,7 +79,9 @@ class TTTLayer(nn.Module):
         if learner.has_weights != optimizer.updates:
             wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
             right = "minibatch" if learner.has_weights else "append"
-            raise MetaTTTError(f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}")
+            raise MetaTTTError(
+                f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}"
+            )
         head = dim // num_heads
         self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
         self._form = form
@@ -117,16 +122,19 @@ class TTTLayer(nn.Module):
         Args:
             x: `[B, T, D]`.
             state: what the previous call returned; None starts from W0. Calls may cut a sequence anywhere.
-            mask: `[B, T]` bool, True for real tokens. Padding may stand anywhere and changes nothing; its outputs are 0.
+            mask: `[B, T]` bool, True for real tokens. Padding may stand anywhere and changes nothing; its outputs are
+                0.
             reset: `[B, T]` bool, True where a packed document starts: the state begins again from W0.
-            packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is the output.
+            packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is
+                the output.
             in_place: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
 
         Returns:
             Outputs `[B, T, D]` and the new state.
 
         Raises:
-            MetaTTTError: shapes that do not fit, a state of another layer or batch size, or NaN in `x` (checked on CPU).
+            MetaTTTError: shapes that do not fit, a state of another layer or batch size, or NaN in `x` (checked on
+                CPU).
         """
         self._check_tokens(x, mask, reset)
         placed = packing is not None
@@ -188,7 +196,8 @@ class TTTLayer(nn.Module):
 
     @property
     def form(self) -> str:
-        """How the inner loop is computed: `primal`, `dual`, `summed`, `fused`, or `scan` for a learner without weights."""
+        """How the inner loop is computed: `primal`, `dual`, `summed`, `fused`, or `scan` for a learner without
+        weights."""
         return self.plan.form
 
     def _planned(self) -> Plan:
@@ -202,11 +211,21 @@ class TTTLayer(nn.Module):
         """What a plan rests on: settings, methods and hooks of the parts."""
         task, learner, rule = self.task, self.learner, self.optimizer
         hooks = len(learner._forward_hooks) + len(learner._forward_pre_hooks)
-        return task.changes, learner.changes, rule.changes, hooks, type(task).loss, type(learner).forward, type(learner).predict
+        return (
+            task.changes,
+            learner.changes,
+            rule.changes,
+            hooks,
+            type(task).loss,
+            type(learner).forward,
+            type(learner).predict,
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in PARTS and name in self._modules and not getattr(value, "_is_replica", False):
-            raise MetaTTTError(f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer")
+            raise MetaTTTError(
+                f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer"
+            )
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -227,7 +246,7 @@ class TTTLayer(nn.Module):
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}, form={self.form!r}"
 
-    # -- what a caller can get wrong -----------------------------------------------------------------------------------------------
+    # -- what a caller can get wrong -----------------------------------------------------------------------------------
 
     def _check_tokens(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
@@ -249,15 +268,21 @@ class TTTLayer(nn.Module):
     def _check_state(self, x: Tensor, state: State) -> None:
         batch = x.shape[0]
         if state.pos.shape[0] != batch:
-            raise MetaTTTError(f"the state is for {state.pos.shape[0]} sequences, x holds {batch}: start with state=None")
+            raise MetaTTTError(
+                f"the state is for {state.pos.shape[0]} sequences, x holds {batch}: start with state=None"
+            )
         plan = self.plan
         wanted = {name: (batch, *shape) for name, shape in plan.weights.items()}
         for role, weights in state.weights.items():
             if role not in plan.roles or (role != "pool" and {name: w.shape for name, w in weights.items()} != wanted):
                 found = {name: tuple(w.shape) for name, w in weights.items()}
-                raise MetaTTTError(f"the state is from another layer: it carries {role} {found}, this layer {plan.roles} {wanted}")
+                raise MetaTTTError(
+                    f"the state is from another layer: it carries {role} {found}, this layer {plan.roles} {wanted}"
+                )
         if state.phase is not None and state.phase >= self.optimizer.mini_batch_size:
-            raise MetaTTTError(f"the state is from another layer: it stands at token {state.phase} of {self.optimizer.mini_batch_size}")
+            raise MetaTTTError(
+                f"the state is from another layer: it stands at token {state.phase} of {self.optimizer.mini_batch_size}"
+            )
         if bool(state.weights) != self.learner.has_weights:
             raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
 

@@ -31,7 +31,8 @@ def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def exact(device: str) -> AbstractContextManager[object]:
-    """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is entered then.)"""
+    """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is
+    entered then.)"""
     on = torch.compiler.is_compiling() or torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
@@ -57,7 +58,8 @@ class CausalConv(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, tail: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
-        """`x` `[B, T, D]` and the last `width − 1` inputs `tail` `[B, width−1, D]` (None = zeros) to `y` and the new tail."""
+        """`x` `[B, T, D]` and the last `width − 1` inputs `tail` `[B, width−1, D]` (None = zeros) to `y` and the new
+        tail."""
         padded = self.pad(x, tail)
         return self.convolve(padded, ctx), self.tail(padded, ctx)
 
@@ -94,7 +96,9 @@ class CausalConv(nn.Module):
 
     def _taps(self, padded: Tensor) -> Tensor:
         """`[B, width − 1 + T, D]` to `[B, T, D]`, all of one document."""
-        if padded.shape[1] == self.weight.shape[-1] and self._plain(padded):  # one token: a convolution costs five times as much
+        if padded.shape[1] == self.weight.shape[-1] and self._plain(
+            padded
+        ):  # one token: a convolution costs five times as much
             return (padded * self.weight[:, 0].T).sum(1, keepdim=True) + self.bias
         if padded.device.type != "cpu":
             return F.conv1d(padded.mT, self.weight, self.bias, groups=padded.shape[2]).mT

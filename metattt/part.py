@@ -1,4 +1,5 @@
-"""What tasks, learners and inner optimizers have in common: built once, for one layer, and printed by their settings."""
+"""What tasks, learners and inner optimizers have in common: built once, for one layer, and printed by their
+settings."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a torch module, each 
 class Part(nn.Module):
     """A module that a layer builds: its constructor takes hyper-parameters, its `setup` creates parameters, once.
 
-    What it was made with (numbers, texts and None) is kept by name for `print(layer)`. What a layer finds out about its parts when it
-    is built (which form is exact, which kernel computes them) rests on their settings: one that is assigned later raises `changes`, and
-    the layer asks again.
+    What it was made with (numbers, texts and None) is kept by name for `print(layer)`. What a layer finds out about its
+    parts when it is built (which form is exact, which kernel computes them) rests on their settings: one that is
+    assigned later raises `changes`, and the layer asks again.
     """
 
     belongs = False  #: a layer has claimed this part

@@ -48,11 +48,11 @@ def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = 
 
     Args:
         group: configuration group: `learner`, `task`, `optimizer`, or one of your own.
-        name: name of the schema in that group, e.g. `linear`. Checkpoints name the class by group and name, never by its module: it
-            may be moved and renamed, but keeps these two.
+        name: name of the schema in that group, e.g. `linear`. Checkpoints name the class by group and name, never by
+            its module: it may be moved and renamed, but keeps these two.
         version: of the parameters, kept in every checkpoint; raise it when a parameter changes its name or its meaning.
-        upgrade: from the parameters of an earlier version, and that version, to those of this one. Without it, checkpoints of
-            earlier versions are refused.
+        upgrade: from the parameters of an earlier version, and that version, to those of this one. Without it,
+            checkpoints of earlier versions are refused.
 
     Returns:
         A decorator that returns the class unchanged.
@@ -66,7 +66,12 @@ def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = 
         init = cls.__init__  # type: ignore[misc]
         hints = _hints(init)
         parameters = list(inspect.signature(init).parameters.values())[1:]
-        store(group, name, f"{cls.__module__}.{cls.__qualname__}", [one.replace(annotation=hints.get(one.name, Any)) for one in parameters])
+        store(
+            group,
+            name,
+            f"{cls.__module__}.{cls.__qualname__}",
+            [one.replace(annotation=hints.get(one.name, Any)) for one in parameters],
+        )
         VERSIONS[group, name] = version, upgrade
         return cls
 
@@ -103,14 +108,18 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
             )
         allowed[parameter.name] = _literals(parameter.annotation)
         fields.append((parameter.name, _field_type(parameter.annotation), _field_default(parameter.default)))
-    REGISTERED[group, name], PARAMETERS[target] = target, allowed  # not before: a class that is refused leaves nothing behind
+    REGISTERED[group, name], PARAMETERS[target] = (
+        target,
+        allowed,
+    )  # not before: a class that is refused leaves nothing behind
     module, _, cls = target.rpartition(".")
     node = dataclasses.make_dataclass(cls, fields)
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)
 
 
 def _hints(init: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations as types; Any for one that is imported under TYPE_CHECKING only: its constructor checks it alone."""
+    """The annotations as types; Any for one that is imported under TYPE_CHECKING only: its constructor checks it
+    alone."""
     hints: dict[str, Any] = {}
     for name, annotation in getattr(init, "__annotations__", {}).items():
         one = types.SimpleNamespace(__annotations__={name: annotation})

@@ -1,6 +1,7 @@
 """A module with other values for its parameters and buffers, the module itself untouched: threads may share it.
 
-`torch.func.functional_call` puts the values into the module for the time of the call, where every other thread sees them.
+`torch.func.functional_call` puts the values into the module for the time of the call, where every other thread sees
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def with_values(module: M, values: Mapping[str, Tensor]) -> M:
         for registry in (part._parameters, part._buffers):
             for name, tensor in registry.items():
                 registry[name] = new.get(id(tensor), tensor)  # type: ignore[assignment]
-    for name, value in values.items():  # also where nothing stands now, as in a module that holds its parameters for a call only
+    for (
+        name,
+        value,
+    ) in values.items():  # also where nothing stands now, as in a module that holds its parameters for a call only
         path, _, attribute = name.rpartition(".")
         part = made.get_submodule(path)
         (part._buffers if attribute in part._buffers else part._parameters)[attribute] = value  # type: ignore[assignment]

@@ -43,8 +43,10 @@ class State(NamedTuple):
     Attributes:
         pos: `[B]` tokens read since the start of the document.
         phase: `pos mod b` as a plain integer where it is the same for all sequences, else None.
-        weights: the learner's weights by role (`anchor`, `commit`, `weights`, `update`, `momentum`) and name: `[B, H, *shape]`.
-        task, optimizer, learner: what these parts carry (convolution tails, gate pools, keys and values): `[B, ...]` each.
+        weights: the learner's weights by role (`anchor`, `commit`, `weights`, `update`, `momentum`) and name:
+            `[B, H, *shape]`.
+        task, optimizer, learner: what these parts carry (convolution tails, gate pools, keys and values): `[B, ...]`
+            each.
     """
 
     pos: Tensor
@@ -96,7 +98,8 @@ def move_tensors(
     non_blocking: bool = False,
     copy: bool = False,
 ) -> S:
-    """A state with every tensor moved, as by `Tensor.to`, whose arguments it takes (a device, a type, or a tensor for both).
+    """A state with every tensor moved, as by `Tensor.to`, whose arguments it takes (a device, a type, or a tensor for
+    both).
 
     Positions and flags keep their type. Weights are kept in fp32 or wider, and floating-point tensors move to no other.
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined, so before any of them is imported
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # kernels run on the CPU; read when they are defined, so before any of them is imported
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,8 @@ def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _reduce_by_rows(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """As `ReduceOps.generic_reduce`, with the combining function applied to whole rows: the same sums, a hundred times faster."""
+    """As `ReduceOps.generic_reduce`, with the combining function applied to whole rows: the same sums, a hundred times
+    faster."""
     rows = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
     total = tuple(self.to_tensor(r[0], x.dtype) for r, x in zip(rows, inputs, strict=True))
     for i in range(1, len(rows[0])):

@@ -1,8 +1,9 @@
 """The known layers as plain loops over tokens, written from their published equations. Nothing here uses the package.
 
-Every function takes the parameters of a layer by name, tokens `x` `[B, T, D]`, the number of heads and the mini-batch size b, and
-returns the outputs `[B, T, D]`. Rows are tokens, so a matrix maps `k` to `k W`. Gradients of simple learners are written out; where the
-publication leaves them to automatic differentiation, `torch.autograd.grad` takes them token by token.
+Every function takes the parameters of a layer by name, tokens `x` `[B, T, D]`, the number of heads and the mini-batch
+size b, and returns the outputs `[B, T, D]`. Rows are tokens, so a matrix maps `k` to `k W`. Gradients of simple
+learners are written out; where the publication leaves them to automatic differentiation, `torch.autograd.grad` takes
+them token by token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 Parameters = dict[str, Tensor]
 EPS = 1e-6  # of every layer norm
 
-# -- what all layers share ---------------------------------------------------------------------------------------------------------
+# -- what all layers share ---------------------------------------------------------------------------------------------
 
 
 def heads_of(x: Tensor, num_heads: int) -> Tensor:
@@ -43,7 +44,8 @@ def standardize(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def output(p: Parameters, x: Tensor, rows: list[Tensor]) -> Tensor:
-    """Answers `[B, H, d]` of every token to outputs: layer norm over D, gate, projection, as far as the layer has them."""
+    """Answers `[B, H, d]` of every token to outputs: layer norm over D, gate, projection, as far as the layer has
+    them."""
     y = torch.stack(rows, dim=1).flatten(2)
     if "norm.weight" in p:
         y = standardize(y)[0] * p["norm.weight"] + p["norm.bias"]
@@ -91,7 +93,9 @@ def residual_norm(p: Parameters, x: Tensor, z: Tensor) -> Tensor:
 
 def gradient(loss: Tensor, weights: Parameters) -> Parameters:
     """Of a sum of losses, with a graph for the outer loop."""
-    found = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        loss, list(weights.values()), create_graph=True, allow_unused=True, materialize_grads=True
+    )
     return dict(zip(weights, found, strict=True))
 
 
@@ -99,7 +103,7 @@ def spread(g: Tensor, like: Tensor) -> Tensor:
     return g.view(*g.shape, *(1,) * (like.ndim - g.ndim))
 
 
-# -- linear attention and its relatives ---------------------------------------------------------------------------------------------
+# -- linear attention and its relatives --------------------------------------------------------------------------------
 
 
 def decayed_sums(q: Tensor, k: Tensor, v: Tensor, write: Tensor, keep: Tensor) -> list[Tensor]:
@@ -164,7 +168,7 @@ def gated_delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     return delta_rule(p, x, num_heads, torch.sigmoid(gate(p, "decay_gate.", x)))
 
 
-# -- TTT-Linear and TTT-MLP ---------------------------------------------------------------------------------------------------------
+# -- TTT-Linear and TTT-MLP --------------------------------------------------------------------------------------------
 
 
 def causal_conv(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -214,12 +218,15 @@ def mlp_gradient(w: Parameters, k: Tensor, target: Tensor, scale: Tensor, shift:
     return {"w1": outer(k, g1), "b1": g1, "w2": outer(hidden, g2), "b2": g2}
 
 
-def ttt(p: Parameters, x: Tensor, num_heads: int, b: int, base_lr: float, predict: Callable, gradients: Callable) -> Tensor:
+def ttt(
+    p: Parameters, x: Tensor, num_heads: int, b: int, base_lr: float, predict: Callable, gradients: Callable
+) -> Tensor:
     """`W_t = W_start − τ_i Σ_j lr_j ∇ℓ_j(W_start)`, token i of its mini-batch of b."""
     count, shared = x.shape[1], x @ p["task.q.weight"].T
     places = [t % b for t in range(count)]
     q, k = (
-        rope(heads_of(causal_conv(shared, p[f"task.conv_{n}.weight"], p[f"task.conv_{n}.bias"]), num_heads), places) for n in ("q", "k")
+        rope(heads_of(causal_conv(shared, p[f"task.conv_{n}.weight"], p[f"task.conv_{n}.bias"]), num_heads), places)
+        for n in ("q", "k")
     )
     v = heads_of(x @ p["task.v.weight"].T, num_heads)
     lr = base_lr * torch.sigmoid(gate(p, "lr_", x)) / q.shape[-1]
@@ -246,11 +253,12 @@ def ttt_mlp(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     return ttt(p, x, num_heads, b, 0.1, mlp_predict, mlp_gradient)
 
 
-# -- memories that move once per chunk ------------------------------------------------------------------------------------------------
+# -- memories that move once per chunk ---------------------------------------------------------------------------------
 
 
 def titans(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
-    """Gradients at W_0 of the mean squared error; at a chunk's end `S_j = β_j S_{j−1} − g_j`, `W_j = (1 − α_j) W_{j−1} + S_j`.
+    """Gradients at W_0 of the mean squared error; at a chunk's end `S_j = β_j S_{j−1} − g_j`,
+    `W_j = (1 − α_j) W_{j−1} + S_j`.
 
     β_j and 1 − α_j are sigmoids of the chunk's mean. Token t reads after ⌊(t+1)/b⌋ chunks.
     """
@@ -288,7 +296,8 @@ def polar_factor(matrix: Tensor) -> Tensor:
 def lact(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """`f(x) = (silu(x W0) ∘ x W2) W1`, `ℓ = −⟨v, f(k)⟩`; a token reads the weights that earlier chunks left.
 
-    At a chunk's end `m ← g + μ̄ m` with its mean gate μ̄, `W ← W + polar(m)`, and the weights of each output regain their norm in W0.
+    At a chunk's end `m ← g + μ̄ m` with its mean gate μ̄, `W ← W + polar(m)`, and the weights of each output regain
+    their norm in W0.
     """
     q, k, v = views(p, x, num_heads)
     q, k = (F.silu(z) / F.silu(z).norm(dim=-1, keepdim=True) for z in (q, k))
@@ -322,7 +331,7 @@ def lact(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     return output(p, x, rows)
 
 
-# -- layers whose state is the data ----------------------------------------------------------------------------------------------------
+# -- layers whose state is the data ------------------------------------------------------------------------------------
 
 
 def attention(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
@@ -362,11 +371,12 @@ def kernel_ridge(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     return output(p, x, rows)
 
 
-# -- networks whose tokens look at each other ---------------------------------------------------------------------------------------------
+# -- networks whose tokens look at each other --------------------------------------------------------------------------
 
 
 def transformer_block(w: Parameters, tokens: list[Tensor]) -> list[Tensor]:
-    """`h = x + A(LN(x))`, `f(x) = h + MLP(LN(h))`, one attention head over the tokens so far; each token is `[B, H, d]`."""
+    """`h = x + A(LN(x))`, `f(x) = h + MLP(LN(h))`, one attention head over the tokens so far; each token is
+    `[B, H, d]`."""
     keys, values, ys = [], [], []
     for x in tokens:
         normed = standardize(x)[0] * w["scale1"] + w["shift1"]
@@ -383,7 +393,8 @@ def transformer_block(w: Parameters, tokens: list[Tensor]) -> list[Tensor]:
 
 
 def ttt_block(w: Parameters, tokens: list[Tensor]) -> list[Tensor]:
-    """TTT-Linear with one head and mini-batches of four tokens, without token steps; its own parameters are the weights `w`."""
+    """TTT-Linear with one head and mini-batches of four tokens, without token steps; its own parameters are the weights
+    `w`."""
     w = {name.removeprefix("layer/"): value for name, value in w.items()}
     start = now = {name: w[f"learner/init/{name}"].squeeze(2) for name in ("w1", "b1")}
     scale, shift = w["learner/slow/norm_scale"].squeeze(2), w["learner/slow/norm_bias"].squeeze(2)
@@ -403,7 +414,8 @@ def ttt_block(w: Parameters, tokens: list[Tensor]) -> list[Tensor]:
 
 
 def nested(p: Parameters, x: Tensor, num_heads: int, b: int, block: Callable, residual: bool) -> Tensor:
-    """`W ← W − Σ η_s ∇ℓ_s(W)` after each mini-batch, `ℓ = ½‖f(k) − v‖²`; f sees the mini-batch, queries read the last weights."""
+    """`W ← W − Σ η_s ∇ℓ_s(W)` after each mini-batch, `ℓ = ½‖f(k) − v‖²`; f sees the mini-batch, queries read the last
+    weights."""
     q, k, v = views(p, x, num_heads)
     lr = 0.1 * torch.sigmoid(gate(p, "lr_", x)) / q.shape[-1]
     now = weights_of(p, x.shape[0])
@@ -411,7 +423,10 @@ def nested(p: Parameters, x: Tensor, num_heads: int, b: int, block: Callable, re
 
     def answers(x: Tensor) -> list[Tensor]:
         ys = block(now, list(x.unbind(2)))
-        return [residual_norm(p, token if residual else torch.zeros_like(token), y) for token, y in zip(x.unbind(2), ys, strict=True)]
+        return [
+            residual_norm(p, token if residual else torch.zeros_like(token), y)
+            for token, y in zip(x.unbind(2), ys, strict=True)
+        ]
 
     for begin in range(0, x.shape[1], b):
         piece = slice(begin, begin + b)
@@ -431,11 +446,12 @@ def nested_ttt(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     return nested(p, x, num_heads, b, ttt_block, residual=True)
 
 
-# -- layers for images: every token sees all tokens --------------------------------------------------------------------------------
+# -- layers for images: every token sees all tokens --------------------------------------------------------------------
 
 
 def mttt(p: Parameters, x: Tensor, num_heads: int, mlp: bool) -> Tensor:
-    """One step on `(1/2Nd) Σ_t ‖LN(f(φ x_t) g + c) − x_t‖²` per head, then `y_t = h(f(ψ x_t; W_1))`; the gradient is written out.
+    """One step on `(1/2Nd) Σ_t ‖LN(f(φ x_t) g + c) − x_t‖²` per head, then `y_t = h(f(ψ x_t; W_1))`; the gradient is
+    written out.
 
     MTTT-Linear has no norm in its decoder.
     """
@@ -449,7 +465,9 @@ def mttt(p: Parameters, x: Tensor, num_heads: int, mlp: bool) -> Tensor:
         hidden = F.gelu(before, approximate="tanh")
         z = times(hidden, start["w2"]) + start["b2"] if mlp else before
         o = times(z, decoder) + p["task.decoder_bias"]
-        error = (output_gradient(o, target, p["task.norm_scale"], p["task.norm_bias"]) if mlp else o - target) / (count * width)
+        error = (output_gradient(o, target, p["task.norm_scale"], p["task.norm_bias"]) if mlp else o - target) / (
+            count * width
+        )
         dz = times(error, decoder.mT)
         if mlp:
             du = times(dz, start["w2"].mT) * gelu_slope(before)
@@ -469,7 +487,9 @@ def mttt_mlp(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     return mttt(p, x, num_heads, mlp=True)
 
 
-def to_all(p: Parameters, x: Tensor, num_heads: int, kernel: Callable[[Tensor, Tensor], Tensor], normalize: bool) -> Tensor:
+def to_all(
+    p: Parameters, x: Tensor, num_heads: int, kernel: Callable[[Tensor, Tensor], Tensor], normalize: bool
+) -> Tensor:
     """`y_t = Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s)` over all tokens s, or divided by their number."""
     q, k, v = (heads_of(x @ p[f"task.{name}.weight"].T + p[f"task.{name}.bias"], num_heads) for name in ("q", "k", "v"))
     rows = []

@@ -217,7 +217,8 @@ def test_other_forms_take_what_dual_refuses(module: Callable[[], nn.Module]) -> 
 
 @pytest.mark.parametrize("shape", ["sequential", "twice", "attention", "unsupported"])
 def test_equals_a_token_loop_of_the_module(shape: str) -> None:
-    """Every sequence and head by itself: `W_t = W_commit − Σ η ∇½‖f(k) − v‖²` with the module's own parameters and operations."""
+    """Every sequence and head by itself: `W_t = W_commit − Σ η ∇½‖f(k) − v‖²` with the module's own parameters and
+    operations."""
     torch.manual_seed(0)
     module = {**SHAPES, "unsupported": Unsupported}[shape]().double()
     layer = TTTLayer(
@@ -229,7 +230,10 @@ def test_equals_a_token_loop_of_the_module(shape: str) -> None:
     assert list(layer.learner.init) == list(weights)
 
     def loss(weights: dict[str, Tensor], k: Tensor, v: Tensor) -> Tensor:
-        return 0.5 * (functional_call(module, {names[n]: w for n, w in weights.items()}, (k.unsqueeze(0),)) - v).square().sum()
+        return (
+            0.5
+            * (functional_call(module, {names[n]: w for n, w in weights.items()}, (k.unsqueeze(0),)) - v).square().sum()
+        )
 
     rows = []
     for row in x:
@@ -238,7 +242,11 @@ def test_equals_a_token_loop_of_the_module(shape: str) -> None:
         for t in range(len(row)):
             found = grad(loss)(commit, k[t], v[t])
             current = {name: w - 0.5 / D * found[name] for name, w in current.items()}
-            rows.append(layer.out(functional_call(module, {names[n]: w for n, w in current.items()}, (q[t].unsqueeze(0),)).squeeze(0)))
+            rows.append(
+                layer.out(
+                    functional_call(module, {names[n]: w for n, w in current.items()}, (q[t].unsqueeze(0),)).squeeze(0)
+                )
+            )
             if (t + 1) % 3 == 0:
                 commit = current
     expected = torch.stack(rows).view(2, 8, D)
@@ -248,7 +256,9 @@ def test_equals_a_token_loop_of_the_module(shape: str) -> None:
 def test_outer_gradients_equal_a_token_loop_of_the_module() -> None:
     torch.manual_seed(1)
     module = Tied().double()
-    layer = TTTLayer(D, 1, Reconstruction(), ModuleLearner(module), GradientDescent(2, lr="constant"), output_norm=False).double()
+    layer = TTTLayer(
+        D, 1, Reconstruction(), ModuleLearner(module), GradientDescent(2, lr="constant"), output_norm=False
+    ).double()
     x = 10 * torch.randn(1, 5, D, dtype=torch.float64)
     target = torch.randn(5, D, dtype=torch.float64)
     k, v, q = (projection(x[0]) for projection in (layer.task.k, layer.task.v, layer.task.q))

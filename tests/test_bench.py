@@ -56,7 +56,13 @@ def test_readable() -> None:
 
 
 def test_metattt_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["benchmark.length=40", "benchmark.dim=8", "benchmark.rounds=1", "benchmark.at_least=0", f"output_dir={tmp_path}"]
+    small = [
+        "benchmark.length=40",
+        "benchmark.dim=8",
+        "benchmark.rounds=1",
+        "benchmark.at_least=0",
+        f"output_dir={tmp_path}",
+    ]
     assert main(["bench", "delta", *small]) == 0, capsys.readouterr().err
     content = json.loads((tmp_path / "delta.json").read_text())
     assert {row["way"] for row in content["tables"]["Time"]} == {"solved", "form=primal", "plain loop"}
@@ -79,7 +85,9 @@ def test_a_red_gate_reports_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_state_benchmark() -> None:
-    report = StateAndCost(["attention", "delta_net", "self_attention"], [8, 16], call=8, dim=8, rounds=1).run(lambda line: None)
+    report = StateAndCost(["attention", "delta_net", "self_attention"], [8, 16], call=8, dim=8, rounds=1).run(
+        lambda line: None
+    )
     state = {row["layer"]: row for row in report.tables["State (bytes)"]}
     assert state["attention"]["T = 16"] > state["attention"]["T = 8"]
     assert state["delta_net"]["T = 16"] == state["delta_net"]["T = 8"]
@@ -100,7 +108,14 @@ def test_timing_in_turn() -> None:
 
 def test_reports(tmp_path: Path) -> None:
     panel = Panel("p", "x", "y", {"curve": ([1, 10], [1.0, 2.0])})
-    report = Report("Title", "Text.", {"Numbers": [{"name": "a", "ms": 0.12345, "bytes": None}]}, [Check("c", 0.0, 1e-9)], {}, [panel])
+    report = Report(
+        "Title",
+        "Text.",
+        {"Numbers": [{"name": "a", "ms": 0.12345, "bytes": None}]},
+        [Check("c", 0.0, 1e-9)],
+        {},
+        [panel],
+    )
     names = [path.name for path in report.write(tmp_path, "one")]
     assert names == ["one.md", "one.json", "one.png"]
     assert "| a | 0.123 | – |" in (tmp_path / "one.md").read_text()

@@ -19,10 +19,15 @@ SMALL = {"length": 64, "num_heads": 2, "head_dim": 16, "mini_batch_size": 16, "r
 
 def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"benchmark.{key}={value}" for key, value in SMALL.items()]
-    assert main(["bench", "inner", *words, "benchmark.memory_length=0", f"output_dir={tmp_path}"]) == 0, capsys.readouterr().err
+    assert main(["bench", "inner", *words, "benchmark.memory_length=0", f"output_dir={tmp_path}"]) == 0, (
+        capsys.readouterr().err
+    )
     content = json.loads((tmp_path / "inner.json").read_text())
     assert {(row["learner"], row["pass"], row["way"]) for row in content["tables"]["Time"]} == {
-        (learner, title, way) for learner in ("linear", "mlp") for title in ("training", "inference") for way in inner.WAYS
+        (learner, title, way)
+        for learner in ("linear", "mlp")
+        for title in ("training", "inference")
+        for way in inner.WAYS
     }
     assert {row["T"] for row in content["tables"]["Context length"]} == {16, 32, 64}
     assert (tmp_path / "inner.png").stat().st_size > 0
@@ -47,7 +52,9 @@ def test_a_wrong_way_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_peak_memory() -> None:
     found = inner._peak("linear", 512, 2, 32, 16, 1)
-    assert found.tensors == pytest.approx((3 + 1 + 1 + 3) * 512 * 64 * 4 / 1e6, rel=0.1)  # views, cotangent, outputs, gradients
+    assert found.tensors == pytest.approx(
+        (3 + 1 + 1 + 3) * 512 * 64 * 4 / 1e6, rel=0.1
+    )  # views, cotangent, outputs, gradients
     assert found.peak > 0 and found.allowed > found.tensors
 
 
@@ -58,7 +65,8 @@ def test_settings_that_cannot_be(change: dict[str, object]) -> None:
 
 
 def test_operations_are_counted() -> None:
-    """The count of the generic products' operations at one mini-batch, by hand: 3bd² + 2b²d multiplications and additions."""
+    """The count of the generic products' operations at one mini-batch, by hand: 3bd² + 2b²d multiplications and
+    additions."""
     problem = Problem("linear", 16, 1, 16, 16)
     assert problem.operations(training=False) == 2 * (3 * 16 * 16 * 16 + 2 * 16 * 16 * 16)
     assert problem.operations(training=True) > 3 * problem.operations(training=False)

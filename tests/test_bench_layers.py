@@ -36,7 +36,9 @@ def silent(line: str) -> None:
 
 def test_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [f"benchmark.{key}={value}".replace(" ", "") for key, value in SMALL.items()]
-    assert main(["bench", "layer", "benchmark.layers=[delta_net,linear_attention]", *sizes, f"output_dir={tmp_path}"]) == 0
+    assert (
+        main(["bench", "layer", "benchmark.layers=[delta_net,linear_attention]", *sizes, f"output_dir={tmp_path}"]) == 0
+    )
     assert "not installed" in (tmp_path / "layer.md").read_text()
     content = json.loads((tmp_path / "layer.json").read_text())
     rows = content["tables"]["Time"]
@@ -44,14 +46,19 @@ def test_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert ways == {("delta_net", "dual"), ("linear_attention", "dual"), (BASELINE, "")}
     assert len(rows) == 3 * 2 * 2  # lengths, passes
     assert all(row["share of ceiling"] > 0 and row["ms, least"] <= row["ms, median"] <= row["ms, most"] for row in rows)
-    assert {row["layer"] for row in content["tables"][f"Times as long as {BASELINE}"]} == {"delta_net", "linear_attention"}
+    assert {row["layer"] for row in content["tables"][f"Times as long as {BASELINE}"]} == {
+        "delta_net",
+        "linear_attention",
+    }
     assert all(check["error"] <= check["bound"] for check in content["checks"]) and len(content["checks"]) == 3
     assert (tmp_path / "layer.png").stat().st_size > 1000
     capsys.readouterr()
 
 
 def test_forms_of_one_layer_are_compared_and_slow_ways_stop() -> None:
-    report = LayerBenchmark(["ttt_linear", "attention"], ["dual", "primal", "fused"], **SMALL | {"limit": 0.0}).run(silent)  # type: ignore[arg-type]
+    report = LayerBenchmark(["ttt_linear", "attention"], ["dual", "primal", "fused"], **SMALL | {"limit": 0.0}).run(
+        silent
+    )  # type: ignore[arg-type]
     names = [check.name for check in report.checks]
     for form in ("dual", "primal"):
         assert f"ttt_linear, {form} and fused, outputs and gradients, fp32" in names
@@ -78,7 +85,11 @@ def test_operations_of_other_libraries_get_their_other_inputs() -> None:
         torch.testing.assert_close(k.norm(dim=-1), torch.ones(k.shape[:-1]))
         return v * gate
 
-    peer = Peer("gated", gated, lambda shape, dtype, device: [*torch.randn(3, *shape), torch.rand(*shape[:3], 1).requires_grad_()])
+    peer = Peer(
+        "gated",
+        gated,
+        lambda shape, dtype, device: [*torch.randn(3, *shape), torch.rand(*shape[:3], 1).requires_grad_()],
+    )
     layer = PeerLayer(peer, 16, 2)
     for length in (5, 9):
         assert layer(torch.randn(2, length, 16))[0].shape == (2, length, 16)
@@ -87,7 +98,14 @@ def test_operations_of_other_libraries_get_their_other_inputs() -> None:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    sizes = {"train_length": 20, "contexts": [48, 16], "decode_tokens": 3, "rounds": 2, "decode_rounds": 2, "device": "cpu"}
+    sizes = {
+        "train_length": 20,
+        "contexts": [48, 16],
+        "decode_tokens": 3,
+        "rounds": 2,
+        "decode_rounds": 2,
+        "device": "cpu",
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("metattt.bench.model.ceilings", lambda device, dtype: ceilings(device, dtype, 64, 2))
         overrides = ["model.vocab_size=61", "dim=16"]
@@ -111,10 +129,14 @@ def test_models(report: Report, tmp_path: Path) -> None:
     assert state["ttt_linear", 16] == state["ttt_linear", 48]
     assert state["attention", 16] < state["attention", 48]
     growth = report.tables["Decoding, times as long as after 16 tokens"]
-    assert [row["after tokens"] for row in growth] == [48, 48] and all(row["at most 1.1"] in ("yes", "no") for row in growth)
+    assert [row["after tokens"] for row in growth] == [48, 48] and all(
+        row["at most 1.1"] in ("yes", "no") for row in growth
+    )
     versus = report.tables["Times as long as attention"]
     assert [row["what"] for row in versus] == ["training", "prefill", "prefill", "decoding", "decoding"]
-    assert all(row["share of ceiling"] > 0 for title in ("Training", "Prefill", "Decoding") for row in report.tables[title])
+    assert all(
+        row["share of ceiling"] > 0 for title in ("Training", "Prefill", "Decoding") for row in report.tables[title]
+    )
     assert [path.name for path in report.write(tmp_path, "model")] == ["model.md", "model.json", "model.png"]
 
 

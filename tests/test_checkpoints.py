@@ -1,4 +1,5 @@
-"""What is written beside weights: components by name, versions that are refused, runs that go on, weights that start other runs."""
+"""What is written beside weights: components by name, versions that are refused, runs that go on, weights that start
+other runs."""
 
 import json
 import re
@@ -36,7 +37,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("run")
     shutil.copytree(TEXT, folder / "before")
-    assert train(compose(*TINY, f"data.path={folder / 'before'}", f"output_dir={folder / 'run'}", "trainer.max_steps=2")) == 0
+    assert (
+        train(compose(*TINY, f"data.path={folder / 'before'}", f"output_dir={folder / 'run'}", "trainer.max_steps=2"))
+        == 0
+    )
     (folder / "before").rename(folder / "after")
     return folder
 
@@ -66,13 +70,15 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return path
 
 
-# -- names -------------------------------------------------------------------------------------------------------------------------
+# -- names -------------------------------------------------------------------------------------------------------------
 
 
 def test_no_configuration_of_ours_is_stored_with_a_path_of_ours() -> None:
     load_components(("metattt.training",))
     files = Path(metattt.configs.__file__).parent.rglob("*.yaml")
-    found = {target for file in files for target in re.findall(r"_target_: (metattt\S+)", file.read_text(encoding="utf-8"))}
+    found = {
+        target for file in files for target in re.findall(r"_target_: (metattt\S+)", file.read_text(encoding="utf-8"))
+    }
     assert len(found) > 5 and found <= set(REGISTERED.values())
     for case in ("layer=nested_ttt callbacks=inner_warmup", "experiment=digits_pixel trainer=fsdp"):
         stored = json.dumps(make_record(compose(*case.split()))["config"])
@@ -100,7 +106,9 @@ def test_a_class_of_a_user_keeps_its_path(registered: None) -> None:
         def __init__(self, x: int = 1):
             pass
 
-    register("learner", "mine_alone")(Mine)  # no installed package announces it: another process would not know the name
+    register("learner", "mine_alone")(
+        Mine
+    )  # no installed package announces it: another process would not know the name
     node = {"_target_": REGISTERED["learner", "mine_alone"], "x": 2}
     assert to_names(node) == node
 
@@ -108,7 +116,9 @@ def test_a_class_of_a_user_keeps_its_path(registered: None) -> None:
 def test_versions_of_a_component(registered: None) -> None:
     node = {"_component_": "learner=mlp", "_version_": 1, "old": 3}
     VERSIONS["learner", "mlp"] = 2, None
-    with pytest.raises(MetaTTTError, match=r"here has version 1 of learner=mlp, and here is version 2: nothing brings it up"):
+    with pytest.raises(
+        MetaTTTError, match=r"here has version 1 of learner=mlp, and here is version 2: nothing brings it up"
+    ):
         to_targets(node, "here")
     VERSIONS["learner", "mlp"] = 2, lambda parameters, version: {"new": parameters["old"] + version}
     assert to_targets(node, "here") == {"_target_": REGISTERED["learner", "mlp"], "new": 4}
@@ -124,7 +134,10 @@ def test_versions_of_a_component(registered: None) -> None:
         (lambda record: record.update(version="2"), "version 2; .*damaged"),
         (lambda record: record.pop("version"), "version None"),
         (lambda record: record.update(config=None), "holds no configuration"),
-        (lambda record: record["config"]["learner"].update(_component_="learner=ghost"), "made with learner=ghost, which nothing"),
+        (
+            lambda record: record["config"]["learner"].update(_component_="learner=ghost"),
+            "made with learner=ghost, which nothing",
+        ),
         (lambda record: record["config"]["learner"].update(_component_="mygroup=ghost"), "made with mygroup=ghost"),
         (lambda record: record["config"]["learner"].update(_component_="model=ghost"), "made with model=ghost"),
         (lambda record: record["config"]["learner"].update(_component_=7), "names a component as 7"),
@@ -135,9 +148,14 @@ def test_versions_of_a_component(registered: None) -> None:
         (lambda record: record["config"].update(dim="${"), "."),
     ],
 )
-def test_records_that_cannot_be_used_are_one_line(copy: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+def test_records_that_cannot_be_used_are_one_line(
+    copy: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
     changed(copy, change)
-    for use in (lambda: load_model(copy), lambda: evaluate(compose(f"checkpoint={copy}", f"data.path={TEXT}", "device=cpu", job="eval"))):
+    for use in (
+        lambda: load_model(copy),
+        lambda: evaluate(compose(f"checkpoint={copy}", f"data.path={TEXT}", "device=cpu", job="eval")),
+    ):
         with pytest.raises(MetaTTTError, match=message) as error:
             use()
         assert len(str(error.value).splitlines()) <= 2
@@ -180,10 +198,12 @@ def test_a_buffer_that_the_model_computes_may_be_absent(copy: Path) -> None:
         fill(model, read_weights(copy), "does not fit")
 
 
-# -- going on with a run -----------------------------------------------------------------------------------------------------------
+# -- going on with a run -----------------------------------------------------------------------------------------------
 
 
-def test_the_data_of_a_run_may_have_moved(run: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_data_of_a_run_may_have_moved(
+    run: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = (f"resume={copy}", "trainer.max_steps=3")
     with pytest.raises(MetaTTTError, match=r"data\.path=.*before does not exist"):
         train(compose(*more))
@@ -197,11 +217,16 @@ def test_the_data_of_a_run_may_have_moved(run: Path, copy: Path, tmp_path: Path,
     assert train(compose(*more, f"data.path={run / 'after'}")) == 0
     assert "data    " not in capsys.readouterr().out
     record = read_checkpoint(copy)["metattt"]
-    assert record["config"]["data"]["path"] == str(run / "after") and f"data.path={run / 'after'}" in record["config"]["given"]
+    assert (
+        record["config"]["data"]["path"] == str(run / "after")
+        and f"data.path={run / 'after'}" in record["config"]["given"]
+    )
     assert train(compose(f"resume={copy}", "trainer.max_steps=4")) == 0  # from where it is now
 
 
-def test_data_that_changed_in_its_place_is_said(run: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_changed_in_its_place_is_said(
+    run: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(run / "after", tmp_path / "text")
     changed(copy, lambda record: record["config"]["data"].update(path=str(tmp_path / "text")))
     (tmp_path / "text" / "00.txt").write_text("another beginning " * 30)
@@ -209,7 +234,9 @@ def test_data_that_changed_in_its_place_is_said(run: Path, copy: Path, tmp_path:
     assert "data    has changed since the run was begun" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("override", ["dim=128", "data.context_length=256", "seed=1", "training.lr=8e-3", "learner=mlp", "~compile"])
+@pytest.mark.parametrize(
+    "override", ["dim=128", "data.context_length=256", "seed=1", "training.lr=8e-3", "learner=mlp", "~compile"]
+)
 def test_what_is_given_counts_even_at_its_default(run: Path, copy: Path, override: str) -> None:
     changed(copy, lambda record: record["config"]["training"].update(lr=0.001))
     with pytest.raises(MetaTTTError, match="would change the run"):
@@ -226,25 +253,44 @@ def test_defaults_given_for_what_may_change_are_applied(run: Path, copy: Path) -
     given = ("trainer.log_every_n_steps=5", "trainer.max_steps=3", "trainer=default", "~callbacks.loss_curve", "dim=8")
     assert train(compose(f"resume={copy}", f"data.path={run / 'after'}", *given)) == 0
     config = read_checkpoint(copy)["metattt"]["config"]
-    assert config["trainer"]["log_every_n_steps"] == 5 and config["trainer"]["max_steps"] == 3 and config["trainer"]["strategy"] == "auto"
+    assert (
+        config["trainer"]["log_every_n_steps"] == 5
+        and config["trainer"]["max_steps"] == 3
+        and config["trainer"]["strategy"] == "auto"
+    )
     assert "loss_curve" not in config["callbacks"] and "interrupt" in config["callbacks"]
 
 
-# -- weights that start another run ------------------------------------------------------------------------------------------------
+# -- weights that start another run ------------------------------------------------------------------------------------
 
 
-def test_init_from_says_what_the_weights_do_not_show(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    start = (*TINY, f"data.path={run / 'after'}", f"init_from={run / 'run'}", "trainer.max_steps=1", f"output_dir={tmp_path}")
+def test_init_from_says_what_the_weights_do_not_show(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = (
+        *TINY,
+        f"data.path={run / 'after'}",
+        f"init_from={run / 'run'}",
+        "trainer.max_steps=1",
+        f"output_dir={tmp_path}",
+    )
     assert train(compose(*start)) == 0
     assert "but here with" not in capsys.readouterr().out
-    assert train(compose(*start, "optimizer.base_lr=0.5", "task.feature_map=silu", "layer.form=primal", "data.context_length=20")) == 0
+    assert (
+        train(
+            compose(
+                *start, "optimizer.base_lr=0.5", "task.feature_map=silu", "layer.form=primal", "data.context_length=20"
+            )
+        )
+        == 0
+    )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "but here with" in line]
     assert line.endswith("but here with task.feature_map silu (there identity), optimizer.base_lr 0.5 (there 1.0)")
     with pytest.raises(MetaTTTError, match=r"init_from=.* does not fit this model: .*unknown"):
         train(compose(*start, "layer.gate=false"))
 
 
-# -- what we rest on ---------------------------------------------------------------------------------------------------------------
+# -- what we rest on ---------------------------------------------------------------------------------------------------
 
 
 def test_private_names_of_libraries_are_still_there() -> None:
@@ -255,7 +301,14 @@ def test_private_names_of_libraries_are_still_there() -> None:
 
     for name in ("_StorageInfo",):
         assert hasattr(filesystem, name)
-    for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"):
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "MetadataIndex",
+        "StorageMeta",
+    ):
         assert hasattr(metadata, name)
     assert hasattr(torch.serialization, "_get_layout")
     assert hasattr(LightningOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])), "_optimizer")

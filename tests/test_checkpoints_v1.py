@@ -1,4 +1,5 @@
-"""Checkpoints of version 1 (`tests/checkpoints_v1`): they evaluate, generate, convert, resume and start runs as when they were written."""
+"""Checkpoints of version 1 (`tests/checkpoints_v1`): they evaluate, generate, convert, resume and start runs as when
+they were written."""
 
 import csv
 import json
@@ -36,7 +37,11 @@ def test_eval_gives_the_same_figures(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["linear", "sharded", "converted"])
 def test_generation_is_the_same(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    generate(compose(f"checkpoint={HERE / name}", "prompt=The clerk", "max_new_tokens=24", "seed=1", "device=cpu", job="generate"))
+    generate(
+        compose(
+            f"checkpoint={HERE / name}", "prompt=The clerk", "max_new_tokens=24", "seed=1", "device=cpu", job="generate"
+        )
+    )
     assert capsys.readouterr().out == FIGURES[name]["generated"]
 
 
@@ -56,12 +61,25 @@ def test_a_resumed_run_logs_the_same_losses(name: str, tmp_path: Path, capsys: p
 
 
 def test_convert_and_init_from_take_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert(compose(f"source={HERE / 'linear'}", f"target={tmp_path / 'published'}", "direction=to_published", job="convert"))
+    convert(
+        compose(
+            f"source={HERE / 'linear'}", f"target={tmp_path / 'published'}", "direction=to_published", job="convert"
+        )
+    )
     convert(compose(f"source={tmp_path / 'published'}", f"target={tmp_path / 'ours'}", job="convert"))
     before, after = (load_file(folder / "model.safetensors") for folder in (HERE / "converted", tmp_path / "ours"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    convert(compose(f"source={HERE / 'converted'}", f"target={tmp_path / 'again'}", "direction=to_published", job="convert"))
-    alike = ("dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=16", "model.tie_embeddings=true", "trainer.accelerator=cpu")
+    convert(
+        compose(f"source={HERE / 'converted'}", f"target={tmp_path / 'again'}", "direction=to_published", job="convert")
+    )
+    alike = (
+        "dim=8",
+        "num_heads=2",
+        "model.num_layers=1",
+        "model.ffn_dim=16",
+        "model.tie_embeddings=true",
+        "trainer.accelerator=cpu",
+    )
     data = (f"data.path={HERE / 'text'}", "data.context_length=24", "data.batch_size=4", "optimizer.mini_batch_size=8")
     for name in ("linear", "converted", "sharded"):
         start = (f"init_from={HERE / name}", "training.lr=1e-12", "training.min_lr=1e-12", "trainer.max_steps=1")
@@ -72,7 +90,16 @@ def test_convert_and_init_from_take_them(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_table_names_what_is_registered() -> None:
-    load_components(("metattt.learners", "metattt.tasks", "metattt.optimizers", "metattt.models", "metattt.data", "metattt.training"))
+    load_components(
+        (
+            "metattt.learners",
+            "metattt.tasks",
+            "metattt.optimizers",
+            "metattt.models",
+            "metattt.data",
+            "metattt.training",
+        )
+    )
     assert {tuple(name.split("=")) for name in NAMES.values()} <= REGISTERED.keys()
 
 

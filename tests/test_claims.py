@@ -1,4 +1,5 @@
-"""No fast path believes a name or a flag: what it assumes of the parts is evaluated, and asked again when they change."""
+"""No fast path believes a name or a flag: what it assumes of the parts is evaluated, and asked again when they
+change."""
 
 from __future__ import annotations
 
@@ -107,7 +108,10 @@ def test_a_learner_with_a_forward_of_its_own(kind: str) -> None:
         return {"linear": Bent(), "mlp": BentMLP(), "online": Bent(residual=False, norm=False)}[kind]
 
     optimizer = rule("online linear" if kind == "online" else kind)
-    layer, oracle = made(Reconstruction(), learner(), optimizer), made(Reconstruction(), learner(), copy.deepcopy(rule(kind)), "primal")
+    layer, oracle = (
+        made(Reconstruction(), learner(), optimizer),
+        made(Reconstruction(), learner(), copy.deepcopy(rule(kind)), "primal"),
+    )
     if kind == "online":
         oracle = made(Reconstruction(), learner(), rule("online linear"), "primal")
     assert layer.form == layer.plan.chunks == "dual"
@@ -229,7 +233,7 @@ def test_many_threads_share_a_layer(form: str) -> None:
     assert not failures, failures[0]
 
 
-# -- a state that a user holds is the user's ------------------------------------------------------------------------------------------
+# -- a state that a user holds is the user's ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("read", ["inclusive", "previous"])

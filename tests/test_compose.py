@@ -85,7 +85,7 @@ def test_every_block_gets_a_layer_of_its_own() -> None:
         (["seed=x"], "`seed=x` is not allowed"),
         (["learner.bias"], "write <key>=<value>"),
         (["dim=(a"], "cannot be read"),
-        (["dim=1,2"], "one value at a time. A list is written \"dim=[1,2]\""),
+        (["dim=1,2"], 'one value at a time. A list is written "dim=[1,2]"'),
         (["learner=custom"], "give learner._target_=package.Class"),
         (
             ["learner=custom", "learner._target_=nowhere.Class"],

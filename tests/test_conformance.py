@@ -50,13 +50,19 @@ class TestReconstruction(TaskConformance):
 
 
 class TestReconstructionFromNoise(TaskConformance):
-    # A delta above most errors: at each kink that rounding crosses a second derivative flips, so bf16 gradients are off by the
-    # square root of the share of crossings, whatever the code does.
-    make = staticmethod(lambda: Reconstruction("shared_qk", rope="full", corruption="noise", loss="huber", huber_delta=3.0, conv_width=3))
+    # A delta above most errors: at each kink that rounding crosses a second derivative flips, so bf16 gradients are off
+    # by the square root of the share of crossings, whatever the code does.
+    make = staticmethod(
+        lambda: Reconstruction(
+            "shared_qk", rope="full", corruption="noise", loss="huber", huber_delta=3.0, conv_width=3
+        )
+    )
 
 
 class TestReconstructionFromHoles(TaskConformance):
-    make = staticmethod(lambda: Reconstruction(feature_map="silu", corruption="mask", corruption_rate=0.3, seed=1, loss="dot"))
+    make = staticmethod(
+        lambda: Reconstruction(feature_map="silu", corruption="mask", corruption_rate=0.3, seed=1, loss="dot")
+    )
 
 
 class TestGradientDescent(OptimizerConformance):
@@ -72,7 +78,9 @@ class TestMomentum(OptimizerConformance):
 
 
 class TestGatedDelta(OptimizerConformance):
-    make = staticmethod(lambda: Momentum(4, "online", base_lr=0.5, momentum="none", decay="mamba2", gradient_at="decayed"))
+    make = staticmethod(
+        lambda: Momentum(4, "online", base_lr=0.5, momentum="none", decay="mamba2", gradient_at="decayed")
+    )
 
 
 class TestBlockMomentum(OptimizerConformance):
@@ -105,7 +113,7 @@ class TestAppend(OptimizerConformance):
     make = staticmethod(Append)
 
 
-# -- learners, tasks and rules that break one law each ---------------------------------------------------------------------------
+# -- learners, tasks and rules that break one law each -----------------------------------------------------------------
 
 
 class RawTable(Learner):
@@ -309,7 +317,11 @@ def test_a_sensitive_rule_does_not_excuse_a_fault(law: str, learner: Any, task: 
     ("law", "choice", "reason"),
     [
         ("forms_float32", "layer=lact", r"form=primal itself loses .*e-0. in float32, 4 times that is allowed"),
-        ("precision_outputs", "layer=lact", "rounding tokens, parameters and inner steps to bf16 alone moves outputs by .*, 4 times"),
+        (
+            "precision_outputs",
+            "layer=lact",
+            "rounding tokens, parameters and inner steps to bf16 alone moves outputs by .*, 4 times",
+        ),
         ("precision_outputs", "layer=nearest", "moves outputs by 4.*e-02"),
         ("precision_outputs", "layer=ttt_linear", "^$"),
     ],
@@ -323,7 +335,9 @@ def test_a_wider_bound_has_a_reason(law: str, choice: str, reason: str) -> None:
 
 def test_a_rule_that_rounding_turns_around_is_not_judged() -> None:
     with pytest.raises(NotApplicable, match=r"moves gradients by .*e-01: right and wrong cannot be told apart"):
-        LAWS["precision_gradients"].judge(specimen_of(compose("layer=ttt_mlp", "optimizer=adam", "dim=16", "num_heads=2", job="check")))
+        LAWS["precision_gradients"].judge(
+            specimen_of(compose("layer=ttt_mlp", "optimizer=adam", "dim=16", "num_heads=2", job="check"))
+        )
 
 
 @pytest.mark.parametrize("name", ["self_attention", "linear_attention_image", "linear_attention_elu_image", "mttt_mlp"])
@@ -337,7 +351,9 @@ def test_check_says_which_laws_do_not_apply_to_a_layer_for_images(
 
 
 def test_a_rule_for_calls_of_some_lengths_is_not_an_error() -> None:
-    spec = specimen_of(compose("layer=mttt_mlp", "optimizer.sampling=sgd", "optimizer.steps=2", "dim=8", "num_heads=2", job="check"))
+    spec = specimen_of(
+        compose("layer=mttt_mlp", "optimizer.sampling=sgd", "optimizer.steps=2", "dim=8", "num_heads=2", job="check")
+    )
     with pytest.raises(NotApplicable, match="do not divide"):
         LAWS["forms"].judge(spec)
 
@@ -428,7 +444,10 @@ SMALL = ("dim=8", "num_heads=2", "optimizer.mini_batch_size=3")
 def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     check(compose("learner=linear", *SMALL, job="check"))
     out = capsys.readouterr().out
-    assert "form=fused: kernels ttt_linear.native (cpu), ttt_linear.closed_form (cpu), ttt_linear.triton (cuda)" in " ".join(out.split())
+    assert (
+        "form=fused: kernels ttt_linear.native (cpu), ttt_linear.closed_form (cpu), ttt_linear.triton (cuda)"
+        in " ".join(out.split())
+    )
     assert out.count("pass") == len(LAWS) and "FAIL" not in out
 
 
@@ -442,7 +461,14 @@ def test_check_ends_with_code_1_on_a_broken_law(capsys: pytest.CaptureFixture[st
     target = f"{Foresight.__module__}.{Foresight.__qualname__}"
     with pytest.raises(SystemExit) as end:
         check(
-            compose("optimizer=custom", f"optimizer._target_={target}", "optimizer.mini_batch_size=3", "dim=8", "num_heads=2", job="check")
+            compose(
+                "optimizer=custom",
+                f"optimizer._target_={target}",
+                "optimizer.mini_batch_size=3",
+                "dim=8",
+                "num_heads=2",
+                job="check",
+            )
         )
     assert end.value.code == 1
     assert "FAIL" in capsys.readouterr().out

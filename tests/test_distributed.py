@@ -1,4 +1,5 @@
-"""Two processes on the CPU, started by the command line as a user starts them, against one process with the same batch."""
+"""Two processes on the CPU, started by the command line as a user starts them, against one process with the same
+batch."""
 
 import csv
 import multiprocessing
@@ -39,13 +40,19 @@ TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus; one process: `five` steps, the same run gone on with to `resumed` ten, and `ten` steps without a stop."""
+    """A corpus; one process: `five` steps, the same run gone on with to `resumed` ten, and `ten` steps without a
+    stop."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "corpus").mkdir()
     for index in range(20):
         (folder / "corpus" / f"{index}.txt").write_text(f"document {index}\n" + "alpha beta gamma delta " * 30)
     for name, steps in (("five", 5), ("ten", 10)):
-        settings = (*TINY, f"data.path={folder / 'corpus'}", f"output_dir={folder / name}", f"trainer.max_steps={steps}")
+        settings = (
+            *TINY,
+            f"data.path={folder / 'corpus'}",
+            f"output_dir={folder / name}",
+            f"trainer.max_steps={steps}",
+        )
         assert train(compose(*settings)) == 0
     shutil.copytree(folder / "five", folder / "resumed")
     assert train(compose(f"resume={folder / 'resumed'}", "trainer.max_steps=10")) == 0
@@ -54,7 +61,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def metattt(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "metattt.cli", "train", *overrides]
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
 
 
 def one_of_two(rank: int, port: int, folder: str, overrides: tuple[str, ...], kill_at: int) -> None:
@@ -78,13 +87,16 @@ def one_of_two(rank: int, port: int, folder: str, overrides: tuple[str, ...], ki
 
 
 def torchrun(folder: Path, *overrides: str, kill_at: int = -1) -> tuple[list[int | None], str]:
-    """Exit codes of two processes as torchrun starts them, and what the first has printed. They need not import anything anew."""
+    """Exit codes of two processes as torchrun starts them, and what the first has printed. They need not import
+    anything anew."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["metattt.training.train"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [context.Process(target=one_of_two, args=(rank, port, str(folder), overrides, kill_at)) for rank in range(2)]
+    processes = [
+        context.Process(target=one_of_two, args=(rank, port, str(folder), overrides, kill_at)) for rank in range(2)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -116,7 +128,9 @@ def assert_same(run: Path, expected: Path) -> None:
     found, wanted = read_checkpoint(run), read_checkpoint(expected)
     assert found["global_step"] == wanted["global_step"] == 10
     torch.testing.assert_close(dict(found["state_dict"]), dict(wanted["state_dict"]), **TOLERANCE)
-    torch.testing.assert_close(found["optimizer_states"][0]["state"], wanted["optimizer_states"][0]["state"], **TOLERANCE)
+    torch.testing.assert_close(
+        found["optimizer_states"][0]["state"], wanted["optimizer_states"][0]["state"], **TOLERANCE
+    )
     logs = [log(folder) for folder in (run, expected)]
     assert len(logs[0]) == len(logs[1]) > 10
     for row, reference in zip(*logs, strict=True):
@@ -126,7 +140,9 @@ def assert_same(run: Path, expected: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_as_one(runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], strategy: str) -> None:
+def test_two_processes_train_as_one(
+    runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], strategy: str
+) -> None:
     run, result = together[strategy]
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.count("10 steps of 256 tokens") == 1 and "2 processes" in result.stdout
@@ -138,7 +154,9 @@ def test_two_processes_train_as_one(runs: Path, together: dict[str, tuple[Path, 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_go_on_with_the_run_of_one(runs: Path, tmp_path: Path, strategy: str) -> None:
     shutil.copytree(runs / "five", tmp_path / "run")
-    codes, output = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2")
+    codes, output = torchrun(
+        tmp_path, f"resume={tmp_path / 'run'}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2"
+    )
     assert codes == [0, 0] and "2 processes" in output, output
     assert_same(tmp_path / "run", runs / "resumed")
 
@@ -169,8 +187,17 @@ def test_killed_and_resumed_logs_the_same_losses(
 def test_parameters_without_a_gradient_do_not_stop_two_processes(runs: Path, tmp_path: Path, layer: str) -> None:
     """q and k of nearest neighbours; what a mini-batch of 64 tokens commits, in windows of 32. As in one process
     they stay as they are."""
-    settings = (*TINY, f"layer={layer}", "optimizer=append" if layer == "nearest" else "optimizer.mini_batch_size=64", "sample=false")
-    settings = (*(one for one in settings if one != "optimizer.mini_batch_size=8"), f"data.path={runs / 'corpus'}", "trainer.max_steps=3")
+    settings = (
+        *TINY,
+        f"layer={layer}",
+        "optimizer=append" if layer == "nearest" else "optimizer.mini_batch_size=64",
+        "sample=false",
+    )
+    settings = (
+        *(one for one in settings if one != "optimizer.mini_batch_size=8"),
+        f"data.path={runs / 'corpus'}",
+        "trainer.max_steps=3",
+    )
     assert train(compose(*settings, f"output_dir={tmp_path / 'one'}")) == 0
     codes, output = torchrun(tmp_path, *settings, f"output_dir={tmp_path / 'two'}", "trainer=ddp")
     assert codes == [0, 0] and "Warning" not in output, output
@@ -182,13 +209,18 @@ def test_parameters_without_a_gradient_do_not_stop_two_processes(runs: Path, tmp
 
 @pytest.mark.slow
 def test_a_sharded_checkpoint_is_read_by_everything(
-    runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path,
+    together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fsdp, ddp = together["fsdp"][0], together["ddp"][0]
     assert len(list((fsdp / "last.ckpt").glob("*.distcp"))) == 2 and (ddp / "last.ckpt").is_file()
     shutil.copytree(fsdp, tmp_path / "run")
     scores = [
-        evaluate(compose(f"checkpoint={folder}", "labels=[one]", f"output_dir={tmp_path / 'eval'}", "device=cpu", job="eval"))["one"].loss
+        evaluate(
+            compose(f"checkpoint={folder}", "labels=[one]", f"output_dir={tmp_path / 'eval'}", "device=cpu", job="eval")
+        )["one"].loss
         for folder in (tmp_path / "run", tmp_path / "run" / "last.ckpt", ddp)
     ]
     assert scores[0] == scores[1] == pytest.approx(scores[2], abs=1e-5)
@@ -201,14 +233,22 @@ def test_a_sharded_checkpoint_is_read_by_everything(
     codes, output = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "trainer=ddp", "trainer.max_steps=11")
     assert codes == [0, 0] and "from step 10" in output, output
     assert (tmp_path / "run" / "last.ckpt").is_file() and read_checkpoint(tmp_path / "run")["global_step"] == 11
-    settings = (*TINY, f"data.path={runs / 'corpus'}", f"output_dir={tmp_path / 'longer'}", "trainer.max_steps=1", f"init_from={fsdp}")
+    settings = (
+        *TINY,
+        f"data.path={runs / 'corpus'}",
+        f"output_dir={tmp_path / 'longer'}",
+        "trainer.max_steps=1",
+        f"init_from={fsdp}",
+    )
     assert train(compose(*settings, "training.lr=1e-12", "training.min_lr=1e-12")) == 0
     longer, whole = (read_checkpoint(folder)["state_dict"] for folder in (tmp_path / "longer", fsdp))
     torch.testing.assert_close(dict(longer), dict(whole), rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.slow
-def test_damaged_shards_are_one_line(together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path) -> None:
+def test_damaged_shards_are_one_line(
+    together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path
+) -> None:
     for name, damage in (
         ("cut", lambda folder: (folder / "__1_0.distcp").write_bytes(b"half")),
         ("missing", lambda folder: (folder / "__1_0.distcp").unlink()),
@@ -220,7 +260,9 @@ def test_damaged_shards_are_one_line(together: dict[str, tuple[Path, subprocess.
         with pytest.raises(MetaTTTError, match="cannot be read as a sharded checkpoint"):
             read_checkpoint(tmp_path / name)
     shutil.copytree(together["fsdp"][0], tmp_path / "run")
-    (tmp_path / "run" / "last.ckpt").rename(tmp_path / "run" / "last.ckpt.old")  # killed while the new one took its place
+    (tmp_path / "run" / "last.ckpt").rename(
+        tmp_path / "run" / "last.ckpt.old"
+    )  # killed while the new one took its place
     assert read_checkpoint(tmp_path / "run")["global_step"] == 10
 
 
@@ -231,7 +273,9 @@ def test_no_process_holds_the_whole_model() -> None:
     build = Builder(cfg, None)
     whole, empty, parts = build.whole(), build.empty(), []
     model = build.in_parts(lambda block: parts.append((block, sum(1 for _ in block.parameters()))))
-    assert [block for block, _ in parts] == list(model.blocks) and all(parameter.is_meta for parameter in empty.parameters())
+    assert [block for block, _ in parts] == list(model.blocks) and all(
+        parameter.is_meta for parameter in empty.parameters()
+    )
     assert empty.num_parameters() == whole.num_parameters()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())
 
@@ -255,14 +299,27 @@ def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.Monk
     alone, ddp = compose().trainer, compose("trainer=ddp").trainer
     assert processes(ddp) == {"devices": "auto", "num_nodes": 1} and processes(alone) == {"devices": 1, "num_nodes": 1}
     with monkeypatch.context() as patch:
-        for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "GROUP_RANK": "0"}.items():
+        for name, value in {
+            "TORCHELASTIC_RUN_ID": "x",
+            "WORLD_SIZE": "8",
+            "LOCAL_WORLD_SIZE": "4",
+            "RANK": "0",
+            "GROUP_RANK": "0",
+        }.items():
             patch.setenv(name, value)
         assert processes(ddp) == {"devices": 4, "num_nodes": 2}
-        with pytest.raises(MetaTTTError, match=r"torchrun has started 4 processes on each of 2 nodes.*choose trainer=ddp"):
+        with pytest.raises(
+            MetaTTTError, match=r"torchrun has started 4 processes on each of 2 nodes.*choose trainer=ddp"
+        ):
             processes(alone)
         with pytest.raises(MetaTTTError, match=r"trainer.num_nodes=1: set trainer.num_nodes=auto"):
             processes(compose("trainer=fsdp", "trainer.num_nodes=1").trainer)
-    for name, value in {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "train"}.items():
+    for name, value in {
+        "SLURM_NTASKS": "6",
+        "SLURM_NNODES": "3",
+        "SLURM_PROCID": "0",
+        "SLURM_JOB_NAME": "train",
+    }.items():
         monkeypatch.setenv(name, value)
     assert processes(ddp) == {"devices": 2, "num_nodes": 3}
 

@@ -1,4 +1,5 @@
-"""No sequence, or one without a real token: nothing in, nothing out, and the gradients of the others stay as they are."""
+"""No sequence, or one without a real token: nothing in, nothing out, and the gradients of the others stay as they
+are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Evaluation: loss by position, several checkpoints on one plot, and the losses of the inner loops, in files and in the log."""
+"""Evaluation: loss by position, several checkpoints on one plot, and the losses of the inner loops, in files and in the
+log."""
 
 import csv
 import math
@@ -27,7 +28,14 @@ from metattt.models.language_model import LanguageModel
 from metattt.state import Context
 from metattt.training.train import train
 
-TINY = ("dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=31", "data.context_length=32", "optimizer.mini_batch_size=8")
+TINY = (
+    "dim=16",
+    "num_heads=2",
+    "model.num_layers=2",
+    "model.vocab_size=31",
+    "data.context_length=32",
+    "optimizer.mini_batch_size=8",
+)
 RUN = ("dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=24", "data.batch_size=4", "trainer.accelerator=cpu",
        "optimizer.mini_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1")  # fmt: skip
 
@@ -49,7 +57,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# -- loss by position ------------------------------------------------------------------------------------------------------------
+# -- loss by position --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("segment", [1, 5, 8, 32, 100])
@@ -130,11 +138,12 @@ def test_table_csv_and_plot(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-# -- inner loss ------------------------------------------------------------------------------------------------------------------
+# -- inner loss --------------------------------------------------------------------------------------------------------
 
 
 def plain_curves(model: LanguageModel, ids: Tensor, size: int) -> list[dict[str, Tensor]]:
-    """The statistics of TTT-Linear and TTT-MLP of the Transformer backbone, token after token, with nothing of ours but parameters."""
+    """The statistics of TTT-Linear and TTT-MLP of the Transformer backbone, token after token, with nothing of ours but
+    parameters."""
     x = F.embedding(ids, model.embedding.weight)
     curves = []
     for block in model.blocks:
@@ -151,7 +160,9 @@ def plain_layer(layer, x: Tensor, size: int) -> dict[str, Tensor]:  # type: igno
     width = x.shape[2] // heads
     task, learner, rule = layer.task, layer.learner, layer.optimizer
     keys, values = x @ task.k.weight.T, x @ task.v.weight.T
-    found: dict[str, list[list[Tensor]]] = {name: [[] for _ in range(count // size)] for name in ("init", "step_0", "step_1", "target")}
+    found: dict[str, list[list[Tensor]]] = {
+        name: [[] for _ in range(count // size)] for name in ("init", "step_0", "step_1", "target")
+    }
     total = 0
     for b in range(batch):
         for h in range(heads):
@@ -183,7 +194,9 @@ def plain_layer(layer, x: Tensor, size: int) -> dict[str, Tensor]:  # type: igno
             for j in range(count // size):
                 found["target"][j].append((target[(j + 1) * size - 1] - target.mean(0)).square().mean())
             total += 1
-    return {name: torch.stack([torch.stack(one).mean() for one in by_batch]).detach() for name, by_batch in found.items()}
+    return {
+        name: torch.stack([torch.stack(one).mean() for one in by_batch]).detach() for name, by_batch in found.items()
+    }
 
 
 def turned(k: Tensor, size: int) -> Tensor:
@@ -208,7 +221,12 @@ def test_curves_equal_a_plain_loop(layer: str) -> None:
     for index, plain in enumerate(expected):
         found = curves[index]
         assert found["position"].tolist() == [8, 16, 24]
-        for name, theirs in (("init", "init"), ("step_0", "step_0"), ("step_1", "step_1"), ("target_variance", "target")):
+        for name, theirs in (
+            ("init", "init"),
+            ("step_0", "step_0"),
+            ("step_1", "step_1"),
+            ("target_variance", "target"),
+        ):
             torch.testing.assert_close(found[name], plain[theirs], rtol=1e-9, atol=1e-12)
         assert found["init"][0] == found["step_0"][0] and not torch.isclose(found["step_0"], found["step_1"]).any()
 
@@ -282,7 +300,7 @@ def test_average_is_over_windows_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +316,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("other", "ttt_linear", ["seed=1"]),
     ):  # fmt: skip
         wanted = [override for override in RUN if layer == "ttt_linear" or "optimizer" not in override]
-        assert train(compose(*wanted, f"layer={layer}", f"data.path={folder / 'text'}", f"output_dir={folder / name}", *rest)) == 0
+        assert (
+            train(
+                compose(*wanted, f"layer={layer}", f"data.path={folder / 'text'}", f"output_dir={folder / name}", *rest)
+            )
+            == 0
+        )
     return folder
 
 
@@ -309,18 +332,33 @@ def test_several_checkpoints_on_one_plot(runs: Path, tmp_path: Path, capsys: pyt
     ])  # fmt: skip
     output = capsys.readouterr().out
     assert code == 0 and "KernelEstimator" in output and "TTT" in output and "softmax" in output
-    assert {file.name for file in tmp_path.iterdir()} == {"by_position.csv", "by_position.png", "inner_loss.csv", "inner_loss_TTT.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "by_position.csv",
+        "by_position.png",
+        "inner_loss.csv",
+        "inner_loss_TTT.png",
+    }
     written = rows(tmp_path / "by_position.csv")
     assert [row["model"] for row in written] == ["TTT"] * 4 + ["softmax"] * 4 and written[-1]["last"] == "50"
     inner = rows(tmp_path / "inner_loss.csv")
-    assert {row["model"] for row in inner} == {"TTT"} and [float(row["position"]) for row in inner] == [8, 16, 24, 32, 40, 48]
+    assert {row["model"] for row in inner} == {"TTT"} and [float(row["position"]) for row in inner] == [
+        8,
+        16,
+        24,
+        32,
+        40,
+        48,
+    ]
 
 
 def test_one_checkpoint_writes_beside_itself(runs: Path) -> None:
     found = evaluate(compose(f"checkpoint={runs / 'linear' / 'last.ckpt'}", "bins=none", "device=cpu", job="eval"))
     assert list(found) == ["linear"] and len(rows(runs / "linear" / "eval" / "by_position.csv")) == 24
     again = evaluate(compose(f"checkpoint=[{runs / 'linear'},{runs / 'linear'}]", "device=cpu", job="eval"))
-    assert list(again) == ["linear-1", "linear-2"] and again["linear-1"].loss == again["linear-2"].loss == found["linear"].loss
+    assert (
+        list(again) == ["linear-1", "linear-2"]
+        and again["linear-1"].loss == again["linear-2"].loss == found["linear"].loss
+    )
 
 
 def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) -> None:
@@ -342,7 +380,7 @@ def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) 
         evaluate(compose("checkpoint=[1,2]", job="eval"))
 
 
-# -- the callback ----------------------------------------------------------------------------------------------------------------
+# -- the callback ------------------------------------------------------------------------------------------------------
 
 
 def test_the_callback_logs_every_other_validation(runs: Path) -> None:
@@ -365,6 +403,14 @@ def test_the_callback_changes_nothing_else(rest: tuple[str, ...], runs: Path, tm
 def test_the_callback_refuses_what_it_cannot_measure(runs: Path, tmp_path: Path) -> None:
     wanted = [override for override in RUN if "optimizer" not in override]
     with pytest.raises(MetaTTTError, match=r"KernelEstimator.*callbacks\.inner_loss\.every=0"):
-        train(compose(*wanted, "layer=attention", f"data.path={runs / 'text'}", f"output_dir={tmp_path}", "callbacks.inner_loss.every=1"))
+        train(
+            compose(
+                *wanted,
+                "layer=attention",
+                f"data.path={runs / 'text'}",
+                f"output_dir={tmp_path}",
+                "callbacks.inner_loss.every=1",
+            )
+        )
     with pytest.raises(MetaTTTError, match=r"callbacks\.inner_loss\.every=-1"):
         train(compose(*RUN, f"data.path={runs / 'text'}", f"output_dir={tmp_path}", "callbacks.inner_loss.every=-1"))

@@ -1,4 +1,5 @@
-"""`form=fused`: every kernel against the dual form, for every combination of parts that it says it computes, and no other."""
+"""`form=fused`: every kernel against the dual form, for every combination of parts that it says it computes, and no
+other."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ RULES = {
 
 
 def specimen(learner: str, rule: str, **options: Any) -> Specimen:
-    return Specimen(LEARNERS[learner], lambda: Reconstruction(views="shared_qk", rope="mini_batch"), RULES[rule], 8, 2, options, 16)
+    return Specimen(
+        LEARNERS[learner], lambda: Reconstruction(views="shared_qk", rope="mini_batch"), RULES[rule], 8, 2, options, 16
+    )
 
 
 def only(layer: TTTLayer, *chosen: Kernel) -> TTTLayer:
@@ -105,7 +108,7 @@ def test_inference_mode() -> None:
         torch.testing.assert_close(layer(x)[0], y.detach(), rtol=1e-12, atol=1e-12)
 
 
-# -- what a kernel says it computes -------------------------------------------------------------------------------------------------
+# -- what a kernel says it computes ------------------------------------------------------------------------------------
 
 
 def combinations() -> list[DictConfig]:
@@ -126,7 +129,14 @@ def combinations() -> list[DictConfig]:
 
 def one_step_away() -> list[tuple[DictConfig, str]]:
     """TTT-Linear and TTT-MLP with every choice of every part changed to each of its other values."""
-    numbers = {"steps": [2], "max_norm": [0.5], "depth": [1, 3], "mini_batch_size": [3], "huber_delta": [0.5], "conv_width": [2]}
+    numbers = {
+        "steps": [2],
+        "max_norm": [0.5],
+        "depth": [1, 3],
+        "mini_batch_size": [3],
+        "huber_delta": [0.5],
+        "conv_width": [2],
+    }
     found = []
     for layer in ("ttt_linear", "ttt_mlp"):
         base = compose(f"layer={layer}", "dim=32", "num_heads=2", job="build")
@@ -146,7 +156,13 @@ def one_step_away() -> list[tuple[DictConfig, str]]:
 def scan_of(kernel: Kernel, layer: TTTLayer, bound: float) -> bool:
     """Outputs and gradients by this kernel alone against the dual form; False if the kernel refuses the tensors."""
     assert layer.plan.chunks == "dual"
-    x = torch.randn(2, 3 * layer.optimizer.mini_batch_size, layer.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        2,
+        3 * layer.optimizer.mini_batch_size,
+        layer.dim,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(0),
+    )
     x = x.to(layer.out.weight.dtype)
     try:
         found = run(only(layer, kernel), x, grads=True)
@@ -163,7 +179,8 @@ def no_compiler() -> set[str]:
 
 
 def test_no_kernel_is_taken_for_what_it_does_not_compute() -> None:
-    """All registered kernels × all configurations: what one covers, it computes; a layer that none covers is not fused."""
+    """All registered kernels × all configurations: what one covers, it computes; a layer that none covers is not
+    fused."""
     taken: set[str] = set()
     for cfg in combinations():
         torch.manual_seed(0)
@@ -200,7 +217,8 @@ def test_nor_for_a_neighbour_of_what_it_computes() -> None:
 
 
 def check(layer: TTTLayer, covered: list[Kernel], taken: set[str]) -> None:
-    """Every kernel of the CPU that covers the layer gives what the dual form gives, in the widest type that it takes."""
+    """Every kernel of the CPU that covers the layer gives what the dual form gives, in the widest type that it
+    takes."""
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.requires_grad:
@@ -236,11 +254,13 @@ def test_a_kernel_registers_itself() -> None:
     assert ("learner", "linear") in REGISTERED
 
 
-# -- what a user sees ------------------------------------------------------------------------------------------------------------------
+# -- what a user sees --------------------------------------------------------------------------------------------------
 
 
 def test_fused_or_an_error() -> None:
-    with pytest.raises(MetaTTTError, match=r"form=fused has no kernel for this combination .*read=exclusive.*layer.form=auto"):
+    with pytest.raises(
+        MetaTTTError, match=r"form=fused has no kernel for this combination .*read=exclusive.*layer.form=auto"
+    ):
         build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.read=exclusive", "layer.form=fused")
     with pytest.raises(MetaTTTError, match="mixes tokens"):
         build("layer=nested_transformer", "dim=8", "num_heads=2", "layer.form=fused")
@@ -254,7 +274,11 @@ def test_auto_says_why_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.DEBUG, "metattt"), torch.autocast("cpu", torch.bfloat16):
         layer(torch.randn(1, 32, 8))
         layer(torch.randn(1, 32, 8))
-    said = [record.getMessage() for record in caplog.records if record.name == "metattt" and "form=dual" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "metattt" and "form=dual" in record.getMessage()
+    ]
     assert len(said) == 1  # once, not in every call
     assert "bfloat16" in said[0]
     with caplog.at_level(logging.DEBUG, "metattt"):

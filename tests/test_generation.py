@@ -16,7 +16,13 @@ from metattt.known_layers import known_layers
 from metattt.models import LanguageModel
 
 TOKENIZER = ByteTokenizer()
-NOT_CAUSAL = {"mttt_linear", "mttt_mlp", "self_attention", "linear_attention_image", "linear_attention_elu_image"}  # for images
+NOT_CAUSAL = {
+    "mttt_linear",
+    "mttt_mlp",
+    "self_attention",
+    "linear_attention_image",
+    "linear_attention_elu_image",
+}  # for images
 CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL]
 
 
@@ -121,7 +127,9 @@ def test_stop_strings_end_each_text_by_itself() -> None:
     model = Parrot([b"aXXb", b"XXb"])
     assert generate_text(model, TOKENIZER, ["", ""], 40, temperature=0, stop=["XX"]) == ["a", ""]
     assert model.calls == 3
-    assert generate_text(Parrot([b"abSTOP"]), TOKENIZER, [""], 5, temperature=0, stop=["STOP"]) == ["abSTO"]  # out of tokens
+    assert generate_text(Parrot([b"abSTOP"]), TOKENIZER, [""], 5, temperature=0, stop=["STOP"]) == [
+        "abSTO"
+    ]  # out of tokens
 
 
 def test_text_is_handed_out_when_it_is_certain() -> None:

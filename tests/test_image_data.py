@@ -1,4 +1,5 @@
-"""Images from folders, tar files, WebDataset and Hugging Face datasets: what is read, in which order, augmented how, and refused."""
+"""Images from folders, tar files, WebDataset and Hugging Face datasets: what is read, in which order, augmented how,
+and refused."""
 
 import io
 import itertools
@@ -27,7 +28,14 @@ from metattt.models.vision import ImageTransformer
 from metattt.training.image_module import ImageClassification, TimmRecipe
 from metattt.training.train import train
 
-SMALL = ("dim=16", "num_heads=2", "model.depth=1", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "callbacks.loss_curve.every=1")
+SMALL = (
+    "dim=16",
+    "num_heads=2",
+    "model.depth=1",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+    "callbacks.loss_curve.every=1",
+)
 COUNT = 5  # images of a class and split
 
 
@@ -72,7 +80,7 @@ def on(data: Any, rank: int, world_size: int, step: int = 0, max_steps: int = 6)
     return data
 
 
-# -- sources -------------------------------------------------------------------------------------------------------------------------
+# -- sources -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_read(folder: Path) -> None:
@@ -89,7 +97,11 @@ def test_a_tar_file_is_read(folder: Path, tmp_path: Path) -> None:
             archive.add(file, file.relative_to(folder / "train"))
     data = ready(small(tmp_path / "train.tar", validation_path=str(folder)))
     images, labels = next(iter(data.train_dataloader()))
-    assert images.shape == (4, 3, 16, 16) and labels.tolist() == [shade // COUNT for shade in shades(images)] and data.num_classes == 2
+    assert (
+        images.shape == (4, 3, 16, 16)
+        and labels.tolist() == [shade // COUNT for shade in shades(images)]
+        and data.num_classes == 2
+    )
 
 
 def test_webdataset_is_read(folder: Path, tmp_path: Path) -> None:
@@ -122,7 +134,11 @@ def test_a_hugging_face_dataset_is_read(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     data = ready(small(tmp_path / "cache", dataset=f"hfds/{folder}"))
     images, labels = next(iter(data.train_dataloader()))
-    assert images.shape == (4, 3, 16, 16) and labels.tolist() == [shade // COUNT for shade in shades(images)] and data.num_classes == 2
+    assert (
+        images.shape == (4, 3, 16, 16)
+        and labels.tolist() == [shade // COUNT for shade in shades(images)]
+        and data.num_classes == 2
+    )
     assert sum(len(labels) for _, labels in data.val_dataloader()) == 2 * COUNT
 
 
@@ -140,7 +156,7 @@ def test_grey_images_have_one_channel(folder: Path) -> None:
     assert next(iter(ready(small(folder, in_chans=1)).val_dataloader()))[0].shape == (4, 1, 16, 16)
 
 
-# -- order ---------------------------------------------------------------------------------------------------------------------------
+# -- order -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_order_depends_on_the_seed_and_the_step_alone(folder: Path) -> None:
@@ -162,24 +178,35 @@ def test_every_image_is_validated_once(folder: Path, world_size: int) -> None:
     for rank in range(world_size):
         loader = list(on(ready(small(folder, batch_size=3)), rank, world_size).val_dataloader())
         batches.add(len(loader))
-        found += [shade for images, labels in loader for shade, label in zip(shades(images), labels, strict=True) if label != NO_LABEL]
+        found += [
+            shade
+            for images, labels in loader
+            for shade, label in zip(shades(images), labels, strict=True)
+            if label != NO_LABEL
+        ]
     assert sorted(found) == list(range(10)) and len(batches) == 1
     digits = [DigitsData() for _ in range(world_size)]
     for data in digits:
         data.setup()
     labels = [list(on(data, rank, world_size).val_dataloader()) for rank, data in enumerate(digits)]
-    assert sum((label != NO_LABEL).sum().item() for part in labels for _, label in part) == 359 and len({len(part) for part in labels}) == 1
+    assert (
+        sum((label != NO_LABEL).sum().item() for part in labels for _, label in part) == 359
+        and len({len(part) for part in labels}) == 1
+    )
 
 
-# -- augmentation --------------------------------------------------------------------------------------------------------------------
+# -- augmentation ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("experiment", ["imagenet_patch", "imagenet_pixel"])
 def test_augmentation_of_the_paper(experiment: str, folder: Path) -> None:
-    """Random crops for both; flips and RandAugment(2, 10) for patches alone; the shorter side to 256, then a centre crop of 224."""
+    """Random crops for both; flips and RandAugment(2, 10) for patches alone; the shorter side to 256, then a centre
+    crop of 224."""
     cfg = compose(f"experiment={experiment}", f"data.path={folder}", "data.batch_size=2", "data.num_workers=0")
     data = ready(hydra.utils.instantiate(cfg.data))
-    training, validation = (str(loader.dataset.transform) for loader in (data.train_dataloader(), data.val_dataloader()))
+    training, validation = (
+        str(loader.dataset.transform) for loader in (data.train_dataloader(), data.val_dataloader())
+    )
     assert "RandomResizedCropAndInterpolation(size=(224, 224), scale=(0.05, 1.0)" in training and "bilinear" in training
     patches = experiment == "imagenet_patch"
     assert ("RandomHorizontalFlip(p=0.5)" in training) == ("RandAugment(n=2" in training) == patches
@@ -196,7 +223,8 @@ def test_mixup_mixes_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     model.register_forward_pre_hook(lambda _, args: seen.update(images=args[0]))
     cross_entropy = torch.nn.functional.cross_entropy
     monkeypatch.setattr(
-        "torch.nn.functional.cross_entropy", lambda logits, labels: seen.update(labels=labels) or cross_entropy(logits, labels)
+        "torch.nn.functional.cross_entropy",
+        lambda logits, labels: seen.update(labels=labels) or cross_entropy(logits, labels),
     )
     np.random.seed(2)
     images, labels = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])
@@ -204,10 +232,12 @@ def test_mixup_mixes_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     share = seen["labels"][0, 0]
     assert 0 < share < 1
     torch.testing.assert_close(seen["images"], share * images + (1 - share) * images.flip(0))
-    torch.testing.assert_close(seen["labels"], (share * torch.eye(10)[labels] + (1 - share) * torch.eye(10)[labels.flip(0)]))
+    torch.testing.assert_close(
+        seen["labels"], (share * torch.eye(10)[labels] + (1 - share) * torch.eye(10)[labels.flip(0)])
+    )
 
 
-# -- training ------------------------------------------------------------------------------------------------------------------------
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 def settings(folder: Path, run: Path, *overrides: str) -> tuple[str, ...]:
@@ -230,17 +260,36 @@ def test_two_processes_train_as_one(source: str, folder: Path, tmp_path: Path) -
     logs = []
     for processes in (1, 2):
         run = tmp_path / f"run{processes}"
-        given: tuple[str, ...] = ("experiment=digits_pixel/mttt_mlp", *SMALL, "trainer.max_steps=4", "training.warmup_steps=1")
+        given: tuple[str, ...] = (
+            "experiment=digits_pixel/mttt_mlp",
+            *SMALL,
+            "trainer.max_steps=4",
+            "training.warmup_steps=1",
+        )
         given = (*given, "trainer.val_check_interval=2", f"output_dir={run}")
         if source == "folder":  # whole images, unchanged: what remains at random is the same in both processes
-            unchanged = ("data.min_area=1", "data.flip=false", "data.augment=null", "training.mixup=0", "trainer.val_check_interval=2")
+            unchanged = (
+                "data.min_area=1",
+                "data.flip=false",
+                "data.augment=null",
+                "training.mixup=0",
+                "trainer.val_check_interval=2",
+            )
             given = settings(folder, run, *unchanged)
         several = ("trainer=ddp", "trainer.devices=2") if processes > 1 else ()
         out = subprocess.run(
-            [*command, *given, *several], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+            [*command, *given, *several],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert out.returncode == 0, out.stderr[-2000:]
-        assert out.stdout.count("4 steps of") == 1 and ("2 processes" in out.stdout) == (processes == 2) and "Warning" not in out.stderr
+        assert (
+            out.stdout.count("4 steps of") == 1
+            and ("2 processes" in out.stdout) == (processes == 2)
+            and "Warning" not in out.stderr
+        )
         logs.append([line.split(",") for line in (run / "metrics.csv").read_text().splitlines()])
     assert len(logs[0]) == len(logs[1]) == 7 and logs[0][0] == logs[1][0]
     for row, other in zip(logs[0][1:], logs[1][1:], strict=True):
@@ -249,7 +298,7 @@ def test_two_processes_train_as_one(source: str, folder: Path, tmp_path: Path) -
                 assert float(value or 0) == pytest.approx(float(expected or 0), rel=1e-4), name
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -284,7 +333,10 @@ def test_images_that_cannot_be_found(folder: Path, tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (("data.num_workers=1",), "dog/1.png cannot be read"),
-        (("optimizer.steps=3", "optimizer.sampling=sgd"), "4 tokens do not divide into optimizer.steps=3 parts of equal size"),
+        (
+            ("optimizer.steps=3", "optimizer.sampling=sgd"),
+            "4 tokens do not divide into optimizer.steps=3 parts of equal size",
+        ),
         (("model.img_size=64",), "the images have img_size=32 and the model takes 64: set model.img_size=32"),
         (("data.img_size=20", "model.img_size=20"), "model.patch_size=16 does not divide model.img_size=20"),
         (("model.num_classes=1",), "the images have 2 classes and the model 1: set model.num_classes=2"),

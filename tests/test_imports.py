@@ -65,7 +65,9 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 def table() -> dict[str, list[str]]:
     """Part -> what it may import, from top to bottom."""
-    rows = re.findall(r"^\| `(\w+)` \| .* \|([^|]*)\|$", (PACKAGE / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| .* \|([^|]*)\|$", (PACKAGE / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     return {name: re.findall(r"`([\w.]+)`", allowed) for name, allowed in rows}
 
 
@@ -94,7 +96,11 @@ def test_arrows_are_those_of_the_table() -> None:
     strangers = []
     for module, used in sorted(imports(PACKAGE).items()):
         allowed = {f"metattt.{one}" for one in (part(module), *listed.get(part(module), ())) if one != "metattt"}
-        strangers += [f"{module} imports {one}" for one in sorted(used) if not any(f"{one}.".startswith(f"{name}.") for name in allowed)]
+        strangers += [
+            f"{module} imports {one}"
+            for one in sorted(used)
+            if not any(f"{one}.".startswith(f"{name}.") for name in allowed)
+        ]
     assert strangers == []
 
 

@@ -1,4 +1,5 @@
-"""What is installed by need: the core alone works, an absent library is one line that names its extra, and pyproject.toml says the same."""
+"""What is installed by need: the core alone works, an absent library is one line that names its extra, and
+pyproject.toml says the same."""
 
 from __future__ import annotations
 
@@ -67,8 +68,11 @@ print(json.dumps([found, mistakes, brought]))
 def trial(
     folder: Path, blocked: bool, *commands: list[str]
 ) -> tuple[dict[str, tuple[int, str, str]], dict[str, str], list[str]]:
-    """Exit code, output and errors of commands in a fresh process; what Python was refused; the libraries of extras that it imported."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    """Exit code, output and errors of commands in a fresh process; what Python was refused; the libraries of extras
+    that it imported."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     done = subprocess.run(
         [sys.executable, "-c", TRIAL, json.dumps([LIBRARIES, blocked, commands])],
         cwd=folder, env=environment, check=False, capture_output=True, text=True,
@@ -79,8 +83,15 @@ def trial(
 
 
 SIZE = ["dim=16", "num_heads=2"]
-INNER = [f"benchmark.{setting}" for setting in ("length=32", "num_heads=1", "head_dim=16", "rounds=1", "threads=[1]", "memory_length=0")]
-WORK = [["check", "learner=linear", *SIZE], ["layers", *SIZE], ["bench", "inner", "benchmark.learners=[linear]", *INNER]]
+INNER = [
+    f"benchmark.{setting}"
+    for setting in ("length=32", "num_heads=1", "head_dim=16", "rounds=1", "threads=[1]", "memory_length=0")
+]
+WORK = [
+    ["check", "learner=linear", *SIZE],
+    ["layers", *SIZE],
+    ["bench", "inner", "benchmark.learners=[linear]", *INNER],
+]
 
 
 def test_the_core_brings_no_library_of_an_extra(tmp_path: Path) -> None:
@@ -105,7 +116,9 @@ def test_without_extras(tmp_path: Path) -> None:
     for command in WORK:
         assert found[" ".join(command)][0] == 0, found[" ".join(command)]
     *written, last = found[" ".join(WORK[-1])][1].splitlines()
-    assert written[-1].endswith("inner.json") and last.endswith("matplotlib, which is not installed: pip install 'metattt[train]'")
+    assert written[-1].endswith("inner.json") and last.endswith(
+        "matplotlib, which is not installed: pip install 'metattt[train]'"
+    )
     for title, command in refused.items():
         code, _, message = found[" ".join(command)]
         assert code == 2 and message.count("\n") == 1, (command, message)
@@ -170,7 +183,10 @@ def test_the_extra_that_is_named_brings_the_library() -> None:
 
 def test_every_library_that_is_imported_is_declared() -> None:
     ours = {"metattt", "fla"}  # fla: a peer that benchmarks time where it is
-    core = {"hydra-core" if name == "hydra" else name for name in ("torch", "triton", "numpy", "hydra", "omegaconf", "rich", "safetensors")}
+    core = {
+        "hydra-core" if name == "hydra" else name
+        for name in ("torch", "triton", "numpy", "hydra", "omegaconf", "rich", "safetensors")
+    }
     assert names(PROJECT["dependencies"]) == core | {"pyyaml"}
     importable = {"hydra" if name == "hydra-core" else name for name in core} | {"yaml"}
     extra = {library for _, library, _ in calls()}
@@ -179,5 +195,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 modules.append(str(node.module))
-            for module in {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - ours - importable:
+            for module in (
+                {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - ours - importable
+            ):
                 assert module in extra, (file, module)

@@ -41,7 +41,11 @@ def test_any_split_gives_the_logits_of_one_call(layer: str) -> None:
 def test_padding_changes_nothing(layer: str, side: str) -> None:
     model, ids = make(layer), tokens(1, 21)
     wide = torch.full((1, 30), 7)
-    columns = {"left": torch.arange(9, 30), "right": torch.arange(21), "inside": torch.arange(30)[torch.arange(30) % 10 < 7]}[side]
+    columns = {
+        "left": torch.arange(9, 30),
+        "right": torch.arange(21),
+        "inside": torch.arange(30)[torch.arange(30) % 10 < 7],
+    }[side]
     wide[:, columns] = ids
     mask = torch.zeros(1, 30, dtype=torch.bool)
     mask[:, columns] = True

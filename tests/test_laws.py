@@ -1,4 +1,5 @@
-"""Forms agree for a random family of learners and rules, general gates and all primitives included: outputs and every gradient."""
+"""Forms agree for a random family of learners and rules, general gates and all primitives included: outputs and every
+gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ class Tied(Learner):
     """One matrix used twice, once transposed, and one scale used twice: gradients sum over all uses."""
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"w": Weight((d_in, 2 * d_out)), "b": Weight((2 * d_out,)), "c": Weight((d_out,)), "s": Weight((d_out,), value=1.0)}
+        return {
+            "w": Weight((d_in, 2 * d_out)),
+            "b": Weight((2 * d_out,)),
+            "c": Weight((d_out,)),
+            "s": Weight((d_out,), value=1.0),
+        }
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         hidden = torch.tanh(w.linear(w.scale(x, "s"), "w", "b"))
@@ -66,7 +72,8 @@ class Gated(Learner):
 
 
 class GatedRule(InnerOptimizer):
-    """Every gate of the algebra from the token itself: decay α, momentum β and write gate κ, some of them exactly 0 or 1."""
+    """Every gate of the algebra from the token itself: decay α, momentum β and write gate κ, some of them exactly 0 or
+    1."""
 
     def __init__(self, gates: str, exact: bool, **rule: Any):
         super().__init__(**rule)
@@ -90,7 +97,9 @@ class GatedRule(InnerOptimizer):
 
 
 LEARNERS = {
-    "linear": lambda r: Linear(bias=r.random() < 0.5, residual=r.random() < 0.5, norm=r.random() < 0.5, learn_init=r.random() < 0.5),
+    "linear": lambda r: Linear(
+        bias=r.random() < 0.5, residual=r.random() < 0.5, norm=r.random() < 0.5, learn_init=r.random() < 0.5
+    ),
     "mlp": lambda r: MLP(
         depth=r.randint(1, 4),
         expansion=r.choice([0.5, 1.0, 2.5]),
@@ -160,7 +169,11 @@ def random_specimen(seed: int) -> Specimen:
 
     names = list(LEARNERS)
     r = draw("layer")
-    views, rope, loss = r.choice(["separate", "shared_qk"]), r.choice(["none", "mini_batch", "full"]), r.choice(["squared", "dot", "huber"])
+    views, rope, loss = (
+        r.choice(["separate", "shared_qk"]),
+        r.choice(["none", "mini_batch", "full"]),
+        r.choice(["squared", "dot", "huber"]),
+    )
     return Specimen(
         lambda: LEARNERS[names[seed % len(names)]](draw("learner")),
         lambda: Reconstruction(views, rope=rope, loss=loss),
@@ -172,7 +185,9 @@ def random_specimen(seed: int) -> Specimen:
 
 
 def describe(layer: TTTLayer) -> str:
-    settings = {name: value for name, value in vars(layer.optimizer).items() if not name.startswith("_") and name != "training"}
+    settings = {
+        name: value for name, value in vars(layer.optimizer).items() if not name.startswith("_") and name != "training"
+    }
     return f"{layer.form} {layer.learner} {type(layer.optimizer).__name__} {settings}"
 
 
@@ -221,7 +236,9 @@ def test_gates_are_exact_for_carried_weights_and_momentum(rule: dict[str, Any], 
 def test_gates_of_zero_and_one() -> None:
     """α = 0 forgets, κ = 0 does not write, β = 1 accumulates: against the recurrences written out."""
     n = 6
-    alpha, beta, kappa = torch.tensor([[1.0, 0, 1, 0.5, 1, 1], [0, 1, 0.9, 1, 0, 1], [1, 0, 0, 1, 1, 0.3]], dtype=torch.float64)
+    alpha, beta, kappa = torch.tensor(
+        [[1.0, 0, 1, 0.5, 1, 1], [0, 1, 0.9, 1, 0, 1], [1, 0, 0, 1, 1, 0.3]], dtype=torch.float64
+    )
     eta, gradients = torch.rand(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
     gates = Gates(*(g.view(1, 1, n) for g in (eta, alpha, beta, kappa)))
     how = GatedRule("abk", False).coefficients(gates, 0, ("weights", "momentum"), "inclusive")
@@ -252,7 +269,8 @@ def test_transition_is_the_product_of_gates() -> None:
 def test_compute_chunk_changes_nothing(anchor: Any, chunk: int) -> None:
     x = torch.randn(2, 17, 8, dtype=torch.float64)
     one, other = (
-        Specimen(MLP, Reconstruction, lambda c=c: GradientDescent(6, anchor, compute_chunk=c), longest_mini_batch=6) for c in (None, chunk)
+        Specimen(MLP, Reconstruction, lambda c=c: GradientDescent(6, anchor, compute_chunk=c), longest_mini_batch=6)
+        for c in (None, chunk)
     )
     assert compare(run(other.make(), x, [4], grads=True), run(one.make(), x, [4], grads=True)) <= BOUND
 
@@ -263,7 +281,11 @@ def test_gradcheck(form: str) -> None:
     read: Any = "previous" if form == "summed" else "inclusive"
     steps: Any = "none" if form == "summed" else "shared"
     layer = Specimen(
-        lambda: MLP(expansion=1.0), Reconstruction, lambda: GradientDescent(2, read=read, token_steps=steps), dim=4, num_heads=1
+        lambda: MLP(expansion=1.0),
+        Reconstruction,
+        lambda: GradientDescent(2, read=read, token_steps=steps),
+        dim=4,
+        num_heads=1,
     ).make(form=form)
     x = torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in layer.named_parameters()]
@@ -279,7 +301,9 @@ def test_gradcheck(form: str) -> None:
 
 
 def test_gradcheck_of_gates() -> None:
-    layer = Specimen(Linear, Reconstruction, lambda: GatedRule("abk", False, mini_batch_size=3), dim=4, num_heads=1).make(form="dual")
+    layer = Specimen(
+        Linear, Reconstruction, lambda: GatedRule("abk", False, mini_batch_size=3), dim=4, num_heads=1
+    ).make(form="dual")
     x = torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: layer(x)[0], (x,))
     assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,), fast_mode=True)

@@ -1,4 +1,5 @@
-"""Every known layer, as configured, against a plain loop over tokens written from its published equations; and the laws it obeys."""
+"""Every known layer, as configured, against a plain loop over tokens written from its published equations; and the laws
+it obeys."""
 
 from __future__ import annotations
 
@@ -27,13 +28,38 @@ SMALL = {
 }
 NO_GRADIENT = {"nearest": {"task.q.weight", "task.k.weight"}}  # which tokens are nearest is a choice
 NOT_APPLICABLE = {
-    *((row, law) for row in ("mttt_linear", "mttt_mlp") for law in ("splits", "causality", "packing")),  # a call answers at its end
+    *(
+        (row, law) for row in ("mttt_linear", "mttt_mlp") for law in ("splits", "causality", "packing")
+    ),  # a call answers at its end
     *((row, "forms") for row in ("attention", "nearest", "kernel_ridge")),  # they have one
 }
-ONE_CALL = ["self_attention", "linear_attention_image", "linear_attention_elu_image"]  # a call is a set of tokens, without state
+ONE_CALL = [
+    "self_attention",
+    "linear_attention_image",
+    "linear_attention_elu_image",
+]  # a call is a set of tokens, without state
 SEQUENTIAL = [
-    *("linear_attention", "linear_attention_elu", "retnet", "mamba2", "delta_net", "gated_delta_net", "ttt_linear", "ttt_mlp"),
-    *("titans", "lact", "attention", "nearest", "kernel_ridge", "mttt_linear", "mttt_mlp", "nested_transformer", "nested_ttt"),
+    *(
+        "linear_attention",
+        "linear_attention_elu",
+        "retnet",
+        "mamba2",
+        "delta_net",
+        "gated_delta_net",
+        "ttt_linear",
+        "ttt_mlp",
+    ),
+    *(
+        "titans",
+        "lact",
+        "attention",
+        "nearest",
+        "kernel_ridge",
+        "mttt_linear",
+        "mttt_mlp",
+        "nested_transformer",
+        "nested_ttt",
+    ),
 ]
 ROWS = SEQUENTIAL + ONE_CALL
 
@@ -51,7 +77,9 @@ def test_every_known_layer_is_a_row() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_its_published_equations(row: str) -> None:
     spec = specimen(row)
-    spec = Specimen(spec.learner, spec.task, spec.optimizer, spec.dim, spec.num_heads, spec.options, longest_mini_batch=16)
+    spec = Specimen(
+        spec.learner, spec.task, spec.optimizer, spec.dim, spec.num_heads, spec.options, longest_mini_batch=16
+    )
     layer = spec.make()
     b = layer.optimizer.mini_batch_size
     x = torch.randn(2, min(2 * b + 3, 15), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,5 @@
-"""SwiGLU, convolutions, kernel ridge regression, nested learners and further tasks: the laws, and plain references in float64."""
+"""SwiGLU, convolutions, kernel ridge regression, nested learners and further tasks: the laws, and plain references in
+float64."""
 
 from __future__ import annotations
 
@@ -25,14 +26,19 @@ Model = Callable[[Weights, Tensor], Tensor]  # one sequence, one head: [n, d] to
 
 
 def inner_layer(**options: object) -> Callable[..., TTTLayer]:
-    return partial(TTTLayer, num_heads=1, task=Reconstruction(), learner=Linear(), optimizer=GradientDescent(2), **options)
+    return partial(
+        TTTLayer, num_heads=1, task=Reconstruction(), learner=Linear(), optimizer=GradientDescent(2), **options
+    )
 
 
 class TestSwiGLU(LearnerConformance):
     make = staticmethod(lambda: SwiGLU(1.5))
 
     def specimens(self) -> dict[str, Specimen]:
-        rules = {"token steps": lambda: GradientDescent(4, token_steps="shared"), "previous": lambda: GradientDescent(4, read="previous")}
+        rules = {
+            "token steps": lambda: GradientDescent(4, token_steps="shared"),
+            "previous": lambda: GradientDescent(4, read="previous"),
+        }
         return {name: self.specimen(self.make, published_task, rule) for name, rule in rules.items()}
 
 
@@ -53,7 +59,11 @@ class Gently(LearnerConformance):
     """At a rate of 0.1, as in their layers: at 1 the inner loop diverges, and rounding errors with it."""
 
     def specimens(self) -> dict[str, Specimen]:
-        return {"read=previous": self.specimen(self.make, published_task, lambda: GradientDescent(4, read="previous", base_lr=0.1))}
+        return {
+            "read=previous": self.specimen(
+                self.make, published_task, lambda: GradientDescent(4, read="previous", base_lr=0.1)
+            )
+        }
 
 
 class TestTransformer(Gently):
@@ -81,7 +91,7 @@ class TestCosine(TaskConformance):
     make = staticmethod(lambda: Reconstruction(loss="cosine"))
 
 
-# -- the same learners written out, and the loop over mini-batches around them -------------------------------------------------------
+# -- the same learners written out, and the loop over mini-batches around them -----------------------------------------
 
 
 def swiglu(w: Weights, x: Tensor) -> Tensor:
@@ -113,7 +123,8 @@ def transformer(w: Weights, x: Tensor) -> Tensor:
 
 
 def transformer_stream(each: list[Weights], x: Tensor) -> Tensor:
-    """Token by token, head by head; what a token leaves for later ones, its keys and values, is made by its own weights."""
+    """Token by token, head by head; what a token leaves for later ones, its keys and values, is made by its own
+    weights."""
     rows, keys, values, d = [], [], [], x.shape[1] // 2
     for w, token in zip(each, x, strict=True):
         y = layer_norm(token, w["scale1"], w["shift1"])
@@ -148,17 +159,29 @@ def nested(w: Weights, x: Tensor) -> Tensor:
 def plain_inner() -> Callable[..., TTTLayer]:
     learner = Linear(bias=False, residual=False, norm=False)
     return partial(
-        TTTLayer, num_heads=1, task=Reconstruction(), learner=learner, optimizer=GradientDescent(2, lr="constant"), output_norm=False
+        TTTLayer,
+        num_heads=1,
+        task=Reconstruction(),
+        learner=learner,
+        optimizer=GradientDescent(2, lr="constant"),
+        output_norm=False,
     )
 
 
-STREAMS: dict[Model, Callable[[list[Weights], Tensor], Tensor]] = {transformer: transformer_stream, over_tokens: over_tokens_stream}
+STREAMS: dict[Model, Callable[[list[Weights], Tensor], Tensor]] = {
+    transformer: transformer_stream,
+    over_tokens: over_tokens_stream,
+}
 CASES: dict[str, tuple[Callable[[], Learner], Model, str]] = {
     "swiglu": (lambda: SwiGLU(1.5), swiglu, "inclusive"),
     "over_features": (lambda: Convolution(channels=2, residual=False, norm=False), over_features, "inclusive"),
     "over_tokens": (lambda: Convolution("tokens", channels=1, residual=False, norm=False), over_tokens, "previous"),
     "transformer": (lambda: Transformer(num_heads=2, expansion=2, norm=False), transformer, "previous"),
-    "over_tokens, inclusive": (lambda: Convolution("tokens", channels=1, residual=False, norm=False), over_tokens, "inclusive"),
+    "over_tokens, inclusive": (
+        lambda: Convolution("tokens", channels=1, residual=False, norm=False),
+        over_tokens,
+        "inclusive",
+    ),
     "transformer, inclusive": (lambda: Transformer(num_heads=2, expansion=2, norm=False), transformer, "inclusive"),
     "nested": (lambda: NestedTTT(plain_inner(), residual=False, norm=False), nested, "previous"),
 }
@@ -187,7 +210,9 @@ def loop(layer: TTTLayer, model: Model, x: Tensor, read: str) -> Tensor:
                         materialize_grads=True,
                         allow_unused=True,
                     )
-                    after.append({name: value - rate * g for (name, value), g in zip(weights.items(), found, strict=True)})
+                    after.append(
+                        {name: value - rate * g for (name, value), g in zip(weights.items(), found, strict=True)}
+                    )
                 if read == "previous":
                     ys += model(weights, q[piece, h])
                 elif model in STREAMS:
@@ -204,7 +229,9 @@ def loop(layer: TTTLayer, model: Model, x: Tensor, read: str) -> Tensor:
 def test_equals_a_plain_loop(case: str) -> None:
     make, model, read = CASES[case]
     torch.manual_seed(0)
-    layer = TTTLayer(8, 2, Reconstruction(), make(), GradientDescent(3, lr="constant", read=read), output_norm=False).double()
+    layer = TTTLayer(
+        8, 2, Reconstruction(), make(), GradientDescent(3, lr="constant", read=read), output_norm=False
+    ).double()
     randomize(layer)
     x = torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
     y, expected = layer(x)[0], loop(layer, model, x, read)
@@ -214,16 +241,23 @@ def test_equals_a_plain_loop(case: str) -> None:
 
 
 def test_three_levels_of_learning() -> None:
-    """Splits, causality and all gradients of a layer in a layer in a layer; all sequences at once or one after the other."""
+    """Splits, causality and all gradients of a layer in a layer in a layer; all sequences at once or one after the
+    other."""
 
     def middle() -> Callable[..., TTTLayer]:
         return partial(
-            TTTLayer, num_heads=1, task=Reconstruction(), learner=NestedTTT(inner_layer()), optimizer=GradientDescent(3, read="previous")
+            TTTLayer,
+            num_heads=1,
+            task=Reconstruction(),
+            learner=NestedTTT(inner_layer()),
+            optimizer=GradientDescent(3, read="previous"),
         )
 
     def layer(group_size: int | None) -> TTTLayer:
         torch.manual_seed(0)
-        made = TTTLayer(4, 1, Reconstruction(), NestedTTT(middle()), GradientDescent(4, read="previous"), group_size=group_size).double()
+        made = TTTLayer(
+            4, 1, Reconstruction(), NestedTTT(middle()), GradientDescent(4, read="previous"), group_size=group_size
+        ).double()
         randomize(made)
         return made
 
@@ -243,14 +277,18 @@ def test_three_levels_of_learning() -> None:
 
 @pytest.mark.parametrize("law", ["derivatives", "splits", "causality", "masks", "packing", "round_trips"])
 def test_laws_of_a_transformer_with_inclusive_reads(law: str) -> None:
-    spec = Specimen(lambda: Transformer(num_heads=2, expansion=2), published_task, lambda: GradientDescent(4, base_lr=0.1))
+    spec = Specimen(
+        lambda: Transformer(num_heads=2, expansion=2), published_task, lambda: GradientDescent(4, base_lr=0.1)
+    )
     assert LAWS[law].worst_error(spec) <= max(LAWS[law].bound, 1e-12 if law == "round_trips" else 0)
 
 
 @pytest.mark.parametrize("kernel", ["linear", "gaussian", "exponential"])
 def test_kernel_ridge_equals_solving_at_every_token(kernel: str) -> None:
     torch.manual_seed(0)
-    layer = TTTLayer(8, 2, Reconstruction(), KernelRidge(kernel, ridge=0.3, bandwidth=1.5), Append(), output_norm=False).double()
+    layer = TTTLayer(
+        8, 2, Reconstruction(), KernelRidge(kernel, ridge=0.3, bandwidth=1.5), Append(), output_norm=False
+    ).double()
     randomize(layer)
     x = torch.randn(2, 9, 8, dtype=torch.float64, requires_grad=True)
     reset = torch.zeros(2, 9, dtype=torch.bool)
@@ -299,7 +337,10 @@ def test_next_token_trains_on_the_token_before() -> None:
     x = torch.randn(1, 7, 8, dtype=torch.float64)
     reset = torch.zeros(1, 7, dtype=torch.bool)
     reset[0, 3] = True
-    k, v, q = (projection(x[0]).unflatten(1, (2, 4)).transpose(0, 1) for projection in (layer.task.k, layer.task.v, layer.task.q))
+    k, v, q = (
+        projection(x[0]).unflatten(1, (2, 4)).transpose(0, 1)
+        for projection in (layer.task.k, layer.task.v, layer.task.q)
+    )
     rows = []
     for t in range(7):
         start = 3 if t >= 3 else 0
@@ -333,7 +374,13 @@ def test_layers_by_name(layer: str) -> None:
 
 
 def test_a_module_and_deeper_nesting_from_the_command_line() -> None:
-    module = build("learner=module", "learner.module._target_=torch.nn.Linear", "learner.module._args_=[4,4]", "dim=8", "num_heads=2")
+    module = build(
+        "learner=module",
+        "learner.module._target_=torch.nn.Linear",
+        "learner.module._args_=[4,4]",
+        "dim=8",
+        "num_heads=2",
+    )
     assert module.form == "dual"
     deeper = ("learner@learner.layer.learner=nested_ttt", "learner.layer.optimizer.read=previous")
     assert build("layer=nested_ttt", *deeper, "dim=8", "num_heads=2").form == "summed"

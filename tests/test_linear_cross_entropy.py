@@ -1,4 +1,5 @@
-"""Cross-entropy without the logits of all tokens: values, derivatives and memory, with torch's function and with ours."""
+"""Cross-entropy without the logits of all tokens: values, derivatives and memory, with torch's function and with
+ours."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ def test_a_model_with_tied_embeddings(of_torch: bool, monkeypatch: pytest.Monkey
             return x.cumsum(1), state
 
     monkeypatch.setattr(module, "OF_TORCH", of_torch)
-    monkeypatch.setattr(linear_cross_entropy, "__kwdefaults__", linear_cross_entropy.__kwdefaults__ | {"max_logits": 100})
+    monkeypatch.setattr(
+        linear_cross_entropy, "__kwdefaults__", linear_cross_entropy.__kwdefaults__ | {"max_logits": 100}
+    )
     torch.manual_seed(0)
     model = LanguageModel(40, 16, 1, Echo).double()
     assert model.head.weight is model.embedding.weight

@@ -115,8 +115,13 @@ def test_linear_attention_is_one_step_on_the_dot_product_loss() -> None:
         "layer.output_norm=false",
         "layer.output_bias=true",
     )
-    trained, average = build("layer=custom", *overrides, *SIZES).double(), build("layer=linear_attention_image", *SIZES).double()
-    average.load_state_dict({name: value for name, value in trained.state_dict().items() if not name.startswith("learner")})
+    trained, average = (
+        build("layer=custom", *overrides, *SIZES).double(),
+        build("layer=linear_attention_image", *SIZES).double(),
+    )
+    average.load_state_dict(
+        {name: value for name, value in trained.state_dict().items() if not name.startswith("learner")}
+    )
     x = torch.tensor(GOLDEN["x"])
     assert error(trained(x)[0], average(x)[0]) < 1e-10
 
@@ -128,7 +133,9 @@ def test_self_attention_of_images() -> None:
     assert error(layer(x)[0], expected) < 1e-10
 
 
-@pytest.mark.parametrize("layer", ["self_attention", "linear_attention_image", "linear_attention_elu_image", "mttt_mlp", "mttt_linear"])
+@pytest.mark.parametrize(
+    "layer", ["self_attention", "linear_attention_image", "linear_attention_elu_image", "mttt_mlp", "mttt_linear"]
+)
 def test_padding_changes_nothing(layer: str) -> None:
     module, x = build(f"layer={layer}", *SIZES).double(), torch.tensor(GOLDEN["x"])
     mask = torch.ones(2, 12, dtype=torch.bool)
@@ -165,7 +172,10 @@ def test_sgd_in_chunks_equals_sgd_at_once() -> None:
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     found = []
     for chunk in (3, 10, 2048):
-        layer, given = build(*SGD, "optimizer.seed=0", f"optimizer.compute_chunk={chunk}").double(), x.clone().requires_grad_()
+        layer, given = (
+            build(*SGD, "optimizer.seed=0", f"optimizer.compute_chunk={chunk}").double(),
+            x.clone().requires_grad_(),
+        )
         y, _ = layer(given)
         found.append([y.detach(), *gradients(layer, given, (y * cotangent(y)).sum()).values()])
     for other in found[1:]:

@@ -1,4 +1,5 @@
-"""The kernels in C++ against the closed form in float64, and what happens around them: compiling, threads, falling back."""
+"""The kernels in C++ against the closed form in float64, and what happens around them: compiling, threads, falling
+back."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from metattt.tasks.reconstruction import Reconstruction
 KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
 REFERENCES = {"linear": TTTLinear(), "mlp": TTTMLP()}
 BOUND = 1e-4
-pytestmark = pytest.mark.skipif(native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler")
+pytestmark = pytest.mark.skipif(
+    native.load(KERNELS["linear"].source, {"WIDTH": 16, "TOKENS": 16, "BIAS": 1}) is None, reason="no compiler"
+)
 
 
 def inputs(
@@ -46,7 +49,11 @@ def inputs(
     if tau != "none":
         given["tau"] = 1 / torch.arange(1.0, b + 1) + 0.1 * normal(heads if tau == "per_head" else 1, b)
     given |= {"scale": 1 + 0.1 * normal(heads, d), "shift": 0.1 * normal(heads, d)}
-    shapes = {"w1": (d, d), "b1": (d,)} if kind == "linear" else {"w1": (d, hidden), "b1": (hidden,), "w2": (hidden, d), "b2": (d,)}
+    shapes = (
+        {"w1": (d, d), "b1": (d,)}
+        if kind == "linear"
+        else {"w1": (d, hidden), "b1": (hidden,), "w2": (hidden, d), "b2": (d,)}
+    )
     for name, shape in shapes.items():
         if bias or name[0] == "w":
             given[name] = normal(batch, heads, *shape) * 0.3 * (shape[0] ** -0.5 if name[0] == "w" else 1)
@@ -56,10 +63,14 @@ def inputs(
 def given_of(x: dict[str, Tensor], b: int, group_size: int | None = None) -> MiniBatches:
     weights = {name: w for name, w in x.items() if name in ("w1", "b1", "w2", "b2")}
     slow = {"norm_scale": x["scale"], "norm_bias": x["shift"]}
-    return MiniBatches(Tokens(x["k"], x["v"], x["q"], x["eta"]), weights, slow, x.get("tau"), b, x["eta"].dtype, group_size)
+    return MiniBatches(
+        Tokens(x["k"], x["v"], x["q"], x["eta"]), weights, slow, x.get("tau"), b, x["eta"].dtype, group_size
+    )
 
 
-def results(form: NativeForm | TTTLinear | TTTMLP, x: dict[str, Tensor], b: int, group_size: int | None = None) -> dict[str, Tensor]:
+def results(
+    form: NativeForm | TTTLinear | TTTMLP, x: dict[str, Tensor], b: int, group_size: int | None = None
+) -> dict[str, Tensor]:
     """Outputs, final weights and all gradients."""
     leaves = {name: value.detach().requires_grad_() for name, value in x.items()}
     y, after = form.scan(given_of(leaves, b, group_size), lambda _: pytest.fail("the reference was taken"))
@@ -67,7 +78,10 @@ def results(form: NativeForm | TTTLinear | TTTMLP, x: dict[str, Tensor], b: int,
     generator = torch.Generator().manual_seed(0)
     cotangents = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs.values()]
     gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), cotangents)
-    return {**{k: v.detach() for k, v in outputs.items()}, **{f"d{k}": v for k, v in zip(leaves, gradients, strict=True)}}
+    return {
+        **{k: v.detach() for k, v in outputs.items()},
+        **{f"d{k}": v for k, v in zip(leaves, gradients, strict=True)},
+    }
 
 
 def check(kind: str, x: dict[str, Tensor], b: int, group_size: int | None = None) -> None:
@@ -83,7 +97,13 @@ def check(kind: str, x: dict[str, Tensor], b: int, group_size: int | None = None
 
 @pytest.mark.parametrize(
     ("d", "b", "bias", "tau"),
-    [(16, 16, True, "none"), (32, 32, False, "shared"), (64, 16, True, "per_head"), (96, 16, False, "per_head"), (128, 32, True, "shared")],
+    [
+        (16, 16, True, "none"),
+        (32, 32, False, "shared"),
+        (64, 16, True, "per_head"),
+        (96, 16, False, "per_head"),
+        (128, 32, True, "shared"),
+    ],
 )
 def test_linear_equals_the_closed_form(d: int, b: int, bias: bool, tau: str) -> None:
     check("linear", inputs("linear", d, b, bias, tau, count=3 if b == 32 else 6), b)
@@ -191,7 +211,9 @@ def test_in_a_layer(kind: str, caplog: pytest.LogCaptureFixture) -> None:
         tokens = x.clone().requires_grad_()
         y, state = layer(tokens[:, :16])
         rest, _ = layer(tokens[:, 16:], state)
-        first = torch.autograd.grad(torch.cat([y, rest], 1).square().sum(), [tokens, *layer.parameters()], create_graph=True)
+        first = torch.autograd.grad(
+            torch.cat([y, rest], 1).square().sum(), [tokens, *layer.parameters()], create_graph=True
+        )
         twice = torch.autograd.grad(sum(g.square().sum() for g in first), [tokens, *layer.parameters()])  # type: ignore[arg-type]
         return [y, rest, *first, *twice]
 
@@ -212,7 +234,7 @@ def test_what_is_not_accepted() -> None:
     assert "hidden width of 40" in str(KERNELS["mlp"].accepts(given_of(inputs("mlp", 16, 16, True, "none", 40), 16)))
 
 
-# -- the compiler --------------------------------------------------------------------------------------------------------------------
+# -- the compiler ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

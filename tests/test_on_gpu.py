@@ -43,9 +43,18 @@ def through(layer: TTTLayer, kernel: OnGPU) -> TTTLayer:
 def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any) -> None:
     kernel, learner = KERNELS[name]
     spec = Specimen(
-        lambda: learner(bias=bias), lambda: Reconstruction(rope="mini_batch"), lambda: GradientDescent(8, token_steps=steps), 64, 2, {}, 8
+        lambda: learner(bias=bias),
+        lambda: Reconstruction(rope="mini_batch"),
+        lambda: GradientDescent(8, token_steps=steps),
+        64,
+        2,
+        {},
+        8,
     )
-    layer, dual = through(spec.make(dtype=torch.float32), interpreted(kernel)), spec.make(dtype=torch.float32, form="dual")
+    layer, dual = (
+        through(spec.make(dtype=torch.float32), interpreted(kernel)),
+        spec.make(dtype=torch.float32, form="dual"),
+    )
     x = torch.randn(2, 27, 64, generator=torch.Generator().manual_seed(0))
     for cuts in ([], [5]):
         found, expected = run(layer, x, cuts, grads=True), run(dual, x, cuts, grads=True)
@@ -60,7 +69,9 @@ def test_a_layer_through_the_triton_operation(name: str, bias: bool, steps: Any)
 def test_compiled_in_one_graph(name: str) -> None:
     """`torch.compile` sees the operation as one node, with its derivative."""
     kernel, learner = KERNELS[name]
-    layer = through(TTTLayer(32, 1, Reconstruction(), learner(), GradientDescent(8, token_steps="shared")), interpreted(kernel))
+    layer = through(
+        TTTLayer(32, 1, Reconstruction(), learner(), GradientDescent(8, token_steps="shared")), interpreted(kernel)
+    )
     x = torch.randn(1, 19, 32)
     expected = run(layer, x, grads=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -75,7 +86,9 @@ def test_compiled_in_one_graph(name: str) -> None:
 def test_what_it_does_not_take_it_refuses(name: str) -> None:
     kernel, learner = KERNELS[name]
 
-    def refused(match: str, dim: int = 64, rule: Any = None, dtype: torch.dtype = torch.float32, made: Any = None) -> None:
+    def refused(
+        match: str, dim: int = 64, rule: Any = None, dtype: torch.dtype = torch.float32, made: Any = None
+    ) -> None:
         layer = TTTLayer(dim, 2, Reconstruction(), made or learner(), rule or GradientDescent(8)).to(dtype)
         with pytest.raises(MetaTTTError, match=match):
             through(layer, interpreted(kernel))(torch.randn(1, 8, dim, dtype=dtype))
@@ -88,16 +101,38 @@ def test_what_it_does_not_take_it_refuses(name: str) -> None:
         refused("64 hidden units, not 128", made=MLP(expansion=2))
 
 
-def test_the_gpu_benchmark_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["tokens=16", "lengths=[16]", "num_heads=1", "head_dim=32", "dtype=float32", "decode_batch=3", "rounds=1", "device=cpu"]
+def test_the_gpu_benchmark_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [
+        "tokens=16",
+        "lengths=[16]",
+        "num_heads=1",
+        "head_dim=32",
+        "dtype=float32",
+        "decode_batch=3",
+        "rounds=1",
+        "device=cpu",
+    ]
     case = gpu.Case(18, 32, 16, "float32", heads=1, batch=1)
     monkeypatch.setattr(gpu, "CASES", (case,))
     monkeypatch.setattr(gpu, "tuning", lambda *_: iter([("nothing", lambda: lambda: None)]))
-    assert main(["bench", "gpu", *(f"benchmark.{word}" for word in small), f"output_dir={tmp_path}"]) == 0, capsys.readouterr().err
+    assert main(["bench", "gpu", *(f"benchmark.{word}" for word in small), f"output_dir={tmp_path}"]) == 0, (
+        capsys.readouterr().err
+    )
     written = (tmp_path / "gpu" / "interpreter.md").read_text()
-    assert {"interpreter.md", "interpreter.json", "interpreter.png"} == {file.name for file in (tmp_path / "gpu").iterdir()}
+    assert {"interpreter.md", "interpreter.json", "interpreter.png"} == {
+        file.name for file in (tmp_path / "gpu").iterdir()
+    }
     assert "NO" not in written
-    for word in ("ttt_linear_decode", "ttt_mlp_decode", "torch attention", "share of copy bandwidth", "nothing", peers.missing() or "fla"):
+    for word in (
+        "ttt_linear_decode",
+        "ttt_mlp_decode",
+        "torch attention",
+        "share of copy bandwidth",
+        "nothing",
+        peers.missing() or "fla",
+    ):
         assert word in written, word
 
 

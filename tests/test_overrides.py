@@ -1,4 +1,5 @@
-"""What a newcomer types: every suggestion that a message makes is itself accepted, and a mistake does not wait for torch."""
+"""What a newcomer types: every suggestion that a message makes is itself accepted, and a mistake does not wait for
+torch."""
 
 import re
 import subprocess
@@ -81,7 +82,9 @@ def test_suggestions_are_accepted(typed: str, expected: str | None) -> None:
 
 @pytest.mark.parametrize("typed", ["lr=1", "steps=1", "batch_size=1"])
 def test_the_inner_loop_has_such_a_key_too(typed: str) -> None:
-    inner = {"lr=1": "optimizer.base_lr", "steps=1": "optimizer.steps", "batch_size=1": "optimizer.mini_batch_size"}[typed]
+    inner = {"lr=1": "optimizer.base_lr", "steps=1": "optimizer.steps", "batch_size=1": "optimizer.mini_batch_size"}[
+        typed
+    ]
     with pytest.raises(MetaTTTError, match=rf"\(`{inner}` is that of the inner loop"):
         compose(typed)
 
@@ -96,7 +99,10 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("optimizer=adamw", "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`"),
+        (
+            "optimizer=adamw",
+            "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`",
+        ),
         ("optimizer=sgd", "The outer one is `training=<adamw, timm, zeroth_order>`"),
         ("layer=ttt_mlp,ttt_linear", "give one value at a time"),
         ("trainer.max_steps=range(0,3)", "give one value at a time"),
@@ -139,11 +145,13 @@ def test_arguments_of_the_trainer_need_no_plus() -> None:
 
     with pytest.raises(MetaTTTError, match="limit_val"):
         compose("+trainer.limit_val=1")
-    assert [one.name for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")] == list(PARAMETERS["lightning.Trainer"])
+    assert [one.name for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")] == list(
+        PARAMETERS["lightning.Trainer"]
+    )
     assert list(PARAMETERS["lightning.Trainer"]) == list(Trainer.__init__.__annotations__)[:-1]
 
 
-# -- constructors read from their source -----------------------------------------------------------------------------------------
+# -- constructors read from their source -------------------------------------------------------------------------------
 
 
 def _schemas() -> dict[tuple[str, str], dict[str, object]]:
@@ -152,7 +160,9 @@ def _schemas() -> dict[tuple[str, str], dict[str, object]]:
     for group in stored:
         for name, entry in stored[group].items():
             nodes = {key: entry.node._get_node(key) for key in entry.node}
-            found[group, name] = {key: (repr(node._metadata.ref_type), node._metadata.optional, str(node)) for key, node in nodes.items()}
+            found[group, name] = {
+                key: (repr(node._metadata.ref_type), node._metadata.optional, str(node)) for key, node in nodes.items()
+            }
     return found
 
 
@@ -220,14 +230,20 @@ def test_what_cannot_be_read_is_left_to_an_import(text: str, tmp_path: Path, mon
 
 
 def test_a_mistake_does_not_wait_for_torch() -> None:
-    words = [["train", "learner.bais=1"], ["train", "learner=mpl"], ["check", "lr=3"], ["train", "model.layer=x"], ["eval", "ckpt=x"]]
+    words = [
+        ["train", "learner.bais=1"],
+        ["train", "learner=mpl"],
+        ["check", "lr=3"],
+        ["train", "model.layer=x"],
+        ["eval", "ckpt=x"],
+    ]
     code = f"import sys; from metattt.cli import main; codes = [main(words) for words in {words}]; assert set(codes) == {{2}}, codes\n"
     code += "main(['train', '--cfg'])\nassert not {'torch', 'lightning', 'timm'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-# -- words of Hydra and OmegaConf that are still parsed: they change with a release, and then these fail --------------------------
+# -- words of Hydra and OmegaConf that are still parsed: they change with a release, and then these fail ---------------
 
 
 def test_hydra_is_pinned_where_its_words_are_parsed() -> None:
@@ -240,12 +256,24 @@ def test_hydra_is_pinned_where_its_words_are_parsed() -> None:
     ("overrides", "expected"),
     [
         # "In 'preset/tiny': ConfigKeyError raised while composing config:"
-        (["preset=tiny", "model=vision_transformer"], "preset=tiny sets `model.num_layers`, but the chosen model has no `num_layers`."),
+        (
+            ["preset=tiny", "model=vision_transformer"],
+            "preset=tiny sets `model.num_layers`, but the chosen model has no `num_layers`.",
+        ),
         # "Error locating target '...'"
-        (["learner=custom", "learner._target_=nowhere.X"], "`learner._target_=nowhere.X` cannot be imported: No module"),
+        (
+            ["learner=custom", "learner._target_=nowhere.X"],
+            "`learner._target_=nowhere.X` cannot be imported: No module",
+        ),
         # "Error in call to target '...'" with "unexpected keyword argument"
-        (["learner=custom", "learner._target_=fractions.Fraction", "learner.x=1"], "`x` is not a parameter of fractions.Fraction."),
-        (["learner._target_=fractions.Fraction"], "is not a parameter of fractions.Fraction. Add learner=custom, which sets"),
+        (
+            ["learner=custom", "learner._target_=fractions.Fraction", "learner.x=1"],
+            "`x` is not a parameter of fractions.Fraction.",
+        ),
+        (
+            ["learner._target_=fractions.Fraction"],
+            "is not a parameter of fractions.Fraction. Add learner=custom, which sets",
+        ),
         # the same with "missing 1 required positional argument", and "full_key: ..."
         (["learner=custom", "learner._target_=datetime.date"], "datetime.date raised TypeError"),
         (["learner=custom", "learner._target_=string.Formatter.format"], "learner"),
@@ -259,7 +287,7 @@ def test_words_of_hydra(overrides: list[str], expected: str) -> None:
     assert expected in str(caught.value) and str(caught.value).count("\n") <= 1
 
 
-# -- showing the configuration, and files of the user's own ----------------------------------------------------------------------
+# -- showing the configuration, and files of the user's own ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [["--cfg"], ["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
@@ -279,7 +307,12 @@ def test_cfg_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("flag", "expected"),
-    [("--multirun", "there are no sweeps"), ("-m", "there are no sweeps"), ("--config-dir=x", "searchpath=x"), ("--lr", "lr=<value>")],
+    [
+        ("--multirun", "there are no sweeps"),
+        ("-m", "there are no sweeps"),
+        ("--config-dir=x", "searchpath=x"),
+        ("--lr", "lr=<value>"),
+    ],
 )
 def test_other_flags(flag: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", flag]) == 2

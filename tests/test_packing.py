@@ -37,7 +37,9 @@ class Reads(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.item) and not isinstance(args[0], Host):
+        if func._overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.item) and not isinstance(
+            args[0], Host
+        ):
             self.count += 1
         return func(*args, **(kwargs or {}))
 
@@ -70,7 +72,14 @@ def flags(batch: int, length: int) -> tuple[Tensor, Tensor]:
 
 def layer() -> TTTLayer:
     torch.manual_seed(0)
-    return TTTLayer(16, 2, Reconstruction("shared_qk", rope="mini_batch"), Linear(), GradientDescent(4, token_steps="shared"), form="dual")
+    return TTTLayer(
+        16,
+        2,
+        Reconstruction("shared_qk", rope="mini_batch"),
+        Linear(),
+        GradientDescent(4, token_steps="shared"),
+        form="dual",
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed", "both"])
@@ -99,7 +108,9 @@ def test_token_by_token_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_model_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = compose("preset=tiny", "layer=ttt_linear", "dim=16", "num_heads=2", "model.num_layers=3", job="language_model")
+    cfg = compose(
+        "preset=tiny", "layer=ttt_linear", "dim=16", "num_heads=2", "model.num_layers=3", job="language_model"
+    )
     model = instantiate_model(cfg)
     planned = []
     make_frame = packing.make_frame
@@ -117,7 +128,9 @@ def test_a_model_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reset_on_padding_belongs_to_the_next_token_of_a_model() -> None:
     """Documents must not bleed into each other where the start of one is marked on padding."""
     torch.manual_seed(0)
-    cfg = compose("preset=tiny", "layer=ttt_linear", "dim=16", "num_heads=2", "model.num_layers=2", job="language_model")
+    cfg = compose(
+        "preset=tiny", "layer=ttt_linear", "dim=16", "num_heads=2", "model.num_layers=2", job="language_model"
+    )
     model = instantiate_model(cfg).double()
     ids = torch.randint(256, (1, 9))
     mask = torch.tensor([[True, True, True, False, True, True, True, True, True]])

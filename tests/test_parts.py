@@ -1,4 +1,5 @@
-"""Tasks, learners and optimizers as objects: public, printed, built once or not at all, on one device, at sane rates."""
+"""Tasks, learners and optimizers as objects: public, printed, built once or not at all, on one device, at sane
+rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prepared text: the same bytes whatever happens on the way, strangers refused, windows and documents as they should be."""
+"""Prepared text: the same bytes whatever happens on the way, strangers refused, windows and documents as they should
+be."""
 
 import csv
 import gzip
@@ -125,7 +126,9 @@ def begun(corpus: Path, prepared: Path, folder: Path) -> None:
         documents = sum(int(str(shard["documents"])) for shard in shards)
         record = {"unit": unit, "input": fingerprint(corpus, unit), "documents": documents, "shards": shards}
         (folder / f"unit-{unit:06d}.json").write_text(json.dumps(record))
-    unfinished = {key: value for key, value in manifest.items() if key not in ("splits", "shards")} | {"complete": False}
+    unfinished = {key: value for key, value in manifest.items() if key not in ("splits", "shards")} | {
+        "complete": False
+    }
     (folder / "manifest.json").write_text(json.dumps(unfinished))
 
 
@@ -203,7 +206,9 @@ def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
     library = SimpleNamespace(load_dataset=lambda name, config, data_files, split, streaming: rows)
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert run(Path("someone/texts"), tmp_path / "streamed") == 0
-    assert json.loads((tmp_path / "streamed" / "manifest.json").read_text())["settings"]["source"] == "someone/texts/train"
+    assert (
+        json.loads((tmp_path / "streamed" / "manifest.json").read_text())["settings"]["source"] == "someone/texts/train"
+    )
 
 
 @pytest.mark.parametrize("kind", ["json", "text", "parquet"])
@@ -215,7 +220,9 @@ def test_streaming_with_the_library_of_hugging_face(kind: str, tmp_path: Path) -
     for index in range(2) if kind != "parquet" else ():  # several files, one of them compressed
         lines = texts[30 * index : 30 * index + 30]
         content = "\n".join(json.dumps({"text": text}) for text in lines) if kind == "json" else "\n".join(lines)
-        (tmp_path / f"{index}.gz").write_bytes(gzip.compress(content.encode())) if index else (tmp_path / "0.txt").write_text(content)
+        (tmp_path / f"{index}.gz").write_bytes(gzip.compress(content.encode())) if index else (
+            tmp_path / "0.txt"
+        ).write_text(content)
     files = str(tmp_path / "a.parquet") if kind == "parquet" else [str(tmp_path / "0.txt"), str(tmp_path / "1.gz")]
     stream = open_source(kind, "text", None, "train", files)
     documents = list(stream.documents())
@@ -226,7 +233,9 @@ def test_streaming_with_the_library_of_hugging_face(kind: str, tmp_path: Path) -
     assert prepare(compose(*settings, f"target={tmp_path / 'shards'}", job="prepare")) == 0
     manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
     assert sum(split["documents"] for split in manifest["splits"].values()) == 60
-    assert sum(split["bytes"] for split in manifest["splits"].values()) == sum(len(document.text) for document in documents)
+    assert sum(split["bytes"] for split in manifest["splits"].values()) == sum(
+        len(document.text) for document in documents
+    )
     with pytest.raises(MetaTTTError, match="row 0 has no text in 'words'"):
         next(open_source(kind, "words", None, "train", files).documents())
     with pytest.raises(MetaTTTError, match="cannot be opened as a dataset"):
@@ -242,7 +251,11 @@ def test_a_streamed_dataset_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "metattt.cli", "prepare", *settings, f"target={tmp_path / 'killed'}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while len(list((tmp_path / "killed").glob("train-*.bin"))) < 2 and process.poll() is None and time.monotonic() < deadline:
+    while (
+        len(list((tmp_path / "killed").glob("train-*.bin"))) < 2
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.0005)
     process.kill()
     process.wait()
@@ -264,8 +277,12 @@ def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
     assert isinstance(windows, ShardWindows) and 256 < data.tokenizer.vocab_size <= 400
     ids = windows.tokens(0, 10**6)
     assert (ids == tokenizer.separator).sum() == (ids == tokenizer.end).sum() == 70  # BOS + text + EOS
-    assert len(data.tokenizer.decode(ids.tolist())) == sum(len(d.text) for d in iterate_documents(find_files(str(corpus)), "text"))
-    (tmp_path / "shards" / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text().replace('"<s>"', '"<bos>"'))
+    assert len(data.tokenizer.decode(ids.tolist())) == sum(
+        len(d.text) for d in iterate_documents(find_files(str(corpus)), "text")
+    )
+    (tmp_path / "shards" / "tokenizer.json").write_text(
+        (tmp_path / "tokenizer.json").read_text().replace('"<s>"', '"<bos>"')
+    )
     with pytest.raises(MetaTTTError, match="is not the tokenizer of these shards"):
         ShardData(str(tmp_path / "shards")).setup()
 
@@ -302,7 +319,10 @@ def test_documents_with_resets_are_as_documents_apart(prepared: Path, layer: str
     assert len(starts) > 2
     apart, first = torch.zeros(()), 0
     for last in starts:  # a document, and the label after its last token
-        apart = apart + LanguageModeling(model, AdamW(), data.tokenizer.token_bytes, {}).sums(window[:, first : last + 1])[0]
+        apart = (
+            apart
+            + LanguageModeling(model, AdamW(), data.tokenizer.token_bytes, {}).sums(window[:, first : last + 1])[0]
+        )
         first = last
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=0)
 
@@ -317,7 +337,11 @@ def test_a_run_on_shards_resumes_bitwise(prepared: Path, tmp_path: Path) -> None
         "data.validation_max_tokens=500",
     )  # fmt: skip
     assert train(compose(*tiny, f"output_dir={tmp_path / 'whole'}")) == 0
-    stopping = "+callbacks.checkpoint.save_last=false", "callbacks.checkpoint.every_n_train_steps=4", f"output_dir={tmp_path / 'cut'}"
+    stopping = (
+        "+callbacks.checkpoint.save_last=false",
+        "callbacks.checkpoint.every_n_train_steps=4",
+        f"output_dir={tmp_path / 'cut'}",
+    )
     stop = compose(*tiny, *stopping)
     with pytest.MonkeyPatch.context() as patch:
 
@@ -335,5 +359,10 @@ def test_a_run_on_shards_resumes_bitwise(prepared: Path, tmp_path: Path) -> None
     logs = []
     for name in ("whole", "cut"):
         with (tmp_path / name / "metrics.csv").open(newline="") as file:
-            logs.append([{key: value for key, value in row.items() if key != "tokens_per_second"} for row in csv.DictReader(file)])
+            logs.append(
+                [
+                    {key: value for key, value in row.items() if key != "tokens_per_second"}
+                    for row in csv.DictReader(file)
+                ]
+            )
     assert logs[0] == logs[1]

@@ -1,4 +1,5 @@
-"""The published language models: golden logits and gradients, names, presets, and state for every layer and backbone."""
+"""The published language models: golden logits and gradients, names, presets, and state for every layer and
+backbone."""
 
 import json
 from pathlib import Path
@@ -24,7 +25,13 @@ from metattt.models.published_config import build_empty
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("linear_mamba", "linear_transformer", "mlp_mamba", "mlp_transformer")
-NOT_CAUSAL = {"mttt_linear", "mttt_mlp", "self_attention", "linear_attention_image", "linear_attention_elu_image"}  # for images
+NOT_CAUSAL = {
+    "mttt_linear",
+    "mttt_mlp",
+    "self_attention",
+    "linear_attention_image",
+    "linear_attention_elu_image",
+}  # for images
 CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL]
 
 
@@ -38,9 +45,19 @@ def part(vectors: Any, prefix: str) -> dict[str, Tensor]:
 
 def config(kind: str) -> dict[str, Any]:
     layer, backbone = kind.split("_")
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     parts = dict.fromkeys(("use_gate", "share_qk", "pre_conv"), backbone == "mamba")
-    return sizes | parts | {"ttt_layer_type": layer, "ttt_base_lr": 1.0 if layer == "linear" else 0.1, "mini_batch_size": 16}
+    return (
+        sizes
+        | parts
+        | {"ttt_layer_type": layer, "ttt_base_lr": 1.0 if layer == "linear" else 0.1, "mini_batch_size": 16}
+    )
 
 
 def published(kind: str) -> LanguageModel:
@@ -69,7 +86,7 @@ def check_golden(model: LanguageModel, kind: str) -> None:
         assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
 
 
-# -- golden vectors ----------------------------------------------------------------------------------------------------------------
+# -- golden vectors ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +103,9 @@ def test_there_and_back_bit_for_bit(kind: str) -> None:
     assert settings.items() <= keys.items()
 
     params, jax_keys = to_jax(model)
-    assert params["model/h/0/seq_modeling_block/wq/kernel"].equal(tensors["model.layers.0.seq_modeling_block.q_proj.weight"].T)
+    assert params["model/h/0/seq_modeling_block/wq/kernel"].equal(
+        tensors["model.layers.0.seq_modeling_block.q_proj.weight"].T
+    )
     assert jax_keys["seq_modeling_block"] == f"ttt_{kind.split('_')[0]}" + ("" if kind.endswith("mamba") else "_base")
     again = from_jax(params, jax_keys)
     assert same(to_published(again)[0], tensors)
@@ -101,7 +120,10 @@ def test_jax_names_shapes_and_roots() -> None:
     block = "model/h/0/seq_modeling_block/"
     shapes = {name: tuple(value.shape) for name, value in params.items()}
     assert shapes["model/wte/embedding"] == (61, 32) and shapes["model/ln_f/kernel"] == (32,)
-    assert shapes["model/h/0/feed_forward/w1/kernel"] == (32, 48) and shapes["model/h/0/feed_forward/w2/kernel"] == (48, 32)
+    assert shapes["model/h/0/feed_forward/w1/kernel"] == (32, 48) and shapes["model/h/0/feed_forward/w2/kernel"] == (
+        48,
+        32,
+    )
     assert shapes["model/h/0/conv/conv1/kernel"] == shapes[block + "conv_k/kernel"] == (4, 1, 32)
     assert shapes[block + "learnable_ttt_lr/kernel"] == (2, 32, 1) and shapes[block + "learnable_ttt_lr/bias"] == (2, 1)
     assert shapes[block + "ttt_dense_0"] == (2, 16, 64) and shapes[block + "ttt_bias_0"] == (2, 1, 64)
@@ -110,7 +132,10 @@ def test_jax_names_shapes_and_roots() -> None:
 
     arrays = {name: value.numpy() for name, value in params.items()}
     for root in ("params/params/model/", ""):
-        assert same(to_jax(from_jax({root + name.removeprefix("model/"): value for name, value in arrays.items()}, keys))[0], params)
+        assert same(
+            to_jax(from_jax({root + name.removeprefix("model/"): value for name, value in arrays.items()}, keys))[0],
+            params,
+        )
     tree: dict[str, Any] = {}
     for name, value in arrays.items():
         *path, leaf = name.split("/")
@@ -150,7 +175,7 @@ def test_tied_and_untied_heads(tied: bool) -> None:
         from_published(tensors, settings)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_every_name_that_does_not_fit_is_listed() -> None:
@@ -166,12 +191,18 @@ def test_every_name_that_does_not_fit_is_listed() -> None:
     message = str(caught.value)
     assert f"missing: {block}W2, model.norm.weight;" in message
     assert "unknown: model.layers.0.rotary.inv_freq, model.layers.1.seq_norm.weight;" in message
-    assert f"{block}b1 [2, 64] instead of [2, 1, 64]" in message and f"{block}v_proj.weight [32, 16] instead of [32, 32]" in message
+    assert (
+        f"{block}b1 [2, 64] instead of [2, 1, 64]" in message
+        and f"{block}v_proj.weight [32, 16] instead of [32, 32]" in message
+    )
 
     params, keys = to_jax(published("linear_mamba"))
     params["step"] = torch.tensor(3.0)
     params["model/h/0/conv/conv1/kernel"] = params["model/h/0/conv/conv1/kernel"].permute(2, 1, 0)
-    with pytest.raises(MetaTTTError, match=r"unknown: step; wrong shape: model/h/0/conv/conv1/kernel \[32, 1, 4\] instead of \[4, 1, 32\]"):
+    with pytest.raises(
+        MetaTTTError,
+        match=r"unknown: step; wrong shape: model/h/0/conv/conv1/kernel \[32, 1, 4\] instead of \[4, 1, 32\]",
+    ):
         from_jax(params, keys)
 
 
@@ -194,13 +225,17 @@ def test_names_that_differ_in_the_block_are_listed_together() -> None:
     ],
 )
 def test_bad_configurations_are_refused(change: dict[str, Any], message: str) -> None:
-    settings = {key: value for key, value in config("linear_mamba").items() if not any(key in other for other in change)}
+    settings = {
+        key: value for key, value in config("linear_mamba").items() if not any(key in other for other in change)
+    }
     with pytest.raises(MetaTTTError, match=message):
         from_published(part(golden("linear_mamba"), "param:"), settings | change)
 
 
 def test_a_configuration_without_sizes_is_refused() -> None:
-    with pytest.raises(MetaTTTError, match="has no hidden_size, intermediate_size, num_hidden_layers, num_attention_heads"):
+    with pytest.raises(
+        MetaTTTError, match="has no hidden_size, intermediate_size, num_hidden_layers, num_attention_heads"
+    ):
         from_published({}, {"vocab_size": 61})
 
 
@@ -223,7 +258,7 @@ def test_models_that_were_never_published_say_why(overrides: list[str], message:
         to_jax(build_empty(compose("preset=tiny", "layer.gate=false", job="language_model")))
 
 
-# -- the command -------------------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def checkpoint(folder: Path, kind: str, name: str = "model.safetensors") -> dict[str, Tensor]:
@@ -238,7 +273,9 @@ def checkpoint(folder: Path, kind: str, name: str = "model.safetensors") -> dict
     return tensors
 
 
-@pytest.mark.parametrize(("kind", "name"), [("mlp_mamba", "model.safetensors"), ("linear_transformer", "pytorch_model.bin")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("mlp_mamba", "model.safetensors"), ("linear_transformer", "pytorch_model.bin")]
+)
 def test_convert_and_back(kind: str, name: str, tmp_path: Path) -> None:
     tensors = checkpoint(tmp_path / "theirs", kind, name)
     assert main(["convert", f"source={tmp_path}/theirs", f"target={tmp_path}/ours=1"]) == 0
@@ -335,12 +372,14 @@ def test_files_that_cannot_be_read_cost_one_line(tmp_path: Path, capsys: pytest.
             arguments.append(f"target={tmp_path}/new")
         assert main(["convert", *arguments]) == 2
         captured = capsys.readouterr()
-        assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") <= 2, captured.err
+        assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") <= 2, (
+            captured.err
+        )
         assert "run" not in captured.out
         assert not (tmp_path / "new").exists()
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------------------------
+# -- sizes -------------------------------------------------------------------------------------------------------------
 
 MILLIONS = {"125m": (110.4, 114.6), "350m": (337.7, 348.8), "760m": (733.6, 758.5), "1b": (1285.6, 1307.9)}
 
@@ -352,14 +391,16 @@ def test_presets_have_the_published_numbers_of_parameters(preset: str) -> None:
         assert round(model.num_parameters() / 1e6, 1) == millions
 
 
-# -- state -------------------------------------------------------------------------------------------------------------------------
+# -- state -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backbone", ["mamba_backbone", "transformer_backbone"])
 @pytest.mark.parametrize("layer", CAUSAL_LAYERS)
 def test_prefill_decode_and_several_tokens_from_any_offset_equal_one_forward(layer: str, backbone: str) -> None:
     torch.manual_seed(0)
-    model = instantiate_model(compose("preset=tiny", f"layer={layer}", f"model={backbone}", "model.vocab_size=31")).eval()
+    model = instantiate_model(
+        compose("preset=tiny", f"layer={layer}", f"model={backbone}", "model.vocab_size=31")
+    ).eval()
     assert (model.blocks[0].conv is not None) == (backbone == "mamba_backbone")
     ids = torch.randint(31, (2, 45))
     with torch.no_grad():
@@ -369,7 +410,15 @@ def test_prefill_decode_and_several_tokens_from_any_offset_equal_one_forward(lay
         for prefill in (1, 16, 21):
             logits, state = model.step(ids[:, :prefill])
             pieces, start = [logits], prefill
-            for length in (1, 1, 1, 4, 11, 1, 45):  # token by token, then several at offsets inside and across mini-batches
+            for length in (
+                1,
+                1,
+                1,
+                4,
+                11,
+                1,
+                45,
+            ):  # token by token, then several at offsets inside and across mini-batches
                 logits, state = model.step(ids[:, start : start + length], state)
                 pieces.append(logits)
                 start += length

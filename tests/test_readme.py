@@ -51,5 +51,7 @@ class TestHalfToken(TaskConformance):
 
 def test_examples_are_short() -> None:
     for name in ("Gaussian", "Forgetting", "HalfToken"):
-        block = next(block for block in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if f"class {name}(" in block)
+        block = next(
+            block for block in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if f"class {name}(" in block
+        )
         assert len(block.splitlines()) <= 22

@@ -1,4 +1,5 @@
-"""Rules beyond plain gradient descent: clipping, momentum, rules per mini-batch, Muon; the laws hold for each with every read."""
+"""Rules beyond plain gradient descent: clipping, momentum, rules per mini-batch, Muon; the laws hold for each with
+every read."""
 
 from __future__ import annotations
 
@@ -32,7 +33,16 @@ CLIPPED: dict[str, dict[str, Any]] = {
 }
 BLOCK: dict[str, Callable[..., InnerOptimizer]] = {
     "titans": partial(BlockMomentum, 4, base_lr=0.3, decay="per_head"),
-    "lact": partial(BlockMomentum, 4, base_lr=0.3, lr="per_weight", momentum="per_head", pool="gates", orthogonalize=True, row_norm=True),
+    "lact": partial(
+        BlockMomentum,
+        4,
+        base_lr=0.3,
+        lr="per_weight",
+        momentum="per_head",
+        pool="gates",
+        orthogonalize=True,
+        row_norm=True,
+    ),
     "muon, token space": partial(BlockMomentum, 3, base_lr=0.3, momentum="none", orthogonalize=True),
     "sign": partial(Sign, 4, base_lr=0.01),
     "adam": partial(Adam, 4),
@@ -66,7 +76,9 @@ def test_laws_of_rules_per_mini_batch(name: str, read: str) -> None:
 def test_muon_in_token_space_is_muon() -> None:
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(2, 3, 5, d, dtype=torch.float64, generator=generator) for d in (12, 9))
-    torch.testing.assert_close(newton_schulz_factored(left, right), newton_schulz(left.mT @ right), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        newton_schulz_factored(left, right), newton_schulz(left.mT @ right), rtol=1e-10, atol=1e-12
+    )
     values = torch.linalg.svdvals(newton_schulz(torch.randn(8, 8, dtype=torch.float64, generator=generator)))
     assert values.min() > 0.3 and values.max() < 1.3  # five quintic steps bring them near 1, not to it
 

@@ -29,7 +29,9 @@ SPECIMENS: dict[str, Specimen] = {
     "dual": Specimen(Linear, shared_qk, lambda: GradientDescent(4, token_steps="shared"), options={"gate": True}),
     "mlp": Specimen(lambda: MLP(expansion=2.0), shared_qk, lambda: GradientDescent(4)),
     "primal": Specimen(Linear, shared_qk, lambda: GradientDescent(4), options={"form": "primal"}),
-    "summed": Specimen(Linear, shared_qk, lambda: GradientDescent(4, read="previous", steps=2), options={"form": "summed"}),
+    "summed": Specimen(
+        Linear, shared_qk, lambda: GradientDescent(4, read="previous", steps=2), options={"form": "summed"}
+    ),
     "online": Specimen(Linear, shared_qk, lambda: GradientDescent(4, "online")),
     "batch": Specimen(Linear, shared_qk, lambda: GradientDescent(4, "batch", compute_chunk=2)),
     "scan": Specimen(KernelEstimator, shared_qk, Append),
@@ -50,7 +52,7 @@ def error(layer: TTTLayer, call: Callable[[Tensor], Tensor], x: Tensor) -> float
     return compare(eager._replace(y=y.detach(), grads=found), eager)
 
 
-# -- recomputation, precision, modes -----------------------------------------------------------------------------------------------
+# -- recomputation, precision, modes -----------------------------------------------------------------------------------
 
 
 @every_form
@@ -129,7 +131,7 @@ def test_detached_state_cuts_the_graph() -> None:
     assert gradient[:, :5].abs().max() > 0
 
 
-# -- torch.func ----------------------------------------------------------------------------------------------------------------------
+# -- torch.func --------------------------------------------------------------------------------------------------------
 
 
 @every_form
@@ -202,7 +204,7 @@ def test_double_backward(name: str, group_size: int | None) -> None:
     assert distance(found, expected) <= 1e-6
 
 
-# -- torch.compile ---------------------------------------------------------------------------------------------------------------------
+# -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
 def compiled_error(spec: Specimen, backend: str, length: int) -> float:
@@ -218,7 +220,9 @@ def test_compiled_in_one_graph(name: str) -> None:
 
 
 def test_compiled_with_inductor() -> None:
-    small = Specimen(Linear, Reconstruction, lambda: GradientDescent(2, token_steps="shared"), options={"output_norm": False})
+    small = Specimen(
+        Linear, Reconstruction, lambda: GradientDescent(2, token_steps="shared"), options={"output_norm": False}
+    )
     assert compiled_error(small, "inductor", length=3) <= BOUND
 
 
@@ -234,7 +238,7 @@ def test_compiled_with_a_carried_state() -> None:
     assert distance(torch.cat([first, second], dim=1), eager.y) <= BOUND
 
 
-# -- bad input: one line each ------------------------------------------------------------------------------------------------------------
+# -- bad input: one line each ------------------------------------------------------------------------------------------
 
 
 def refused(call: Callable[[], object], *words: str) -> None:
@@ -264,7 +268,12 @@ def test_nan_in_x(value: float) -> None:
 
 @pytest.mark.parametrize("heads", [3, 0, -2])
 def test_num_heads_that_do_not_divide_dim(heads: int) -> None:
-    refused(lambda: TTTLayer(8, heads, Reconstruction(), Linear(), GradientDescent()), f"num_heads={heads}", "dim=8", "1, 2, 4, 8")
+    refused(
+        lambda: TTTLayer(8, heads, Reconstruction(), Linear(), GradientDescent()),
+        f"num_heads={heads}",
+        "dim=8",
+        "1, 2, 4, 8",
+    )
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (2, 5, 7), (2, 0, 8), (2, 5, 8, 1)])
@@ -301,7 +310,13 @@ def test_state_of_another_layer(other: Callable[[], TTTLayer]) -> None:
 
 @pytest.mark.parametrize("name", ["mask", "reset"])
 @pytest.mark.parametrize(
-    "flags", [torch.ones(2, 5), torch.ones(2, 5, dtype=torch.long), torch.ones(2, 4, dtype=torch.bool), torch.ones(5, dtype=torch.bool)]
+    "flags",
+    [
+        torch.ones(2, 5),
+        torch.ones(2, 5, dtype=torch.long),
+        torch.ones(2, 4, dtype=torch.bool),
+        torch.ones(5, dtype=torch.bool),
+    ],
 )
 def test_mask_of_a_wrong_type_or_shape(name: str, flags: Tensor) -> None:
     refused(lambda: layer_of(Linear())(torch.randn(2, 5, 8), **{name: flags}), name, "torch.bool", "[2, 5]")
@@ -341,7 +356,9 @@ class OneLoss(Reconstruction):
 @pytest.mark.parametrize("form", ["auto", "primal", "dual", "summed"])
 def test_undeclared_mixing_of_tokens(learner: type[Learner], form: str) -> None:
     read: Any = "previous" if form == "summed" else "inclusive"
-    refused(lambda: layer_of(learner(), GradientDescent(4, read=read), form=form), learner.__name__, "mixes_tokens = True")
+    refused(
+        lambda: layer_of(learner(), GradientDescent(4, read=read), form=form), learner.__name__, "mixes_tokens = True"
+    )
 
 
 def test_loss_that_mixes_tokens_or_loses_them() -> None:
@@ -363,12 +380,18 @@ class Declared(LooksAhead):
 @pytest.mark.parametrize("read", ["inclusive", "exclusive", "previous", "committed"])
 def test_mixing_must_be_causal(read: Any) -> None:
     refused(lambda: layer_of(LooksAhead(), GradientDescent(4, read=read)), "LooksAhead", "later")
-    assert layer_of(Declared(), GradientDescent(4, read=read)).form == ("dual" if read in ("inclusive", "exclusive") else "summed")
+    assert layer_of(Declared(), GradientDescent(4, read=read)).form == (
+        "dual" if read in ("inclusive", "exclusive") else "summed"
+    )
 
 
 def test_forms_that_take_mixing_apart_are_refused() -> None:
     for form in ("primal", "dual"):
-        refused(lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form), f"form={form}", "auto")
+        refused(
+            lambda form=form: layer_of(Declared(), GradientDescent(4, read="previous"), form=form),
+            f"form={form}",
+            "auto",
+        )
     refused(lambda: layer_of(Declared(), GradientDescent(4, anchor="batch")), "Declared", "anchor=minibatch")
 
 

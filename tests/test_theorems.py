@@ -22,23 +22,34 @@ from metattt.testing.specimen import Specimen, compare, cotangent, distance, gra
 BOUND = 1e-9  # relative
 Params = dict[str, Tensor]
 Sequence = Callable[[Params, Tensor, int], Tensor]
-"""A reference for one sequence and one head: parameters, tokens `[T, D]` and the head's number, to predictions `[T, d]`."""
+"""A reference for one sequence and one head: parameters, tokens `[T, D]` and the head's number, to predictions
+`[T, d]`."""
 
 
 def build(
-    learner: Callable[[], Learner], optimizer: Callable[[], InnerOptimizer], views: Any = "separate", rope: Any = "none", **options: Any
+    learner: Callable[[], Learner],
+    optimizer: Callable[[], InnerOptimizer],
+    views: Any = "separate",
+    rope: Any = "none",
+    **options: Any,
 ) -> TTTLayer:
     options = {"output_norm": False, **options}
     return Specimen(learner, lambda: Reconstruction(views, rope=rope), optimizer, options=options).make()
 
 
 def assert_equals(
-    layer: TTTLayer, reference: Sequence, length: int = 11, finish: Callable[[Params, Tensor, Tensor], Tensor] | None = None
+    layer: TTTLayer,
+    reference: Sequence,
+    length: int = 11,
+    finish: Callable[[Params, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """The layer against `reference` for every sequence and head, heads side by side, then `finish` or the output projection."""
+    """The layer against `reference` for every sequence and head, heads side by side, then `finish` or the output
+    projection."""
     x = torch.randn(2, length, layer.dim, dtype=torch.float64, requires_grad=True)
     params = dict(layer.named_parameters())
-    merged = torch.stack([torch.cat([reference(params, row, head) for head in range(layer.num_heads)], dim=-1) for row in x])
+    merged = torch.stack(
+        [torch.cat([reference(params, row, head) for head in range(layer.num_heads)], dim=-1) for row in x]
+    )
     expected = finish(params, x, merged) if finish else merged @ params["out.weight"].T
     found, _ = layer(x)
     assert distance(found.detach(), expected.detach()) <= BOUND
@@ -61,7 +72,7 @@ def step_size(params: Params, x: Tensor, head: int, base: float) -> Tensor:
     return base * torch.sigmoid(logit) / (x.shape[1] // 2)
 
 
-# -- Theorems 1 and 2 ------------------------------------------------------------------------------------------------------------
+# -- Theorems 1 and 2 --------------------------------------------------------------------------------------------------
 
 
 def plain_linear(learn_init: bool = False) -> Callable[[], Learner]:
@@ -75,7 +86,9 @@ def test_theorem_1_linear_attention(form: str, compute_chunk: int | None) -> Non
 
     def linear_attention(params: Params, x: Tensor, head: int) -> Tensor:
         q, k, v = (view(params, name, x, head) for name in "qkv")
-        return torch.stack([sum(((q[t] @ k[s]) * v[s] for s in range(t + 1)), torch.zeros_like(v[0])) for t in range(len(x))])
+        return torch.stack(
+            [sum(((q[t] @ k[s]) * v[s] for s in range(t + 1)), torch.zeros_like(v[0])) for t in range(len(x))]
+        )
 
     rule = {"anchor": "batch", "lr": "constant", "lr_scale": "none", "compute_chunk": compute_chunk}
     assert_equals(build(plain_linear(), lambda: GradientDescent(3, **rule), form=form), linear_attention)
@@ -101,7 +114,9 @@ def test_theorem_2_softmax_attention() -> None:
 
 
 def test_exponential_kernel_with_a_bandwidth() -> None:
-    assert_equals(build(lambda: KernelEstimator(bandwidth=0.7), Append), weighted_mean(lambda q, k: torch.exp(q @ k / 0.7)))
+    assert_equals(
+        build(lambda: KernelEstimator(bandwidth=0.7), Append), weighted_mean(lambda q, k: torch.exp(q @ k / 0.7))
+    )
 
 
 def test_gaussian_kernel() -> None:
@@ -122,10 +137,12 @@ def test_nearest_neighbours(neighbours: int) -> None:
     assert_equals(build(lambda: KernelEstimator("nearest", neighbours=neighbours), Append), nearest)
 
 
-# -- limits of the mini-batch ------------------------------------------------------------------------------------------------------
+# -- limits of the mini-batch ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [{"mini_batch_size": 1}, {"mini_batch_size": 4, "anchor": "online"}], ids=["b=1", "online"])
+@pytest.mark.parametrize(
+    "rule", [{"mini_batch_size": 1}, {"mini_batch_size": 4, "anchor": "online"}], ids=["b=1", "online"]
+)
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_single_tokens_without_norm_are_the_delta_rule(form: str, rule: dict[str, Any]) -> None:
     """W_t = W_{t-1} - η_t k_t (k_t W_{t-1} - v_t), y_t = q_t W_t."""
@@ -156,12 +173,13 @@ def test_single_tokens_without_norm_are_the_delta_rule(form: str, rule: dict[str
 def test_limits_of_the_mini_batch(learner: Callable[[], Learner], one: dict[str, Any], other: dict[str, Any]) -> None:
     x = torch.randn(2, 11, 8, dtype=torch.float64)
     made = [
-        Specimen(learner, Reconstruction, lambda rule=rule: GradientDescent(**rule), longest_mini_batch=40).make() for rule in (one, other)
+        Specimen(learner, Reconstruction, lambda rule=rule: GradientDescent(**rule), longest_mini_batch=40).make()
+        for rule in (one, other)
     ]
     assert compare(*(run(layer, x, grads=True) for layer in made)) <= BOUND
 
 
-# -- Appendix A ---------------------------------------------------------------------------------------------------------------------
+# -- Appendix A --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
@@ -190,7 +208,10 @@ def test_appendix_a_dual_form_of_k_layers(depth: int, form: str) -> None:
             inputs, deltas = forward_and_deltas(weights, k[start:end], v[start:end])
             current = list(weights)
             for t in range(end - start):
-                current = [w - eta[start + t] * torch.outer(a[t], d[t]) for w, a, d in zip(current, inputs, deltas, strict=True)]
+                current = [
+                    w - eta[start + t] * torch.outer(a[t], d[t])
+                    for w, a, d in zip(current, inputs, deltas, strict=True)
+                ]
                 y = q[start + t]
                 for i, w in enumerate(current):
                     y = y @ w if i == depth - 1 else torch.tanh(y @ w)
@@ -222,7 +243,7 @@ def test_appendix_a_dual_form_of_k_layers(depth: int, form: str) -> None:
     assert_equals(layer, by_matrix)
 
 
-# -- the published layers: Sec. 2.7 ---------------------------------------------------------------------------------------------------
+# -- the published layers: Sec. 2.7 ------------------------------------------------------------------------------------
 
 SIZE, WIDTH, EPS = 4, 4, 1e-6  # mini-batch, head width, ε of both norms
 
@@ -282,7 +303,9 @@ def published_views(params: Params, x: Tensor, head: int) -> tuple[list[Tensor],
 
 def finish(params: Params, x: Tensor, merged: Tensor) -> Tensor:
     """Norm over D, gate, output projection."""
-    normed = torch.stack([torch.stack([norm(row, params["norm.weight"], params["norm.bias"]) for row in rows]) for rows in merged])
+    normed = torch.stack(
+        [torch.stack([norm(row, params["norm.weight"], params["norm.bias"]) for row in rows]) for rows in merged]
+    )
     return (normed * gelu(x @ params["gate.weight"].T)) @ params["out.weight"].T
 
 
@@ -293,7 +316,15 @@ def token_step(params: Params, i: int) -> Tensor:
 
 def published(learner: Callable[[], Learner], base: float, form: str) -> TTTLayer:
     rule: dict[str, Any] = {"base_lr": base, "token_steps": "shared"}
-    return build(learner, lambda: GradientDescent(SIZE, **rule), "shared_qk", "mini_batch", output_norm=True, gate=True, form=form)
+    return build(
+        learner,
+        lambda: GradientDescent(SIZE, **rule),
+        "shared_qk",
+        "mini_batch",
+        output_norm=True,
+        gate=True,
+        form=form,
+    )
 
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
@@ -337,7 +368,9 @@ def test_ttt_mlp_as_published(form: str) -> None:
                 g1 = (w2 @ g2) * gelu_slope(z1)
                 found = (torch.outer(k[t], g1), g1, torch.outer(x2, g2), g2)
                 sums = [total + lr[t] * g for total, g in zip(sums, found, strict=True)]
-                now = [weight - token_step(params, i) * total for weight, total in zip(start_weights, sums, strict=True)]
+                now = [
+                    weight - token_step(params, i) * total for weight, total in zip(start_weights, sums, strict=True)
+                ]
                 rows.append(q[t] + norm(gelu(q[t] @ now[0] + now[1]) @ now[2] + now[3], gamma, beta))
             start_weights = now
         return torch.stack(rows)

@@ -21,7 +21,9 @@ class SignOfTheToken(Task):
 
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         half = x * (torch.arange(x.shape[-1], device=x.device) % 2)
-        views = (view.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for view in (self.k(half), self.v(x), self.q(x)))
+        views = (
+            view.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for view in (self.k(half), self.v(x), self.q(x))
+        )
         return Views(*views), {}
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Training through the command's own function: files, resuming, Ctrl-C, checkpoints, evaluation, generation, the baseline."""
+"""Training through the command's own function: files, resuming, Ctrl-C, checkpoints, evaluation, generation, the
+baseline."""
 
 import csv
 import math
@@ -48,7 +49,9 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def log(run: Path) -> list[dict[str, str]]:
     """Without the clock's column, which no two runs share."""
     with (run / "metrics.csv").open(newline="") as file:
-        return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in csv.DictReader(file)]
+        return [
+            {name: value for name, value in row.items() if name != "tokens_per_second"} for row in csv.DictReader(file)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +63,31 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_its_files_and_prints_the_comparison(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_its_files_and_prints_the_comparison(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=4")) == 0
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"last.ckpt", "metrics.csv", "loss_curve.png", "run.yaml"}
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {
+        "last.ckpt",
+        "metrics.csv",
+        "loss_curve.png",
+        "run.yaml",
+    }
     assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     rows = log(tmp_path / "run")
-    assert sum(bool(row["train/loss"]) for row in rows) == 4 and sum(bool(row["validation/bits_per_byte"]) for row in rows) == 4
+    assert (
+        sum(bool(row["train/loss"]) for row in rows) == 4
+        and sum(bool(row["validation/bits_per_byte"]) for row in rows) == 4
+    )
     output = capsys.readouterr()
-    for words in ("order-2 byte model", "model / order-2", "parameters", "4 steps of 128 tokens", "last.ckpt", "sample"):
+    for words in (
+        "order-2 byte model",
+        "model / order-2",
+        "parameters",
+        "4 steps of 128 tokens",
+        "last.ckpt",
+        "sample",
+    ):
         assert words in output.out
     assert len(output.err.splitlines()) <= 12  # not a terminal: a line now and then, no bar
 
@@ -91,7 +111,12 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("step", [1, 4, 7])
 def test_ctrl_c_saves_and_resume_is_as_if_nothing_had_happened(
-    corpus: Path, finished: Path, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    finished: Path,
+    tmp_path: Path,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -122,7 +147,9 @@ def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) ->
 
 def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(MetaTTTError, match=r"lower training\.lr|contains NaN") as error:
-        train(tiny(corpus, tmp_path / "run", "training.lr=1e30", "trainer.max_steps=8", "trainer.gradient_clip_val=null"))
+        train(
+            tiny(corpus, tmp_path / "run", "training.lr=1e30", "trainer.max_steps=8", "trainer.gradient_clip_val=null")
+        )
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -163,7 +190,9 @@ def test_eval_agrees_with_the_validation_of_the_run(
     assert math.isclose(scores.bits_per_byte, float(log(finished)[-1]["validation/bits_per_byte"]), rel_tol=1e-5)
     assert math.isclose(scores.perplexity, math.exp(scores.loss)) and "bits per byte" in capsys.readouterr().out
     (tmp_path / "mine.txt").write_text("my own text " * 30)
-    own = evaluate(compose(f"checkpoint={finished}", f"data.path={tmp_path}", "split=all", "data.context_length=16", job="eval"))
+    own = evaluate(
+        compose(f"checkpoint={finished}", f"data.path={tmp_path}", "split=all", "data.context_length=16", job="eval")
+    )
     assert own["finished"].tokens == 361 // 17 * 16
     with pytest.raises(MetaTTTError, match="split=test is not allowed"):
         evaluate(compose(f"checkpoint={finished}", "split=test", job="eval"))
@@ -174,7 +203,11 @@ def test_eval_agrees_with_the_validation_of_the_run(
 def test_generate_streams_the_continuation(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for _ in range(2):
-        generate(compose(f"checkpoint={finished}", "prompt=alpha", "max_new_tokens=20", "seed=1", "device=cpu", job="generate"))
+        generate(
+            compose(
+                f"checkpoint={finished}", "prompt=alpha", "max_new_tokens=20", "seed=1", "device=cpu", job="generate"
+            )
+        )
         output = capsys.readouterr()
         texts.append(output.out)
         assert output.out.startswith("alpha") and "tokens/s" in output.err
@@ -220,7 +253,9 @@ def brute_force(train: list[int], context: list[int], token: int, vocab: int) ->
 def test_the_baseline_equals_a_brute_force_count() -> None:
     random = np.random.default_rng(0)
     vocab = 5
-    train, validation = (random.choice(vocab, p=[0.5, 0.3, 0.1, 0.1, 0.0], size=size).astype(np.uint16) for size in ((6, 7), (3, 6)))
+    train, validation = (
+        random.choice(vocab, p=[0.5, 0.3, 0.1, 0.1, 0.0], size=size).astype(np.uint16) for size in ((6, 7), (3, 6))
+    )
     validation[0, 2] = 4  # never seen in training
     nats = NGram(vocab).fit(train).nats(validation)
     stream = train.reshape(-1).tolist()

@@ -65,7 +65,10 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def no_space(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "run/metrics.csv")
 
-    for fault, expected in ((half_way, "the disk is full"), (no_space, "run/metrics.csv: No space left on device: free some")):
+    for fault, expected in (
+        (half_way, "the disk is full"),
+        (no_space, "run/metrics.csv: No space left on device: free some"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr("lightning.Trainer.save_checkpoint", fault)
             assert main([*TINY, "data.path=text", "output_dir=run"]) == 2
@@ -113,7 +116,8 @@ def test_shards_without_data_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("a.jsonl.gz", "json"), ("a.txt.zst", "text"), ("a.gz", "text"), ("a.csv", "csv"), ("a.png", None)]
+    ("name", "kind"),
+    [("a.jsonl.gz", "json"), ("a.txt.zst", "text"), ("a.gz", "text"), ("a.csv", "csv"), ("a.png", None)],
 )
 def test_a_format_that_is_read_another_way(name: str, kind: str | None, tmp_path: Path) -> None:
     (tmp_path / name).write_text("")

@@ -1,6 +1,7 @@
 """The Triton kernels of `ttt_linear` against the oracle in float64: outputs, states and every gradient.
 
-On a GPU the cases run there, in bf16 too; elsewhere under Triton's interpreter, which `conftest.py` chooses before Triton is imported.
+On a GPU the cases run there, in bf16 too; elsewhere under Triton's interpreter, which `conftest.py` chooses before
+Triton is imported.
 """
 
 import itertools
@@ -30,7 +31,11 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch, quick_interpreter: None) ->
     monkeypatch.setattr(tuning, "SEGMENT", 2)
     for module in (forward, backward):
         allocate = module.allocate
-        monkeypatch.setattr(module, "allocate", lambda *a, allocate=allocate: type(out := allocate(*a))(*(x.fill_(torch.nan) for x in out)))
+        monkeypatch.setattr(
+            module,
+            "allocate",
+            lambda *a, allocate=allocate: type(out := allocate(*a))(*(x.fill_(torch.nan) for x in out)),
+        )
 
 
 def error(ours: Tensor, reference: Tensor) -> float:
@@ -40,19 +45,32 @@ def error(ours: Tensor, reference: Tensor) -> float:
 
 
 def make_inputs(
-    tokens: int, width: int, size: int, *, batch: int, heads: int, dtype: torch.dtype, bias: bool, tau: str, states: int | None
+    tokens: int,
+    width: int,
+    size: int,
+    *,
+    batch: int,
+    heads: int,
+    dtype: torch.dtype,
+    bias: bool,
+    tau: str,
+    states: int | None,
 ) -> Inputs:
-    """Random inputs whose inner steps change W by as much as W is; rounded to `dtype` where the operation takes that type."""
+    """Random inputs whose inner steps change W by as much as W is; rounded to `dtype` where the operation takes that
+    type."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=DEVICE)
 
-    q, k, v = (normal(batch, heads, tokens, width).to(dtype).transpose(1, 2) for _ in range(3))  # as a layer hands them over
+    q, k, v = (
+        normal(batch, heads, tokens, width).to(dtype).transpose(1, 2) for _ in range(3)
+    )  # as a layer hands them over
     lead = (heads,) if states is None else (states, heads)
     steps = (
         None
         if tau == "none"
-        else 1 / torch.arange(1.0, size + 1, device=DEVICE) + 0.1 * torch.rand(heads if tau == "per_head" else 1, size, device=DEVICE)
+        else 1 / torch.arange(1.0, size + 1, device=DEVICE)
+        + 0.1 * torch.rand(heads if tau == "per_head" else 1, size, device=DEVICE)
     )
     rate = 4 / width / (size if steps is None else 1)
     return {
@@ -91,7 +109,10 @@ def compare(given: Inputs, size: int, bounds: list[int] | None, final: bool, tol
     """Every output and every gradient, for random cotangents of every output."""
     ours = {name: None if x is None else x.detach().requires_grad_() for name, x in given.items()}
     exact = {name: None if x is None else x.detach().double().requires_grad_() for name, x in given.items()}
-    outputs, references = run(op.ttt_linear, ours, size, bounds, final), run(naive.ttt_linear_naive, exact, size, bounds, final)
+    outputs, references = (
+        run(op.ttt_linear, ours, size, bounds, final),
+        run(naive.ttt_linear_naive, exact, size, bounds, final),
+    )
     labels = ("o", "w", "b", "update_w", "update_b")
     errors = {f"output {label}": error(y, r) for label, y, r in zip(labels, outputs, references, strict=False)}
     assert outputs[0].dtype == given["q"].dtype and all(y.dtype == torch.float32 for y in outputs[1:])
@@ -107,7 +128,8 @@ def compare(given: Inputs, size: int, bounds: list[int] | None, final: bool, tol
 
 
 def cases() -> Iterator[tuple]:
-    """(tokens, width, b, batch, heads, type, bias, tau, states, bounds, final): every value of each, and the pairs that could interact."""
+    """(tokens, width, b, batch, heads, type, bias, tau, states, bounds, final): every value of each, and the pairs that
+    could interact."""
     single, half = torch.float32, torch.float16
     for size, tokens in itertools.product((8, 16, 32), (1, 5, 16, 33, 70)):  # T = 1, T < b, whole and ragged
         if tokens < 3 * size:
@@ -133,7 +155,9 @@ if not INTERPRETED:  # the interpreter has no bf16
     CASES += [(*case[:5], torch.bfloat16, *case[6:]) for case in CASES if case[5] == torch.float16]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x).removeprefix("torch.").replace(" ", "") for x in c))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: "-".join(str(x).removeprefix("torch.").replace(" ", "") for x in c)
+)
 def test_forward_and_every_gradient(case: tuple) -> None:
     tokens, width, size, batch, heads, dtype, bias, tau, states, bounds, final = case
     given = make_inputs(tokens, width, size, batch=batch, heads=heads, dtype=dtype, bias=bias, tau=tau, states=states)
@@ -200,7 +224,9 @@ def test_without_gradients_nothing_is_saved(given: Inputs, monkeypatch: pytest.M
 def test_any_strides(given: Inputs) -> None:
     """Views of one fused projection, read where they lie."""
     fused = torch.randn(2, 37, 3, 2, 32, device=DEVICE)
-    views = dict(zip("qkv", fused.unbind(2), strict=True)) | {"eta": torch.rand(2, 2, 37, device=DEVICE).mul(0.1).transpose(1, 2)}
+    views = dict(zip("qkv", fused.unbind(2), strict=True)) | {
+        "eta": torch.rand(2, 2, 37, device=DEVICE).mul(0.1).transpose(1, 2)
+    }
     assert not views["q"].is_contiguous() and not views["eta"].is_contiguous()
     compare(given | views, 16, None, True, TOLERANCE[torch.float32])
 
@@ -210,16 +236,22 @@ def test_any_strides(given: Inputs) -> None:
 )
 def test_decode_steps_as_the_oracle_at_mixed_offsets(width: int, bias: bool, tau: str) -> None:
     batch, heads, size = 4, 1, 8
-    given = make_inputs(12, width, size, batch=batch, heads=heads, dtype=torch.float32, bias=bias, tau=tau, states=batch)
+    given = make_inputs(
+        12, width, size, batch=batch, heads=heads, dtype=torch.float32, bias=bias, tau=tau, states=batch
+    )
     exact = {name: None if x is None else x.double() for name, x in given.items()}
     phase = torch.tensor([0, 3, 6, 7], device=DEVICE)
-    state = naive.LinearState(given["w"].clone(), given["b"].clone() if bias else None, torch.zeros_like(given["w"]), None)
+    state = naive.LinearState(
+        given["w"].clone(), given["b"].clone() if bias else None, torch.zeros_like(given["w"]), None
+    )
     state = state._replace(update_b=torch.zeros_like(given["b"]) if bias else None)
     b = exact["b"] if bias else torch.zeros_like(exact["w"][..., 0])
     reference = naive.LinearState(exact["w"], b, torch.zeros_like(exact["w"]), torch.zeros_like(b))
     for t in range(12):
         q, k, v, eta = (given[name][:, t] for name in ("q", "k", "v", "eta"))
-        o = op.ttt_linear_decode(q, k, v, eta, *state, given["scale"], given["shift"], tau=given["tau"], phase=phase, mini_batch_size=size)
+        o = op.ttt_linear_decode(
+            q, k, v, eta, *state, given["scale"], given["shift"], tau=given["tau"], phase=phase, mini_batch_size=size
+        )
         expected, reference = naive.ttt_linear_decode_naive(
             *(exact[name][:, t] for name in ("q", "k", "v", "eta")), reference, exact["scale"], exact["shift"],
             tau=exact["tau"], phase=phase, mini_batch_size=size, bias=bias,
@@ -244,13 +276,26 @@ def test_decode_continues_where_the_sequence_ended(given: Inputs) -> None:
 def test_operators_are_well_formed(given: Inputs) -> None:
     """Schema, fake implementations and autograd registration, as `torch.compile` relies on them."""
     leaves = [x.detach().requires_grad_() for x in given.values()]
-    torch.library.opcheck(op.ttt_linear_forward, (*leaves, None, 16, True, True), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        op.ttt_linear_forward, (*leaves, None, 16, True, True), test_utils=("test_schema", "test_faketensor")
+    )
     out = forward.Forward(*op.ttt_linear_forward(*given.values(), None, 16, True, True))
     q, k, v, eta, _, _, scale, shift, tau = given.values()
     saved = (None, None, None, None, q, k, v, eta, scale, shift, tau, None, out.commits, out.anchors, True, 16)
     torch.library.opcheck(op.ttt_linear_backward, (out.o, *saved), test_utils=("test_schema", "test_faketensor"))
     state = [torch.zeros(2, 2, 32, *last, device=DEVICE) for last in ((32,), (), (32,), ())]
-    arguments = (q[:, 0], k[:, 0], v[:, 0], eta[:, 0], *state, scale, shift, tau, torch.tensor([0, 15], device=DEVICE), 16)
+    arguments = (
+        q[:, 0],
+        k[:, 0],
+        v[:, 0],
+        eta[:, 0],
+        *state,
+        scale,
+        shift,
+        tau,
+        torch.tensor([0, 15], device=DEVICE),
+        16,
+    )
     torch.library.opcheck(op.ttt_linear_decode_inplace, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -268,7 +313,9 @@ def test_compiled_whole(given: Inputs) -> None:
 
 def test_second_derivatives_are_refused(given: Inputs) -> None:
     w = given["w"].requires_grad_()
-    (gradient,) = torch.autograd.grad(run(op.ttt_linear, given, 16, None, False)[0].square().sum(), w, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        run(op.ttt_linear, given, 16, None, False)[0].square().sum(), w, create_graph=True
+    )
     with pytest.raises(MetaTTTError, match=r"layer\.form=dual"):
         gradient.sum().backward()
 

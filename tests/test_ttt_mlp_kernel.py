@@ -1,7 +1,7 @@
 """TTT-MLP kernels against the equations in float64.
 
-Without a GPU the kernels run in Triton's interpreter. That has to be chosen before triton is imported, and whoever collects the tests may
-have imported it, so the cases run in a process of their own.
+Without a GPU the kernels run in Triton's interpreter. That has to be chosen before triton is imported, and whoever
+collects the tests may have imported it, so the cases run in a process of their own.
 """
 
 import os
@@ -55,7 +55,10 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-        return "-".join(f"{name}={str(value).removeprefix('torch.').replace(' ', '')}" for name, value in changed.items()) or "plain"
+        return (
+            "-".join(f"{name}={str(value).removeprefix('torch.').replace(' ', '')}" for name, value in changed.items())
+            or "plain"
+        )
 
 
 CASES = [
@@ -133,13 +136,25 @@ def draw(case: Case) -> tuple[dict[str, Tensor | None], tuple[Tensor | None, ...
 
     tokens = [normal(batch, length, heads, d).to(case.dtype).double() for _ in range(3)]
     eta = torch.rand(batch, length, heads, dtype=torch.float64, device=DEVICE) * 2 / b
-    tau = None if case.tau == "none" else 0.3 + torch.rand(heads if case.tau == "heads" else 1, b, dtype=torch.float64, device=DEVICE)
-    given = dict(zip(NAMES, [*tokens, eta, *weights(), 1 + normal(heads, d, std=0.2), normal(heads, d, std=0.2), tau], strict=True))
+    tau = (
+        None
+        if case.tau == "none"
+        else 0.3 + torch.rand(heads if case.tau == "heads" else 1, b, dtype=torch.float64, device=DEVICE)
+    )
+    given = dict(
+        zip(
+            NAMES,
+            [*tokens, eta, *weights(), 1 + normal(heads, d, std=0.2), normal(heads, d, std=0.2), tau],
+            strict=True,
+        )
+    )
     # fp32 is what the kernels are given.
     given = {name: None if x is None else x.float().double() for name, x in given.items()}
     state = None
     if case.carried:
-        state = tuple(None if w is None else w.float().double() for w in weights(len(case.documents) if case.documents else batch))
+        state = tuple(
+            None if w is None else w.float().double() for w in weights(len(case.documents) if case.documents else batch)
+        )
     return given, state
 
 
@@ -190,7 +205,9 @@ def with_gradients(
     if case.documents:
         bounds = torch.tensor([0, *case.documents], device=DEVICE).cumsum(0)
     arguments = {name: leaves.get(name) for name in NAMES}
-    o, final = function(**arguments, mini_batch_size=case.b, initial_state=state, output_final_state=True, cu_seqlens=bounds)
+    o, final = function(
+        **arguments, mini_batch_size=case.b, initial_state=state, output_final_state=True, cu_seqlens=bounds
+    )
     results = {"o": o} | {name: x for name, x in final._asdict().items() if x is not None}
     torch.manual_seed(1)
     loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
@@ -199,7 +216,9 @@ def with_gradients(
         if name == "o" or case.final:
             loss = loss + (x.double() * cotangent).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return results | {f"d{name}": torch.zeros_like(x) if g is None else g for (name, x), g in zip(leaves.items(), grads, strict=True)}
+    return results | {
+        f"d{name}": torch.zeros_like(x) if g is None else g for (name, x), g in zip(leaves.items(), grads, strict=True)
+    }
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -217,7 +236,9 @@ def errors(case: Case) -> dict[str, float]:
     expected = with_gradients(naive_ttt_mlp, given, state, case)
     given = {name: cast(name, x, case) for name, x in given.items()}
     with settings(case):
-        found = with_gradients(ttt_mlp, given, None if state is None else tuple(cast("w", w, case) for w in state), case)
+        found = with_gradients(
+            ttt_mlp, given, None if state is None else tuple(cast("w", w, case) for w in state), case
+        )
     assert found["o"].dtype == case.dtype and found.keys() == expected.keys()
     return {name: relative(found[name], x) for name, x in expected.items()}
 
@@ -231,7 +252,8 @@ def test_forward_and_gradients(case: Case, run: Run) -> None:
 
 
 def decode_errors(b: int, d: int, heads: int, bias: bool, tau: str) -> dict[str, float]:
-    """Sequences that were read to different places go on token by token; errors of the outputs and of the state at the end."""
+    """Sequences that were read to different places go on token by token; errors of the outputs and of the state at the
+    end."""
     from metattt.kernels.ttt_mlp.naive import naive_ttt_mlp
     from metattt.kernels.ttt_mlp.op import ttt_mlp_decode
 
@@ -246,12 +268,17 @@ def decode_errors(b: int, d: int, heads: int, bias: bool, tau: str) -> dict[str,
         return o[:, first:], state
 
     prefilled = [read(n, 0, start)[1] for n, start in enumerate(starts)]
-    state = [None if parts[0] is None else torch.cat(parts).float().contiguous() for parts in zip(*prefilled, strict=True)]
+    state = [
+        None if parts[0] is None else torch.cat(parts).float().contiguous() for parts in zip(*prefilled, strict=True)
+    ]
     outputs = []
     norm = [given[name].float() for name in ("norm_scale", "norm_bias")]
     for j in range(count):
         places = [start + j for start in starts]
-        token = [torch.stack([given[name][n, place] for n, place in enumerate(places)]).float() for name in ("q", "k", "v", "eta")]
+        token = [
+            torch.stack([given[name][n, place] for n, place in enumerate(places)]).float()
+            for name in ("q", "k", "v", "eta")
+        ]
         phase = torch.tensor([place % b for place in places], device=DEVICE)
         with settings(case):
             outputs.append(ttt_mlp_decode(*token, *state, *norm, tau=steps.float(), phase=phase))
@@ -279,7 +306,8 @@ def small(**changes: Any) -> dict[str, Tensor | None]:
 
 
 def operator_checks() -> dict[str, str]:
-    """torch's own checks of the operator: schema, fake implementation, autograd registration, tracing with symbolic shapes."""
+    """torch's own checks of the operator: schema, fake implementation, autograd registration, tracing with symbolic
+    shapes."""
     from metattt.kernels.ttt_mlp import op
 
     given = {name: x.requires_grad_() for name, x in small(length=20, heads=1).items()}

@@ -30,7 +30,9 @@ ROWS = tuple(LAYERS)
 EXPERIMENTS = Path(metattt.__file__).parent / "configs" / "experiment"
 OURS = ("imagenet_patch", "imagenet_pixel", "table2", "digits_pixel")
 IMAGE_EXPERIMENTS = sorted(
-    name for file in EXPERIMENTS.rglob("*.yaml") if (name := file.relative_to(EXPERIMENTS).with_suffix("").as_posix()).split("/")[0] in OURS
+    name
+    for file in EXPERIMENTS.rglob("*.yaml")
+    if (name := file.relative_to(EXPERIMENTS).with_suffix("").as_posix()).split("/")[0] in OURS
 )
 TINY = {"depth": 2, "img_size": 8, "num_classes": 5}
 
@@ -48,12 +50,14 @@ def cost(name: str, *overrides: str) -> int:
     return flops_per_image(blank(name, *overrides, depth=6))
 
 
-# -- timm ----------------------------------------------------------------------------------------------------------------------------
+# -- timm --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", ["import timm, metattt", "import metattt", "importlib.util.find_spec('timm')"])
 def test_timm_knows_the_models_after_import(first: str) -> None:
-    code = f"import importlib.util; {first}; import metattt.models.timm, timm; print(timm.list_models('vit_*_mttt_mlp'))"
+    code = (
+        f"import importlib.util; {first}; import metattt.models.timm, timm; print(timm.list_models('vit_*_mttt_mlp'))"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(size in out for size in SIZES)
 
@@ -66,7 +70,9 @@ def test_the_package_imports_neither_timm_nor_torch() -> None:
 
 @pytest.mark.parametrize("name", ["models.from_published", "learners.MLP", "tasks.NextToken", "optimizers.Momentum"])
 def test_packages_are_attributes(name: str) -> None:
-    subprocess.run([sys.executable, "-c", f"import metattt; metattt.{name}; assert 'models' in dir(metattt)"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"import metattt; metattt.{name}; assert 'models' in dir(metattt)"], check=True
+    )
 
 
 def test_positions_survive_the_meta_device() -> None:
@@ -111,7 +117,7 @@ def test_what_timm_does_with_a_model() -> None:
         timm.create_model("vit_tiny_patch16_mttt_mlp", pretrained=True)
 
 
-# -- sizes and costs -----------------------------------------------------------------------------------------------------------------
+# -- sizes and costs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,9 @@ def macs(row: str, width: int, tokens: int, steps: int = 1) -> int:
     return 8 * square + layer[row]
 
 
-@pytest.mark.parametrize(("size", "width", "tokens"), [("vit_small_patch16", 384, 196), ("vit_tiny_pixel", 192, 50_176)])
+@pytest.mark.parametrize(
+    ("size", "width", "tokens"), [("vit_small_patch16", 384, 196), ("vit_tiny_pixel", 192, 50_176)]
+)
 @pytest.mark.parametrize(("row", "steps"), [*((row, 1) for row in ROWS), ("mttt_mlp", 4)])
 def test_relative_cost_of_an_image(size: str, width: int, tokens: int, row: str, steps: int) -> None:
     found = cost(f"{size}_{row}", f"optimizer.steps={steps}") if steps > 1 else cost(f"{size}_{row}")
@@ -163,7 +171,9 @@ def test_relative_cost_of_the_other_rows() -> None:
 
 
 def test_counting_leaves_the_model_alone() -> None:
-    model = timm.create_model("vit_digits_pixel_mttt_mlp", overrides=["optimizer.steps=4", "optimizer.sampling=sgd", "optimizer.seed=3"])
+    model = timm.create_model(
+        "vit_digits_pixel_mttt_mlp", overrides=["optimizer.steps=4", "optimizer.sampling=sgd", "optimizer.seed=3"]
+    )
     assert flops_per_image(model) > 0
     assert model.blocks[0].attn.layer.optimizer.seed == 3 and not next(model.parameters()).is_meta
 
@@ -176,11 +186,14 @@ def test_mini_batches_are_counted_without_running_all(layer: str) -> None:
     assert flops_of_layer(module, 5 * size, 16) == whole
 
 
-# -- the model -----------------------------------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 def test_recomputing_blocks_changes_nothing() -> None:
-    overrides = ["optimizer.steps=4", "optimizer.sampling=sgd"]  # new permutations at every call, but the same ones when recomputed
+    overrides = [
+        "optimizer.steps=4",
+        "optimizer.sampling=sgd",
+    ]  # new permutations at every call, but the same ones when recomputed
     model = timm.create_model("vit_digits_pixel_mttt_mlp", overrides=overrides, **TINY).double()
     torch.nn.init.normal_(model.head.logits.weight)
     found = []
@@ -201,7 +214,14 @@ def test_only_kernels_decay() -> None:
     decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
     layer = "blocks.0.attn.layer."
     inside = {name.removeprefix(layer) for name in decayed if name.startswith(layer)}
-    assert inside == {"task.phi.weight", "task.psi.weight", "task.decoder", "learner.init.w1", "learner.init.w2", "out.weight"}
+    assert inside == {
+        "task.phi.weight",
+        "task.psi.weight",
+        "task.decoder",
+        "learner.init.w1",
+        "learner.init.w2",
+        "out.weight",
+    }
     assert "pos_embed" not in decayed and "patch_embed.proj.weight" in decayed and "head.logits.weight" in decayed
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
 
@@ -210,7 +230,12 @@ def test_position_tables() -> None:
     table = sincos2d(3, 4, 8)
     assert table.shape == (1, 12, 8)
     frequency = np.array([1.0, 1e-4])
-    expected = [np.sin(3 * frequency), np.cos(3 * frequency), np.sin(2 * frequency), np.cos(2 * frequency)]  # x = 3, y = 2
+    expected = [
+        np.sin(3 * frequency),
+        np.cos(3 * frequency),
+        np.sin(2 * frequency),
+        np.cos(2 * frequency),
+    ]  # x = 3, y = 2
     np.testing.assert_allclose(table[0, 11], np.concatenate(expected), rtol=1e-5)
     patch = timm.create_model("vit_small_patch16_mttt_linear", img_size=32, depth=1)
     assert "pos_embed" not in dict(patch.named_parameters()) and "pos_embed" not in patch.state_dict()
@@ -247,18 +272,27 @@ def test_images_of_another_size_are_one_clear_line() -> None:
         model(torch.randn(1, 1, 8, 8))
 
 
-# -- training ------------------------------------------------------------------------------------------------------------------------
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", IMAGE_EXPERIMENTS)
 def test_every_experiment_composes_and_its_model_runs(name: str) -> None:
-    cfg = compose(f"experiment={name}", "dim=16", "num_heads=2", "model.depth=1", "model.img_size=16", "model.num_classes=5")
+    cfg = compose(
+        f"experiment={name}", "dim=16", "num_heads=2", "model.depth=1", "model.img_size=16", "model.num_classes=5"
+    )
     model = instantiate_model(cfg)
     assert model(torch.randn(1, cfg.model.in_chans, 16, 16)).shape == (1, 5)
     assert (cfg.model.patch_size == 1) == ("pixel" in name) == (cfg.training.mixup == 0)
 
 
-SMALL = ("dim=16", "num_heads=2", "model.depth=1", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "callbacks.loss_curve.every=1")
+SMALL = (
+    "dim=16",
+    "num_heads=2",
+    "model.depth=1",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+    "callbacks.loss_curve.every=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +301,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("digits") / "run"
     assert (
-        train(compose("experiment=digits_pixel", *SMALL, "trainer.max_steps=4", "trainer.val_check_interval=2", f"output_dir={folder}"))
+        train(
+            compose(
+                "experiment=digits_pixel",
+                *SMALL,
+                "trainer.max_steps=4",
+                "trainer.val_check_interval=2",
+                f"output_dir={folder}",
+            )
+        )
         == 0
     )
     return folder
@@ -315,7 +357,12 @@ def test_schedule_of_the_paper() -> None:
     for step in range(111):
         schedule.step_update(step)
         rates.append(optimizer.param_groups[0]["lr"])
-    assert rates[0] == 0 and max(rates) == rates[10] == 1e-3 and rates[60] == pytest.approx(5e-4) and rates[110] == pytest.approx(0)
+    assert (
+        rates[0] == 0
+        and max(rates) == rates[10] == 1e-3
+        and rates[60] == pytest.approx(5e-4)
+        and rates[110] == pytest.approx(0)
+    )
 
 
 def test_inner_losses_by_layer() -> None:
@@ -323,4 +370,7 @@ def test_inner_losses_by_layer() -> None:
     losses = inner_losses_by_layer(model, torch.randn(3, 1, 8, 8))
     assert {number: loss.shape for number, loss in losses.items()} == {1: (3,), 2: (3,)}
     assert all(loss[0] > loss[2] for loss in losses.values())
-    assert inner_losses_by_layer(timm.create_model("vit_digits_pixel_self_attention", **TINY), torch.randn(3, 1, 8, 8)) == {}
+    assert (
+        inner_losses_by_layer(timm.create_model("vit_digits_pixel_self_attention", **TINY), torch.randn(3, 1, 8, 8))
+        == {}
+    )

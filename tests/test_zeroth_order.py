@@ -58,7 +58,9 @@ def test_one_slope_is_the_directional_derivative() -> None:
         slope, loss = two_sided(lambda: squared_error(layer, x, target), parameters, 3, 1e-5)
     assert slope == pytest.approx(float(expected), rel=1e-6)
     assert loss == pytest.approx(squared_error(layer, x, target).item(), rel=1e-6)
-    assert all(torch.allclose(p, kept, rtol=0, atol=1e-15) for p, kept in zip(parameters, before, strict=True))  # put back
+    assert all(
+        torch.allclose(p, kept, rtol=0, atol=1e-15) for p, kept in zip(parameters, before, strict=True)
+    )  # put back
 
 
 def test_a_small_layer_learns_without_any_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +125,14 @@ def test_refused_settings(setting: dict[str, float]) -> None:
         ZerothOrder(**setting)  # type: ignore[arg-type]
 
 
-TINY = ["dim=8", "num_heads=1", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.max_steps=3"]
+TINY = [
+    "dim=8",
+    "num_heads=1",
+    "model.num_layers=1",
+    "data.context_length=16",
+    "data.batch_size=2",
+    "trainer.max_steps=3",
+]
 
 
 def test_metattt_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

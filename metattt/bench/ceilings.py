@@ -16,7 +16,8 @@ class Ceilings(NamedTuple):
     bytes: float  #: read per second in a product of a large matrix and a vector
 
     def share(self, seconds: float, operations: float, read: float = 0.0) -> float:
-        """The least time for this many operations and bytes, over the time that was taken: 1 is as fast as can be (roofline)."""
+        """The least time for this many operations and bytes, over the time that was taken: 1 is as fast as can be
+        (roofline)."""
         return max(operations / self.operations, read / self.bytes) / seconds
 
 
@@ -26,8 +27,8 @@ def ceilings(device: torch.device, dtype: torch.dtype, size: int | None = None, 
     Args:
         device: where.
         dtype: of the operands.
-        size: rows and columns of the matrices of the product; None takes 1,024 on the CPU and 8,192 elsewhere. The matrix that is
-            read has 8 times as many rows.
+        size: rows and columns of the matrices of the product; None takes 1,024 on the CPU and 8,192 elsewhere. The
+            matrix that is read has 8 times as many rows.
         repeats: calls.
     """
     size = size or (1024 if device.type == "cpu" else 8192)

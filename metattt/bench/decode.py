@@ -1,4 +1,5 @@
-"""`metattt bench decode`: one token after the other on the CPU, against the published code's way and against attention."""
+"""`metattt bench decode`: one token after the other on the CPU, against the published code's way and against
+attention."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class DecodeBenchmark(Benchmark):
         tokens: decoded in one timed call.
         rounds: timed calls, in turn.
         at_most: share of the published style's time that a model may take.
-        at_most_attention: how many times as long as an attention layer the first of `layers` may take, after the longest context.
-            Both bounds are reported, not enforced.
+        at_most_attention: how many times as long as an attention layer the first of `layers` may take, after the
+            longest context. Both bounds are reported, not enforced.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class DecodeBenchmark(Benchmark):
         }
         return Report("Decoding on the CPU", text, tables, checks, dict(vars(self)))
 
-    # -- models ----------------------------------------------------------------------------------------------------------------
+    # -- models --------------------------------------------------------------------------------------------------------
 
     def _model(self, layer: str) -> LanguageModel:
         sizes = {"dim": self.dim, "num_heads": self.num_heads}
@@ -157,7 +158,7 @@ class DecodeBenchmark(Benchmark):
             for token in self._ids(self.tokens, 3).split(1, dim=1):
                 published.step(token)
 
-    # -- single layers ---------------------------------------------------------------------------------------------------------
+    # -- single layers -------------------------------------------------------------------------------------------------
 
     def _single(self, context: int) -> list[Row]:
         x = torch.randn(1, context + self.tokens, self.layer_dim, generator=torch.Generator().manual_seed(4))
@@ -171,7 +172,9 @@ class DecodeBenchmark(Benchmark):
         rows = []
         for name, took in seconds.items():
             row: Row = {"layer": name, "after tokens": context} | self._milliseconds(took)
-            rows.append(row | {f"times {BASELINE}, {k}": v for k, v in ratios(took, seconds[BASELINE])._asdict().items()})
+            rows.append(
+                row | {f"times {BASELINE}, {k}": v for k, v in ratios(took, seconds[BASELINE])._asdict().items()}
+            )
         return rows
 
     def _tokens(self, layer: TTTLayer, state: State, x: Tensor) -> None:

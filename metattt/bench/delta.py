@@ -23,7 +23,8 @@ LAYERS = ("delta_net", "gated_delta_net")
 
 @register(group="benchmark", name="delta")
 class Delta(Benchmark):
-    """Forward and backward of DeltaNet and Gated DeltaNet, one sequence in fp32, in three ways that give the same result.
+    """Forward and backward of DeltaNet and Gated DeltaNet, one sequence in fp32, in three ways that give the same
+    result.
 
     Args:
         length: T, tokens.
@@ -49,7 +50,9 @@ class Delta(Benchmark):
             checks += self._check(name, min(self.length, 256), torch.float64, 1e-9)
             checks += self._check(name, self.length, torch.float32, 1e-4)
             say(f"{name}: timing {self.rounds} rounds")
-            seconds = in_turn({way: partial(_run, function, layer, x) for way, (layer, function) in ways.items()}, self.rounds)
+            seconds = in_turn(
+                {way: partial(_run, function, layer, x) for way, (layer, function) in ways.items()}, self.rounds
+            )
             solved = seconds["solved"]
             for way, took in seconds.items():
                 ratio = ratios(took, solved)
@@ -60,7 +63,9 @@ class Delta(Benchmark):
                 rows.append(row)
             speedup = ratios(seconds["form=primal"], solved)
             if speedup.median < self.at_least:
-                raise MetaTTTError(f"{name}: the solved form is {speedup.median:.1f} times faster than the loop, not {self.at_least}")
+                raise MetaTTTError(
+                    f"{name}: the solved form is {speedup.median:.1f} times faster than the loop, not {self.at_least}"
+                )
         text = (
             f"Forward and backward of one layer, T = {self.length} tokens, D = {self.dim}, {self.num_heads} head(s), one sequence, fp32, "
             f"{self.rounds} rounds in turn in one process. All ways keep their graph: nothing is recomputed (`layer.group_size=0`).\n\n"
@@ -93,7 +98,11 @@ class Delta(Benchmark):
         found = {way: _run(function, layer, x) for way, (layer, function) in self._ways(name, dtype).items()}
         kind = str(dtype).removeprefix("torch.")
         return [
-            require(f"{name}, {way} and solved, outputs and gradients at T = {length}, {kind}", compare(found["solved"], result), bound)
+            require(
+                f"{name}, {way} and solved, outputs and gradients at T = {length}, {kind}",
+                compare(found["solved"], result),
+                bound,
+            )
             for way, result in found.items()
             if way != "solved"
         ]
@@ -108,7 +117,9 @@ def plain_loop(layer: TTTLayer, x: Tensor) -> Tensor:
     state = x.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     decay = [None] * x.shape[1] if gates.alpha is None else gates.alpha[..., None, None].unbind(2)
     rows = []
-    for k_t, v_t, q_t, beta, alpha in zip(k.unbind(2), v.unbind(2), q.unbind(2), gates.eta.unbind(2), decay, strict=True):
+    for k_t, v_t, q_t, beta, alpha in zip(
+        k.unbind(2), v.unbind(2), q.unbind(2), gates.eta.unbind(2), decay, strict=True
+    ):
         state = state if alpha is None else alpha * state
         error = (k_t.unsqueeze(-2) @ state).squeeze(-2) - v_t
         state = state - k_t.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)

@@ -29,7 +29,13 @@ NAMES = {  # experiment=digits_pixel/<row>, best first in the paper (ImageNet fr
     "linear_attention_elu": "linear attention (elu + 1)",
     "self_attention": "self-attention",
 }
-PAPER = {"mttt_mlp_sgd": 65.2, "mttt_mlp": 61.9, "linear_attention_elu": 53.7, "mttt_linear": 50.0, "linear_attention": 49.9}
+PAPER = {
+    "mttt_mlp_sgd": 65.2,
+    "mttt_mlp": 61.9,
+    "linear_attention_elu": 53.7,
+    "mttt_linear": 50.0,
+    "linear_attention": 49.9,
+}
 
 
 @register(group="benchmark", name="digits")
@@ -84,7 +90,9 @@ class Digits(Benchmark):
         k, q = (view(x).unflatten(-1, (2, 16)).transpose(1, 2) for view in (task.phi, task.psi))
         v = (x - task.decoder_bias).unsqueeze(1) @ task.decoder.mT
         expected = layer.out((q @ (k.mT @ v) / (64 * 16)).transpose(1, 2).flatten(2))
-        return require("MTTT-Linear against linear attention with the identity map", distance(layer(x)[0], expected), 1e-10)
+        return require(
+            "MTTT-Linear against linear attention with the identity map", distance(layer(x)[0], expected), 1e-10
+        )
 
     def _train(self, row: str, seed: int) -> tuple[float, float]:
         """Top-1 accuracy (%) and cross-entropy (nats) of the last validation."""
@@ -122,9 +130,13 @@ class Digits(Benchmark):
             gap = statistics.mean(accuracy[better]) - statistics.mean(accuracy[worse])
             noise = max(statistics.stdev(accuracy[better]), statistics.stdev(accuracy[worse]))
             (shows if gap > noise else hidden).append(f"{NAMES[better]} above {NAMES[worse]} ({gap:+.1f} points)")
-        lines = [f"The paper's order shows here by more than the spread over seeds: {'; '.join(shows)}." if shows else ""]
+        lines = [
+            f"The paper's order shows here by more than the spread over seeds: {'; '.join(shows)}." if shows else ""
+        ]
         lines += [f"It does not show at this size: {'; '.join(hidden)}." if hidden else ""]
         if {"mttt_linear", "linear_attention"} <= accuracy.keys():
             gap = abs(statistics.mean(accuracy["mttt_linear"]) - statistics.mean(accuracy["linear_attention"]))
-            lines += [f"MTTT-Linear computes linear attention with the identity map: the {gap:.1f} points between them are chance."]
+            lines += [
+                f"MTTT-Linear computes linear attention with the identity map: the {gap:.1f} points between them are chance."
+            ]
         return " ".join(line for line in lines if line)

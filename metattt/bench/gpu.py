@@ -1,4 +1,5 @@
-"""`metattt bench gpu`: the Triton kernels on the device at hand, against their oracle, the device's ceilings and other libraries."""
+"""`metattt bench gpu`: the Triton kernels on the device at hand, against their oracle, the device's ceilings and other
+libraries."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ CASES = (
 
 @register(group="benchmark", name="gpu")
 class GPU(Benchmark):
-    """Correctness, then time, of `ttt_linear` and `ttt_mlp` and their decoding steps, in one process and within a limit of time.
+    """Correctness, then time, of `ttt_linear` and `ttt_mlp` and their decoding steps, in one process and within a limit
+    of time.
 
     Args:
         tokens: B·T of the timed calls.
@@ -85,7 +87,9 @@ class GPU(Benchmark):
         if device == "cuda" and not torch.cuda.is_available():
             raise MetaTTTError("metattt bench gpu needs a CUDA device, and torch sees none here")
         if any(tokens % length for length in lengths):
-            raise MetaTTTError(f"benchmark.tokens={tokens} is no multiple of every length of benchmark.lengths={list(lengths)}")
+            raise MetaTTTError(
+                f"benchmark.tokens={tokens} is no multiple of every length of benchmark.lengths={list(lengths)}"
+            )
         if dtype not in DTYPES:
             raise MetaTTTError(f"benchmark.dtype={dtype} is not allowed: choose from {', '.join(DTYPES)}")
         self.tokens, self.lengths, self.num_heads, self.head_dim = tokens, list(lengths), num_heads, head_dim
@@ -104,10 +108,17 @@ class GPU(Benchmark):
         ceilings = self._ceilings()
         sequences = self._sequences(ceilings, failed)
         decoding = self._decoding(ceilings, failed)
-        others = self._correctness([case for case in CASES[: self.cases] if case not in first])[0]  # each compiles kernels of its own
+        others = self._correctness([case for case in CASES[: self.cases] if case not in first])[
+            0
+        ]  # each compiles kernels of its own
         checks = checks + decode_checks + others
         tuning = self._tuning(failed)
-        tables: dict[str, Sequence[Row]] = {"Correctness": checks, "Ceilings": [ceilings], "Sequences": sequences, "Decoding": decoding}
+        tables: dict[str, Sequence[Row]] = {
+            "Correctness": checks,
+            "Ceilings": [ceilings],
+            "Sequences": sequences,
+            "Decoding": decoding,
+        }
         tables["Tuning"] = tuning
         card = torch.cuda.get_device_name() if self.device == "cuda" else "interpreter"
         text = (
@@ -118,7 +129,11 @@ class GPU(Benchmark):
             "once). Operations are those of the products, 2 per multiplication and addition."
         )
         settings = {key: value for key, value in vars(self).items() if not key.startswith("_")}
-        passed = [Check(f"{row['operation']}, {row['case']}", row["error"], row["bound"]) for row in checks if row["passed"] == "yes"]
+        passed = [
+            Check(f"{row['operation']}, {row['case']}", row["error"], row["bound"])
+            for row in checks
+            if row["passed"] == "yes"
+        ]
         curves: dict[str, tuple[list[float], list[float]]] = {}
         for row in sequences:
             if row["pass"] == "forward + backward":
@@ -135,10 +150,11 @@ class GPU(Benchmark):
             self._left_out.append(what)
         return left
 
-    # -- correctness -----------------------------------------------------------------------------------------------------------------
+    # -- correctness ---------------------------------------------------------------------------------------------------
 
     def _correctness(self, cases: Sequence[Case]) -> tuple[list[Row], set[str]]:
-        """Every operation against its oracle in float64; those that fail at the shape that is timed are reported, and not timed."""
+        """Every operation against its oracle in float64; those that fail at the shape that is timed are reported, and
+        not timed."""
         rows: list[Row] = []
         failed: set[str] = set()
         for case in cases:
@@ -171,7 +187,9 @@ class GPU(Benchmark):
 
     def _errors(self, operation: str, case: Case) -> Iterator[tuple[str, float, float]]:
         dtype = DTYPES[case.dtype]
-        problem = make(operation, case.batch, case.length, case.heads, case.width, case.size, dtype, self.device, seed=case.length)
+        problem = make(
+            operation, case.batch, case.length, case.heads, case.width, case.size, dtype, self.device, seed=case.length
+        )
         if case.packed:
             problem.options["cu_seqlens"] = torch.tensor([0, 5, 37, 101, case.length], device=self.device)
         found = problem.gradients(function(operation))
@@ -187,7 +205,7 @@ class GPU(Benchmark):
         problem = Decoding(operation, 5, 3, self.head_dim, self.mini_batch_size, torch.float32, self.device)
         return problem.error()
 
-    # -- time ------------------------------------------------------------------------------------------------------------------------
+    # -- time ----------------------------------------------------------------------------------------------------------
 
     def _ceilings(self) -> Row:
         self._say("measuring the ceilings")
@@ -197,7 +215,10 @@ class GPU(Benchmark):
         side = 8192 if self.device == "cuda" else 128
         a, b = (torch.randn(side, side, device=self.device, dtype=DTYPES[self.dtype]) for _ in range(2))
         seconds = in_turn({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, self.rounds, warmup=3)
-        return {"copy, GB/s": 2 * size / min(seconds["copy"]) / 1e9, "product, TFLOP/s": 2 * side**3 / min(seconds["product"]) / 1e12}
+        return {
+            "copy, GB/s": 2 * size / min(seconds["copy"]) / 1e9,
+            "product, TFLOP/s": 2 * side**3 / min(seconds["product"]) / 1e12,
+        }
 
     def _sequences(self, ceilings: Row, failed: set[str]) -> list[Row]:
         rows: list[Row] = []
@@ -237,16 +258,28 @@ class GPU(Benchmark):
         return in_turn(able, self.rounds, warmup=min(2, self.rounds))
 
     def _sequence_row(
-        self, name: str, length: int, title: str, took: Sequence[float], all_: Mapping[str, Sequence[float]], ceilings: Row
+        self,
+        name: str,
+        length: int,
+        title: str,
+        took: Sequence[float],
+        all_: Mapping[str, Sequence[float]],
+        ceilings: Row,
     ) -> Row:
         row: Row = {"operation": name, "T": length, "pass": title}
         row |= {f"ms, {key}": 1000 * value for key, value in spread(took)._asdict().items()}
         for ours in OPERATIONS:
             row[f"times {ours}, median"] = ratios(took, all_[ours]).median if ours in all_ else None
-            row[f"times {ours}, least to most"] = "{0.least:.2f} to {0.most:.2f}".format(ratios(took, all_[ours])) if ours in all_ else "–"
-        moved, operations = work(name, self.tokens, self.num_heads, self.head_dim, self.mini_batch_size, title != "forward", self._itemsize)
+            row[f"times {ours}, least to most"] = (
+                "{0.least:.2f} to {0.most:.2f}".format(ratios(took, all_[ours])) if ours in all_ else "–"
+            )
+        moved, operations = work(
+            name, self.tokens, self.num_heads, self.head_dim, self.mini_batch_size, title != "forward", self._itemsize
+        )
         row["share of copy bandwidth"] = None if moved is None else moved / min(took) / 1e9 / ceilings["copy, GB/s"]
-        row["share of matrix rate"] = None if operations is None else operations / min(took) / 1e12 / ceilings["product, TFLOP/s"]
+        row["share of matrix rate"] = (
+            None if operations is None else operations / min(took) / 1e12 / ceilings["product, TFLOP/s"]
+        )
         return row
 
     @property
@@ -284,7 +317,9 @@ class GPU(Benchmark):
                 self._say(f"{operation}: {name}")
 
                 def changed(
-                    change: Callable[[], Callable[[], None]] = change, problem: Problem = problem, operation: str = operation
+                    change: Callable[[], Callable[[], None]] = change,
+                    problem: Problem = problem,
+                    operation: str = operation,
                 ) -> object:
                     undo = change()
                     try:
@@ -302,7 +337,7 @@ class GPU(Benchmark):
         return rows
 
 
-# -- problems ------------------------------------------------------------------------------------------------------------------------
+# -- problems ----------------------------------------------------------------------------------------------------------
 
 
 class Problem:
@@ -332,7 +367,15 @@ class Problem:
 
 
 def make(
-    operation: str, batch: int, length: int, heads: int, width: int, size: int, dtype: torch.dtype, device: str, seed: int = 0
+    operation: str,
+    batch: int,
+    length: int,
+    heads: int,
+    width: int,
+    size: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
 ) -> Problem:
     """Views as projections write them, `[B, T, H, d]`, and weights away from their initial values."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -359,7 +402,8 @@ def make(
 
 
 class Decoding:
-    """One token for each of several sequences at different places of their mini-batches; the state is updated in place."""
+    """One token for each of several sequences at different places of their mini-batches; the state is updated in
+    place."""
 
     def __init__(self, operation: str, batch: int, heads: int, width: int, size: int, dtype: torch.dtype, device: str):
         generator = torch.Generator(device).manual_seed(0)
@@ -465,12 +509,17 @@ def function(operation: str) -> Callable[..., tuple[Tensor, Any]]:
 
 def oracle(operation: str) -> Callable[..., tuple[Tensor, Any]]:
     module = _module(operation, "naive")
-    found: Callable[..., tuple[Tensor, Any]] = getattr(module, f"{operation}_naive", None) or getattr(module, f"naive_{operation}")
+    found: Callable[..., tuple[Tensor, Any]] = getattr(module, f"{operation}_naive", None) or getattr(
+        module, f"naive_{operation}"
+    )
     return found
 
 
-def tuning(operation: str, width: int, size: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
-    """Changes of the launch parameters: a name, and a function that makes the change and returns the one that takes it back."""
+def tuning(
+    operation: str, width: int, size: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
+    """Changes of the launch parameters: a name, and a function that makes the change and returns the one that takes it
+    back."""
     yield from _module(operation, "tuning").variants(width, size, dtype)
 
 

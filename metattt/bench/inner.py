@@ -1,4 +1,5 @@
-"""`metattt bench inner`: the inner operation alone on the CPU, closed form against the generic dual form and the published style."""
+"""`metattt bench inner`: the inner operation alone on the CPU, closed form against the generic dual form and the
+published style."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from metattt.bench.published_style import published_style
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, measure, ratios, spread
 from metattt.errors import MetaTTTError, check_choice
-from metattt.inner.inspect import Plan
 from metattt.inner.loop import InnerLoop
+from metattt.inner.plan import Plan
 from metattt.inner.tokens import Block, MiniBatches, Tokens
 from metattt.kernels.base import Kernel
 from metattt.layer import TTTLayer
@@ -64,14 +65,26 @@ class Inner(Benchmark):
     ):
         for name in learners:
             check_choice("benchmark.learners", name, LEARNERS)
-        for key, value in (("length", length), ("rounds", rounds), ("num_heads", num_heads), *(("threads", n) for n in threads)):
+        for key, value in (
+            ("length", length),
+            ("rounds", rounds),
+            ("num_heads", num_heads),
+            *(("threads", n) for n in threads),
+        ):
             if value < 1:
                 raise MetaTTTError(f"benchmark.{key}={value} is not allowed: it must be at least 1")
         for key, value in (("length", length), ("memory_length", memory_length)):
             if value % mini_batch_size:
-                raise MetaTTTError(f"benchmark.{key}={value} is no multiple of benchmark.mini_batch_size={mini_batch_size}")
+                raise MetaTTTError(
+                    f"benchmark.{key}={value} is no multiple of benchmark.mini_batch_size={mini_batch_size}"
+                )
         self.learners, self.length, self.num_heads, self.head_dim = list(learners), length, num_heads, head_dim
-        self.mini_batch_size, self.threads, self.rounds, self.memory_length = mini_batch_size, list(threads), rounds, memory_length
+        self.mini_batch_size, self.threads, self.rounds, self.memory_length = (
+            mini_batch_size,
+            list(threads),
+            rounds,
+            memory_length,
+        )
 
     def run(self, say: Callable[[str], None]) -> Report:
         checks: list[Check] = []
@@ -119,7 +132,10 @@ class Inner(Benchmark):
                 seconds = in_turn(problem.training(), min(3, self.rounds))
             for way, took in seconds.items():
                 each = spread([1e6 * s / length for s in took])._asdict()
-                rows.append({"learner": learner, "T": length, "way": way} | {f"µs per token, {key}": x for key, x in each.items()})
+                rows.append(
+                    {"learner": learner, "T": length, "way": way}
+                    | {f"µs per token, {key}": x for key, x in each.items()}
+                )
         return rows
 
     def _panels(self, rows: Sequence[Row]) -> list[Panel]:
@@ -153,7 +169,9 @@ class Inner(Benchmark):
 
     def _memory(self, learner: str, say: Callable[[str], None]) -> Row:
         if not Path("/proc/self/clear_refs").exists():
-            raise MetaTTTError("peak memory is read from /proc, which this system does not have: set benchmark.memory_length=0")
+            raise MetaTTTError(
+                "peak memory is read from /proc, which this system does not have: set benchmark.memory_length=0"
+            )
         say(f"{learner}: peak memory at T = {self.memory_length}")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             sizes = (learner, self.memory_length, self.num_heads, self.head_dim, self.mini_batch_size)
@@ -199,12 +217,16 @@ class Problem:
         self.leaves = [x for x in (*self.tokens, *inner) if x is not None and x.requires_grad]
         count = length // size
         self.blocks = [Block(size, 0, True, size)] * count
-        self.kernel: Kernel = next(x for x in self.layer.plan.kernels if x.device == "cpu" and x.accepts(self.given()) is None)
+        self.kernel: Kernel = next(
+            x for x in self.layer.plan.kernels if x.device == "cpu" and x.accepts(self.given()) is None
+        )
 
     def given(self) -> MiniBatches:
         rule, learner = self.layer.optimizer, self.layer.learner
         weights = self.layer.inner.start(1, torch.float32)["commit"]
-        return MiniBatches(self.tokens, weights, dict(learner.slow), rule.token_steps(), rule.mini_batch_size, torch.float32, None)
+        return MiniBatches(
+            self.tokens, weights, dict(learner.slow), rule.token_steps(), rule.mini_batch_size, torch.float32, None
+        )
 
     def _loop(self, plan: Plan) -> Tensor:
         group_size = None if plan.kernels else 0  # the dual form keeps everything, as the published style does
@@ -220,7 +242,13 @@ class Problem:
         return published_style(q, k, v, eta, tau, weights, slow["norm_scale"], slow["norm_bias"])[0]
 
     def _ways(self) -> dict[str, Callable[[], Tensor]]:
-        return dict(zip(WAYS, (partial(self._loop, self.layer.plan), partial(self._loop, self.dual), self._published), strict=True))
+        return dict(
+            zip(
+                WAYS,
+                (partial(self._loop, self.layer.plan), partial(self._loop, self.dual), self._published),
+                strict=True,
+            )
+        )
 
     def training(self) -> dict[str, Pass]:
         """Forward and backward of each way: outputs and all gradients."""

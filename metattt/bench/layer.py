@@ -29,7 +29,8 @@ BASELINE = "torch attention"
 
 
 class PeerLayer(nn.Module):
-    """Another library's operation between projections like those of our layers: `[B, T, D]` to `[B, T, D]` and no state."""
+    """Another library's operation between projections like those of our layers: `[B, T, D]` to `[B, T, D]` and no
+    state."""
 
     def __init__(self, peer: Peer, dim: int, num_heads: int):
         super().__init__()
@@ -63,7 +64,15 @@ class LayerBenchmark(Benchmark):
 
     def __init__(
         self,
-        layers: Sequence[str] = ("ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "mamba2", "linear_attention", "attention"),
+        layers: Sequence[str] = (
+            "ttt_linear",
+            "ttt_mlp",
+            "delta_net",
+            "gated_delta_net",
+            "mamba2",
+            "linear_attention",
+            "attention",
+        ),
         forms: Sequence[str] = ("auto", "dual"),
         lengths: Sequence[int] = (512, 1024, 2048, 4096),
         batch: int = 1,
@@ -83,7 +92,13 @@ class LayerBenchmark(Benchmark):
                 "lists need an entry, and numbers must be at least 1"
             )
         self.layers, self.forms, self.lengths, self.batch = list(layers), list(forms), sorted(lengths), batch
-        self.dim, self.num_heads, self.rounds, self.limit, self.device = dim, num_heads, rounds, limit, pick_device(device)
+        self.dim, self.num_heads, self.rounds, self.limit, self.device = (
+            dim,
+            num_heads,
+            rounds,
+            limit,
+            pick_device(device),
+        )
         self.operand = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def run(self, say: Callable[[str], None]) -> Report:
@@ -112,21 +127,25 @@ class LayerBenchmark(Benchmark):
                 peer, forms = self._compare(title, length, seconds)
                 against_peer += peer
                 against_form += forms
-                left = {way: layer for way, layer in left.items() if min(seconds[way]) <= self.limit or way[0] == BASELINE}
+                left = {
+                    way: layer for way, layer in left.items() if min(seconds[way]) <= self.limit or way[0] == BASELINE
+                }
         tables = {"Time": rows, f"Times as long as {BASELINE}": against_peer}
         if against_form:
             tables["Times as long as another form"] = against_form
         settings = {key: str(value) if key in ("device", "operand") else value for key, value in vars(self).items()}
         return Report("Whole layers", self._text(missing, ceiling), tables, checks, settings, self._panels(rows))
 
-    # -- what is timed ---------------------------------------------------------------------------------------------------------
+    # -- what is timed -------------------------------------------------------------------------------------------------
 
     def _forms(self, name: str) -> dict[str, TTTLayer]:
         """The layer in each of the forms that it has, with the same parameters."""
         found: dict[str, TTTLayer] = {}
         for form in self.forms:
             try:
-                layer = build(f"layer={name}", f"dim={self.dim}", f"num_heads={self.num_heads}", f"layer.form={form}", "seed=0")
+                layer = build(
+                    f"layer={name}", f"dim={self.dim}", f"num_heads={self.num_heads}", f"layer.form={form}", "seed=0"
+                )
             except MetaTTTError:
                 continue
             randomize(layer)
@@ -141,7 +160,13 @@ class LayerBenchmark(Benchmark):
         missing = ""
         if len(found) == 1:
             installed = importlib.util.find_spec("fla") is not None
-            missing = "needs a GPU" if installed and self.device.type == "cpu" else "does not import" if installed else "not installed"
+            missing = (
+                "needs a GPU"
+                if installed and self.device.type == "cpu"
+                else "does not import"
+                if installed
+                else "not installed"
+            )
         torch.manual_seed(0)
         return {peer.name: PeerLayer(peer, self.dim, self.num_heads).to(self.device) for peer in found}, missing
 
@@ -164,7 +189,9 @@ class LayerBenchmark(Benchmark):
         with torch.inference_mode():
             self._outputs(layer, x)
 
-    def _time(self, title: str, ways: dict[tuple[str, str], nn.Module], length: int) -> dict[tuple[str, str], list[float]]:
+    def _time(
+        self, title: str, ways: dict[tuple[str, str], nn.Module], length: int
+    ) -> dict[tuple[str, str], list[float]]:
         call, x = (self._training if title == PASSES[0] else self._inference), self._tokens(length)
         seconds = in_turn({"\n".join(way): partial(call, layer, x) for way, layer in ways.items()}, self.rounds)
         return {way: seconds["\n".join(way)] for way in ways}
@@ -179,7 +206,7 @@ class LayerBenchmark(Benchmark):
                 found[name] = counter.count * (3 if title == PASSES[0] else 1)
         return found
 
-    # -- checks ----------------------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check(self, name: str, layers: dict[str, TTTLayer]) -> list[Check]:
         """All forms against the last one, in fp32 and in the type that is timed; and one call against two."""
@@ -216,15 +243,28 @@ class LayerBenchmark(Benchmark):
     def _check_attention(self, layer: PeerLayer) -> Check:
         x = self._tokens(min(self.lengths[-1], 100))
         with torch.no_grad():
-            q, k, v = (view(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for view in (layer.query, layer.key, layer.value))
+            q, k, v = (
+                view(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+                for view in (layer.query, layer.key, layer.value)
+            )
             hidden = torch.ones(x.shape[1], x.shape[1], device=x.device).triu(1).bool()
             scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
             expected = layer.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-            return require(f"{BASELINE} and softmax attention written out, outputs, fp32", distance(layer(x)[0], expected), 1e-4)
+            return require(
+                f"{BASELINE} and softmax attention written out, outputs, fp32", distance(layer(x)[0], expected), 1e-4
+            )
 
-    # -- what is written -------------------------------------------------------------------------------------------------------
+    # -- what is written -----------------------------------------------------------------------------------------------
 
-    def _row(self, way: tuple[str, str], title: str, length: int, took: list[float], operations: int | None, ceiling: Ceilings) -> Row:
+    def _row(
+        self,
+        way: tuple[str, str],
+        title: str,
+        length: int,
+        took: list[float],
+        operations: int | None,
+        ceiling: Ceilings,
+    ) -> Row:
         milliseconds = spread([1000 * second for second in took])
         row: Row = {"layer": way[0], "form": way[1], "pass": title, "T": length}
         row |= {f"ms, {key}": value for key, value in milliseconds._asdict().items()}
@@ -233,7 +273,9 @@ class LayerBenchmark(Benchmark):
         row["share of ceiling"] = None if operations is None else ceiling.share(milliseconds.median / 1000, operations)
         return row
 
-    def _compare(self, title: str, length: int, seconds: Mapping[tuple[str, str], list[float]]) -> tuple[list[Row], list[Row]]:
+    def _compare(
+        self, title: str, length: int, seconds: Mapping[tuple[str, str], list[float]]
+    ) -> tuple[list[Row], list[Row]]:
         """Every way against PyTorch's attention, and the later forms of a layer against its first."""
         peer: list[Row] = []
         forms: list[Row] = []

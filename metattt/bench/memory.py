@@ -1,4 +1,5 @@
-"""`metattt bench memory`: peak memory of a training step with the inner loop recomputed in groups of mini-batches, and without."""
+"""`metattt bench memory`: peak memory of a training step with the inner loop recomputed in groups of mini-batches, and
+without."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Peak(NamedTuple):
 class Memory(Benchmark):
     """One step on one sequence on the CPU in fp32, on Linux, every measurement in a process of its own.
 
-    The *inner loop* is that of one layer, from views to predictions; the *training step* is that of the whole language model, with AdamW.
+    The *inner loop* is that of one layer, from views to predictions; the *training step* is that of the whole language
+    model, with AdamW.
 
     Args:
         preset: size of the model.
@@ -64,7 +66,13 @@ class Memory(Benchmark):
             raise MetaTTTError(f"benchmark.length={length} is not allowed: it must be at least 1")
         if not Path("/proc/self/clear_refs").exists():
             raise MetaTTTError("metattt bench memory reads the peak of a process's memory from /proc: it needs Linux")
-        self.preset, self.layers, self.length, self.whole_step, self.at_least = preset, list(layers), length, whole_step, at_least
+        self.preset, self.layers, self.length, self.whole_step, self.at_least = (
+            preset,
+            list(layers),
+            length,
+            whole_step,
+            at_least,
+        )
 
     def run(self, say: Callable[[str], None]) -> Report:
         say("checking that all ways give the same gradients")

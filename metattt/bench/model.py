@@ -1,4 +1,5 @@
-"""`metattt bench model`: a language model with different layers: training, prefill, and decoding after short and long contexts."""
+"""`metattt bench model`: a language model with different layers: training, prefill, and decoding after short and long
+contexts."""
 
 from __future__ import annotations
 
@@ -29,14 +30,16 @@ class ModelBenchmark(Benchmark):
 
     Args:
         preset: size of the model.
-        layers: its sequence layers, each a model; all are held at the same time. Ratios are to `attention`, else to the first.
+        layers: its sequence layers, each a model; all are held at the same time. Ratios are to `attention`, else to the
+            first.
         overrides: of the model's configuration, e.g. `model.num_layers=2`.
         train_length: T of a training step with AdamW, tokens.
         contexts: tokens of the prefills, after which tokens are decoded.
         decode_tokens: decoded in one timed call.
         rounds: timed training steps and prefills, in turn.
         decode_rounds: timed decoding calls, in turn.
-        bound: decoding after the longest context may take so many times as long as after the shortest (reported, not enforced).
+        bound: decoding after the longest context may take so many times as long as after the shortest (reported, not
+            enforced).
         device: `cpu`, `cuda`, or `auto`.
     """
 
@@ -55,12 +58,19 @@ class ModelBenchmark(Benchmark):
     ):
         for name in layers:
             check_choice("benchmark.layers", name, known_layers())
-        sizes = {"train_length": train_length, "decode_tokens": decode_tokens, "rounds": rounds, "decode_rounds": decode_rounds}
+        sizes = {
+            "train_length": train_length,
+            "decode_tokens": decode_tokens,
+            "rounds": rounds,
+            "decode_rounds": decode_rounds,
+        }
         for key, value in sizes.items():
             if value < 1:
                 raise MetaTTTError(f"benchmark.{key}={value} is not allowed: it must be at least 1")
         if not layers or len(contexts) < 2 or min(contexts) < 1:
-            raise MetaTTTError(f"benchmark.layers={list(layers)} contexts={list(contexts)}: one layer or more, two lengths or more")
+            raise MetaTTTError(
+                f"benchmark.layers={list(layers)} contexts={list(contexts)}: one layer or more, two lengths or more"
+            )
         self.preset, self.layers, self.overrides, self.bound = preset, list(layers), list(overrides), bound
         self.train_length, self.contexts, self.decode_tokens = train_length, sorted(contexts), decode_tokens
         self.rounds, self.decode_rounds, self.device = rounds, decode_rounds, pick_device(device)
@@ -104,7 +114,7 @@ class ModelBenchmark(Benchmark):
         settings = {key: str(value) if key in ("device", "operand") else value for key, value in vars(self).items()}
         return Report("Language models", text, tables, checks, settings, self._panels(prefill, decoding))
 
-    # -- models and their check ------------------------------------------------------------------------------------------------
+    # -- models and their check ----------------------------------------------------------------------------------------
 
     def _model(self, layer: str, *overrides: str) -> LanguageModel:
         given = (f"preset={self.preset}", f"layer={layer}", "model=mamba_backbone", *self.overrides, *overrides)
@@ -136,12 +146,17 @@ class ModelBenchmark(Benchmark):
                 logits, state = model.step(token, state)
                 rows.append(logits)
             checks.append(
-                require(f"{name}, prefill with decoding and one call, logits, fp32", distance(torch.cat(rows, 1), expected), 1e-3)
+                require(
+                    f"{name}, prefill with decoding and one call, logits, fp32",
+                    distance(torch.cat(rows, 1), expected),
+                    1e-3,
+                )
             )
         return checks
 
     def _gradients(self, model: LanguageModel, ids: Tensor) -> list[Tensor]:
-        """The loss, and the gradients of every kind of parameter, all blocks' as one vector (some of one block's are nearly zero)."""
+        """The loss, and the gradients of every kind of parameter, all blocks' as one vector (some of one block's are
+        nearly zero)."""
         loss = model.cross_entropy(ids[:, :-1], ids[:, 1:])[0]
         names, parameters = zip(*model.named_parameters(), strict=True)
         found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
@@ -154,7 +169,7 @@ class ModelBenchmark(Benchmark):
         vocab_size = int(compose(f"preset={self.preset}", *self.overrides, job="language_model").model.vocab_size)
         return torch.randint(vocab_size, (1, length), generator=torch.Generator().manual_seed(seed)).to(self.device)
 
-    # -- what is timed ---------------------------------------------------------------------------------------------------------
+    # -- what is timed -------------------------------------------------------------------------------------------------
 
     def _cast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.operand is torch.bfloat16)
@@ -177,7 +192,11 @@ class ModelBenchmark(Benchmark):
         optimizer.step()
 
     def _prefill(
-        self, models: Mapping[str, LanguageModel], length: int, ceiling: Ceilings, states: dict[str, dict[int, LanguageModelState]]
+        self,
+        models: Mapping[str, LanguageModel],
+        length: int,
+        ceiling: Ceilings,
+        states: dict[str, dict[int, LanguageModelState]],
     ) -> tuple[list[Row], list[Row]]:
         ids = self._ids(length, 3)
 
@@ -190,7 +209,10 @@ class ModelBenchmark(Benchmark):
         return self._rows("prefill", seconds, length, 1, 1, ceiling)
 
     def _decoding(
-        self, models: Mapping[str, LanguageModel], states: Mapping[str, Mapping[int, LanguageModelState]], ceiling: Ceilings
+        self,
+        models: Mapping[str, LanguageModel],
+        states: Mapping[str, Mapping[int, LanguageModelState]],
+        ceiling: Ceilings,
     ) -> tuple[list[Row], list[Row], list[Row]]:
         ids = self._ids(self.decode_tokens, 4)
         calls = {
@@ -209,12 +231,18 @@ class ModelBenchmark(Benchmark):
                 milliseconds = spread([1000 * second / self.decode_tokens for second in took])
                 carried = sum(layer.nbytes for layer in state.layers)
                 row: Row = {"layer": name, "after tokens": length}
-                row |= {f"ms per token, {key}": value for key, value in milliseconds._asdict().items()} | {"state, MB": carried / 1e6}
-                rows.append(row | {"share of ceiling": ceiling.share(milliseconds.median / 1000, 0, parameters + carried)})
+                row |= {f"ms per token, {key}": value for key, value in milliseconds._asdict().items()} | {
+                    "state, MB": carried / 1e6
+                }
+                rows.append(
+                    row | {"share of ceiling": ceiling.share(milliseconds.median / 1000, 0, parameters + carried)}
+                )
                 if length != self.contexts[0]:
                     longer = ratios(took, seconds[f"{name} {self.contexts[0]}"])
                     within = "yes" if longer.median <= self.bound else "no"
-                    growth.append({"layer": name, "after tokens": length} | longer._asdict() | {f"at most {self.bound:g}": within})
+                    growth.append(
+                        {"layer": name, "after tokens": length} | longer._asdict() | {f"at most {self.bound:g}": within}
+                    )
                 if name != self.baseline:
                     ratio = ratios(took, seconds[f"{self.baseline} {length}"])
                     versus.append({"layer": name, "what": "decoding", "T": length} | ratio._asdict())
@@ -225,7 +253,7 @@ class ModelBenchmark(Benchmark):
             for token in ids.split(1, dim=1):
                 _, state = model.step(token, state)
 
-    # -- what is written -------------------------------------------------------------------------------------------------------
+    # -- what is written -----------------------------------------------------------------------------------------------
 
     def _rows(
         self, what: str, seconds: Mapping[str, list[float]], length: int, passes: int, logits: int, ceiling: Ceilings
@@ -239,7 +267,9 @@ class ModelBenchmark(Benchmark):
             share = ceiling.share(found.median, passes * self._operations(name, length, logits))
             rows.append(row | {"tokens/s": length / found.median, "share of ceiling": share})
             if name != self.baseline:
-                versus.append({"layer": name, "what": what, "T": length} | ratios(took, seconds[self.baseline])._asdict())
+                versus.append(
+                    {"layer": name, "what": what, "T": length} | ratios(took, seconds[self.baseline])._asdict()
+                )
         return rows, versus
 
     def _operations(self, name: str, length: int, logits: int) -> int:
@@ -252,9 +282,15 @@ class ModelBenchmark(Benchmark):
 
     def _panels(self, prefill: Sequence[Row], decoding: Sequence[Row]) -> list[Panel]:
         panels = []
-        for title, rows, x, y in (("Prefill", prefill, "T", "tokens/s"), ("Decoding", decoding, "after tokens", "ms per token, median")):
+        for title, rows, x, y in (
+            ("Prefill", prefill, "T", "tokens/s"),
+            ("Decoding", decoding, "after tokens", "ms per token, median"),
+        ):
             curves = {
-                name: ([row[x] for row in rows if row["layer"] == name], [row[y] for row in rows if row["layer"] == name])
+                name: (
+                    [row[x] for row in rows if row["layer"] == name],
+                    [row[y] for row in rows if row["layer"] == name],
+                )
                 for name in self.layers
             }
             panels.append(Panel(title, "tokens read" if x != "T" else "T (tokens)", y.removesuffix(", median"), curves))

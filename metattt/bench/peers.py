@@ -25,7 +25,8 @@ class Peer(NamedTuple):
 
 
 def peers(mini_batch_size: int) -> list[Peer]:
-    """PyTorch's attention, and of flash-linear-attention (where it is installed and imports) TTT-Linear, the delta rules and Mamba-2.
+    """PyTorch's attention, and of flash-linear-attention (where it is installed and imports) TTT-Linear, the delta
+    rules and Mamba-2.
 
     Args:
         mini_batch_size: b of TTT-Linear, tokens.
@@ -47,7 +48,10 @@ def peers(mini_batch_size: int) -> list[Peer]:
 
     def ttt_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
         batch, length, heads, width = shape
-        norm = [torch.ones(heads, width, device=device, dtype=dtype), torch.zeros(heads, width, device=device, dtype=dtype)]
+        norm = [
+            torch.ones(heads, width, device=device, dtype=dtype),
+            torch.zeros(heads, width, device=device, dtype=dtype),
+        ]
         eta = torch.rand(batch, length, heads, 1, device=device, dtype=dtype) / width
         return [*_views(shape, dtype, device), *(x.requires_grad_() for x in (*norm, eta))]
 
@@ -63,8 +67,16 @@ def peers(mini_batch_size: int) -> list[Peer]:
         *found,
         Peer("fla ttt_linear, fused", ttt(fused_chunk_ttt_linear), ttt_inputs),
         Peer("fla ttt_linear, chunk", ttt(chunk_ttt_linear), ttt_inputs),
-        Peer("fla mamba-2 (simple_gla)", lambda q, k, v, g: chunk_simple_gla(q, k, v, g=g)[0], lambda *at: [*unit(*at), gates(*at)[0]]),
-        Peer("fla delta_rule", lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta)[0], lambda *at: [*unit(*at), gates(*at)[1]]),
+        Peer(
+            "fla mamba-2 (simple_gla)",
+            lambda q, k, v, g: chunk_simple_gla(q, k, v, g=g)[0],
+            lambda *at: [*unit(*at), gates(*at)[0]],
+        ),
+        Peer(
+            "fla delta_rule",
+            lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta)[0],
+            lambda *at: [*unit(*at), gates(*at)[1]],
+        ),
         Peer(
             "fla gated_delta_rule",
             lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g, beta)[0],
@@ -78,7 +90,9 @@ def missing() -> str | None:
     try:
         import fla.ops.ttt  # noqa: F401
     except Exception as error:  # as in `peers`
-        return f"flash-linear-attention: {type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
+        return (
+            f"flash-linear-attention: {type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
+        )
     return None
 
 

@@ -1,4 +1,5 @@
-"""`metattt bench pixel`: memory and time of one image from raw pixels through a vision transformer, forward and backward."""
+"""`metattt bench pixel`: memory and time of one image from raw pixels through a vision transformer, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Pixel(Benchmark):
         max_memory: GB that the process may take at its peak.
     """
 
-    def __init__(self, layer: str = "mttt_mlp", img_size: int = 224, steps: int = 1, depth: int = 12, max_memory: float = 6.0):
+    def __init__(
+        self, layer: str = "mttt_mlp", img_size: int = 224, steps: int = 1, depth: int = 12, max_memory: float = 6.0
+    ):
         check_choice("benchmark.layer", layer, LAYERS)
         for name, value in (("img_size", img_size), ("steps", steps), ("depth", depth)):
             if value < 1:
@@ -39,8 +42,12 @@ class Pixel(Benchmark):
 
     def run(self, say: Callable[[str], None]) -> Report:
         checks = [self._check()]
-        model = create("vit_tiny_pixel", LAYERS[self.layer], img_size=self.img_size, depth=self.depth, overrides=self._overrides())
-        torch.nn.init.normal_(model.get_parameter("head.logits.weight"), std=0.02)  # it starts at zero, where no gradient flows
+        model = create(
+            "vit_tiny_pixel", LAYERS[self.layer], img_size=self.img_size, depth=self.depth, overrides=self._overrides()
+        )
+        torch.nn.init.normal_(
+            model.get_parameter("head.logits.weight"), std=0.02
+        )  # it starts at zero, where no gradient flows
         model.set_grad_checkpointing()
         flops = flops_per_image(model)
         image, before = torch.randn(1, 3, self.img_size, self.img_size), peak_memory()
@@ -80,19 +87,27 @@ class Pixel(Benchmark):
         seeded = ["optimizer.seed=0"] if chunk is not None else []
         if not self.layer.startswith("mttt"):
             return []
-        return chunked + seeded + ([f"optimizer.steps={self.steps}", "optimizer.sampling=sgd"] if self.steps > 1 else [])
+        return (
+            chunked + seeded + ([f"optimizer.steps={self.steps}", "optimizer.sampling=sgd"] if self.steps > 1 else [])
+        )
 
     def _check(self) -> Check:
         """A small image with chunks and recomputation against everything at once."""
         image, found = torch.randn(1, 3, 16, 16, dtype=torch.float64), []
         for chunk, recompute in ((48, True), (2048, False)):
             torch.manual_seed(0)
-            model = create("vit_tiny_pixel", LAYERS[self.layer], img_size=16, depth=2, overrides=self._overrides(chunk)).double()
+            model = create(
+                "vit_tiny_pixel", LAYERS[self.layer], img_size=16, depth=2, overrides=self._overrides(chunk)
+            ).double()
             torch.nn.init.normal_(model.get_parameter("head.logits.weight"), std=0.02)
             model.set_grad_checkpointing(recompute)
             logits = model(image)
             logits.square().sum().backward()
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None] + [logits.detach().flatten()]))
+            found.append(
+                torch.cat(
+                    [p.grad.flatten() for p in model.parameters() if p.grad is not None] + [logits.detach().flatten()]
+                )
+            )
         return require(
             "a 16×16 image in chunks of 48 tokens, recomputed, against all at once: logits and gradients",
             distance(found[0], found[1]),

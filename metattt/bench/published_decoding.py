@@ -1,10 +1,11 @@
 """Decoding in the style of the published PyTorch models: a baseline to time against.
 
-What their code does for one token, with our parameters: Python calls a dozen small operations for every convolution, rotation
-and norm; a token is a sequence of mini-batches of which there is one, of one token; the inner loop carries the weights of the
-last commit and the sum of gradients since, and materialises the token's gradient and weights with einsums (the primal form of
-arXiv 2407.04620, Sec. 2.3, with token steps). States are updated in place. Left out are calls of modules, casts between equal
-types, and what is computed for other cases: their own code takes longer than this, never less.
+What their code does for one token, with our parameters: Python calls a dozen small operations for every convolution,
+rotation and norm; a token is a sequence of mini-batches of which there is one, of one token; the inner loop carries the
+weights of the last commit and the sum of gradients since, and materialises the token's gradient and weights with
+einsums (the primal form of arXiv 2407.04620, Sec. 2.3, with token steps). States are updated in place. Left out are
+calls of modules, casts between equal types, and what is computed for other cases: their own code takes longer than
+this, never less.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from metattt.tasks.reconstruction import Reconstruction
 
 
 class PublishedDecoding:
-    """A TTT-Linear or TTT-MLP language model of the Mamba backbone (shared q and k, gate, convolution in front), token by token.
+    """A TTT-Linear or TTT-MLP language model of the Mamba backbone (shared q and k, gate, convolution in front), token
+    by token.
 
     Args:
         model: whose parameters are used.
@@ -50,7 +52,8 @@ class PublishedDecoding:
 
 
 def _cache(state: State, tail: Tensor | None) -> Tensors:
-    """Weights W, accumulated gradients (without the token step), and the inputs of convolutions `[B, D, taps]`, newest last."""
+    """Weights W, accumulated gradients (without the token step), and the inputs of convolutions `[B, D, taps]`, newest
+    last."""
     assert tail is not None
     cache = {name: w.clone() for name, w in state.weights["commit"].items()}
     for name, w in state.weights["commit"].items():

@@ -1,7 +1,8 @@
 """The inner loop in the style of the published PyTorch models: a baseline to time against.
 
-The dual form of each mini-batch is written out in closed form, inputs are sliced in a Python loop, outputs are written into one tensor,
-and autograd goes through all of it (the equations of arXiv 2407.04620, Sec. 2.5, with the published models' token steps folded into η).
+The dual form of each mini-batch is written out in closed form, inputs are sliced in a Python loop, outputs are written
+into one tensor, and autograd goes through all of it (the equations of arXiv 2407.04620, Sec. 2.5, with the published
+models' token steps folded into η).
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ EPS = 1e-6
 
 
 def published_style(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, tau: Tensor, weights: Mapping[str, Tensor], scale: Tensor, shift: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    eta: Tensor,
+    tau: Tensor,
+    weights: Mapping[str, Tensor],
+    scale: Tensor,
+    shift: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """TTT-Linear or TTT-MLP, as `weights` are named.
 
@@ -32,14 +40,18 @@ def published_style(
     """
     size = tau.shape[-1]
     blocks = {name: x.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4) for name, x in (("q", q), ("k", k), ("v", v))}
-    steps = (tau[:, None, None, :, None] * eta.unflatten(2, (-1, size)).unsqueeze(-2)).permute(2, 0, 1, 3, 4)  # [n, B, H, b, b]
+    steps = (tau[:, None, None, :, None] * eta.unflatten(2, (-1, size)).unsqueeze(-2)).permute(
+        2, 0, 1, 3, 4
+    )  # [n, B, H, b, b]
     state = {name: x if x.ndim == 4 else x.unsqueeze(2) for name, x in weights.items()}
     affine = scale[None, :, None], shift[None, :, None]
     step = _mlp if "w2" in weights else _linear
     out = torch.empty_like(blocks["q"])
     for i in range(steps.shape[0]):
         out[i], state = step(blocks["q"][i], blocks["k"][i], blocks["v"][i], steps[i], state, *affine)
-    return out.permute(1, 2, 0, 3, 4).flatten(2, 3), {name: x if x.shape[2] > 1 else x.squeeze(2) for name, x in state.items()}
+    return out.permute(1, 2, 0, 3, 4).flatten(2, 3), {
+        name: x if x.shape[2] > 1 else x.squeeze(2) for name, x in state.items()
+    }
 
 
 def _linear(

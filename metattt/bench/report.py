@@ -62,7 +62,9 @@ class Report:
         for title, rows in self.tables.items():
             lines += [f"## {title}", "", *markdown_table(rows), ""]
         lines += ["Checked before anything was timed:", ""]
-        lines += [f"- {check.name}: relative error {check.error:.1e} (at most {check.bound:.0e})" for check in self.checks]
+        lines += [
+            f"- {check.name}: relative error {check.error:.1e} (at most {check.bound:.0e})" for check in self.checks
+        ]
         return "\n".join([*lines, "", _sentence(environment()), ""])
 
     @property
@@ -71,10 +73,13 @@ class Report:
         return absence("matplotlib", extra="train", what="drawing the picture")
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Writes `<name>.md`, `.json` and, if there are panels (and `no_picture` is None), `.png`, and returns their paths."""
+        """Writes `<name>.md`, `.json` and, if there are panels (and `no_picture` is None), `.png`, and returns their
+        paths."""
         folder, name = (folder / (self.file or name)).parent, (self.file or name).rsplit("/", 1)[-1]
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"environment": environment()} | {key: value for key, value in asdict(self).items() if key not in ("panels", "file")}
+        content = {"environment": environment()} | {
+            key: value for key, value in asdict(self).items() if key not in ("panels", "file")
+        }
         paths = [folder / f"{name}.md", folder / f"{name}.json"]
         paths[0].write_text(self.markdown(), encoding="utf-8")
         paths[1].write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -124,9 +129,13 @@ def _draw(panels: Sequence[Panel], path: Path) -> None:
     figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
     colours = [f"C{i}" for i in range(10)]
     for number, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), number, xscale="log", yscale="log", title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        axes = figure.add_subplot(
+            1, len(panels), number, xscale="log", yscale="log", title=panel.title, xlabel=panel.x, ylabel=panel.y
+        )
         for i, (name, (x, y)) in enumerate(panel.curves.items()):
-            axes.plot(x, y, label=name, color=colours[i % 10], linestyle="-" if i < 10 else "--", marker="o", markersize=3)
+            axes.plot(
+                x, y, label=name, color=colours[i % 10], linestyle="-" if i < 10 else "--", marker="o", markersize=3
+            )
         axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     figure.savefig(path, dpi=120)

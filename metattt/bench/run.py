@@ -32,7 +32,9 @@ def bench(cfg: DictConfig) -> None:
     torch.manual_seed(cfg.seed)
     benchmark: Benchmark = instantiate_part(cfg, "benchmark")
     target = str(cfg.benchmark._target_)
-    name = next((known for (group, known), path in REGISTERED.items() if (group, path) == ("benchmark", target)), "benchmark")
+    name = next(
+        (known for (group, known), path in REGISTERED.items() if (group, path) == ("benchmark", target)), "benchmark"
+    )
     report = benchmark.run(lambda line: console.print(line, style="dim"))
     _show(console, report)
     for path in report.write(Path(cfg.output_dir).expanduser(), name):
@@ -49,5 +51,10 @@ def _show(console: Console, report: Report) -> None:
         for column in rows[0]:
             table.add_column(column, justify="right" if isinstance(rows[0][column], int | float) else "left")
         for row in rows:
-            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value) for value in row.values()))
+            table.add_row(
+                *(
+                    f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
+                    for value in row.values()
+                )
+            )
         console.print(table)

@@ -54,8 +54,14 @@ class StateAndCost(Benchmark):
         max_state: int = 2**28,
         rounds: int = 5,
     ):
-        if not lengths or any(length < 1 or length % call for length in lengths) or any(a >= b for a, b in pairwise(lengths)):
-            raise MetaTTTError(f"benchmark.lengths={list(lengths)} is not allowed: rising multiples of benchmark.call={call}")
+        if (
+            not lengths
+            or any(length < 1 or length % call for length in lengths)
+            or any(a >= b for a, b in pairwise(lengths))
+        ):
+            raise MetaTTTError(
+                f"benchmark.lengths={list(lengths)} is not allowed: rising multiples of benchmark.call={call}"
+            )
         if rounds < 1:
             raise MetaTTTError(f"benchmark.rounds={rounds} is not allowed: it must be at least 1")
         self.layers, self.lengths, self.call = list(layers or known_layers()), list(lengths), call
@@ -86,7 +92,13 @@ class StateAndCost(Benchmark):
             "Time per token in a call (ms)": self._table(points, lambda point: point.call),
             "Time of one token after T (ms)": self._table(points, lambda point: point.decode),
         }
-        settings = {"lengths": self.lengths, "call": self.call, "dim": self.dim, "num_heads": self.num_heads, "rounds": self.rounds}
+        settings = {
+            "lengths": self.lengths,
+            "call": self.call,
+            "dim": self.dim,
+            "num_heads": self.num_heads,
+            "rounds": self.rounds,
+        }
         panels = [
             self._panel("State", "bytes", points, lambda point: point.state),
             self._panel("Decoding one token", "ms", points, lambda point: point.decode),
@@ -121,13 +133,20 @@ class StateAndCost(Benchmark):
             if state.nbytes > self.max_state:
                 break
         least = self._least(calls)
-        return [Point(end, size, least[f"call {end}"] / self.call, least[f"decode {end}"]) for end, size in sizes.items()]
+        return [
+            Point(end, size, least[f"call {end}"] / self.call, least[f"decode {end}"]) for end, size in sizes.items()
+        ]
 
     def _whole(self, layer: TTTLayer) -> list[Point]:
         """For layers that read all tokens at once."""
-        fitting = [length for length in self.lengths if self.num_heads * length**2 * 4 <= 16 * self.max_state]  # attention's scores
+        fitting = [
+            length for length in self.lengths if self.num_heads * length**2 * 4 <= 16 * self.max_state
+        ]  # attention's scores
         least = self._least({str(length): partial(layer, self._tokens(length)) for length in fitting})
-        return [Point(length, layer(self._tokens(length))[1].nbytes, least[str(length)] / length, None) for length in fitting]
+        return [
+            Point(length, layer(self._tokens(length))[1].nbytes, least[str(length)] / length, None)
+            for length in fitting
+        ]
 
     def _least(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Milliseconds of the shortest call: others were disturbed."""
@@ -143,7 +162,9 @@ class StateAndCost(Benchmark):
             rows.append({"layer": name} | {f"T = {length}": by_length.get(length) for length in self.lengths})
         return rows
 
-    def _panel(self, title: str, unit: str, points: dict[str, list[Point]], value: Callable[[Point], float | None]) -> Panel:
+    def _panel(
+        self, title: str, unit: str, points: dict[str, list[Point]], value: Callable[[Point], float | None]
+    ) -> Panel:
         curves = {}
         for name, found in points.items():
             pairs = [(point.tokens, y) for point in found if (y := value(point)) is not None]

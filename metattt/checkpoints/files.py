@@ -23,7 +23,11 @@ from metattt.errors import MetaTTTError
 Tensors = Literal["all", "weights", "none"]
 LAST = "last.ckpt"  # of a run: a file; a folder, where the processes of the run wrote their parts
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it
-PUBLISHED = (f"{SAFETENSORS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")  # other names that releases have
+PUBLISHED = (
+    f"{SAFETENSORS}.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)  # other names that releases have
 TOKENIZER = "tokenizer.json"  # of the `tokenizers` library, beside the weights
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
@@ -41,7 +45,9 @@ def find_checkpoint(path: str | Path) -> Path:
     if given.is_file() or is_sharded(given):
         return given
     if not given.is_dir():
-        raise MetaTTTError(f"no checkpoint: {path} does not exist; give a run's folder, its {LAST}, or a folder or file of weights")
+        raise MetaTTTError(
+            f"no checkpoint: {path} does not exist; give a run's folder, its {LAST}, or a folder or file of weights"
+        )
     for name in (LAST, SAFETENSORS, *PUBLISHED):
         if (found := standing(given / name)).is_file() or is_sharded(found):
             return found
@@ -51,7 +57,9 @@ def find_checkpoint(path: str | Path) -> Path:
     if not files:
         raise MetaTTTError(f"no checkpoint: the folder {given} holds no {LAST}, and none of {', '.join(SUFFIXES)}")
     several = ", ".join(file.name for file in files)
-    raise MetaTTTError(f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>")
+    raise MetaTTTError(
+        f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
+    )
 
 
 def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> dict[str, Any]:
@@ -77,7 +85,9 @@ def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> di
         try:
             return load_file(file)
         except (SafetensorError, OSError) as error:
-            raise MetaTTTError(f"{file} cannot be read as safetensors: it is truncated, damaged or of another kind ({error})") from error
+            raise MetaTTTError(
+                f"{file} cannot be read as safetensors: it is truncated, damaged or of another kind ({error})"
+            ) from error
     try:
         with warnings.catch_warnings(action="ignore"):  # of old pickle formats: what cannot be read is said below
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(file))
@@ -87,15 +97,20 @@ def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> di
                 f"{file} holds pickled objects, which could run any code when loaded; only tensors are read.\n"
                 "Save the state dict alone where the file comes from: torch.save(model.state_dict(), ...)"
             ) from error
-        raise MetaTTTError(f"{file} cannot be read as a checkpoint: it is truncated, damaged or of another kind") from error
+        raise MetaTTTError(
+            f"{file} cannot be read as a checkpoint: it is truncated, damaged or of another kind"
+        ) from error
     if not isinstance(content, Mapping):
         held = type(content).__name__
-        raise MetaTTTError(f"{file} is not a checkpoint of metattt train, nor tensors by name: it holds {held}; save model.state_dict()")
+        raise MetaTTTError(
+            f"{file} is not a checkpoint of metattt train, nor tensors by name: it holds {held}; save model.state_dict()"
+        )
     return dict(content)
 
 
 def write_file(file: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes a run's checkpoint in place of what has this name, a file or a folder: a kill leaves the old one or the new one.
+    """Writes a run's checkpoint in place of what has this name, a file or a folder: a kill leaves the old one or the
+    new one.
 
     Raises:
         MetaTTTError: it cannot be written.
@@ -156,7 +171,8 @@ def read_tokenizer(folder: Path) -> str | None:
 
 
 def write_folder(target: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str | None]) -> None:
-    """Writes weights and files of text by their names (None: no such file), all or nothing: interrupted, it leaves no folder `target`."""
+    """Writes weights and files of text by their names (None: no such file), all or nothing: interrupted, it leaves no
+    folder `target`."""
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)

@@ -1,9 +1,9 @@
 """Configurations on disk name components as `group=name` with a version, not by where their classes stand.
 
-In memory a node of a component has `_target_`, a dotted path, which is what Hydra instantiates. On disk the same node has
-`_component_: learner=mlp` and `_version_: 1` in its place: a class may be moved or renamed, and old runs still find it. What a file
-names is looked up among registered components alone. Classes that are not ours to move (Lightning's, or a user's own that no installed
-package announces) keep their `_target_`.
+In memory a node of a component has `_target_`, a dotted path, which is what Hydra instantiates. On disk the same node
+has `_component_: learner=mlp` and `_version_: 1` in its place: a class may be moved or renamed, and old runs still find
+it. What a file names is looked up among registered components alone. Classes that are not ours to move (Lightning's, or
+a user's own that no installed package announces) keep their `_target_`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def _found(group: str, name: str, origin: object) -> str:
     if (group, name) not in REGISTERED and group in HOMES:
         load_components((HOMES[group],))
     if (group, name) not in REGISTERED:
-        raise MetaTTTError(f"{origin} was made with {group}={name}, which nothing here registers: install the package that does")
+        raise MetaTTTError(
+            f"{origin} was made with {group}={name}, which nothing here registers: install the package that does"
+        )
     return REGISTERED[group, name]
 
 
@@ -99,6 +101,9 @@ def _current(group: str, name: str, version: Any, parameters: dict[str, Any], or
 
 
 def _is_announced(target: str) -> bool:
-    """Whether another process will find a registered class by its name: it is ours, or of a package that announces its components."""
+    """Whether another process will find a registered class by its name: it is ours, or of a package that announces its
+    components."""
     owner = target.partition(".")[0]
-    return owner == "metattt" or any(entry.value.partition(".")[0] == owner for entry in entry_points(group="metattt.components"))
+    return owner == "metattt" or any(
+        entry.value.partition(".")[0] == owner for entry in entry_points(group="metattt.components")
+    )

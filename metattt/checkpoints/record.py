@@ -1,4 +1,5 @@
-"""What stands beside the weights: version, configuration, tokenizer. In a run's checkpoint under `RECORD`, in a folder as `CONFIG`."""
+"""What stands beside the weights: version, configuration, tokenizer. In a run's checkpoint under `RECORD`, in a folder
+as `CONFIG`."""
 
 from __future__ import annotations
 
@@ -42,8 +43,14 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
     if version not in range(1, VERSION + 1):
         newer = type(version) is int and version > VERSION
         remedy = "update metattt" if newer else "it is damaged, or of another program"
-        raise MetaTTTError(f"{origin} has checkpoint version {version}; this release reads versions 1 to {VERSION}: {remedy}")
-    return {**record, "version": VERSION, "config": from_version1(record["config"]) if version == 1 else record["config"]}
+        raise MetaTTTError(
+            f"{origin} has checkpoint version {version}; this release reads versions 1 to {VERSION}: {remedy}"
+        )
+    return {
+        **record,
+        "version": VERSION,
+        "config": from_version1(record["config"]) if version == 1 else record["config"],
+    }
 
 
 def record_config(record: Mapping[str, Any], origin: Path, skip: Collection[str] = ()) -> DictConfig:

@@ -1,8 +1,8 @@
 """Sharded checkpoints: a folder in which every process wrote its part of the tensors (torch.distributed.checkpoint).
 
-The folder holds the parts (`*.distcp`), their index (`.metadata`) and everything that is no tensor (`meta.pt`). It is read by any
-number of processes, or put together into what one process would have saved. Nothing in it is run: the index is unpickled with the
-index's own classes alone, the rest as weights only.
+The folder holds the parts (`*.distcp`), their index (`.metadata`) and everything that is no tensor (`meta.pt`). It is
+read by any number of processes, or put together into what one process would have saved. Nothing in it is run: the index
+is unpickled with the index's own classes alone, the rest as weights only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def is_sharded(path: Path) -> bool:
 
 
 def read_sharded(folder: Path, weights_only: bool = False) -> dict[str, Any]:
-    """What one process would have saved: `state_dict`, `optimizer_states` and plain data, with whole tensors on the CPU.
+    """What one process would have saved: `state_dict`, `optimizer_states` and plain data, with whole tensors on the
+    CPU.
 
     Args:
         folder: the checkpoint.
@@ -77,7 +78,8 @@ def read_plain(folder: Path) -> dict[str, Any]:
 
 
 def load_sharded(folder: Path, tensors: Mapping[str, Any]) -> None:
-    """Fills nested dictionaries of tensors from the checkpoint, in place; all processes together, each with its own parts.
+    """Fills nested dictionaries of tensors from the checkpoint, in place; all processes together, each with its own
+    parts.
 
     Raises:
         MetaTTTError: parts that are missing or damaged, or tensors that the checkpoint does not have.
@@ -120,10 +122,19 @@ def write_sharded(folder: Path, checkpoint: Mapping[str, Any]) -> None:
     _barrier()
 
 
-def split_state(state: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], dict[int, dict[str, Any]]]:
-    """The state of an optimizer, by parameter and key: its tensors, with the numbers as texts as the files have them, and the rest."""
-    tensors = {str(number): {key: value for key, value in one.items() if isinstance(value, Tensor)} for number, one in state.items()}
-    others = {number: {key: value for key, value in one.items() if not isinstance(value, Tensor)} for number, one in state.items()}
+def split_state(
+    state: Mapping[int, Mapping[str, Any]],
+) -> tuple[dict[str, dict[str, Tensor]], dict[int, dict[str, Any]]]:
+    """The state of an optimizer, by parameter and key: its tensors, with the numbers as texts as the files have them,
+    and the rest."""
+    tensors = {
+        str(number): {key: value for key, value in one.items() if isinstance(value, Tensor)}
+        for number, one in state.items()
+    }
+    others = {
+        number: {key: value for key, value in one.items() if not isinstance(value, Tensor)}
+        for number, one in state.items()
+    }
     return tensors, others
 
 
@@ -179,4 +190,6 @@ def _barrier() -> None:
 
 
 def _damaged(folder: Path) -> MetaTTTError:
-    return MetaTTTError(f"{folder} cannot be read as a sharded checkpoint: parts of it are missing, damaged or of another model")
+    return MetaTTTError(
+        f"{folder} cannot be read as a sharded checkpoint: parts of it are missing, damaged or of another model"
+    )

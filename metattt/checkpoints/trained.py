@@ -100,7 +100,9 @@ def read_weights(path: str | Path) -> Weights:
     content = read_content(file, "weights", mmap=True)
     if RECORD in content:
         record = _checked(file, content)[RECORD]
-        tensors = {name.removeprefix(PREFIX): value for name, value in content[WEIGHTS].items() if name.startswith(PREFIX)}
+        tensors = {
+            name.removeprefix(PREFIX): value for name, value in content[WEIGHTS].items() if name.startswith(PREFIX)
+        }
         return Weights(_of_run(file, record, (*OF_TRAINING, "data")), tensors, "ours", True)
     if set(content) == {WEIGHTS} and isinstance(content[WEIGHTS], Mapping):
         content = dict(content[WEIGHTS])
@@ -121,18 +123,22 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[La
     """A trained model and its configuration: `model, config = metattt.load_model("runs/…")`.
 
     Args:
-        path: a run's folder or its `last.ckpt`, a folder of `metattt convert`, or a published checkpoint with its `config.json`.
+        path: a run's folder or its `last.ckpt`, a folder of `metattt convert`, or a published checkpoint with its
+            `config.json`.
         device: where the model goes.
 
     Returns:
-        The model in evaluation mode, and the configuration: of the run, or of the model alone where there was no run. Parameters of a
-        run are in fp32; those of a model that was saved alone keep their types. torch's global generator is left as it was.
+        The model in evaluation mode, and the configuration: of the run, or of the model alone where there was no run.
+        Parameters of a run are in fp32; those of a model that was saved alone keep their types. torch's global
+        generator is left as it was.
 
     Raises:
         MetaTTTError: no checkpoint, one that cannot be read, or parameters that are not those of the configured model.
     """
     found = read_weights(path)
-    with torch.random.fork_rng(devices=[]):  # not on the meta device: a layer may compute buffers, which no checkpoint holds
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # not on the meta device: a layer may compute buffers, which no checkpoint holds
         model = instantiate_model(found.about.config)
     if not found.of_run:
         _take_types(model, found.tensors)
@@ -141,7 +147,8 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[La
 
 
 def fill(model: LanguageModel, found: Weights, complaint: str) -> None:
-    """Gives a model, whole or divided among processes, the weights of a model alike. Buffers may be absent: the model computes them.
+    """Gives a model, whole or divided among processes, the weights of a model alike. Buffers may be absent: the model
+    computes them.
 
     Raises:
         MetaTTTError: `complaint`, and the names or shapes that do not fit.
@@ -204,5 +211,8 @@ def _take_types(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    nested = (_paths(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"] for key, value in tree.items())
+    nested = (
+        _paths(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+        for key, value in tree.items()
+    )
     return [path for paths in nested for path in paths]

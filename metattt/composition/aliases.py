@@ -1,4 +1,5 @@
-"""What people type in this field, and where it is set here: `lr` is `training.lr`. One table, read by the messages alone."""
+"""What people type in this field, and where it is set here: `lr` is `training.lr`. One table, read by the messages
+alone."""
 
 from collections.abc import Container
 
@@ -64,7 +65,20 @@ NOT_SET_THERE = {
 }
 """Keys that a constructor has and a configuration must not set, with what to do instead."""
 
-OUTER_OPTIMIZERS = ("adamw", "adam8bit", "adafactor", "lamb", "lion", "nadam", "radam", "rmsprop", "sgd", "shampoo", "sophia", "soap")
+OUTER_OPTIMIZERS = (
+    "adamw",
+    "adam8bit",
+    "adafactor",
+    "lamb",
+    "lion",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "sgd",
+    "shampoo",
+    "sophia",
+    "soap",
+)
 """What is chosen with `training`, never with `optimizer`."""
 
 NUMBERS = {"optimizer.lr": "optimizer.base_lr"}

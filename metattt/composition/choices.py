@@ -15,7 +15,11 @@ def choices(group: str) -> dict[str, str]:
 def groups(job: str | None = None) -> dict[str, frozenset[str]]:
     """The groups that a job chooses from, with their choices; without a job, those of all jobs."""
     if job is None:
-        jobs = [file.name.removesuffix(".yaml") for file in files("metattt.configs").iterdir() if file.name.endswith(".yaml")]
+        jobs = [
+            file.name.removesuffix(".yaml")
+            for file in files("metattt.configs").iterdir()
+            if file.name.endswith(".yaml")
+        ]
         return {group: names for name in jobs for group, names in groups(name).items()}
     return {group: frozenset(_files(group)) for group, _ in _defaults(job)}
 
@@ -26,8 +30,11 @@ def unchosen(job: str) -> set[str]:
 
 
 def choice_of_schema(group: str, schema: str) -> str | None:
-    """The choice of a group whose keys are those of a registered class: of its name, or else a job's default, or any."""
-    using = [name for name, file in _files(group).items() if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")]
+    """The choice of a group whose keys are those of a registered class: of its name, or else a job's default, or
+    any."""
+    using = [
+        name for name, file in _files(group).items() if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")
+    ]
     usual = [default for name, default in _defaults("build") if name == group]
     return next((name for name in (schema, *usual, *sorted(using)) if name in using), None)
 

@@ -24,7 +24,8 @@ JOB_COMPONENTS = {
 
 
 def load_components(packages: Iterable[str] = COMPONENTS) -> None:
-    """Make the schema of every component known. Ours are read from their source (`signatures`), those of others imported.
+    """Make the schema of every component known. Ours are read from their source (`signatures`), those of others
+    imported.
 
     Raises:
         MetaTTTError: if a package that announces components cannot be imported.
@@ -60,7 +61,8 @@ def _read(package: str) -> None:
 
 @cache
 def _read_libraries() -> None:
-    """Classes that no decorator registers: the composer, which names nothing of configurations, and Lightning's Trainer."""
+    """Classes that no decorator registers: the composer, which names nothing of configurations, and Lightning's
+    Trainer."""
     store("layer", "ttt_layer", "metattt.layer.TTTLayer", constructor("metattt.layer", "TTTLayer"))
     with suppress(Unreadable):  # not installed, or of another version: then a new argument needs Hydra's `+`
         PARAMETERS[TRAINER] = {one.name: () for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")}

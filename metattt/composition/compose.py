@@ -111,7 +111,8 @@ def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
 def _unknown_key(overrides: list[str], job: str) -> str | None:
     """The message for the first override whose key the chosen parts do not have; None if there is none.
 
-    The parts are asked, and not Hydra's words: what is chosen is composed alone, and the other overrides are looked up in it.
+    The parts are asked, and not Hydra's words: what is chosen is composed alone, and the other overrides are looked up
+    in it.
     """
     chosen = choices_alone(overrides, job)
     try:

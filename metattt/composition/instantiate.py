@@ -30,7 +30,8 @@ def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
         options: arguments beside those of the node.
 
     Raises:
-        MetaTTTError: what the constructor refuses, in its own words; whatever else goes wrong, with the key and the class.
+        MetaTTTError: what the constructor refuses, in its own words; whatever else goes wrong, with the key and the
+            class.
     """
     try:
         return hydra.utils.instantiate(cfg[key], _convert_="all", **options)
@@ -51,7 +52,8 @@ def instantiate_layer(cfg: DictConfig) -> TTTLayer:
 
 
 def instantiate_model(cfg: DictConfig, on_block: Callable[[nn.Module], object] | None = None) -> LanguageModel:
-    """The model of `cfg.model`; every one of its blocks gets a new layer of `cfg.layer`. `on_block`: see `LanguageModel`.
+    """The model of `cfg.model`; every one of its blocks gets a new layer of `cfg.layer`. `on_block`: see
+    `LanguageModel`.
 
     Raises:
         MetaTTTError: as `instantiate_part`.

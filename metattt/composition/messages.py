@@ -67,7 +67,9 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
     known = known_keys(parent)
     keys = set(known.values())
     suggestion = alias(full_key, keys) or _in_another_choice(owner, key)
-    suggestion = suggestion or (alias(key, [one for one in keys if one.startswith(f"{owner}.")]) if owner else known.get(key))
+    suggestion = suggestion or (
+        alias(key, [one for one in keys if one.startswith(f"{owner}.")]) if owner else known.get(key)
+    )
     if not suggestion and (guess := nearest(key, fields)):
         suggestion = ".".join(filter(None, (owner, guess)))
     suggestion = suggestion or alias(key, keys) or _elsewhere(owner, key, known)
@@ -147,7 +149,11 @@ def explain_instantiation(error: BaseException, part: str) -> str:
     unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
     if unknown and isinstance(cause, TypeError):
         guess = nearest(unknown[1], _parameters(called[1]))
-        other = f"Add {key}=custom, which sets nothing but what you give" if key in CUSTOM else f"Leave it out with ~{key}.{unknown[1]}"
+        other = (
+            f"Add {key}=custom, which sets nothing but what you give"
+            if key in CUSTOM
+            else f"Leave it out with ~{key}.{unknown[1]}"
+        )
         hint = f"Did you mean `{key}.{guess}`?" if guess else other
         return f"`{unknown[1]}` is not a parameter of {called[1]}. {hint}"
     required = re.search(r"missing \d+ required .*?arguments?: (.*)", str(cause))
@@ -184,7 +190,8 @@ def _fields(node: Any) -> list[str]:
 
 
 def known_keys(node: Any) -> dict[str, str]:
-    """Every key of the configuration that a node is in, by itself, and by its last word if that stands in one part alone or first."""
+    """Every key of the configuration that a node is in, by itself, and by its last word if that stands in one part
+    alone or first."""
     if not isinstance(node, DictConfig):
         return {}
     root = node._get_root()
@@ -230,10 +237,16 @@ def _unknown_choice(error: MissingConfigException, job: str) -> str:
     if not group or error.options is None:
         return f"there is no config `{error.missing_cfg_file}`"
     known = groups(job)
-    others = [other for other, names in known.items() if name in names and group != "training" and name not in COMMON_NAMES]
+    others = [
+        other for other, names in known.items() if name in names and group != "training" and name not in COMMON_NAMES
+    ]
     guess, hint = nearest(name, error.options), ""
     if group == "optimizer" and name in OUTER_OPTIMIZERS and "training" in known:
-        choice = f"`training={name}`" if name in known["training"] else f"`training=<{', '.join(sorted(known['training']))}>`"
+        choice = (
+            f"`training={name}`"
+            if name in known["training"]
+            else f"`training=<{', '.join(sorted(known['training']))}>`"
+        )
         hint = f", the inner optimizer. The outer one is {choice}"
     elif others:
         hint = f". Did you mean `{others[0]}={name}`?"

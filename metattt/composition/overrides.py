@@ -1,4 +1,5 @@
-"""Overrides as they are typed, made ready for Hydra; those that no command can mean are refused here, without composing anything."""
+"""Overrides as they are typed, made ready for Hydra; those that no command can mean are refused here, without composing
+anything."""
 
 import re
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ SEARCH_PATH = "hydra.searchpath"
 LEFT_OUT = ("callbacks", "logger", "preset", "recipe", "experiment")
 """Groups that a job can do without."""
 
+
 def prepare(overrides: Sequence[str], job: str) -> list[str]:
     """Overrides in Hydra's syntax.
 
@@ -60,7 +62,8 @@ def choices_alone(prepared: Sequence[str], job: str) -> list[str]:
 def quote_free_text(override: str) -> str:
     """Quote the value of an override of a free-text key, so that Hydra takes it as written.
 
-    Left as they are: `null`, a value that is in quotes already, a list for a key of `LISTS`, and interpolations in paths.
+    Left as they are: `null`, a value that is in quotes already, a list for a key of `LISTS`, and interpolations in
+    paths.
     """
     match = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", override, flags=re.DOTALL)
     if match is None or match[2] not in FREE_TEXT:
@@ -89,7 +92,9 @@ def _search_path(override: str) -> str:
         if scheme in ("", "file"):
             folder = Path(path).expanduser().absolute()
             if not folder.is_dir():
-                raise MetaTTTError(f"{SEARCH_PATH}: there is no folder {path}; give one that holds e.g. experiment/mine.yaml")
+                raise MetaTTTError(
+                    f"{SEARCH_PATH}: there is no folder {path}; give one that holds e.g. experiment/mine.yaml"
+                )
             one = f"file://{folder}"
         urls.append(_quoted(one))
     return f"{SEARCH_PATH}=[{','.join(urls)}]"
@@ -108,9 +113,11 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
     part = key.partition(".")[0]
     given = text.partition("=")[2]
     if override.is_sweep_override():
-        syntax = f". A list is written \"{key}=[{given}]\", a text with a comma \"{key}='{given}'\""
+        syntax = f'. A list is written "{key}=[{given}]", a text with a comma "{key}=\'{given}\'"'
         plain = key not in groups(job) and "(" not in given
-        raise MetaTTTError(f"`{text}` names several values, and a command runs once: give one value at a time{syntax if plain else ''}")
+        raise MetaTTTError(
+            f"`{text}` names several values, and a command runs once: give one value at a time{syntax if plain else ''}"
+        )
     known = groups(job)
     if override.type == OverrideType.DEL:
         if key in known and key not in LEFT_OUT:
@@ -119,18 +126,23 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
     if not key:
         raise MetaTTTError(unreadable(text))
     if part == "hydra" and key != SEARCH_PATH:
-        raise MetaTTTError(f"`{key}` has no effect here: of Hydra's own settings there is {SEARCH_PATH}; the folder of a run is output_dir")
+        raise MetaTTTError(
+            f"`{key}` has no effect here: of Hydra's own settings there is {SEARCH_PATH}; the folder of a run is output_dir"
+        )
     if key in known and known[key] and not isinstance(override.value(), str):
         raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
     if key not in known and key in groups() and "/" not in key:
-        reason = "the checkpoint says what it is" if job in ("eval", "generate") else f"`metattt {job} --help` lists what is"
+        reason = (
+            "the checkpoint says what it is" if job in ("eval", "generate") else f"`metattt {job} --help` lists what is"
+        )
         raise MetaTTTError(f"`{key}` is not chosen by name in `metattt {job}`: {reason}")
     if key in NOT_SET_THERE and part in known and part not in opened:
         raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
 
 
 def _open(override: Override, text: str, opened: set[str]) -> str:
-    """Where there is no schema a key needs no `+`: in `learner=custom` (task, optimizer), and for arguments of Lightning's Trainer."""
+    """Where there is no schema a key needs no `+`: in `learner=custom` (task, optimizer), and for arguments of
+    Lightning's Trainer."""
     part, _, key = override.key_or_group.partition(".")
     free = part in opened or (part == "trainer" and key in PARAMETERS.get(TRAINER, ()))
     return f"++{text}" if free and key and override.type == OverrideType.CHANGE else text

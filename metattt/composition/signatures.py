@@ -1,8 +1,8 @@
 """Constructors read from their source: `@register` classes become known without importing them, and torch with them.
 
-A mistake in an override then shows in a second. Only what a schema needs is read: the names, annotations and defaults of
-a constructor's parameters. An annotation that names a class of ours or of a library stands for that class without its
-attributes; what cannot be read so raises `Unreadable`, and the module is imported instead.
+A mistake in an override then shows in a second. Only what a schema needs is read: the names, annotations and defaults
+of a constructor's parameters. An annotation that names a class of ours or of a library stands for that class without
+its attributes; what cannot be read so raises `Unreadable`, and the module is imported instead.
 """
 
 import ast
@@ -41,7 +41,11 @@ def registered(module: str) -> Iterator[Registered]:
     """
     for node in _tree(module).body:
         for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
-            if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == "register":
+            if (
+                isinstance(decorator, ast.Call)
+                and isinstance(decorator.func, ast.Name)
+                and decorator.func.id == "register"
+            ):
                 given = dict(zip(("group", "name"), decorator.args, strict=False))
                 given |= {str(keyword.arg): keyword.value for keyword in decorator.keywords}
                 group, name = (_constant(given.get(key)) for key in ("group", "name"))
@@ -73,9 +77,15 @@ def _parameters(module: str, given: ast.arguments) -> Iterator[inspect.Parameter
     ordered = [*given.posonlyargs, *given.args]
     defaults: list[ast.expr | None] = [None] * (len(ordered) - len(given.defaults)) + list(given.defaults)
     kinds: list[tuple[ast.arg | None, ast.expr | None, inspect._ParameterKind]] = [
-        *((one, value, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one, value in list(zip(ordered, defaults, strict=True))[1:]),
+        *(
+            (one, value, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for one, value in list(zip(ordered, defaults, strict=True))[1:]
+        ),
         (given.vararg, None, inspect.Parameter.VAR_POSITIONAL),
-        *((one, value, inspect.Parameter.KEYWORD_ONLY) for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)),
+        *(
+            (one, value, inspect.Parameter.KEYWORD_ONLY)
+            for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        ),
         (given.kwarg, None, inspect.Parameter.VAR_KEYWORD),
     ]
     for argument, default, kind in kinds:
@@ -89,7 +99,8 @@ def _parameters(module: str, given: ast.arguments) -> Iterator[inspect.Parameter
 
 
 class _Opaque(type):
-    """A name that is not followed. It has any attribute, and takes part in `X | None` as the class does that it stands for."""
+    """A name that is not followed. It has any attribute, and takes part in `X | None` as the class does that it stands
+    for."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):

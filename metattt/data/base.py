@@ -1,4 +1,5 @@
-"""The contract of a data set: what training asks of it, and what it may ask of training. Lightning is not needed for it."""
+"""The contract of a data set: what training asks of it, and what it may ask of training. Lightning is not needed for
+it."""
 
 from __future__ import annotations
 

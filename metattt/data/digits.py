@@ -54,8 +54,15 @@ class DigitsData(Images):
         if batch_size < 1:
             raise MetaTTTError(f"data.batch_size={batch_size} is not allowed: it must be at least 1")
         if not 0 < validation_fraction < 1:
-            raise MetaTTTError(f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1")
-        self.img_size, self.batch_size, self.validation_fraction, self.seed = img_size, batch_size, validation_fraction, seed
+            raise MetaTTTError(
+                f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"
+            )
+        self.img_size, self.batch_size, self.validation_fraction, self.seed = (
+            img_size,
+            batch_size,
+            validation_fraction,
+            seed,
+        )
         self._splits: dict[str, _Digits] = {}
 
     num_classes = 10

@@ -17,10 +17,21 @@ TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
 FOREIGN = {  # suffix: format in the library of Hugging Face; None for compression, whose format stands before it
     **dict.fromkeys((".gz", ".zst", ".bz2", ".xz", ".zip")),
-    **{".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"},
+    **{
+        ".jsonl": "json",
+        ".json": "json",
+        ".csv": "csv",
+        ".tsv": "csv",
+        ".txt": "text",
+        ".parquet": "parquet",
+        ".arrow": "arrow",
+    },
 }
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
-STANDARD_LIBRARY_SKIPS = SKIPPED_FOLDERS | {"test", "tests"}  # not installed on every machine: the text is the same without
+STANDARD_LIBRARY_SKIPS = SKIPPED_FOLDERS | {
+    "test",
+    "tests",
+}  # not installed on every machine: the text is the same without
 
 
 class Document(NamedTuple):
@@ -44,7 +55,8 @@ def read_documents(path: str | Sequence[str] | None, text_key: str) -> list[Docu
     """All documents that are not empty, under a path.
 
     Args:
-        path: a file, a folder (searched recursively), or a list of these. None: the sources of Python's standard library.
+        path: a file, a folder (searched recursively), or a list of these. None: the sources of Python's standard
+            library.
         text_key: the key (jsonl) or column (parquet) that holds the text.
 
     Raises:
@@ -79,13 +91,17 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in root.rglob("*.py") if not STANDARD_LIBRARY_SKIPS & set(file.relative_to(root).parts)]
         return [(file, root) for file in sorted(files)]
-    return [found for one in ([path] if isinstance(path, str) else path) for found in _find(Path(one).expanduser(), key)]
+    return [
+        found for one in ([path] if isinstance(path, str) else path) for found in _find(Path(one).expanduser(), key)
+    ]
 
 
 def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if root.is_file():
         if root.suffix not in SUFFIXES:
-            raise MetaTTTError(f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {', '.join(SUFFIXES)}{_other_way(root)}")
+            raise MetaTTTError(
+                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {', '.join(SUFFIXES)}{_other_way(root)}"
+            )
         return [(root, root.parent)]
     if not root.is_dir():
         raise MetaTTTError(f"{key}={root} does not exist: give a file or a folder of {', '.join(SUFFIXES)}")
@@ -108,7 +124,9 @@ def _other_way(file: Path) -> str:
     if not kinds:
         return ""
     kind = next(filter(None, kinds), "text")
-    return f"\nCompressed files and other formats: metattt prepare source={kind} dataset_files={file} target=<new folder>"
+    return (
+        f"\nCompressed files and other formats: metattt prepare source={kind} dataset_files={file} target=<new folder>"
+    )
 
 
 def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
@@ -133,11 +151,17 @@ def _jsonl(file: Path, text_key: str) -> Iterator[str]:
             try:
                 text = json.loads(line)[text_key]
             except json.JSONDecodeError as error:
-                raise MetaTTTError(f"{file}:{number} is not a line of JSON: {error.msg} at column {error.colno}") from error
+                raise MetaTTTError(
+                    f"{file}:{number} is not a line of JSON: {error.msg} at column {error.colno}"
+                ) from error
             except (KeyError, TypeError, IndexError) as error:
-                raise MetaTTTError(f"{file}:{number} has no key {text_key!r}: name the key with data.text_key=...") from error
+                raise MetaTTTError(
+                    f"{file}:{number} has no key {text_key!r}: name the key with data.text_key=..."
+                ) from error
             if not isinstance(text, str):
-                raise MetaTTTError(f"{file}:{number}: {text_key!r} holds {type(text).__name__}, not text: set data.text_key=...")
+                raise MetaTTTError(
+                    f"{file}:{number}: {text_key!r} holds {type(text).__name__}, not text: set data.text_key=..."
+                )
             yield text
 
 
@@ -152,7 +176,9 @@ def _parquet(file: Path, text_key: str) -> Iterator[str]:
         for batch in table.iter_batches(columns=[text_key]):
             for text in batch.column(0).to_pylist():
                 if text is not None and not isinstance(text, str):
-                    raise MetaTTTError(f"{file}: column {text_key!r} holds {type(text).__name__}, not text: set data.text_key=...")
+                    raise MetaTTTError(
+                        f"{file}: column {text_key!r} holds {type(text).__name__}, not text: set data.text_key=..."
+                    )
                 yield text or ""
     except pyarrow.ArrowInvalid as error:
         raise MetaTTTError(f"{file} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error

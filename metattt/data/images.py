@@ -113,9 +113,10 @@ class ImageData(Images):
     """Images in any form that timm reads, with the augmentation of the MTTT paper (arXiv 2310.13807, Sec. 5).
 
     Args:
-        path: folder (with `train` and `validation` or `val` inside, classes as folders), or a tar file; the root or cache of others.
-        dataset: timm's name of another kind: `wds/<name>`, `hfds/<user>/<name>`, `hfids/<user>/<name>` (streamed), `tfds/<name>`,
-            `torch/<name>`. Empty: a folder or tar.
+        path: folder (with `train` and `validation` or `val` inside, classes as folders), or a tar file; the root or
+            cache of others.
+        dataset: timm's name of another kind: `wds/<name>`, `hfds/<user>/<name>`, `hfids/<user>/<name>` (streamed),
+            `tfds/<name>`, `torch/<name>`. Empty: a folder or tar.
         validation_path: folder or tar file of the validation images, if it is not inside `path`.
         train_split, validation_split: names of the splits; for WebDataset also files and their number of images,
             `train-{0000..1023}.tar|1281167`.
@@ -126,7 +127,8 @@ class ImageData(Images):
         min_area: smallest share of the area that a random crop takes.
         flip: flip half of the training images.
         augment: timm's name of an augmentation, `rand-m10-n2-p1` for RandAugment(2, 10); None for none.
-        corrupt: a file that cannot be read is an `error`, or `skip` takes the next image with a warning. (Streams are up to timm.)
+        corrupt: a file that cannot be read is an `error`, or `skip` takes the next image with a warning. (Streams are
+            up to timm.)
         seed: of the order of the images.
 
     Raises:
@@ -174,7 +176,8 @@ class ImageData(Images):
         self._streams_for = (1, batch_size)  # processes and batch size that the streams were made for
 
     def setup(self, stage: str | None = None) -> None:
-        """Finds the images, once. Streams are made again when there are several processes: timm then gives each a part."""
+        """Finds the images, once. Streams are made again when there are several processes: timm then gives each a
+        part."""
         now = (process(self.trainer)[1], self.batch_size)
         if now != self._streams_for and any(isinstance(found, IterableDataset) for found in self._datasets.values()):
             self._datasets.clear()
@@ -189,7 +192,9 @@ class ImageData(Images):
 
     def _dataset(self, name: str) -> Dataset[Any]:
         if self.path is None and not self.dataset:
-            raise MetaTTTError("no images are given: set data.path=<folder or tar file>, or data.dataset=hfds/<name> or wds/<name>")
+            raise MetaTTTError(
+                "no images are given: set data.path=<folder or tar file>, or data.dataset=hfds/<name> or wds/<name>"
+            )
         train, mode = name == "train", "RGB" if self.in_chans == 3 else "L"
         root = self.path if train or self.validation_path is None else self.validation_path
         if not self.dataset and not Path(str(root)).exists():
@@ -201,14 +206,18 @@ class ImageData(Images):
             )  # fmt: skip
         except Exception as error:  # whatever the readers of the many formats raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise MetaTTTError(f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {reason}") from error
+            raise MetaTTTError(
+                f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {reason}"
+            ) from error
         return found if isinstance(found, IterableDataset) else CheckedImages(found, mode, self.corrupt)
 
     @property
     def num_classes(self) -> int | None:
         found = self._datasets["train"]
         for source in (getattr(found, "reader", None), getattr(found, "dataset", None)):
-            classes = getattr(source, "class_to_idx", None) or getattr(source, "class_name_to_idx", None)  # a folder's name, or a tar's
+            classes = getattr(source, "class_to_idx", None) or getattr(
+                source, "class_name_to_idx", None
+            )  # a folder's name, or a tar's
             if classes:
                 return len(classes)
         return None
@@ -218,7 +227,8 @@ class ImageData(Images):
         return f"{self.dataset or self.path}: {sizes[0]:,} images to train, {sizes[1]:,} to validate"
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Random crops, shuffled, for the whole run from the step that the trainer has reached; a stream: for an epoch."""
+        """Random crops, shuffled, for the whole run from the step that the trainer has reached; a stream: for an
+        epoch."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Batch]:

@@ -67,12 +67,16 @@ def check_shard(folder: Path, shard: dict[str, Any], item_size: int, checksum: b
         raise MetaTTTError(f"{file} is missing: run metattt prepare again with another target")
     size, expected = file.stat().st_size, shard["tokens"] * item_size
     if size != expected:
-        raise MetaTTTError(f"{file} has {size} bytes and not the {expected} of its record: it is half-written or of another run; remove it")
+        raise MetaTTTError(
+            f"{file} has {size} bytes and not the {expected} of its record: it is half-written or of another run; remove it"
+        )
     if checksum:
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != shard["sha256"]:
-            raise MetaTTTError(f"{file} is not the shard of its record (checksum): it is half-written or of another run; remove it")
+            raise MetaTTTError(
+                f"{file} is not the shard of its record (checksum): it is half-written or of another run; remove it"
+            )
 
 
 def refuse_strangers(folder: Path, known: set[str]) -> None:
@@ -83,4 +87,6 @@ def refuse_strangers(folder: Path, known: set[str]) -> None:
     """
     for file in sorted(folder.glob("*.bin")):
         if file.name not in known:
-            raise MetaTTTError(f"{file} is in no record of this folder: it is of another run; remove it, or choose another target")
+            raise MetaTTTError(
+                f"{file} is in no record of this folder: it is of another run; remove it, or choose another target"
+            )

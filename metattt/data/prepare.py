@@ -74,7 +74,9 @@ def prepare(cfg: DictConfig) -> int:
     tokenizer = load_tokenizer(chosen.tokenizer)
     if isinstance(chosen.source, str) and chosen.dataset_files is None and not is_local(chosen.source):
         console.print(f"there is no {chosen.source} here: asking the Hugging Face Hub for a dataset of that name")
-    source = open_source(chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, chosen.dataset_files)
+    source = open_source(
+        chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, chosen.dataset_files
+    )
     manifest = _begin(folder, chosen, tokenizer, source)
     if manifest["complete"]:
         console.print(f"{folder} is complete already")
@@ -85,11 +87,17 @@ def prepare(cfg: DictConfig) -> int:
             console.print(f"stopped. To go on: the same command again, target={folder}")
             return 130
         manifest = _finish(folder, manifest, units)
-    table = Table("split", *(f"{column:>10}" for column in ("documents", "MB of text", "M tokens", "shards")), title=str(folder))
+    table = Table(
+        "split", *(f"{column:>10}" for column in ("documents", "MB of text", "M tokens", "shards")), title=str(folder)
+    )
     for split, counts in manifest["splits"].items():
         number = sum(shard["split"] == split for shard in manifest["shards"])
         table.add_row(
-            split, f"{counts['documents']:>10,}", f"{counts['bytes'] / 1e6:>10,.1f}", f"{counts['tokens'] / 1e6:>10,.2f}", f"{number:>10}"
+            split,
+            f"{counts['documents']:>10,}",
+            f"{counts['bytes'] / 1e6:>10,.1f}",
+            f"{counts['tokens'] / 1e6:>10,.2f}",
+            f"{number:>10}",
         )
     console.print(table)
     return 0
@@ -98,7 +106,9 @@ def prepare(cfg: DictConfig) -> int:
 def _settings(cfg: DictConfig) -> PrepareSettings:
     chosen = settings(PrepareSettings, cfg, target="no folder for the shards is given: add target=<a new folder>")
     if not 0 <= chosen.validation_fraction < 1:
-        raise MetaTTTError(f"validation_fraction={chosen.validation_fraction} is not allowed: it must be at least 0 and less than 1")
+        raise MetaTTTError(
+            f"validation_fraction={chosen.validation_fraction} is not allowed: it must be at least 0 and less than 1"
+        )
     for key in ("shard_bytes", "workers"):
         if getattr(chosen, key) is not None and getattr(chosen, key) < 1:
             raise MetaTTTError(f"{key}={getattr(chosen, key)} is not allowed: it must be at least 1")
@@ -130,7 +140,9 @@ def _begin(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, source: 
     for key, value in settings.items():
         before = manifest["settings"].get(key)
         if before != value:
-            raise MetaTTTError(f"target={folder} was begun with {key}={before}, not {value}: say the same again, or choose a new folder")
+            raise MetaTTTError(
+                f"target={folder} was begun with {key}={before}, not {value}: say the same again, or choose a new folder"
+            )
     if isinstance(tokenizer, FileTokenizer) and not (folder / TOKENIZER).is_file():
         part = partial(folder / TOKENIZER)
         part.write_text(tokenizer.content, encoding="utf-8")
@@ -156,13 +168,17 @@ def _write_units(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, so
     workers = chosen.workers or os.cpu_count() or 1
     arguments = (chosen.tokenizer, str(folder), chosen.validation_fraction, chosen.seed, np.dtype(f"u{item_size}").name)
     pending: deque[tuple[int, Future[dict[str, Any]]]] = deque()
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=arguments)
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=arguments
+    )
     try:
         with BytesProgress(source.num_bytes, sum(_bytes(record) for record in records.values())) as progress:
             for index, unit in enumerate(_units(documents, chosen.shard_bytes), start=skipped):
                 if index in records:
                     if records[index]["input"] != _fingerprint(unit):
-                        raise MetaTTTError(f"source={source.name} has changed since {folder} was begun: choose a new folder")
+                        raise MetaTTTError(
+                            f"source={source.name} has changed since {folder} was begun: choose a new folder"
+                        )
                     continue
                 pending.append((index, pool.submit(_write_unit, index, unit)))
                 while len(pending) > workers:  # one unit waits for every worker
@@ -174,7 +190,9 @@ def _write_units(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, so
     return [records[index] for index in sorted(records)]
 
 
-def _collect(pending: deque[tuple[int, Future[dict[str, Any]]]], records: dict[int, dict[str, Any]], progress: BytesProgress) -> None:
+def _collect(
+    pending: deque[tuple[int, Future[dict[str, Any]]]], records: dict[int, dict[str, Any]], progress: BytesProgress
+) -> None:
     index, future = pending.popleft()
     records[index] = future.result()
     progress.advance(_bytes(records[index]))
@@ -236,19 +254,29 @@ def _finish(folder: Path, manifest: dict[str, Any], units: list[dict[str, Any]])
     fraction = manifest["settings"]["validation_fraction"]
     for split in SPLITS if fraction > 0 else SPLITS[:1]:
         if not any(shard["split"] == split for shard in shards):
-            raise MetaTTTError(f"no document is in the {split} split: set validation_fraction (now {fraction}) or seed, and another target")
+            raise MetaTTTError(
+                f"no document is in the {split} split: set validation_fraction (now {fraction}) or seed, and another target"
+            )
     splits = {
-        split: {key: sum(shard[key] for shard in shards if shard["split"] == split) for key in ("documents", "bytes", "tokens")}
+        split: {
+            key: sum(shard[key] for shard in shards if shard["split"] == split)
+            for key in ("documents", "bytes", "tokens")
+        }
         for split in SPLITS
     }
-    manifest = {**manifest, "complete": True, "splits": splits, "shards": sorted(shards, key=lambda shard: shard["file"])}
+    manifest = {
+        **manifest,
+        "complete": True,
+        "splits": splits,
+        "shards": sorted(shards, key=lambda shard: shard["file"]),
+    }
     write_json(folder / MANIFEST, manifest)
     for record in folder.glob("unit-*.json"):
         record.unlink()
     return manifest
 
 
-# -- in the workers --------------------------------------------------------------------------------------------------------------
+# -- in the workers ----------------------------------------------------------------------------------------------------
 
 _work: dict[str, Any] = {}
 
@@ -281,10 +309,14 @@ def _write_unit(index: int, unit: list[Document]) -> dict[str, Any]:
     parts: list[tuple[Path, Path]] = []
     for split in SPLITS:
         held_out = split == "validation"
-        chosen = [document for document in unit if (document.share(_work["seed"]) < _work["validation_fraction"]) == held_out]
+        chosen = [
+            document for document in unit if (document.share(_work["seed"]) < _work["validation_fraction"]) == held_out
+        ]
         if not chosen:
             continue
-        tokens = np.concatenate([piece for document in chosen for piece in (start, tokenizer.encode(document.text).astype(dtype), end)])
+        tokens = np.concatenate(
+            [piece for document in chosen for piece in (start, tokenizer.encode(document.text).astype(dtype), end)]
+        )
         file = folder / f"{split}-{index:06d}.bin"
         part = partial(file)
         with part.open("wb") as stream:

@@ -24,7 +24,13 @@ class BytesProgress:
         self.total, self.first, self.done = total, done, done
         self.started, self.shown = time.monotonic(), 0
         console = Console(stderr=True)
-        columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("tokenising"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
         self.bar = Progress(*columns, console=console) if console.is_terminal else None
 
     def __enter__(self) -> BytesProgress:
@@ -33,7 +39,9 @@ class BytesProgress:
             self.task = self.bar.add_task("", total=self.total, completed=self.done)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.bar is not None:
             self.bar.stop()
 

@@ -71,7 +71,8 @@ class ShardData(WindowData):
         verify: compare the checksums of all shards first, not their sizes alone.
 
     Raises:
-        MetaTTTError: a size that is not allowed; from `setup`: a folder that is not complete, or files that are not its own.
+        MetaTTTError: a size that is not allowed; from `setup`: a folder that is not complete, or files that are not its
+            own.
     """
 
     def __init__(
@@ -96,15 +97,21 @@ class ShardData(WindowData):
             return
         manifest = read_manifest(self.folder)
         if manifest is None:
-            raise MetaTTTError(f"data.path={self.path} holds no shards: write them with metattt prepare source=<text> target={self.path}")
+            raise MetaTTTError(
+                f"data.path={self.path} holds no shards: write them with metattt prepare source=<text> target={self.path}"
+            )
         if not manifest["complete"]:
-            raise MetaTTTError(f"the shards of data.path={self.path} are not complete: run the same metattt prepare again")
+            raise MetaTTTError(
+                f"the shards of data.path={self.path} are not complete: run the same metattt prepare again"
+            )
         self.dtype = np.dtype(manifest["dtype"])
         refuse_strangers(self.folder, {shard["file"] for shard in manifest["shards"]})
         for shard in manifest["shards"]:
             check_shard(self.folder, shard, self.dtype.itemsize, self.verify)
         file = self.folder / TOKENIZER
-        self.tokenizer = load_tokenizer(str(file) if manifest["settings"]["tokenizer"]["kind"] == TOKENIZER else "bytes")
+        self.tokenizer = load_tokenizer(
+            str(file) if manifest["settings"]["tokenizer"]["kind"] == TOKENIZER else "bytes"
+        )
         if describe(self.tokenizer) != manifest["settings"]["tokenizer"]:
             raise MetaTTTError(f"{file} is not the tokenizer of these shards: it has been changed")
         self.manifest = manifest
@@ -122,7 +129,9 @@ class ShardData(WindowData):
         if name not in self._windows:
             self.setup()
             width = self.context_length + 1
-            files = [self.folder / shard["file"] for shard in self.manifest["shards"] if name in (shard["split"], "all")]
+            files = [
+                self.folder / shard["file"] for shard in self.manifest["shards"] if name in (shard["split"], "all")
+            ]
             windows = ShardWindows(files, self.dtype, width)
             count = len(windows)
             if not count:

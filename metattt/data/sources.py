@@ -98,7 +98,9 @@ class Stream(Source):
             yield Document(f"{self.name}:{row}", content[self.text_key].encode())  # empty ones too: rows stay countable
 
 
-def open_source(source: Any, text_key: str, config: str | None, split: str, files: str | list[str] | None = None) -> Source:
+def open_source(
+    source: Any, text_key: str, config: str | None, split: str, files: str | list[str] | None = None
+) -> Source:
     """Local files where there are any, else a dataset by its name.
 
     Raises:
@@ -106,7 +108,9 @@ def open_source(source: Any, text_key: str, config: str | None, split: str, file
     """
     if files is not None:
         if not isinstance(source, str):
-            raise MetaTTTError(f"dataset_files={files} needs their format or a dataset: add source=json, text, parquet, csv, ...")
+            raise MetaTTTError(
+                f"dataset_files={files} needs their format or a dataset: add source=json, text, parquet, csv, ..."
+            )
         return Stream(source, config, split, text_key, files)
     if source is None or not isinstance(source, str):
         return Files(source, text_key)

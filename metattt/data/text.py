@@ -41,13 +41,14 @@ class TextData(WindowData):
     """Files of text, split into training and validation by document, cut into windows of bytes.
 
     Args:
-        path: a file, a folder (searched recursively) or a list of these: txt, md, py, jsonl, parquet. None: the sources of
-            Python's standard library, without its tests.
+        path: a file, a folder (searched recursively) or a list of these: txt, md, py, jsonl, parquet. None: the sources
+            of Python's standard library, without its tests.
         context_length: T, tokens that the model reads (a window has one more: the last label).
         batch_size: windows per batch.
         validation_fraction: share of the documents held out, chosen by a hash of their names. If there is only one
             document, its end is held out.
-        validation_max_bytes: validate on at most this much text, evenly spread over the held-out documents. None: on all.
+        validation_max_bytes: validate on at most this much text, evenly spread over the held-out documents. None: on
+            all.
         max_bytes: use at most this much training text, a random choice of documents. None: all.
         text_key: key (jsonl) or column (parquet) that holds the text.
         seed: of the split and of the order of the windows.
@@ -55,7 +56,8 @@ class TextData(WindowData):
         document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
 
     Raises:
-        MetaTTTError: a size that is not allowed; from `setup`: what `read_documents` refuses, and text that is too short.
+        MetaTTTError: a size that is not allowed; from `setup`: what `read_documents` refuses, and text that is too
+            short.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class TextData(WindowData):
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
         if not 0 < validation_fraction < 1:
-            raise MetaTTTError(f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1")
+            raise MetaTTTError(
+                f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"
+            )
         self.path = path
         self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
         self.max_bytes, self.text_key = max_bytes, text_key

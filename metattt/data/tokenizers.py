@@ -26,8 +26,8 @@ ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS
 class FileTokenizer:
     """A tokenizer of the `tokenizers` library, from its JSON text.
 
-    A document starts with the token of beginning (or else that of end) and ends with the token of end, where there are two.
-    What looks like a special token in the text is text.
+    A document starts with the token of beginning (or else that of end) and ends with the token of end, where there are
+    two. What looks like a special token in the text is text.
 
     Args:
         content: the text of a tokenizer.json.
@@ -48,7 +48,9 @@ class FileTokenizer:
         start, end = (_first(self.tokenizer, names) for names in (STARTS, ENDS))
         separator = end if start is None else start
         if separator is None:
-            raise MetaTTTError(f"tokenizer={name} has no token for the start or end of a document: {', '.join(STARTS + ENDS)}")
+            raise MetaTTTError(
+                f"tokenizer={name} has no token for the start or end of a document: {', '.join(STARTS + ENDS)}"
+            )
         self.vocab_size: int = max(self.tokenizer.get_vocab().values()) + 1
         self.separator: int = separator
         self.end: int | None = end if start is not None else None
@@ -58,7 +60,13 @@ class FileTokenizer:
         """What each token stands for; nothing, for special tokens."""
         special = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         decoder = json.dumps(json.loads(self.content).get("decoder"))
-        read = _bytes_of_characters if "ByteLevel" in decoder else _word_piece if "WordPiece" in decoder else _sentence_piece
+        read = (
+            _bytes_of_characters
+            if "ByteLevel" in decoder
+            else _word_piece
+            if "WordPiece" in decoder
+            else _sentence_piece
+        )
         texts = [b""] * self.vocab_size
         for token, number in self.tokenizer.get_vocab().items():
             texts[number] = b"" if number in special else read(token)
@@ -75,7 +83,8 @@ class FileTokenizer:
         return np.array(self.tokenizer.encode(string, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """The text of the tokens as UTF-8, without special tokens and those that a model has beyond ours; it may end in a character."""
+        """The text of the tokens as UTF-8, without special tokens and those that a model has beyond ours; it may end in
+        a character."""
         return b"".join(self.texts[number] for number in ids if number < self.vocab_size)
 
 
@@ -92,7 +101,9 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
     if file.is_file():
         return FileTokenizer(file.read_text(encoding="utf-8"), name)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".json":
-        raise MetaTTTError(f"tokenizer={name} does not exist: give bytes, a {FILE_NAME} or a name on the Hugging Face Hub")
+        raise MetaTTTError(
+            f"tokenizer={name} does not exist: give bytes, a {FILE_NAME} or a name on the Hugging Face Hub"
+        )
     try:
         found = _library().Tokenizer.from_pretrained(name)
     except MetaTTTError:
@@ -103,7 +114,9 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
     return FileTokenizer(found.to_str(), name)
 
 
-def tokenizer_of(model: str, content: str | None, vocab_size: int, given: str | None = None) -> ByteTokenizer | FileTokenizer:
+def tokenizer_of(
+    model: str, content: str | None, vocab_size: int, given: str | None = None
+) -> ByteTokenizer | FileTokenizer:
     """The tokenizer of a trained model.
 
     Args:
@@ -127,7 +140,9 @@ def tokenizer_of(model: str, content: str | None, vocab_size: int, given: str | 
             f"add tokenizer=<its {FILE_NAME}, or a name on the Hugging Face Hub>"
         )
     if found.vocab_size > vocab_size:
-        raise MetaTTTError(f"the tokenizer has {found.vocab_size} tokens and {model} {vocab_size}: it is of another model, set tokenizer=")
+        raise MetaTTTError(
+            f"the tokenizer has {found.vocab_size} tokens and {model} {vocab_size}: it is of another model, set tokenizer="
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Windows of consecutive tokens: their order, the share of each process in a step, and the loaders that make batches."""
+"""Windows of consecutive tokens: their order, the share of each process in a step, and the loaders that make
+batches."""
 
 from __future__ import annotations
 
@@ -65,8 +66,9 @@ class Windows(Dataset[Tensor]):
 class ShuffledBatches(Sampler[list[int]]):
     """Batches of positions, a new permutation for every pass over the data.
 
-    The batch at a step depends on `seed` and the step alone, so a resumed run sees the batches that it would have seen. With
-    several processes, batch `i` of all of them together is batch `i` of one process with batches as large as theirs together.
+    The batch at a step depends on `seed` and the step alone, so a resumed run sees the batches that it would have seen.
+    With several processes, batch `i` of all of them together is batch `i` of one process with batches as large as
+    theirs together.
 
     Args:
         num_windows: windows in the data; at least one.
@@ -78,7 +80,16 @@ class ShuffledBatches(Sampler[list[int]]):
         world_size: number of processes.
     """
 
-    def __init__(self, num_windows: int, batch_size: int, seed: int, num_batches: int, start: int = 0, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        num_windows: int,
+        batch_size: int,
+        seed: int,
+        num_batches: int,
+        start: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
         self.num_windows, self.batch_size, self.seed = num_windows, batch_size, seed
         self.num_batches, self.start = num_batches, start
         self.rank, self.world_size = rank, world_size
@@ -100,7 +111,8 @@ class ShuffledBatches(Sampler[list[int]]):
 
 
 def batches_in_order(num_windows: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """The batches of one process that reads all windows once, together with the others: as many batches in every process.
+    """The batches of one process that reads all windows once, together with the others: as many batches in every
+    process.
 
     A position −1 stands for a window without tokens, where the windows do not suffice for a batch in every process.
     """
@@ -119,7 +131,8 @@ def process(trainer: Trainer | None) -> tuple[int, int]:
 
 
 def batches_of_run(count: int, batch_size: int, seed: int, trainer: Trainer | None) -> ShuffledBatches:
-    """This process's batches of a whole run, from the step that the trainer has reached; without a trainer, of one pass.
+    """This process's batches of a whole run, from the step that the trainer has reached; without a trainer, of one
+    pass.
 
     Args:
         count: windows (or images) in the data.

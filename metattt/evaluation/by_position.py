@@ -26,7 +26,8 @@ BINS = ("log", "fixed", "none")
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over the windows of a text by position: entry t is the prediction of a token from the t + 1 tokens before it.
+    """Sums over the windows of a text by position: entry t is the prediction of a token from the t + 1 tokens before
+    it.
 
     Attributes:
         nats: `[T]` cross-entropy.
@@ -79,8 +80,8 @@ def score(
 ) -> Scores:
     """Scores a model on windows `[B, T + 1]`: every token but the first of each is predicted from those before it.
 
-    A window is read in segments whose state is handed on, so that memory depends on the segment and not on T. (Learners whose
-    state is the data itself keep the data.)
+    A window is read in segments whose state is handed on, so that memory depends on the segment and not on T. (Learners
+    whose state is the data itself keep the data.)
 
     Args:
         model: the model, in evaluation mode.
@@ -100,7 +101,9 @@ def score(
     num_bytes: list[Tensor] = []
     windows = 0
     console = Console(stderr=True)
-    for batch in track(loader, "evaluating", console=console, transient=True, disable=not (progress and console.is_terminal)):
+    for batch in track(
+        loader, "evaluating", console=console, transient=True, disable=not (progress and console.is_terminal)
+    ):
         losses = _losses(model, batch.to(device), segment, document_start)
         nats.append(losses.double().sum(0).cpu())
         num_bytes.append(token_bytes[batch[:, 1:]].sum(0))
@@ -122,7 +125,7 @@ def _losses(model: LanguageModel, ids: Tensor, segment: int, document_start: int
         return torch.cat(losses, dim=1)
 
 
-# -- bins ------------------------------------------------------------------------------------------------------------------------
+# -- bins --------------------------------------------------------------------------------------------------------------
 
 
 def bin_edges(length: int, bins: str, count: int) -> list[int]:
@@ -130,7 +133,8 @@ def bin_edges(length: int, bins: str, count: int) -> list[int]:
 
     Args:
         length: T, positions.
-        bins: `log` (each bin longer than the last by a constant factor), `fixed` (all of the same length) or `none` (one per position).
+        bins: `log` (each bin longer than the last by a constant factor), `fixed` (all of the same length) or `none`
+            (one per position).
         count: bins at most; less where they would be shorter than a token. `none` ignores it.
 
     Raises:
@@ -145,7 +149,7 @@ def bin_edges(length: int, bins: str, count: int) -> list[int]:
     return sorted({0, length, *(round(float(edge)) for edge in edges)})
 
 
-# -- output ----------------------------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def table(scores: Mapping[str, Scores], edges: Sequence[int]) -> Table:
@@ -161,7 +165,8 @@ def table(scores: Mapping[str, Scores], edges: Sequence[int]) -> Table:
 
 
 def write_csv(scores: Mapping[str, Scores], edges: Sequence[int], path: Path) -> None:
-    """A row for every model and bin: positions `first` … `last`, counted from 1, and the mean over them and over windows."""
+    """A row for every model and bin: positions `first` … `last`, counted from 1, and the mean over them and over
+    windows."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "first", "last", "tokens", "loss", "perplexity", "bits_per_byte"])
@@ -199,7 +204,16 @@ def plot(scores: Mapping[str, Scores], edges: Sequence[int], bins: str, trained:
     for length, labels in marks.items():
         name = "trained context" if len(labels) == len(scores) else f"trained context of {', '.join(labels)}"
         axes.axvline(length, linestyle=":", color="gray", linewidth=1.2)
-        axes.annotate(name, (length, 0.98), xycoords=("data", "axes fraction"), rotation=90, ha="right", va="top", fontsize=8, color="gray")
+        axes.annotate(
+            name,
+            (length, 0.98),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=8,
+            color="gray",
+        )
     if bins == "log":
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

@@ -1,4 +1,5 @@
-"""`metattt eval`: loss, perplexity and bits per byte of checkpoints on a text, by position; and the losses of their inner loops."""
+"""`metattt eval`: loss, perplexity and bits per byte of checkpoints on a text, by position; and the losses of their
+inner loops."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class EvalSettings:
 
 
 def evaluate(cfg: DictConfig) -> dict[str, Scores]:
-    """Prints the scores of checkpoints on one text as tables, writes them by position as CSV and PNG, and returns them by label.
+    """Prints the scores of checkpoints on one text as tables, writes them by position as CSV and PNG, and returns them
+    by label.
 
     Args:
         cfg: the configuration of the job `eval`.
@@ -102,16 +104,26 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     for name, file, text in zip(names, files, texts, strict=True):
         model, _ = load_model(file, device)
         start = data.tokenizer.separator if text.get("document_reset") else None
-        scores[name] = score(model, data.loader(split), data.tokenizer.token_bytes, chosen.segment, start, progress=True)
+        scores[name] = score(
+            model, data.loader(split), data.tokenizer.token_bytes, chosen.segment, start, progress=True
+        )
         if chosen.inner_loss and _can_measure(console, name, model):
-            curves[name] = inner_loss.average(model, data.loader(split), chosen.inner_loss_windows, chosen.segment, progress=True)
+            curves[name] = inner_loss.average(
+                model, data.loader(split), chosen.inner_loss_windows, chosen.segment, progress=True
+            )
     _print(console, scores, edges, f"{split} text of {data.source}")
-    trained = {name: int(one.config.data.context_length) for name, one in zip(names, known, strict=True) if "data" in one.config}
+    trained = {
+        name: int(one.config.data.context_length)
+        for name, one in zip(names, known, strict=True)
+        if "data" in one.config
+    }
     folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else files[0].parent / "eval"
     try:
         written = _write(folder, scores, edges, chosen.bins, trained, curves)
     except OSError as error:
-        raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
+        raise MetaTTTError(
+            f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>"
+        ) from error
     for path in written:
         console.print(f"written  {path}", markup=False)
     if line := _no_pictures():
@@ -127,7 +139,9 @@ def checkpoints(given: Any) -> list[Path]:
     """
     paths = [given] if isinstance(given, str) else given
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
-        raise MetaTTTError(f"checkpoint={given} is not allowed: give a run's folder, its .ckpt file, or a list of these, [a,b]")
+        raise MetaTTTError(
+            f"checkpoint={given} is not allowed: give a run's folder, its .ckpt file, or a list of these, [a,b]"
+        )
     return [find_checkpoint(path) for path in paths]
 
 
@@ -139,7 +153,9 @@ def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
     """
     if given is not None:
         if len(given) != len(files) or len(set(given)) != len(given):
-            raise MetaTTTError(f"labels=[{','.join(given)}] must be {len(files)} different names, one for every checkpoint")
+            raise MetaTTTError(
+                f"labels=[{','.join(given)}] must be {len(files)} different names, one for every checkpoint"
+            )
         return list(given)
     names = [file.absolute().parent.name if file.name in (LAST, SAFETENSORS) else file.stem for file in files]
     return _numbered(names)
@@ -193,7 +209,9 @@ def _data(text: dict[str, Any], tokenizer: Tokenizer) -> WindowData:
     else:
         data.setup()
         if describe_tokenizer(data.tokenizer) != describe_tokenizer(tokenizer):
-            raise MetaTTTError(f"the shards of {data.source} have other tokens than the model: prepare them with the model's tokenizer")
+            raise MetaTTTError(
+                f"the shards of {data.source} have other tokens than the model: prepare them with the model's tokenizer"
+            )
     return data
 
 
@@ -202,8 +220,14 @@ def _check_same_text(first: dict[str, Any], other: dict[str, Any], one: str, two
     ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else ())
     for key in sorted(first.keys() & other.keys()):
         if key not in ignored and first[key] != other[key]:
-            known = f"set data.{key}" if key in vars(EvalData()) else "compare them with split=all data.path=<a text that none has seen>"
-            raise MetaTTTError(f"{one} and {two} have different texts, data.{key} is {first[key]} and {other[key]}: {known}")
+            known = (
+                f"set data.{key}"
+                if key in vars(EvalData())
+                else "compare them with split=all data.path=<a text that none has seen>"
+            )
+            raise MetaTTTError(
+                f"{one} and {two} have different texts, data.{key} is {first[key]} and {other[key]}: {known}"
+            )
 
 
 def _can_measure(console: Console, name: str, model: LanguageModel) -> bool:

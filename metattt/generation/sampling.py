@@ -69,7 +69,8 @@ def generate(
         The next token of every sequence, `[B]`; a stop token is the last one.
 
     Raises:
-        MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, or a setting that is not allowed.
+        MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, or a setting that
+            is not allowed.
     """
     _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask)
     return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask)

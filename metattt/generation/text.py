@@ -121,7 +121,9 @@ def generate_text(
     mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths.unsqueeze(1)
     device = model.embedding.weight.device
     drawn = ["" for _ in prompts]
-    for tokens in generate(model, ids.to(device), max_new_tokens, temperature, top_k, top_p, ends(tokenizer), seed, mask.to(device)):
+    for tokens in generate(
+        model, ids.to(device), max_new_tokens, temperature, top_k, top_p, ends(tokenizer), seed, mask.to(device)
+    ):
         for index, token in enumerate(tokens.tolist()):
             drawn[index] += texts[index].add(token)
         if all(text.ended for text in texts):

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 def scan(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block], padded: bool, operand: torch.dtype, own: bool
+    loop: InnerLoop,
+    tokens: Tokens,
+    carry: Carry,
+    blocks: Sequence[Block],
+    padded: bool,
+    operand: torch.dtype,
+    own: bool,
 ) -> tuple[Tensor, Carry]:
     """The blocks one after the other, each by a kernel where one takes it and by the forms elsewhere.
 
@@ -31,7 +37,11 @@ def scan(
     runs = _runs(blocks, size, set(carry) == {"commit"}, decoding)
     parts = [tokens] if len(runs) == 1 else loop.split(tokens, [sum([block.length for block in run]) for run in runs])
     for run, part in zip(runs, parts, strict=True):
-        given, first, y = MiniBatches(part, carry.get("commit", {}), slow, tau, size, operand, loop.group_size), run[0], None
+        given, first, y = (
+            MiniBatches(part, carry.get("commit", {}), slow, tau, size, operand, loop.group_size),
+            run[0],
+            None,
+        )
         if _whole(first, size) and set(carry) == {"commit"}:
             kernel = loop.plan.kernel(given)
             if kernel is not None:
@@ -62,7 +72,13 @@ def _reference(loop: InnerLoop, given: MiniBatches) -> tuple[Tensor, Tensors]:
 def _whole(block: Block, size: int) -> bool:
     """Whether this is one mini-batch of `size` tokens for all sequences, from its first token to its commit."""
     phase = block.phase
-    return block.length == size and isinstance(phase, int) and phase == 0 and block.commit is True and block.restart is None
+    return (
+        block.length == size
+        and isinstance(phase, int)
+        and phase == 0
+        and block.commit is True
+        and block.restart is None
+    )
 
 
 def _open(block: Block, padded: bool) -> bool:

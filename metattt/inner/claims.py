@@ -1,8 +1,9 @@
 """What a fast path assumes of a task and of a learner, evaluated against the objects themselves.
 
-A solved or closed form is right for one loss and one function. Whether a task and a learner are these is not believed of a name, a
-class or a flag: both sides are computed on tiny random tensors in double precision, of several sizes and scales, in training and in
-evaluation mode. What a function reads besides its arguments (a parameter of its own) makes the claim void, since it may change.
+A solved or closed form is right for one loss and one function. Whether a task and a learner are these is not believed
+of a name, a class or a flag: both sides are computed on tiny random tensors in double precision, of several sizes and
+scales, in training and in evaluation mode. What a function reads besides its arguments (a parameter of its own) makes
+the claim void, since it may change.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Function = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], Tensor]
-"""`function(weights, slow, x)`: predictions `[B, H, T, d]` for `x` `[B, H, T, d]`; weights `[B, H, *shape]`, slow `[H, *shape]`."""
+"""`function(weights, slow, x)`: predictions `[B, H, T, d]` for `x` `[B, H, T, d]`; weights `[B, H, *shape]`, slow
+`[H, *shape]`."""
 
 SAMPLES = ((1, 1, 1.0), (2, 3, 1e-3), (1, 5, 30.0), (1, 70, 1e4))
-"""(sequences, tokens, scale of the numbers): a loss may be quadratic near 0 alone, a function may cut off large values."""
+"""(sequences, tokens, scale of the numbers): a loss may be quadratic near 0 alone, a function may cut off large
+values."""
 TOLERANCE = 1e-9
 CHECKED: WeakKeyDictionary[Part, dict[tuple[object, ...], tuple[tuple[object, ...], str | None]]] = WeakKeyDictionary()
 """What was found of each part, with what it was found for."""
@@ -88,7 +91,11 @@ def remembered(learner: Learner, task: Task, key: tuple[object, ...], find_out: 
 
 
 def _checked(
-    part: Part, key: tuple[object, ...], methods: tuple[object, ...], check: Callable[[torch.Generator], str | None], name: str
+    part: Part,
+    key: tuple[object, ...],
+    methods: tuple[object, ...],
+    check: Callable[[torch.Generator], str | None],
+    name: str,
 ) -> str | None:
     """The answer of `check`, kept until the part or one of its methods changes."""
     known, stamp = CHECKED.setdefault(part, {}), (part.changes, *methods)
@@ -101,7 +108,13 @@ def _evaluated(part: Part, check: Callable[[torch.Generator], str | None], name:
     own = {id(x) for x in (*part.parameters(), *part.buffers())}
     for training in (True, False):
         generator = torch.Generator().manual_seed(int(training))
-        with _mode(part, training), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), _Touched(own) as touched:
+        with (
+            _mode(part, training),
+            torch.device("cpu"),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            _Touched(own) as touched,
+        ):
             try:
                 reason = check(generator)
             except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:

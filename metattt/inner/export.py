@@ -1,4 +1,5 @@
-"""The inner loop for `torch.export`, which records what a program calls and misses what automatic differentiation does inside it."""
+"""The inner loop for `torch.export`, which records what a program calls and misses what automatic differentiation does
+inside it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def inlined(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Ten
 
 
 def _clean(graph: GraphModule) -> None:
-    """Takes out what recording leaves behind: numbers that became constants, and cuts of results kept for a backward pass.
+    """Takes out what recording leaves behind: numbers that became constants, and cuts of results kept for a backward
+    pass.
 
     (Whoever trains the exported program differentiates these results.)
     """

@@ -1,4 +1,5 @@
-"""Reading with the weights at the end of a call (`optimizer.read=final`): learn from all tokens first, then answer all queries."""
+"""Reading with the weights at the end of a call (`optimizer.read=final`): learn from all tokens first, then answer all
+queries."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
 
 
 def steps(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block], live: Tensor | None, after: Tensor, operand: torch.dtype
+    loop: InnerLoop,
+    tokens: Tokens,
+    carry: Carry,
+    blocks: Sequence[Block],
+    live: Tensor | None,
+    after: Tensor,
+    operand: torch.dtype,
 ) -> Iterator[Carry]:
     """The carry before the first inner step of a `final` read and after each of them."""
     rule, filled = loop.optimizer, after % loop.optimizer.mini_batch_size
@@ -24,7 +31,9 @@ def steps(
     yield carry
     if order is not None:
         if live is not None:
-            raise MetaTTTError("optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full")
+            raise MetaTTTError(
+                "optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full"
+            )
         size = tokens.k.shape[2] // rule.steps
         for part in loop.split(tokens.map(lambda x: _permuted(x, order)), size):
             _, carry = loop.grouped(part, carry, [Block(size, 0, True, size)], False, operand)

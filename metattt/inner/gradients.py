@@ -13,14 +13,16 @@ from metattt.learners.fast_weights import needs_probes
 def vjp(function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[list[Tensor]]:
     """Vector–Jacobian products of `function(*inputs)`, one list (one entry per input) for each cotangent.
 
-    The result carries a graph exactly if gradients are enabled outside, so that the outer loop can differentiate it again.
+    The result carries a graph exactly if gradients are enabled outside, so that the outer loop can differentiate it
+    again.
     """
     if needs_probes():
         pull = torch.func.vjp(function, *inputs)[1]
         return [list(pull(cotangent)) for cotangent in cotangents]
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
-        # An alias cuts `inputs` off from each other where one was computed from another, and keeps the graph to the outer loop.
+        # An alias cuts `inputs` off from each other where one was computed from another, and keeps the graph to the
+        # outer loop.
         aliases = [x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_() for x in inputs]
         value = function(*aliases)
         return [

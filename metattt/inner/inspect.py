@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,120 +12,28 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.claims import Function, other_function, other_loss, remembered, squared_error
+from metattt.inner.plan import Plan
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
-from metattt.torch_private import interpreter_stack
 
 if TYPE_CHECKING:
-    from metattt.inner.tokens import MiniBatches
     from metattt.kernels.base import Kernel
 
 P = TypeVar("P", bound=nn.Module)
 
 FORMS = ("primal", "dual", "summed", "fused")
-log = logging.getLogger("metattt")
-
-
-@dataclass
-class Plan:
-    """How the inner loop of one layer is computed. It rests on what the parts are now: a layer makes a new one when they change.
-
-    Attributes:
-        form: one of `FORMS`, or `scan` for a learner without weights.
-        chunks: how the forms compute what no kernel does: a key of `metattt.inner.forms.CHUNKS`.
-        kernels: those that compute this combination; the first one that takes a call is used.
-        reasons: of the other kernels and of a solved form that does not hold, why.
-        strict: a call that no kernel takes is refused instead of computed as `dual`.
-        roles: of the tensors carried for every fast weight.
-        period: tokens after which the rule repeats itself; None: all tokens are alike to it.
-        block: tokens that the scan hands on together.
-        chunk: tokens per compute step; None: a whole block.
-        replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
-        weights: shapes `[H, *shape]` of the fast weights by name.
-        shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
-        decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
-    """
-
-    form: str
-    chunks: str = ""
-    kernels: list[Kernel] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
-    strict: bool = False
-    roles: tuple[str, ...] = ()
-    period: int | None = None
-    block: int = 1
-    chunk: int | None = None
-    replays: bool = False
-    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
-    decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
-    said: set[tuple[str, str, str]] = field(default_factory=set)
-    basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Plan, ("",)  # not written to disk: a layer that was makes its plan again
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Plan:
-        return replace(self, kernels=list(self.kernels), shapes=dict(self.shapes), decoders=dict(self.decoders), said=set(self.said))
-
-    def kernel(self, given: MiniBatches) -> Kernel | None:
-        """The first kernel that takes these whole mini-batches.
-
-        Raises:
-            MetaTTTError: none does, and `layer.form=fused` was asked for.
-        """
-        device, reasons = given.tokens.k.device.type, []
-        if interpreter_stack() is not None and not torch.compiler.is_compiling():  # (to a compiler every call looks like one)
-            reasons = ["kernels do not run inside torch.func transforms"]
-        else:
-            for kernel in self.kernels:
-                if kernel.device != device:
-                    reason: str | None = f"for {kernel.device}"
-                elif torch.compiler.is_compiling() and not kernel.traceable:
-                    reason = "not under torch.compile"
-                else:
-                    reason = kernel.accepts(given)
-                if reason is None:
-                    self._say("fused", device, kernel.name)
-                    return kernel
-                reasons.append(f"{kernel.name}: {reason}")
-        message = "; ".join(reasons)
-        if self.strict:
-            raise MetaTTTError(f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto")
-        self._say("dual", device, message)
-        return None
-
-    def decoder(self, given: MiniBatches) -> Kernel | None:
-        """The first kernel that takes these tokens of an open mini-batch."""
-        if interpreter_stack() is not None or torch.compiler.is_compiling():
-            return None
-        key = decided_by(given)
-        if key not in self.decoders:
-            device = given.tokens.k.device.type
-            taking = (kernel for kernel in self.kernels if kernel.device == device and kernel.advances(given) is None)
-            self.decoders[key] = next(taking, None)
-        return self.decoders[key]
-
-    def _say(self, form: str, device: str, why: str) -> None:
-        """The choice of a kernel in the debug log, once."""
-        if not torch.compiler.is_compiling() and (form, device, why) not in self.said:
-            self.said.add((form, device, why))
-            log.debug("form=%s on %s: %s", form, device, why)
-
-
-def decided_by(given: MiniBatches) -> tuple[object, ...]:
-    """What a kernel's `advances` may depend on: types, widths, gates and the device, but not the number of tokens or sequences."""
-    k, v, q, eta, *gates = given.tokens
-    types = [x.dtype for x in (*given.weights.values(), *given.slow.values())]
-    tau = None if given.tau is None else given.tau.dtype
-    here = [gate is None for gate in gates]
-    return k.device, k.dtype, v.dtype, q.dtype, eta.dtype, tau, given.operand, given.size, k.shape[-1], v.shape[-1], *types, *here
 
 
 def make_plan(
-    form: str, task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, d_in: int, kernels: Sequence[Kernel]
+    form: str,
+    task: Task,
+    learner: Learner,
+    optimizer: InnerOptimizer,
+    num_heads: int,
+    d_in: int,
+    kernels: Sequence[Kernel],
 ) -> Plan:
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered.
 
@@ -138,7 +44,9 @@ def make_plan(
         check_choice("layer.form", form, ("auto", *FORMS))
         return Plan("scan")
     task, learner = materialized(task), materialized(learner)
-    covered, reasons = covering(kernels, task, learner, optimizer, num_heads, d_in) if form in ("auto", "fused") else ([], {})
+    covered, reasons = (
+        covering(kernels, task, learner, optimizer, num_heads, d_in) if form in ("auto", "fused") else ([], {})
+    )
     chosen = choose_form(form, task, learner, optimizer, num_heads, d_in, covered, reasons)
     chunks = chosen if chosen in ("primal", "summed") else "mixed" if learner.mixes_tokens else "dual"
     if chunks == "dual" and optimizer.anchor == "online":
@@ -164,11 +72,16 @@ def make_plan(
 def covering(
     kernels: Sequence[Kernel], task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int
 ) -> tuple[list[Kernel], dict[str, str]]:
-    """The kernels that compute a combination, and of the others why they do not, by name. What they claim of it is evaluated."""
+    """The kernels that compute a combination, and of the others why they do not, by name. What they claim of it is
+    evaluated."""
     covered, reasons = [], {}
     for kernel in kernels:
         why = kernel.covers(task, learner, optimizer) or hooked(learner)
-        why = why or other_loss(task, kernel.loss, num_heads, width) or other_function(learner, kernel.function, num_heads, width)
+        why = (
+            why
+            or other_loss(task, kernel.loss, num_heads, width)
+            or other_function(learner, kernel.function, num_heads, width)
+        )
         if why is None:
             covered.append(kernel)
         else:
@@ -182,8 +95,8 @@ def explain(reasons: Mapping[str, str]) -> str:
 
 
 def unsolved(task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int) -> str | None:
-    """Why an online rule is not a linear system, or None if it is: a linear learner with squared loss, every gradient at the newest
-    weights."""
+    """Why an online rule is not a linear system, or None if it is: a linear learner with squared loss, every gradient
+    at the newest weights."""
     if learner.linear_map is None:
         return f"{type(learner).__name__} is not a linear map"
     if optimizer.accumulates or optimizer.steps != 1:
@@ -192,13 +105,19 @@ def unsolved(task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads:
         return "the loss is not ½‖f(k) − v‖²"
     weight, bias = learner.linear_map
     linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
-    return hooked(learner) or other_loss(task, squared_error, num_heads, width) or other_function(learner, linear, num_heads, width)
+    return (
+        hooked(learner)
+        or other_loss(task, squared_error, num_heads, width)
+        or other_function(learner, linear, num_heads, width)
+    )
 
 
 LINEAR: dict[tuple[str, str | None], Function] = {}
 
 
-def _linear(weight: str, bias: str | None, weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _linear(
+    weight: str, bias: str | None, weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor
+) -> Tensor:
     z = x @ weights[weight]
     return z if bias is None else z + weights[bias].unsqueeze(2)
 
@@ -220,8 +139,8 @@ def choose_form(
 ) -> str:
     """The form a layer uses.
 
-    `auto` takes `fused` where a kernel covers the combination, else `dual` where every fast weight reaches only primitives, else `summed`
-    where the read needs no per-token weights, else `primal` if tokens do not mix.
+    `auto` takes `fused` where a kernel covers the combination, else `dual` where every fast weight reaches only
+    primitives, else `summed` where the read needs no per-token weights, else `primal` if tokens do not mix.
 
     Raises:
         MetaTTTError: the form cannot compute this combination exactly, or the learner mixes tokens without saying so.
@@ -235,11 +154,17 @@ def choose_form(
     if learner.mixes_tokens:
         return _mixing_form(form, name, optimizer, reason, summed)
     if form == "fused" and not covered:
-        raise MetaTTTError(f"layer.form=fused has no kernel for this combination ({reason or explain(reasons)}): set layer.form=auto")
+        raise MetaTTTError(
+            f"layer.form=fused has no kernel for this combination ({reason or explain(reasons)}): set layer.form=auto"
+        )
     if form == "dual" and reason:
-        raise MetaTTTError(f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or set layer.form=auto")
+        raise MetaTTTError(
+            f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or set layer.form=auto"
+        )
     if form == "summed" and not summed:
-        raise MetaTTTError(f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto")
+        raise MetaTTTError(
+            f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto"
+        )
     if form != "auto":
         return form
     return "fused" if covered and reason is None else "dual" if reason is None else "summed" if summed else "primal"
@@ -248,23 +173,35 @@ def choose_form(
 def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | None, summed: bool) -> str:
     """The form for a learner whose tokens look at each other inside a mini-batch."""
     if optimizer.anchor == "online" and optimizer.mini_batch_size > 1:
-        raise MetaTTTError(f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch")
+        raise MetaTTTError(
+            f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch"
+        )
     if form == "fused":
         raise MetaTTTError(f"layer.form=fused has no kernel for {name}, which mixes tokens: set layer.form=auto")
     if form == "primal":
         raise MetaTTTError(f"layer.form=primal takes tokens apart, and {name} mixes them: set layer.form=auto")
     if summed:
         if form == "dual":
-            raise MetaTTTError(f"layer.form=dual takes a backward pass per token for {name}, which this read does not need: use auto")
+            raise MetaTTTError(
+                f"layer.form=dual takes a backward pass per token for {name}, which this read does not need: use auto"
+            )
         return "summed"
     if form == "summed":
-        raise MetaTTTError(f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto")
+        raise MetaTTTError(
+            f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto"
+        )
     if reason is not None:
-        raise MetaTTTError(f"optimizer.read={optimizer.read} cannot express {name}: {reason}. Set optimizer.read=previous")
+        raise MetaTTTError(
+            f"optimizer.read={optimizer.read} cannot express {name}: {reason}. Set optimizer.read=previous"
+        )
     if optimizer.max_norm is not None:
-        raise MetaTTTError(f"optimizer.max_norm needs gradients of single tokens, and {name} mixes them: set optimizer.max_norm=null")
+        raise MetaTTTError(
+            f"optimizer.max_norm needs gradients of single tokens, and {name} mixes them: set optimizer.max_norm=null"
+        )
     if optimizer.anchor != "minibatch":
-        raise MetaTTTError(f"{name} mixes the tokens of a mini-batch: optimizer.read={optimizer.read} needs optimizer.anchor=minibatch")
+        raise MetaTTTError(
+            f"{name} mixes the tokens of a mini-batch: optimizer.read={optimizer.read} needs optimizer.anchor=minibatch"
+        )
     return "dual"
 
 
@@ -296,7 +233,8 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
 
 
 def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -> None:
-    """Refuses a learner or loss that looks at other tokens without declaring it, or at later ones: its gradients would be wrong.
+    """Refuses a learner or loss that looks at other tokens without declaring it, or at later ones: its gradients would
+    be wrong.
 
     Raises:
         MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`, or `r > s` for a learner that declares `mixes_tokens`.
@@ -310,7 +248,9 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
                 f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: expected one a token"
             )
         for s in range(k.shape[2]):
-            (grad,) = torch.autograd.grad(losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True)
+            (grad,) = torch.autograd.grad(
+                losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
             grad[:, :, s] = 0
             if learner.mixes_tokens and grad[:, :, s:].abs().max() > 0:
                 raise MetaTTTError(
@@ -323,7 +263,9 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
                 )
 
 
-def _tiny(task: Task, learner: Learner, num_heads: int, d_in: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+def _tiny(
+    task: Task, learner: Learner, num_heads: int, d_in: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
     """Random weights (W0 may be zero, which hides everything), three random tokens and labels, in double precision."""
     generator = torch.Generator().manual_seed(0)
 

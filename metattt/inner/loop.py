@@ -15,10 +15,10 @@ from metattt.inner.by_kernel import scan
 from metattt.inner.export import inlined
 from metattt.inner.final import answers, steps
 from metattt.inner.forms import CHUNKS
-from metattt.inner.packing import Packing, make_frame
+from metattt.inner.packing import Packing, make_frame, mask_gates
 from metattt.inner.recompute import recomputed
 from metattt.inner.replay import tail, with_tail
-from metattt.inner.tokens import Block, Carry, Tokens, spread
+from metattt.inner.tokens import Block, Carry, Tokens, spread, where
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.optimizers.base import Gates, InnerOptimizer
@@ -27,7 +27,7 @@ from metattt.tasks.base import Task
 from metattt.torch_private import interpreter_stack, saved_tensor_hooks
 
 if TYPE_CHECKING:
-    from metattt.inner.inspect import Plan
+    from metattt.inner.plan import Plan
 
 STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
@@ -76,8 +76,11 @@ class Work:
             return {name: spread(tokens.alpha[:, :, 0], x) * x for name, x in weights.items()}
         return weights
 
-    def learn(self, tokens: Tokens, carry: Carry, block: Block, rows: str | None = None) -> tuple[Tensor | None, Carry, Carry]:
-        """The inner steps on one block: what queries read if `rows` says which, the carry before the commit and after it."""
+    def learn(
+        self, tokens: Tokens, carry: Carry, block: Block, rows: str | None = None
+    ) -> tuple[Tensor | None, Carry, Carry]:
+        """The inner steps on one block: what queries read if `rows` says which, the carry before the commit and after
+        it."""
         entering = carry
         steps = self.rule.steps if self.rule.read != "final" else 1
         size = self.plan.chunk or block.length
@@ -109,7 +112,7 @@ class Work:
         }
 
 
-# -- one mini-batch, or a part of it: what each read sees -----------------------------------------------------------------------------
+# -- one mini-batch, or a part of it: what each read sees --------------------------------------------------------------
 
 
 def _per_token(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
@@ -161,36 +164,46 @@ def _only_complete(before: Carry, after: Carry, complete: bool | Tensor) -> Carr
     """What a mini-batch leaves behind that is replayed when it goes on: nothing, until it is complete."""
     if isinstance(complete, bool):
         return after if complete else before
-    return {role: where(complete, weights, before.get(role)) for role, weights in after.items() if role not in ("update", "weights")}
+    return {
+        role: where(complete, weights, before.get(role))
+        for role, weights in after.items()
+        if role not in ("update", "weights")
+    }
 
 
-# -- through time ----------------------------------------------------------------------------------------------------------------------
+# -- through time ------------------------------------------------------------------------------------------------------
 
 
 class InnerLoop:
-    """Runs a learner through time. Made for one call: holds the three parts and what is known of them, and nothing of its own.
+    """Runs a learner through time. Made for one call: holds the three parts and what is known of them, and nothing of
+    its own.
 
     Args:
         plan: how this combination is computed.
-        group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores everything (a kernel
-            takes a size of its own then).
+        group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores
+            everything (a kernel takes a size of its own then).
     """
 
     def __init__(self, task: Task, learner: Learner, optimizer: InnerOptimizer, plan: Plan, group_size: int | None):
         self.task, self.learner, self.optimizer, self.plan, self.group_size = task, learner, optimizer, plan, group_size
 
     def start(self, batch: int, dtype: torch.dtype) -> Carry:
-        """W0 in every role that a fresh sequence carries, each a copy of its own: what is handed out is the caller's."""
+        """W0 in every role that a fresh sequence carries, each a copy of its own: what is handed out is the
+        caller's."""
         roles = [role for role in self.plan.roles if role in ("commit", "anchor", "origin")]
         if "commit" not in roles and "anchor" not in roles:
             roles.append("weights")
         carry: Carry = {role: {} for role in roles}
         for name, value in self.learner.init.items():
             for role in roles:
-                carry[role][name] = value.to(dtype).expand(batch, *value.shape).clone(memory_format=torch.contiguous_format)
+                carry[role][name] = (
+                    value.to(dtype).expand(batch, *value.shape).clone(memory_format=torch.contiguous_format)
+                )
         return carry
 
-    def read(self, tokens: Tokens, state: State, after: Tensor, ctx: Context, packing: Packing | None, own: bool = False) -> Result:
+    def read(
+        self, tokens: Tokens, state: State, after: Tensor, ctx: Context, packing: Packing | None, own: bool = False
+    ) -> Result:
         """One call: puts the tokens on the frame, scans, and hands the hidden state on.
 
         Args:
@@ -201,7 +214,9 @@ class InnerLoop:
         """
         plan, operand = self.plan, tokens.k.dtype
         if ctx.first is not None and self.optimizer.read == "final":
-            raise MetaTTTError("reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights")
+            raise MetaTTTError(
+                "reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights"
+            )
         carry = state.weights
         if not carry:
             carry, own = self.start(tokens.k.shape[0], tokens.eta.dtype), True
@@ -221,9 +236,17 @@ class InnerLoop:
         return Result(frame.take(y), carry, frame.phase, {})
 
     def run(
-        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], live: Tensor | None, after: Tensor, operand: torch.dtype, own: bool
+        self,
+        tokens: Tokens,
+        carry: Carry,
+        blocks: Sequence[Block],
+        live: Tensor | None,
+        after: Tensor,
+        operand: torch.dtype,
+        own: bool,
     ) -> tuple[Tensor, Carry]:
-        """All columns of a call: predictions `[B, H, columns, d]` and the new carry. `live` `[B, columns]`: filled columns."""
+        """All columns of a call: predictions `[B, H, columns, d]` and the new carry. `live` `[B, columns]`: filled
+        columns."""
         if self.optimizer.read != "final":
             if self.plan.kernels:
                 return scan(self, tokens, carry, blocks, live is not None, operand, own)
@@ -234,19 +257,22 @@ class InnerLoop:
         return answers(self, tokens, {"commit": now}, operand), carry
 
     def _replay(self, tokens: Tokens, carry: Carry, state: State, after: Tensor, ctx: Context) -> Result:
-        """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read again."""
+        """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read
+        again."""
         size, count, operand = self.optimizer.mini_batch_size, tokens.k.shape[2], tokens.k.dtype
         tokens, ctx = with_tail(tokens, ctx, state, size)
         start, length = torch.zeros_like(state.pos), tokens.k.shape[2]
         lead = start if state.phase is not None else state.pos % size - (size - 1)
         begin = state._replace(phase=None if state.phase is None else 0)
-        frame = make_frame(ctx, begin, self.plan.period, self.plan.block, consecutive(length, 0, size)[0], None, start, lead)
+        frame = make_frame(
+            ctx, begin, self.plan.period, self.plan.block, consecutive(length, 0, size)[0], None, start, lead
+        )
         placed = mask_gates(tokens.map(frame.place), frame.live)
         y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, False)
         y = frame.take(y)
         return Result(y[:, :, y.shape[2] - count :], carry, frame.phase, tail(placed, frame, after, size))
 
-    # -- by the forms, in groups -----------------------------------------------------------------------------------------------------
+    # -- by the forms, in groups ---------------------------------------------------------------------------------------
 
     def grouped(
         self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
@@ -256,7 +282,9 @@ class InnerLoop:
             return recomputed(self, tokens, carry, blocks, read, operand, inlined)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter_stack() is not None:
             return self.forward(tokens, carry, blocks, read, operand)
-        if not self._differentiable(tokens, carry):  # the inner gradients alone must not make the result look as if it were
+        if not self._differentiable(
+            tokens, carry
+        ):  # the inner gradients alone must not make the result look as if it were
             with torch.no_grad():
                 return self.forward(tokens, carry, blocks, read, operand)
         if size == 0:
@@ -268,7 +296,9 @@ class InnerLoop:
             size = max(1, round(math.sqrt(len(blocks))))
         groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
         outputs: list[Tensor] = []
-        for group, piece in zip(groups, self.split(tokens, [sum([b.length for b in group]) for group in groups]), strict=True):
+        for group, piece in zip(
+            groups, self.split(tokens, [sum([b.length for b in group]) for group in groups]), strict=True
+        ):
             y, carry = recomputed(self, piece, carry, group, read, operand)
             outputs += [] if y is None else [y]
         return (torch.cat(outputs, dim=2) if outputs else None), carry
@@ -279,7 +309,11 @@ class InnerLoop:
             if x is not None and x.requires_grad:
                 return True
         weights = [x for named in carry.values() for x in named.values()]
-        return any(x.requires_grad for part in (self.task, self.learner, self.optimizer) for x in (*weights, *part.parameters()))
+        return any(
+            x.requires_grad
+            for part in (self.task, self.learner, self.optimizer)
+            for x in (*weights, *part.parameters())
+        )
 
     def forward(
         self,
@@ -293,7 +327,8 @@ class InnerLoop:
     ) -> tuple[Tensor | None, Carry]:
         """Consecutive blocks in a plain loop, with autocast off: `operand` says where rounding is allowed.
 
-        `rule` and `slow` stand for the optimizer and for the learner's slow weights, where these are not the module's own.
+        `rule` and `slow` stand for the optimizer and for the learner's slow weights, where these are not the module's
+        own.
         """
         rule, given = self.optimizer if rule is None else rule, self.learner.slow if slow is None else slow
         if rule.has_token_steps and not torch.compiler.is_compiling():
@@ -318,11 +353,14 @@ class InnerLoop:
     def _restarted(self, carry: Carry, restart: Tensor, dtype: torch.dtype) -> Carry:
         """The state that sequences start with, where `restart` `[B]` says so."""
         origin = next(iter(self.start(len(restart), dtype).values()))
-        return {role: where(restart, origin if role in STARTS_AT_W0 else None, weights) for role, weights in carry.items()}
+        return {
+            role: where(restart, origin if role in STARTS_AT_W0 else None, weights) for role, weights in carry.items()
+        }
 
     @staticmethod
     def split(tokens: Tokens, lengths: Sequence[int] | int) -> list[Tokens]:
-        """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in T."""
+        """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in
+        T."""
         parts = [None if x is None else x.split(lengths, dim=2) for x in tokens]
         return [Tokens(*[None if part is None else part[i] for part in parts]) for i in range(len(parts[0]))]  # type: ignore[arg-type]
 
@@ -332,7 +370,8 @@ class InnerLoop:
 
 
 def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
-    """Blocks of `length` tokens that stand at the same place of their mini-batch in all sequences, and their place after them."""
+    """Blocks of `length` tokens that stand at the same place of their mini-batch in all sequences, and their place
+    after them."""
     blocks, start = [], 0
     while start < length:
         size = min(block - phase, length - start)
@@ -341,26 +380,3 @@ def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
         blocks.append(Block(size, phase, True if filled == block else False, filled))  # noqa: SIM210
         start, phase = start + size, filled % block
     return blocks, phase
-
-
-def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
-    """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0. `live` `[B, columns]`."""
-    if live is None:
-        return tokens
-    live = live.unsqueeze(1)
-    general = any(gate is not None for gate in tokens[4:])
-    kappa = tokens.kappa if tokens.kappa is not None else torch.ones_like(tokens.eta) if general else None
-    return tokens._replace(
-        eta=torch.where(live, tokens.eta, 0),
-        alpha=None if tokens.alpha is None else torch.where(live, tokens.alpha, 1),
-        beta=None if tokens.beta is None else torch.where(live, tokens.beta, 1),
-        kappa=None if kappa is None else torch.where(live, kappa, 0),
-    )
-
-
-def where(condition: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
-    """`a` where `condition` `[B]`, else `b`; None stands for zeros."""
-    return {
-        name: torch.where(spread(condition, x), 0 if a is None else a[name], 0 if b is None else b[name])
-        for name, x in (a or b or {}).items()
-    }

@@ -1,11 +1,12 @@
 """Where tokens go: padding to the end, and every sequence onto a frame whose mini-batches end at common columns.
 
-Token j of a sequence that has read `pos` tokens belongs to place `(pos + j) mod b` of its mini-batch. Where sequences differ in
-this phase, or documents start inside a sequence, tokens are laid out on a *frame*: a document starts at a multiple of b, a
-continued one at its phase, and unfilled columns change nothing (η = 0, α = β = 1, κ = 0).
+Token j of a sequence that has read `pos` tokens belongs to place `(pos + j) mod b` of its mini-batch. Where sequences
+differ in this phase, or documents start inside a sequence, tokens are laid out on a *frame*: a document starts at a
+multiple of b, a continued one at its phase, and unfilled columns change nothing (η = 0, α = β = 1, κ = 0).
 
-The layout depends on the values of masks and positions. They are fetched from the device once, the layout is computed on the host,
-and what tensors need of it goes back: no block of a sequence waits for the device. All layers of a model share one `Packing`.
+The layout depends on the values of masks and positions. They are fetched from the device once, the layout is computed
+on the host, and what tensors need of it goes back: no block of a sequence waits for the device. All layers of a model
+share one `Packing`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import Block
+from metattt.inner.tokens import Block, Tokens
 from metattt.state import Context, State
 
 
@@ -58,7 +59,7 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index.expand(-1, x.shape[1], -1, *x.shape[3:]))
 
 
-# -- padding ---------------------------------------------------------------------------------------------------------------------
+# -- padding -----------------------------------------------------------------------------------------------------------
 
 
 class Packing:
@@ -71,7 +72,13 @@ class Packing:
         host: `valid` and `first` on the host; None under `torch.compile`, which cannot look at values.
     """
 
-    def __init__(self, order: Tensor | None, valid: Tensor | None, first: Tensor | None, host: tuple[Tensor | None, Tensor | None] | None):
+    def __init__(
+        self,
+        order: Tensor | None,
+        valid: Tensor | None,
+        first: Tensor | None,
+        host: tuple[Tensor | None, Tensor | None] | None,
+    ):
         self.order, self.valid, self.first, self.host = order, valid, first, host
         self._back: Tensor | None = None
         self._start: Tensor | None = None
@@ -79,7 +86,8 @@ class Packing:
         self._frames: dict[tuple[object, ...], tuple[Tensor, Frame]] = {}
 
     def sort(self, x: Tensor) -> Tensor:
-        """Tokens of `x` `[B, T, ...]` with padding last, and 0 there: junk at padding, NaN included, must not reach a gradient."""
+        """Tokens of `x` `[B, T, ...]` with padding last, and 0 there: junk at padding, NaN included, must not reach a
+        gradient."""
         return self.clear(x if self.order is None else x.gather(1, self._index(self.order, x)))
 
     def clear(self, x: Tensor) -> Tensor:
@@ -108,7 +116,8 @@ class Packing:
         return self._start
 
     def positions(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, T]` tokens since the start of the document, and `[B]` that number after the call; `pos` `[B]` were read before.
+        """`[B, T]` tokens since the start of the document, and `[B]` that number after the call; `pos` `[B]` were read
+        before.
 
         All layers of a model that hand in the same `pos` get the same tensors back.
         """
@@ -185,7 +194,7 @@ def _sorted(mask: Tensor | None, reset: Tensor | None, order: Tensor | None) -> 
     return mask, reset
 
 
-# -- frames ----------------------------------------------------------------------------------------------------------------------
+# -- frames ------------------------------------------------------------------------------------------------------------
 
 
 Host = tuple[Tensor | None, Tensor | None]
@@ -226,7 +235,9 @@ def make_frame(
     return _unaligned(ctx, open_, lead, block, None if period is not None else 0, host)
 
 
-def _padded(valid: Tensor, phase: int, period: int | None, block: int, plain: Sequence[Block], host: Host | None) -> Frame:
+def _padded(
+    valid: Tensor, phase: int, period: int | None, block: int, plain: Sequence[Block], host: Host | None
+) -> Frame:
     """Sequences that stand at the same place, and end at different ones: columns are tokens."""
     seen = valid if torch.compiler.is_compiling() else valid.cpu() if host is None or host[0] is None else host[0]
     parts = seen.split([x.length for x in plain], dim=1)
@@ -241,9 +252,14 @@ def _padded(valid: Tensor, phase: int, period: int | None, block: int, plain: Se
 
 
 def _told_apart(
-    blocks: Sequence[Block], commits: Sequence[Tensor], filled: Sequence[Tensor], restarts: Sequence[Tensor | None], device: torch.device
+    blocks: Sequence[Block],
+    commits: Sequence[Tensor],
+    filled: Sequence[Tensor],
+    restarts: Sequence[Tensor | None],
+    device: torch.device,
 ) -> list[Block]:
-    """Blocks with what differs between sequences as tensors on the device, and plain numbers where it does not (kernels take those)."""
+    """Blocks with what differs between sequences as tensors on the device, and plain numbers where it does not (kernels
+    take those)."""
     if torch.compiler.is_compiling():
         return [
             x._replace(commit=commit if x.commit is True else False, filled=count, restart=again)
@@ -276,7 +292,9 @@ def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int |
     batch, length = ctx.positions.shape
     device, tracing = open_.device, torch.compiler.is_compiling()
     if ctx.first is not None and tracing:
-        raise MetaTTTError("reset= needs a layout that depends on its values, which torch.compile cannot trace: call the layer eagerly")
+        raise MetaTTTError(
+            "reset= needs a layout that depends on its values, which torch.compile cannot trace: call the layer eagerly"
+        )
     valid, first = (ctx.valid, ctx.first) if host is None else host
     if not tracing:
         open_, lead = torch.stack([open_, lead]).cpu()
@@ -304,7 +322,25 @@ def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int |
     lengths = [min(block, columns - start) for start in range(0, columns, block)]
     blocks = [Block(size, 0, size == block, size) for size in lengths]
     parts = live.split(lengths, dim=1)
-    filled = [(torch.arange(1, size + 1, device=open_.device) * part).amax(1) for size, part in zip(lengths, parts, strict=True)]
+    filled = [
+        (torch.arange(1, size + 1, device=open_.device) * part).amax(1)
+        for size, part in zip(lengths, parts, strict=True)
+    ]
     again = [None if restart is None else restart[:, i] for i in range(len(blocks))]
     made = _told_apart(blocks, [part[:, -1] for part in parts], filled, again, device)
     return Frame(made, source.to(device), column.clamp(0, columns - 1).to(device), live.to(device), end)
+
+
+def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
+    """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0. `live` `[B, columns]`."""
+    if live is None:
+        return tokens
+    live = live.unsqueeze(1)
+    general = any(gate is not None for gate in tokens[4:])
+    kappa = tokens.kappa if tokens.kappa is not None else torch.ones_like(tokens.eta) if general else None
+    return tokens._replace(
+        eta=torch.where(live, tokens.eta, 0),
+        alpha=None if tokens.alpha is None else torch.where(live, tokens.alpha, 1),
+        beta=None if tokens.beta is None else torch.where(live, tokens.beta, 1),
+        kappa=None if kappa is None else torch.where(live, kappa, 0),
+    )

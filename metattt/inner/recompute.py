@@ -1,7 +1,8 @@
 """Recomputation through time: save what enters a group of mini-batches, run the group again in the backward pass.
 
-`torch.utils.checkpoint` cannot hold an inner `autograd.grad`: each one would recompute the group. One `autograd.Function` per group
-costs two runs of it (three inside a user's own checkpoint) and can itself be differentiated again.
+`torch.utils.checkpoint` cannot hold an inner `autograd.grad`: each one would recompute the group. One
+`autograd.Function` per group costs two runs of it (three inside a user's own checkpoint) and can itself be
+differentiated again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def recompute(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`body(*tensors)`, keeping only `tensors` for the backward pass. `body` must reach parameters through `tensors` alone."""
+    """`body(*tensors)`, keeping only `tensors` for the backward pass. `body` must reach parameters through `tensors`
+    alone."""
     return _Recompute.apply(body, *tensors)
 
 
@@ -45,7 +47,8 @@ class _Recompute(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         keep = torch.is_grad_enabled()  # someone differentiates this backward pass again
         with torch.enable_grad(), _replay(ctx.random, ctx.device):
-            # Aliases cut the inputs off from each other (weights may have been computed from parameters that are inputs too).
+            # Aliases cut the inputs off from each other (weights may have been computed from parameters that are inputs
+            # too).
             inputs = [
                 (x.view_as(x) if keep else x.detach().requires_grad_()) if need else x
                 for x, need in zip(ctx.saved_tensors, needed, strict=True)
@@ -54,7 +57,9 @@ class _Recompute(torch.autograd.Function):
             pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if dy is not None and y.requires_grad]
             wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
             found = iter(
-                torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], create_graph=keep, allow_unused=True)
+                torch.autograd.grad(
+                    [y for y, _ in pairs], wanted, [dy for _, dy in pairs], create_graph=keep, allow_unused=True
+                )
                 if pairs and wanted
                 else [None] * len(wanted)
             )
@@ -62,7 +67,9 @@ class _Recompute(torch.autograd.Function):
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(
+        device
+    ) if device.type != "cpu" else None
 
 
 class _replay:
@@ -93,10 +100,11 @@ def recomputed(
     operand: torch.dtype,
     through: Callable[..., Sequence[Tensor]] = recompute,
 ) -> tuple[Tensor | None, Carry]:
-    """`InnerLoop.forward`, recomputed in the backward pass. Parameters travel as inputs, and are put into copies of the parts.
+    """`InnerLoop.forward`, recomputed in the backward pass. Parameters travel as inputs, and are put into copies of the
+    parts.
 
-    (`torch.func.functional_call` would put them into the parts themselves, where another thread finds them.) `through` runs a function
-    of tensors: `recompute`, or what writes it out for an export.
+    (`torch.func.functional_call` would put them into the parts themselves, where another thread finds them.) `through`
+    runs a function of tensors: `recompute`, or what writes it out for an export.
     """
     parts = nn.ModuleList((loop.task, loop.learner, loop.optimizer))
     parameters: Tensors = dict(parts.named_parameters())

@@ -1,4 +1,5 @@
-"""Learners whose tokens look at each other: the open mini-batch is carried as raw tokens, and run again when it goes on."""
+"""Learners whose tokens look at each other: the open mini-batch is carried as raw tokens, and run again when it goes
+on."""
 
 from __future__ import annotations
 

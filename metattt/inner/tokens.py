@@ -31,7 +31,6 @@ class Tokens(NamedTuple):
         return Tokens(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]
 
 
-
 class Block(NamedTuple):
     """Consecutive columns inside one mini-batch.
 
@@ -51,16 +50,19 @@ class Block(NamedTuple):
 
 
 class MiniBatches(NamedTuple):
-    """What a kernel reads: whole mini-batches of `b` tokens one after the other, from committed weights to committed weights.
+    """What a kernel reads: whole mini-batches of `b` tokens one after the other, from committed weights to committed
+    weights.
 
     Attributes:
-        tokens: views `[B, H, n·b, d]` as the task made them (any floating type, any strides) and gates `[B, H, n·b]` in fp32 or wider.
+        tokens: views `[B, H, n·b, d]` as the task made them (any floating type, any strides) and gates `[B, H, n·b]` in
+            fp32 or wider.
         weights: fast weights W_a by name at the start, `[B, H, *shape]`, fp32 or wider.
         slow: outer-loop weights of the learner by name, `[H, *shape]`.
         tau: token steps `[1 or H, b]`; None: all 1.
         size: b, tokens per mini-batch.
         operand: type to which matmul operands are rounded.
-        group_size: mini-batches whose weights are recomputed together in the backward pass; None leaves it to the kernel.
+        group_size: mini-batches whose weights are recomputed together in the backward pass; None leaves it to the
+            kernel.
     """
 
     tokens: Tokens
@@ -83,3 +85,11 @@ def spread(factor: Tensor, like: Tensor) -> Tensor:
 def rated(factor: Tensor, rates: Tensor | None, index: int) -> Tensor:
     """`factor` `[B, H, n]` of the tokens' gradients as it is for fast weight number `index`."""
     return factor if rates is None else factor * rates[..., index]
+
+
+def where(condition: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
+    """`a` where `condition` `[B]`, else `b`; None stands for zeros."""
+    return {
+        name: torch.where(spread(condition, x), 0 if a is None else a[name], 0 if b is None else b[name])
+        for name, x in (a or b or {}).items()
+    }

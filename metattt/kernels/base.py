@@ -1,7 +1,10 @@
-"""The contract of a kernel: closed-form computation of whole mini-batches for one learner, and the choice between kernels.
+"""The contract of a kernel: closed-form computation of whole mini-batches for one learner, and the choice between
+kernels.
 
-A kernel lives in a folder of its own under `metattt/kernels`, whose `__init__.py` registers it; nothing else names it. It is asked
-twice: when a layer is built whether it computes this combination of task, learner and optimizer (`covers`), and in every call whether
+A kernel lives in a folder of its own under `metattt/kernels`, whose `__init__.py` registers it; nothing else names it.
+It is asked
+twice: when a layer is built whether it computes this combination of task, learner and optimizer (`covers`), and in
+    every call whether
 it takes these tensors (`accepts`). Where no kernel says yes, the generic dual form computes the same.
 """
 
@@ -25,25 +28,30 @@ from metattt.tasks.base import Task
 class Kernel(ABC):
     """A closed form of one combination. It computes `anchor=minibatch`, `read=inclusive`, one step:
 
-    `W_t = γ_t W_a − Σ_{s≤t} C_ts η_s ∇ℓ_s(W_a)` for the tokens t of a mini-batch, `y_t = f(q_t; W_t)`, and `W_a ← W_b` after it.
+    `W_t = γ_t W_a − Σ_{s≤t} C_ts η_s ∇ℓ_s(W_a)` for the tokens t of a mini-batch, `y_t = f(q_t; W_t)`, and `W_a ← W_b`
+    after it.
     """
 
     name: str  #: as messages show it: `<folder>.<implementation>`
     device: str  #: `cpu` or `cuda`
-    traceable = False  #: whether `torch.compile` can look through it (a `torch.library` operation with its own derivative)
+    traceable = (
+        False  #: whether `torch.compile` can look through it (a `torch.library` operation with its own derivative)
+    )
 
     @abstractmethod
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         """Why this combination cannot be computed (a few words), or None if it can.
 
-        Called when a layer is built, and again when a setting of a part has changed. What it says of the learner's function and of the
-        loss is not taken on trust: `function` and `loss` are compared with the objects themselves (`metattt.inner.claims`).
+        Called when a layer is built, and again when a setting of a part has changed. What it says of the learner's
+        function and of the loss is not taken on trust: `function` and `loss` are compared with the objects themselves
+        (`metattt.inner.claims`).
         """
 
     @staticmethod
     @abstractmethod
     def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """The learner's f as the kernel computes it, in plain torch: `x` `[B, H, T, d]` to predictions; the claim that is checked.
+        """The learner's f as the kernel computes it, in plain torch: `x` `[B, H, T, d]` to predictions; the claim that
+        is checked.
 
         Args:
             weights: fast weights by name, `[B, H, *shape]`.
@@ -57,14 +65,15 @@ class Kernel(ABC):
 
     @abstractmethod
     def accepts(self, given: MiniBatches) -> str | None:
-        """Why these tensors cannot be taken (types, widths, gates), or None if they can. Called in every call on the kernel's device."""
+        """Why these tensors cannot be taken (types, widths, gates), or None if they can. Called in every call on the
+        kernel's device."""
 
     @abstractmethod
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, n·b, d]` in the type of the gates, and the weights after the last mini-batch.
 
-        Differentiable in every tensor of `given`. `reference` computes the same by the dual form: for derivatives that the kernel
-        does not have (of its backward pass).
+        Differentiable in every tensor of `given`. `reference` computes the same by the dual form: for derivatives that
+        the kernel does not have (of its backward pass).
         """
 
     def advances(self, given: MiniBatches) -> str | None:
@@ -83,8 +92,8 @@ class Kernel(ABC):
             own: `given.weights` and `update` may be written over.
 
         Returns:
-            Predictions `[B, H, n, d]`, the committed weights W_a, and the update after the tokens. Where they complete the mini-batch
-            the weights are the new ones and the update is None (zero, where sequences differ).
+            Predictions `[B, H, n, d]`, the committed weights W_a, and the update after the tokens. Where they complete
+            the mini-batch the weights are the new ones and the update is None (zero, where sequences differ).
         """
         raise NotImplementedError(self.name)
 
@@ -101,7 +110,8 @@ def register_kernel(kernel: type[Kernel]) -> type[Kernel]:
 
 @cache
 def kernels() -> tuple[Kernel, ...]:
-    """All registered kernels, those of `metattt/kernels` and those that a program registered before it built its first layer."""
+    """All registered kernels, those of `metattt/kernels` and those that a program registered before it built its first
+    layer."""
     import metattt.kernels
 
     for module in pkgutil.iter_modules(metattt.kernels.__path__):
@@ -113,12 +123,18 @@ RULE = (
     "coefficients", "current", "commit", "observe", "in_token_space", "bases", "permutation", "accumulates", "period", "block",
     "_token_steps_at", "_token_step_coefficients", "_plain_coefficients", "_general_coefficients",
 )  # fmt: skip
-"""What makes `InnerOptimizer` the linear rule that kernels compute: none of it may be replaced, on the class or on the object."""
+"""What makes `InnerOptimizer` the linear rule that kernels compute: none of it may be replaced, on the class or on the
+object."""
 
 
 def linear_rule(optimizer: InnerOptimizer) -> str | None:
-    """Why an optimizer is not a linear rule that begins anew with every mini-batch, or None if it is: common to all kernels."""
-    changed = [name for name in RULE if name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(InnerOptimizer, name)]
+    """Why an optimizer is not a linear rule that begins anew with every mini-batch, or None if it is: common to all
+    kernels."""
+    changed = [
+        name
+        for name in RULE
+        if name in vars(optimizer) or getattr(type(optimizer), name) is not getattr(InnerOptimizer, name)
+    ]
     for wrong, reason in (
         (bool(changed), f"{type(optimizer).__name__} has its own {', '.join(changed)}"),
         (optimizer.anchor != "minibatch", f"optimizer.anchor={optimizer.anchor}"),

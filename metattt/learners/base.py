@@ -45,8 +45,9 @@ class Weight:
 class Learner(Part, ABC):
     """A model whose weights are the hidden state: `f(x; W)`.
 
-    A subclass names its weights in `weights` and computes `f` in `forward`, reaching weights only through the accessor `w`. With
-    `residual` and `norm` the layer uses `x + LN(f(x))`, the form of the TTT paper (Sec. 2.7); LN's affine is a slow weight.
+    A subclass names its weights in `weights` and computes `f` in `forward`, reaching weights only through the accessor
+    `w`. With `residual` and `norm` the layer uses `x + LN(f(x))`, the form of the TTT paper (Sec. 2.7); LN's affine is
+    a slow weight.
 
     Args:
         residual: add the input to the output. Needs `d_in = d_out`.
@@ -54,7 +55,8 @@ class Learner(Part, ABC):
         learn_init: train W0 in the outer loop. Otherwise W0 stays at its initial value.
     """
 
-    mixes_tokens = False  #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
+    #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
+    mixes_tokens = False
     has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
     causal = True  #: False for learners that answer a query from later tokens too
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
@@ -87,9 +89,14 @@ class Learner(Part, ABC):
         """
         with self.claimed():
             if self.residual and d_in != d_out:
-                raise MetaTTTError(f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false")
+                raise MetaTTTError(
+                    f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false"
+                )
             self.shapes = {}
-            self.init, self.slow = nn.ParameterDict(), nn.ParameterDict()  # none that a copy of the unbuilt learner shares
+            self.init, self.slow = (
+                nn.ParameterDict(),
+                nn.ParameterDict(),
+            )  # none that a copy of the unbuilt learner shares
             for name, weight in self.weights(d_in, d_out).items():
                 sample = weight.sample(num_heads)
                 self.shapes[name] = tuple(sample.shape)
@@ -123,5 +130,6 @@ class NonParametric(Learner):
     def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]` for the queries, each from the data up to its own token, and the data to carry on.
 
-        `state` is empty at the start; padding comes last and must not be seen by any query (`ctx.valid`), nor may other documents.
+        `state` is empty at the start; padding comes last and must not be seen by any query (`ctx.valid`), nor may other
+        documents.
         """

@@ -18,11 +18,13 @@ from metattt.registry import register
 class Convolution(Learner):
     """Two layers, the first (over tokens) or both (over features) a convolution, with an activation between them.
 
-    Over `features` a token of d features is a signal of length d: `f(x) = conv(act(conv(x)))`, from 1 channel to `channels` and back.
-    Over `tokens`, `f(x)_t = act(b1 + Σ_j x_{t−width+1+j} W1_j) W2 + b2` with d · `channels` hidden units, zeros before the mini-batch.
+    Over `features` a token of d features is a signal of length d: `f(x) = conv(act(conv(x)))`, from 1 channel to
+    `channels` and back. Over `tokens`, `f(x)_t = act(b1 + Σ_j x_{t−width+1+j} W1_j) W2 + b2` with d · `channels` hidden
+    units, zeros before the mini-batch.
 
     Args:
-        over: `features`, or `tokens`: the learner then mixes the tokens of a mini-batch, and needs a read of earlier commits.
+        over: `features`, or `tokens`: the learner then mixes the tokens of a mini-batch, and needs a read of earlier
+            commits.
         width: taps (features or tokens).
         channels: channels per feature between the two layers.
         activation: as in `MLP`.
@@ -58,7 +60,9 @@ class Convolution(Learner):
             hidden = self.channels * d_in
             first, second = (self.width, d_in, hidden), (hidden, d_out)
         elif d_in != d_out:
-            raise MetaTTTError(f"learner.over=features keeps the width, which is {d_in} for inputs and {d_out} for labels: use learner=mlp")
+            raise MetaTTTError(
+                f"learner.over=features keeps the width, which is {d_in} for inputs and {d_out} for labels: use learner=mlp"
+            )
         else:
             first, second = (self.width, 1, self.channels), (self.width, self.channels, 1)
         return {

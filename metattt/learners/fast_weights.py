@@ -1,11 +1,13 @@
 """How a learner reaches its weights: a few primitives over named tensors.
 
-The same learner runs with plain weights (`FastWeights`), with weights that record what an update needs (`Record`), and with weights
-that differ from token to token but are never materialised (`ReadRows`). Which of these it is, the learner does not know.
+The same learner runs with plain weights (`FastWeights`), with weights that record what an update needs (`Record`), and
+with weights that differ from token to token but are never materialised (`ReadRows`). Which of these it is, the learner
+does not know.
 
-With `z = aW` for token s and `δ_s = ∂ℓ_s/∂z_s`, the gradient of ℓ_s is `a_sᵀδ_s` (arXiv 2407.04620, App. A). Recording keeps `a` and
-`δ`; reading replaces `q_t W_t` by `Σ_B rows_B(t) (q_t B) − Σ_s mix_ts (q_t·a_s) δ_s`. The same holds for a bias (a = 1), a scale
-(δ ∘ x), an embedding (a one-hot) and a convolution (a unfolded); a weight used at several places sums over all of them.
+With `z = aW` for token s and `δ_s = ∂ℓ_s/∂z_s`, the gradient of ℓ_s is `a_sᵀδ_s` (arXiv 2407.04620, App. A). Recording
+keeps `a` and `δ`; reading replaces `q_t W_t` by `Σ_B rows_B(t) (q_t B) − Σ_s mix_ts (q_t·a_s) δ_s`. The same holds for
+a bias (a = 1), a scale (δ ∘ x), an embedding (a one-hot) and a convolution (a unfolded); a weight used at several
+places sums over all of them.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ class UnsupportedOperation(MetaTTTError):
 
 
 def matmul(a: Tensor, b: Tensor, operand: torch.dtype) -> Tensor:
-    """`a @ b` with operands rounded to `operand`; the result keeps the (wider) type of `a`, as the inner loop's sums do."""
+    """`a @ b` with operands rounded to `operand`; the result keeps the (wider) type of `a`, as the inner loop's sums
+    do."""
     return a @ b if a.dtype == operand else (a.to(operand) @ b.to(operand)).to(a.dtype)
 
 
 def per_token(vector: Tensor, like: Tensor) -> Tensor:
-    """Inserts axes so that `vector` `[B, H, d]` (or any shape with d numbers) broadcasts against `like` `[B, H, T, ..., d]`."""
+    """Inserts axes so that `vector` `[B, H, d]` (or any shape with d numbers) broadcasts against `like`
+    `[B, H, T, ..., d]`."""
     return vector.reshape(*vector.shape[:2], *(1,) * (like.ndim - 3), vector.shape[2:].numel())
 
 
@@ -61,9 +65,11 @@ class FastWeights:
         return self._value(name)
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
-        """`x @ W + b`: `[..., d_in]` to `[..., d_out]`; W is `(d_in, d_out)`, rows are tokens. `transpose` uses Wᵀ (tied weights).
+        """`x @ W + b`: `[..., d_in]` to `[..., d_out]`; W is `(d_in, d_out)`, rows are tokens. `transpose` uses Wᵀ
+        (tied weights).
 
-        A weight with more axes is a matrix all the same: its leading axes are flattened, or with `transpose` its trailing ones.
+        A weight with more axes is a matrix all the same: its leading axes are flattened, or with `transpose` its
+        trailing ones.
         """
         matrix = self._value(weight)
         matrix = matrix.flatten(3).mT if transpose else matrix.flatten(2, -2)
@@ -89,21 +95,28 @@ class FastWeights:
         return table.gather(2, rows).view(*index.shape, table.shape[-1])
 
     def conv1d(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
-        """Convolution inside each token, zero-padded: `[B, H, T, L, c_in]` to `[B, H, T, L, c_out]`; W is `(width, c_in, c_out)`."""
+        """Convolution inside each token, zero-padded: `[B, H, T, L, c_in]` to `[B, H, T, L, c_out]`; W is
+        `(width, c_in, c_out)`."""
         width = self._value(weight).shape[2]
         padded = F.pad(x, (0, 0, (width - 1) // 2, width // 2))
         windows = padded.unfold(-2, width, 1).transpose(-2, -1)  # [..., L, width, c_in]
         return self.linear(windows.flatten(-2), weight, bias)
 
 
-# -- while gradients are recorded and per-token weights are read ----------------------------------------------------------------
+# -- while gradients are recorded and per-token weights are read -------------------------------------------------------
 
 
 class OpaqueWeight:
     """Stands for a raw fast weight while recording: any operation on it is refused by the weight's name."""
 
     def __init__(self, name: str, value: Tensor):
-        self._name, self.shape, self.ndim, self.dtype, self.device = name, value.shape, value.ndim, value.dtype, value.device
+        self._name, self.shape, self.ndim, self.dtype, self.device = (
+            name,
+            value.shape,
+            value.ndim,
+            value.dtype,
+            value.device,
+        )
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,8 +147,8 @@ def needs_probes() -> bool:
     """Whether gradients inside the forward pass are `torch.func`'s to take.
 
     `torch.func.vjp` does not run under saved-tensor hooks (any non-reentrant checkpoint, also a user's own), and
-    `torch.autograd.grad` does not run under compile, inside functorch transforms or in inference mode. So each is used where the
-    other fails.
+    `torch.autograd.grad` does not run under compile, inside functorch transforms or in inference mode. So each is used
+    where the other fails.
     """
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or interpreter_stack() is not None
 
@@ -144,14 +157,18 @@ class Record(FastWeights):
     """Plain weights that remember, at each use, what a per-token gradient is made of.
 
     Args:
-        probes: zeros added to the outputs in order, so that `torch.func.vjp` can ask for δ. None: the outputs themselves are what
-            `torch.autograd.grad` differentiates by.
+        probes: zeros added to the outputs in order, so that `torch.func.vjp` can ask for δ. None: the outputs
+            themselves are what `torch.autograd.grad` differentiates by.
     """
 
     factored = True
 
     def __init__(
-        self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor], operand: torch.dtype, probes: Iterable[Tensor | float] | None = None
+        self,
+        fast: Mapping[str, Tensor],
+        slow: Mapping[str, Tensor],
+        operand: torch.dtype,
+        probes: Iterable[Tensor | float] | None = None,
     ):
         super().__init__(fast, slow, operand)
         self.probes: Iterator[Tensor | float] | None = None if probes is None else iter(probes)
@@ -162,7 +179,13 @@ class Record(FastWeights):
         return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
 
     def _site(
-        self, z: Tensor, weight: str | None, bias: str | None, x: Tensor | None, transpose: bool = False, scale: bool = False
+        self,
+        z: Tensor,
+        weight: str | None,
+        bias: str | None,
+        x: Tensor | None,
+        transpose: bool = False,
+        scale: bool = False,
     ) -> Tensor:
         weight = weight if weight in self._fast else None
         bias = bias if bias in self._fast else None
@@ -187,7 +210,11 @@ class Record(FastWeights):
 
     def embedding(self, index: Tensor, weight: str) -> Tensor:
         z = super().embedding(index, weight)
-        return self._site(z, weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype)) if weight in self._fast else z
+        return (
+            self._site(z, weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype))
+            if weight in self._fast
+            else z
+        )
 
 
 class Gradients(Protocol):
@@ -201,7 +228,8 @@ class Gradients(Protocol):
         """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
 
     def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
-        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`, mix `[B, H, m, n]`; with `plus_one` the paired bias is included."""
+        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`, mix `[B, H, m, n]`; with `plus_one` the paired bias
+        is included."""
 
 
 class ReadRows(FastWeights):
@@ -254,7 +282,9 @@ class ReadRows(FastWeights):
             z = super().linear(x, weight, transpose=transpose)
             return z if bias is None else z + self._vector(bias, z)
         paired = not transpose and (weight, bias) in self.gradients.paired
-        z = self._combine([part.linear(x, weight, bias if paired else None, transpose=transpose) for part in self.parts])
+        z = self._combine(
+            [part.linear(x, weight, bias if paired else None, transpose=transpose) for part in self.parts]
+        )
         moved = self.gradients.product(weight, x.flatten(2, -2), self.mix, transpose, paired)
         z = z if moved is None else z - moved.view(z.shape)
         return z if bias is None or paired else z + self._vector(bias, z)

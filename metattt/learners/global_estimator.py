@@ -1,4 +1,5 @@
-"""A non-parametric learner that answers every query from all tokens of the call: the attention layers of vision transformers."""
+"""A non-parametric learner that answers every query from all tokens of the call: the attention layers of vision
+transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from metattt.tasks.base import Views
 
 @register(group="learner", name="global_estimator")
 class GlobalEstimator(NonParametric):
-    """`f(q) = Σ_s κ(q, k_s) v_s / Z` over all tokens s of the call: not causal, and each call is a set of tokens of its own.
+    """`f(q) = Σ_s κ(q, k_s) v_s / Z` over all tokens s of the call: not causal, and each call is a set of tokens of its
+    own.
 
     | kernel | Z | layer |
     |---|---|---|
@@ -32,13 +34,19 @@ class GlobalEstimator(NonParametric):
         bandwidth: h; None takes √d for the exponential and d for the linear kernel.
 
     Raises:
-        MetaTTTError: a bandwidth that is not positive, or exponential without normalize; at a call with a state or `reset`.
+        MetaTTTError: a bandwidth that is not positive, or exponential without normalize; at a call with a state or
+            `reset`.
     """
 
     causal = False
     streams = False
 
-    def __init__(self, kernel: Literal["exponential", "linear"] = "exponential", normalize: bool = True, bandwidth: float | None = None):
+    def __init__(
+        self,
+        kernel: Literal["exponential", "linear"] = "exponential",
+        normalize: bool = True,
+        bandwidth: float | None = None,
+    ):
         super().__init__(learn_init=False)
         check_choice("learner.kernel", kernel, ("exponential", "linear"))
         if bandwidth is not None and not bandwidth > 0:

@@ -19,12 +19,14 @@ from metattt.tasks.base import Views
 
 @register(group="learner", name="kernel_estimator")
 class KernelEstimator(NonParametric):
-    """Nadaraya–Watson: `f(q) = Σ_s κ(q, k_s) v_s / Σ_s κ(q, k_s)` over the tokens read so far (arXiv 2407.04620, Eq. 3, Thm. 2).
+    """Nadaraya–Watson: `f(q) = Σ_s κ(q, k_s) v_s / Σ_s κ(q, k_s)` over the tokens read so far (arXiv 2407.04620, Eq. 3,
+    Thm. 2).
 
     With the exponential kernel this is causal softmax attention and runs at its speed.
 
     Args:
-        kernel: `exponential` κ = exp(q·k / h), `gaussian` κ = exp(−‖q − k‖² / 2h), or `nearest`: the mean of the nearest labels.
+        kernel: `exponential` κ = exp(q·k / h), `gaussian` κ = exp(−‖q − k‖² / 2h), or `nearest`: the mean of the
+            nearest labels.
         bandwidth: h; None takes √d.
         neighbours: how many labels `nearest` averages (tokens).
         bias: add a constant to the estimate.
@@ -50,7 +52,9 @@ class KernelEstimator(NonParametric):
         if neighbours < 1:
             raise MetaTTTError(f"learner.neighbours={neighbours} is not allowed: it must be at least 1")
         if bandwidth is not None and not bandwidth > 0:
-            raise MetaTTTError(f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null for the root of the head width")
+            raise MetaTTTError(
+                f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null for the root of the head width"
+            )
         self.kernel, self.bandwidth, self.neighbours, self.with_bias = kernel, bandwidth, neighbours, bias
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
@@ -82,7 +86,8 @@ class KernelEstimator(NonParametric):
         return self.wrap(slow, q, y), {"k": k, "v": v} | ({} if document is None else {"document": document})
 
     def visible(self, document: Tensor | None, count: int, past: int, device: torch.device) -> Tensor | None:
-        """Which data each query may see, `[B or 1, 1, T, S]`; None means all earlier tokens of a call without a past."""
+        """Which data each query may see, `[B or 1, 1, T, S]`; None means all earlier tokens of a call without a
+        past."""
         if document is None:
             if past == 0 or count == 1:
                 return None if past == 0 else torch.ones(1, 1, 1, past + count, dtype=torch.bool, device=device)
@@ -96,16 +101,20 @@ class KernelEstimator(NonParametric):
         bandwidth = math.sqrt(q.shape[-1]) if self.bandwidth is None else self.bandwidth
         if self.learn_init:
             k, v = (
-                torch.cat([self.slow[n].to(x.dtype).unsqueeze(1).expand(x.shape[0], -1, 1, -1), x], 2) for n, x in (("k0", k), ("v0", v))
+                torch.cat([self.slow[n].to(x.dtype).unsqueeze(1).expand(x.shape[0], -1, 1, -1), x], 2)
+                for n, x in (("k0", k), ("v0", v))
             )
             if visible is None:
                 visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
             visible = F.pad(visible, (1, 0), value=True)
         if self.kernel == "exponential":
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, scale=1 / bandwidth)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, is_causal=visible is None, scale=1 / bandwidth
+            )
         if visible is None:
             visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
-        # −‖q − k‖²/2h is q·k/h − ‖k‖²/2h up to a term that does not depend on the datum, so a bias on the scores is enough.
+        # −‖q − k‖²/2h is q·k/h − ‖k‖²/2h up to a term that does not depend on the datum, so a bias on the scores is
+        # enough.
         offset = k.square().sum(-1).unsqueeze(-2) / -2
         if self.kernel == "gaussian":
             bias = (offset / bandwidth).expand(-1, -1, q.shape[2], -1).masked_fill(~visible, -torch.inf)

@@ -18,11 +18,13 @@ from metattt.tasks.base import Views
 
 @register(group="learner", name="kernel_ridge")
 class KernelRidge(NonParametric):
-    """`f(q) = κ(q, K_t) (κ(K_t, K_t) + λI)⁻¹ V_t` over the tokens read so far: the minimum of `Σ_s ½‖f(k_s) − v_s‖² + ½λ‖f‖²`.
+    """`f(q) = κ(q, K_t) (κ(K_t, K_t) + λI)⁻¹ V_t` over the tokens read so far: the minimum of
+    `Σ_s ½‖f(k_s) − v_s‖² + ½λ‖f‖²`.
 
-    A new token adds a row to the Cholesky factor L of `κ + λI`, and the factor of the first t tokens is the leading block of L. So one
-    factorisation answers the queries of all tokens: with `Z = L⁻¹V` and column t of `C = L⁻¹κ(K, q)`, `f(q_t) = Σ_{s≤t} C_st Z_s`.
-    With S tokens read, a token costs O(S²) and the state holds L, S² numbers a head.
+    A new token adds a row to the Cholesky factor L of `κ + λI`, and the factor of the first t tokens is the leading
+    block of L. So one factorisation answers the queries of all tokens: with `Z = L⁻¹V` and column t of
+    `C = L⁻¹κ(K, q)`, `f(q_t) = Σ_{s≤t} C_st Z_s`. With S tokens read, a token costs O(S²) and the state holds L, S²
+    numbers a head.
 
     Args:
         kernel: `linear` κ = q·k, `gaussian` exp(−‖q − k‖² / 2h), or `exponential` exp(q·k / h).
@@ -45,18 +47,24 @@ class KernelRidge(NonParametric):
         super().__init__(residual=residual, norm=norm, learn_init=False)
         check_choice("learner.kernel", kernel, ("linear", "gaussian", "exponential"))
         if not ridge > 0:
-            raise MetaTTTError(f"learner.ridge={ridge} is not allowed: it must be positive, or equal tokens have no solution")
+            raise MetaTTTError(
+                f"learner.ridge={ridge} is not allowed: it must be positive, or equal tokens have no solution"
+            )
         if bandwidth is not None and not bandwidth > 0:
-            raise MetaTTTError(f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null for the root of the head width")
+            raise MetaTTTError(
+                f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null for the root of the head width"
+            )
         self.kernel, self.ridge, self.bandwidth = kernel, ridge, bandwidth
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         return {}
 
     def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
-        """Predictions `[B, H, T, d]`, and the data with its factor: `k`, `solved` = Z `[B, H, S, d]`, `factor` = L `[B, H, S, S]`.
+        """Predictions `[B, H, T, d]`, and the data with its factor: `k`, `solved` = Z `[B, H, S, d]`, `factor` = L
+        `[B, H, S, S]`.
 
-        Where sequences differ, `document` `[B, S]` numbers the documents (−1 for padding); κ between different ones is 0.
+        Where sequences differ, `document` `[B, S]` numbers the documents (−1 for padding); κ between different ones is
+        0.
         """
         wide = torch.promote_types(views.k.dtype, torch.float32)
         with torch.autocast(views.k.device.type, enabled=False):

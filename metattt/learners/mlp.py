@@ -29,7 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @register(group="learner", name="mlp")
 class MLP(Learner):
-    """`depth` linear maps with an activation between them; depth 2 with norm and residual is TTT-MLP (arXiv 2407.04620, Sec. 2.7).
+    """`depth` linear maps with an activation between them; depth 2 with norm and residual is TTT-MLP (arXiv 2407.04620,
+    Sec. 2.7).
 
     Args:
         depth: number of linear maps.
@@ -38,7 +39,8 @@ class MLP(Learner):
         bias: a bias in every map.
         init: of the matrices: `normal` N(0, 0.02²), or `xavier` uniform per head.
         residual, norm: use `x + LN(f(x))`.
-        learn_init: train W0. False keeps the random W0 it starts with: all zeros would be a saddle point where no gradient flows.
+        learn_init: train W0. False keeps the random W0 it starts with: all zeros would be a saddle point where no
+            gradient flows.
 
     Raises:
         MetaTTTError: depth below 1, or an unknown activation.

@@ -30,13 +30,15 @@ class Outputs(nn.Module):
 class NestedTTT(ModuleLearner):
     """`f` is itself a TTT layer, which reads the tokens of one mini-batch from its own W0.
 
-    The inner layer's parameters (its W0, views, learning rates and projections) are the fast weights that the outer loop's mini-batches
-    train; the learner of the inner layer may be nested again. `f` mixes the tokens of a mini-batch, so the outer rule reads earlier
-    commits (`optimizer.read=previous`); the inner rule has mini-batches of its own inside. With `layer.group_size=0` all sequences and
-    heads run at once, otherwise one after the other, in less memory.
+    The inner layer's parameters (its W0, views, learning rates and projections) are the fast weights that the outer
+    loop's mini-batches train; the learner of the inner layer may be nested again. `f` mixes the tokens of a mini-batch,
+    so the outer rule reads earlier commits (`optimizer.read=previous`); the inner rule has mini-batches of its own
+    inside. With `layer.group_size=0` all sequences and heads run at once, otherwise one after the other, in less
+    memory.
 
     Args:
-        layer: makes the inner layer when called with `dim=` (the head width) and `group_size=`: a `functools.partial` of `TTTLayer`.
+        layer: makes the inner layer when called with `dim=` (the head width) and `group_size=`: a `functools.partial`
+            of `TTTLayer`.
         residual, norm: use `x + LN(f(x))`.
         learn_init: train W0.
 
@@ -44,7 +46,9 @@ class NestedTTT(ModuleLearner):
         MetaTTTError: when the layer is built, for an inner layer that is not causal, or does not fit the width.
     """
 
-    def __init__(self, layer: Callable[..., nn.Module], residual: bool = True, norm: bool = True, learn_init: bool = True):
+    def __init__(
+        self, layer: Callable[..., nn.Module], residual: bool = True, norm: bool = True, learn_init: bool = True
+    ):
         if not callable(layer):
             raise MetaTTTError(
                 f"learner.layer={layer!r} makes no layer: give a function of dim= and group_size=, such as partial(TTTLayer, ...)"
@@ -59,5 +63,6 @@ class NestedTTT(ModuleLearner):
             return super().setup(num_heads, d_in, d_out)
 
     def can_vmap(self) -> bool:
-        # Under torch.vmap the inner layer takes its gradients with torch.func, which saved-tensor hooks (recomputation) rule out.
+        # Under torch.vmap the inner layer takes its gradients with torch.func, which saved-tensor hooks (recomputation)
+        # rule out.
         return self.batched and torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -15,10 +15,11 @@ from metattt.registry import register
 
 @register(group="learner", name="transformer")
 class Transformer(Learner):
-    """Pre-norm block: `h = x + A(LN(x))`, `f(x) = h + MLP(LN(h))`, with attention A over the tokens of the mini-batch up to each one.
+    """Pre-norm block: `h = x + A(LN(x))`, `f(x) = h + MLP(LN(h))`, with attention A over the tokens of the mini-batch
+    up to each one.
 
-    A token's loss thus depends on the tokens before it in the mini-batch, and a query attends to the queries before it. Attention and
-    norms are composed of elementary operations, which second derivatives of the inner loop can pass.
+    A token's loss thus depends on the tokens before it in the mini-batch, and a query attends to the queries before it.
+    Attention and norms are composed of elementary operations, which second derivatives of the inner loop can pass.
 
     Args:
         num_heads: attention heads inside one learner; they divide the head width.
@@ -32,7 +33,14 @@ class Transformer(Learner):
 
     mixes_tokens = True
 
-    def __init__(self, num_heads: int = 1, expansion: float = 4.0, residual: bool = False, norm: bool = True, learn_init: bool = True):
+    def __init__(
+        self,
+        num_heads: int = 1,
+        expansion: float = 4.0,
+        residual: bool = False,
+        norm: bool = True,
+        learn_init: bool = True,
+    ):
         super().__init__(residual=residual, norm=norm, learn_init=learn_init)
         if num_heads < 1:
             raise MetaTTTError(f"learner.num_heads={num_heads} is not allowed: it must be at least 1")
@@ -42,9 +50,13 @@ class Transformer(Learner):
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         if d_in % self.num_heads:
-            raise MetaTTTError(f"learner.num_heads={self.num_heads} does not divide the head width {d_in}: set learner.num_heads=1")
+            raise MetaTTTError(
+                f"learner.num_heads={self.num_heads} does not divide the head width {d_in}: set learner.num_heads=1"
+            )
         if d_in != d_out:
-            raise MetaTTTError(f"a transformer block keeps the width, which is {d_in} for inputs and {d_out} for labels")
+            raise MetaTTTError(
+                f"a transformer block keeps the width, which is {d_in} for inputs and {d_out} for labels"
+            )
         hidden = max(1, round(self.expansion * d_in))
         matrices = {
             "wq": (d_in, d_in),
@@ -55,7 +67,10 @@ class Transformer(Learner):
             "w2": (hidden, d_in),
         }
         return {
-            **{name: Weight(shape, std=0.02 if name in ("wo", "w2") else shape[0] ** -0.5) for name, shape in matrices.items()},
+            **{
+                name: Weight(shape, std=0.02 if name in ("wo", "w2") else shape[0] ** -0.5)
+                for name, shape in matrices.items()
+            },
             "b1": Weight((hidden,), std=0.0),
             "b2": Weight((d_in,), std=0.0),
             **{f"scale{i}": Weight((d_in,), value=1.0) for i in (1, 2)},

@@ -25,13 +25,16 @@ def flops_per_image(model: ImageTransformer) -> int:
     for block in blank.blocks:
         block.attn = _Skipped()
     image = torch.empty(1, model.in_chans, *model.patch_embed.img_size, device="meta")
-    return _count(blank, image) + len(blank.blocks) * flops_of_layer(layer, model.patch_embed.num_patches, model.embed_dim)
+    return _count(blank, image) + len(blank.blocks) * flops_of_layer(
+        layer, model.patch_embed.num_patches, model.embed_dim
+    )
 
 
 def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
     """The same for a sequence layer on the meta device, and one sequence of `count` tokens of width `dim`.
 
-    A layer that reads mini-batch by mini-batch costs the same for each, so that two and three of them tell the cost of all.
+    A layer that reads mini-batch by mini-batch costs the same for each, so that two and three of them tell the cost of
+    all.
     """
     for module in layer.modules():
         if isinstance(module, WholeSequence):

@@ -1,4 +1,5 @@
-"""Inner-loss curves: how well the hidden state of each layer solves its own task along a sequence (arXiv 2407.04620, Fig. 7)."""
+"""Inner-loss curves: how well the hidden state of each layer solves its own task along a sequence (arXiv 2407.04620,
+Fig. 7)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ COLUMNS = ("position", "init", "step_0", "step_1", "target_variance")
 
 
 def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) -> dict[int, Curves]:
-    """Squared error of every layer's learner on the last token of each mini-batch: mean over sequences, heads and features.
+    """Squared error of every layer's learner on the last token of each mini-batch: mean over sequences, heads and
+    features.
 
     | name | weights |
     |---|---|
@@ -36,8 +38,8 @@ def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) ->
     | `step_0` | those at the start of the mini-batch |
     | `step_1` | those after the mini-batch |
 
-    `target_variance` is the error of the best constant: the squared distance of the target of these tokens (`v`, or `v − k` where the
-    learner is `x + LN(f(x))`) from its mean over the sequence.
+    `target_variance` is the error of the best constant: the squared distance of the target of these tokens (`v`, or
+    `v − k` where the learner is `x + LN(f(x))`) from its mean over the sequence.
 
     Args:
         model: the model, in evaluation mode.
@@ -45,8 +47,9 @@ def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) ->
         segment: tokens per call of the model, cut to whole mini-batches; the state is handed on.
 
     Returns:
-        By the index of the block, `[T // b]` numbers by name (b is the layer's mini-batch size), and under `position` the position of
-        the last token of each mini-batch, counted from 1. Left out: tokens after the last whole mini-batch, and blocks of `unmeasured`.
+        By the index of the block, `[T // b]` numbers by name (b is the layer's mini-batch size), and under `position`
+        the position of the last token of each mini-batch, counted from 1. Left out: tokens after the last whole
+        mini-batch, and blocks of `unmeasured`.
 
     Raises:
         MetaTTTError: no layer can be measured, or there are fewer tokens than in one mini-batch.
@@ -57,7 +60,9 @@ def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) ->
         raise MetaTTTError(f"no layer has inner-loss curves: {next(iter(skipped.values()))}")
     sizes: list[int] = [layer.optimizer.mini_batch_size for layer in layers.values()]
     if ids.shape[1] < max(sizes):
-        raise MetaTTTError(f"{ids.shape[1]} tokens are less than one mini-batch of {max(sizes)}: give longer windows (data.context_length)")
+        raise MetaTTTError(
+            f"{ids.shape[1]} tokens are less than one mini-batch of {max(sizes)}: give longer windows (data.context_length)"
+        )
     period = math.lcm(*sizes)
     recorders = {index: _Recorder(layer) for index, layer in layers.items()}
     hooks = [layer.register_forward_pre_hook(recorders[index]) for index, layer in layers.items()]
@@ -87,11 +92,15 @@ def unmeasured(model: LanguageModel) -> dict[int, str]:
         elif layer.optimizer.read == "final":
             reasons[index] = "optimizer.read=final trains on the whole sequence and has no mini-batches"
         elif layer.task.label_dim != layer.dim // layer.num_heads:
-            reasons[index] = f"{type(layer.task).__name__} decodes what the learner predicts, so it has no squared error of its own"
+            reasons[index] = (
+                f"{type(layer.task).__name__} decodes what the learner predicts, so it has no squared error of its own"
+            )
     return reasons
 
 
-def average(model: LanguageModel, loader: DataLoader[Tensor], windows: int, segment: int, progress: bool = False) -> dict[int, Curves]:
+def average(
+    model: LanguageModel, loader: DataLoader[Tensor], windows: int, segment: int, progress: bool = False
+) -> dict[int, Curves]:
     """`inner_loss_curves`, averaged over the first windows of a text.
 
     Args:
@@ -104,7 +113,9 @@ def average(model: LanguageModel, loader: DataLoader[Tensor], windows: int, segm
     device, console = next(model.parameters()).device, Console(stderr=True)
     sums: dict[int, Curves] = {}
     total = 0
-    for batch in track(loader, "inner losses", console=console, transient=True, disable=not (progress and console.is_terminal)):
+    for batch in track(
+        loader, "inner losses", console=console, transient=True, disable=not (progress and console.is_terminal)
+    ):
         batch = batch[: windows - total]
         for index, curves in inner_loss_curves(model, batch[:, :-1].to(device), segment).items():
             known = sums.get(index, {})
@@ -116,7 +127,8 @@ def average(model: LanguageModel, loader: DataLoader[Tensor], windows: int, segm
 
 
 class _Recorder:
-    """Follows one layer as a forward pre-hook: runs the layer's own inner loop one mini-batch at a time, and looks in between."""
+    """Follows one layer as a forward pre-hook: runs the layer's own inner loop one mini-batch at a time, and looks in
+    between."""
 
     def __init__(self, layer: TTTLayer):
         self.layer = layer
@@ -143,7 +155,9 @@ class _Recorder:
             read = loop.read(tokens, inner, after, context._replace(positions=positions), None)
             inner = State(after, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(inner.weights, 0)
-            self._record(tokens.map(lambda view: view.to(wide)), {"init": first, "step_0": before, "step_1": now}, operand)
+            self._record(
+                tokens.map(lambda view: view.to(wide)), {"init": first, "step_0": before, "step_1": now}, operand
+            )
 
     def _record(self, tokens: Tokens, weights: dict[str, Tensors], operand: torch.dtype) -> None:
         learner, k, v = self.layer.learner, tokens.k, tokens.v
@@ -167,7 +181,7 @@ class _Recorder:
         return curves
 
 
-# -- output ----------------------------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def write_csv(curves: Mapping[str, Mapping[int, Curves]], path: Path) -> None:
@@ -183,13 +197,15 @@ def write_csv(curves: Mapping[str, Mapping[int, Curves]], path: Path) -> None:
 
 
 def plot(curves: Mapping[int, Curves], title: str, path: Path, points: int = 64) -> None:
-    """Draws the three curves of every layer into a PNG file, a panel for each layer, with the target's variance as a dashed line.
+    """Draws the three curves of every layer into a PNG file, a panel for each layer, with the target's variance as a
+    dashed line.
 
     Args:
         curves: by the index of the block.
         title: of the figure.
         path: the PNG.
-        points: longer curves are smoothed: every point is the mean of equally many mini-batches, `points` of them or less.
+        points: longer curves are smoothed: every point is the mean of equally many mini-batches, `points` of them or
+            less.
     """
     need("matplotlib", extra="train", what="a plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -203,9 +219,20 @@ def plot(curves: Mapping[int, Curves], title: str, path: Path, points: int = 64)
         values = {name: statistics[name].double().cpu().numpy() for name in COLUMNS}
         group = math.ceil(len(values["position"]) / points)
         where = _grouped(values["position"], group)
-        for name, label in (("init", "init: W0"), ("step_0", "step_0: before the mini-batch"), ("step_1", "step_1: after it")):
+        for name, label in (
+            ("init", "init: W0"),
+            ("step_0", "step_0: before the mini-batch"),
+            ("step_1", "step_1: after it"),
+        ):
             panel.plot(where, _grouped(values[name], group), label=label, linewidth=1.3)
-        panel.plot(where, _grouped(values["target_variance"], group), label="target variance", color="gray", linestyle="--", linewidth=0.9)
+        panel.plot(
+            where,
+            _grouped(values["target_variance"], group),
+            label="target variance",
+            color="gray",
+            linestyle="--",
+            linewidth=0.9,
+        )
         panel.set_title(f"layer {index}", fontsize=9)
         panel.set_xlabel("position (tokens)", fontsize=8)
         panel.set_ylabel("squared error", fontsize=8)
@@ -214,7 +241,9 @@ def plot(curves: Mapping[int, Curves], title: str, path: Path, points: int = 64)
     for panel in panels[len(curves) :]:
         panel.set_visible(False)
     figure.suptitle(title, fontsize=11)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False
+    )
     FigureCanvasAgg(figure).print_png(path)
 
 

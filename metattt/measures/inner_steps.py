@@ -18,7 +18,8 @@ from metattt.state import State
 def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     """Loss of the learner on all tokens, before the first inner step and after each (arXiv 2310.13807, Fig. 1 and 3).
 
-    Averaged over tokens and sequences and divided by the head width, as the paper logs it; the sum over heads is its curve.
+    Averaged over tokens and sequences and divided by the head width, as the paper logs it; the sum over heads is its
+    curve.
 
     Args:
         layer: a layer whose queries read the final weights (`optimizer=whole`).
@@ -32,7 +33,9 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     """
     rule, learner = layer.optimizer, layer.learner
     if not learner.has_weights or rule.read != "final":
-        raise MetaTTTError(f"{type(rule).__name__} takes no steps on the whole call: inner_losses needs a layer with optimizer=whole")
+        raise MetaTTTError(
+            f"{type(rule).__name__} takes no steps on the whole call: inner_losses needs a layer with optimizer=whole"
+        )
     batch, count = x.shape[:2]
     state = State(x.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
     ctx, after = layer.context(x, state)

@@ -1,4 +1,5 @@
-"""The n-gram baseline: byte counts with Witten-Bell smoothing. What a model must beat to have learned more than byte pairs."""
+"""The n-gram baseline: byte counts with Witten-Bell smoothing. What a model must beat to have learned more than byte
+pairs."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from metattt.errors import MetaTTTError
 
 
 class NGram:
-    """`P(x_t | x_{t−n} … x_{t−1})` from counts, interpolated with the shorter contexts (Witten and Bell 1991, method C).
+    """`P(x_t | x_{t−n} … x_{t−1})` from counts, interpolated with the shorter contexts (Witten and Bell 1991, method
+    C).
 
         P_k(x | h) = (c(h, x) + u(h) P_{k−1}(x | h')) / (c(h) + u(h))
 
-    where `c` counts the training text, `u(h)` is the number of different tokens seen after the context `h`, and `h'` is `h`
-    without its first token; `P_{−1}` is uniform. Nothing is tuned. A context never seen backs off to the shorter one.
+    where `c` counts the training text, `u(h)` is the number of different tokens seen after the context `h`, and `h'` is
+    `h` without its first token; `P_{−1}` is uniform. Nothing is tuned. A context never seen backs off to the shorter
+    one.
 
     Args:
         vocab_size: V. Counts take `4 V^(order + 1)` bytes.
@@ -25,12 +28,15 @@ class NGram:
 
     def __init__(self, vocab_size: int, order: int = 2):
         if vocab_size ** (order + 1) > 2**29:
-            raise MetaTTTError(f"counts of order {order} over {vocab_size} tokens take more than 2 GiB: use a smaller order")
+            raise MetaTTTError(
+                f"counts of order {order} over {vocab_size} tokens take more than 2 GiB: use a smaller order"
+            )
         self.vocab_size, self.order = vocab_size, order
         self.counts: list[np.ndarray] = []  # by order k: [V^k, V]
 
     def fit(self, windows: np.ndarray) -> NGram:
-        """Counts the training text: windows `[N, T + 1]` that follow one another, so that contexts reach across them."""
+        """Counts the training text: windows `[N, T + 1]` that follow one another, so that contexts reach across
+        them."""
         stream = windows.reshape(-1).astype(np.int64)
         self.counts = []
         for k in range(self.order + 1):
@@ -63,5 +69,6 @@ class NGram:
         return -np.log(probability)
 
     def bits_per_byte(self, windows: np.ndarray, token_bytes: np.ndarray) -> float:
-        """Total `−log2 P` of the predicted tokens of the windows over the bytes `token_bytes[id]` that they stand for."""
+        """Total `−log2 P` of the predicted tokens of the windows over the bytes `token_bytes[id]` that they stand
+        for."""
         return float(self.nats(windows).sum() / np.log(2) / token_bytes[windows[:, 1:]].sum())

@@ -89,7 +89,13 @@ class Block(nn.Module):
         self.ffn = SwiGLU(dim, ffn_dim)
 
     def forward(
-        self, x: Tensor, state: Any, tail: Tensor | None, ctx: Context, packing: Packing | None = None, in_place: bool = False
+        self,
+        x: Tensor,
+        state: Any,
+        tail: Tensor | None,
+        ctx: Context,
+        packing: Packing | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, Any, Tensor | None]:
         """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later.
 
@@ -124,7 +130,8 @@ class LanguageModel(nn.Module):
         causal: every prediction is made from the tokens before it alone: layers that see later ones are refused.
             False, from Python alone: they are allowed, as for tokens that are masked out; `cross_entropy` and
             `step`, which predict the next token, then refuse.
-        checkpoint_blocks: keep only what enters a block, and run it again in the backward pass: less memory, a third more time.
+        checkpoint_blocks: keep only what enters a block, and run it again in the backward pass: less memory, a third
+            more time.
         on_block: called with every block before the next is made, e.g. to divide it among processes; from Python alone.
 
     Raises:
@@ -148,7 +155,13 @@ class LanguageModel(nn.Module):
     ):
         super().__init__()
         ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if ffn_dim is None else ffn_dim
-        sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers, "ffn_dim": ffn_dim, "conv_width": conv_width}
+        sizes = {
+            "vocab_size": vocab_size,
+            "dim": dim,
+            "num_layers": num_layers,
+            "ffn_dim": ffn_dim,
+            "conv_width": conv_width,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise MetaTTTError(f"{name}={size} is not allowed: it must be at least 1 (model.{name}=...)")
@@ -199,8 +212,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, LanguageModelState]:
         """As `forward`, going on from `state` (None: from the beginning), with the state after the last token.
 
-        `last_only`: logits `[B, 1, V]` of the last real token of every sequence, which is all that sampling needs. `in_place`: the
-        caller gives up `state`, and its weights may be written over.
+        `last_only`: logits `[B, 1, V]` of the last real token of every sequence, which is all that sampling needs.
+        `in_place`: the caller gives up `state`, and its weights may be written over.
         """
         self._require_causal()
         features, state = self.features(ids, state, mask, reset, in_place)
@@ -221,7 +234,8 @@ class LanguageModel(nn.Module):
         ignore_index: int = -100,
         reduction: str = "sum",
     ) -> tuple[Tensor, LanguageModelState]:
-        """Cross-entropy of the predictions, and the state after the last token. The logits of all tokens are never there at once.
+        """Cross-entropy of the predictions, and the state after the last token. The logits of all tokens are never
+        there at once.
 
         Args:
             ids: `[B, T]` token ids.
@@ -234,7 +248,9 @@ class LanguageModel(nn.Module):
         self._require_causal()
         features, state = self.features(ids, state, None, reset)
         rows = features.flatten(0, 1)
-        losses = linear_cross_entropy(rows, self.head.weight, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
+        losses = linear_cross_entropy(
+            rows, self.head.weight, labels.flatten(), ignore_index=ignore_index, reduction=reduction
+        )
         return losses if reduction == "sum" else losses.view_as(labels), state
 
     def features(
@@ -283,7 +299,9 @@ class LanguageModel(nn.Module):
 
     def _require_causal(self) -> None:
         if not self.causal:
-            raise MetaTTTError("a model with causal=False may see the token that it is to predict: set model.causal=true")
+            raise MetaTTTError(
+                "a model with causal=False may see the token that it is to predict: set model.causal=true"
+            )
 
     def num_parameters(self) -> int:
         """Number of parameters, shared ones counted once."""

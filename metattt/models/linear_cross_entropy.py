@@ -1,4 +1,5 @@
-"""Cross-entropy of a large vocabulary without the logits of all tokens: they are made, and used up, some rows at a time."""
+"""Cross-entropy of a large vocabulary without the logits of all tokens: they are made, and used up, some rows at a
+time."""
 
 from __future__ import annotations
 
@@ -14,12 +15,18 @@ OF_TORCH = hasattr(nn, "LinearCrossEntropyOptions")  # torch cuts the rows itsel
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "sum", max_logits: int = MAX_LOGITS
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "sum",
+    max_logits: int = MAX_LOGITS,
 ) -> Tensor:
     """`−Σ_n log softmax(x_n Wᵀ)[label_n]` (nats) in fp32 or wider, and its first derivatives.
 
-    The logits are rounded as those of a linear layer are (to the type of autocast, where that is on), and their softmax is taken in
-    fp32 or wider.
+    The logits are rounded as those of a linear layer are (to the type of autocast, where that is on), and their softmax
+    is taken in fp32 or wider.
 
     Args:
         x: features `[N, D]`.
@@ -34,11 +41,16 @@ def linear_cross_entropy(
     size = _rows(weight.shape[0], max_logits)
     if reduction == "none":
         parts = zip(x.split(size), labels.split(size), strict=True)
-        losses = [F.cross_entropy(_wide(F.linear(rows, weight)), own, ignore_index=ignore_index, reduction="none") for rows, own in parts]
+        losses = [
+            F.cross_entropy(_wide(F.linear(rows, weight)), own, ignore_index=ignore_index, reduction="none")
+            for rows, own in parts
+        ]
         return torch.cat(losses)
     device = x.device.type
     operand = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if OF_TORCH and operand == weight.dtype == _wide(x).dtype:  # from 16-bit operands torch's would return a 16-bit loss
+    if (
+        OF_TORCH and operand == weight.dtype == _wide(x).dtype
+    ):  # from 16-bit operands torch's would return a 16-bit loss
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
         return F.linear_cross_entropy(x, weight, labels, reduction="sum", ignore_index=ignore_index, options=options)
     total: Tensor = _Chunked.apply(x, weight, labels, ignore_index, size, operand)
@@ -49,7 +61,9 @@ class _Chunked(torch.autograd.Function):
     """The sum over rows. Derivatives are made with the loss, while the logits of their rows are there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, size: int, operand: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, size: int, operand: torch.dtype
+    ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         w = weight.to(operand)
         wide = torch.promote_types(operand, torch.float32)
@@ -80,7 +94,13 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors), None, None, None, None
+        return (
+            *(None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _rows(vocab_size: int, max_logits: int) -> int:

@@ -28,8 +28,8 @@ DECODER_NORM = {"decoder_LN/scale": "H D", "decoder_LN/bias": "H D"}
 def mttt_from_published(params: Mapping[str, Any], steps: int = 1) -> TTTLayer:
     """An MTTT layer with published parameters, in their precision.
 
-    MTTT-MLP if there is a second inner map, else MTTT-Linear; with or without decoder norm, as the names say. The linear learner's
-    W0 is frozen, as published.
+    MTTT-MLP if there is a second inner map, else MTTT-Linear; with or without decoder norm, as the names say. The
+    linear learner's W0 is frozen, as published.
 
     Args:
         params: arrays or tensors by name, as in a flattened Flax tree of one layer, e.g. `phi/kernel` `[H, D, d]`.
@@ -49,14 +49,22 @@ def mttt_from_published(params: Mapping[str, Any], steps: int = 1) -> TTTLayer:
     for name, axes in expected.items():
         shape = [sizes[axis] for axis in axes.split()]
         if list(found[name].shape) != shape:
-            raise MetaTTTError(f"published MTTT parameter {name} has shape {list(found[name].shape)}, expected [{axes}] = {shape}")
+            raise MetaTTTError(
+                f"published MTTT parameter {name} has shape {list(found[name].shape)}, expected [{axes}] = {shape}"
+            )
     learner = (
         Linear(bias=False, residual=False, norm=False, learn_init=False)
         if linear
         else MLP(expansion=sizes["h"] / sizes["d"], init="xavier", residual=False, norm=False)
     )
     layer = TTTLayer(
-        sizes["D"], sizes["H"], DecodedReconstruction(decoder_norm=norm), learner, WholeSequence(steps), output_norm=False, output_bias=True
+        sizes["D"],
+        sizes["H"],
+        DecodedReconstruction(decoder_norm=norm),
+        learner,
+        WholeSequence(steps),
+        output_norm=False,
+        output_bias=True,
     )
     layer.to(found["phi/kernel"].dtype)
     ours = dict(layer.named_parameters())
@@ -94,5 +102,7 @@ def _sizes(found: Mapping[str, Tensor]) -> dict[str, int]:
     """H, D, d and h, from two kernels that every layer has."""
     phi, inner = found["phi/kernel"], found["inner_Dense_0/kernel"]
     if phi.ndim != 3 or inner.ndim != 3 or phi.shape[1] != phi.shape[0] * phi.shape[2]:
-        raise MetaTTTError(f"published MTTT parameter phi/kernel has shape {list(phi.shape)}, expected [H, D, d] with D = H d")
+        raise MetaTTTError(
+            f"published MTTT parameter phi/kernel has shape {list(phi.shape)}, expected [H, D, d] with D = H d"
+        )
     return {"1": 1, "H": phi.shape[0], "D": phi.shape[1], "d": phi.shape[2], "h": inner.shape[2]}

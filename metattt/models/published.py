@@ -1,7 +1,8 @@
 """Published checkpoints of TTT language models: their names for our parameters, and the way there and back.
 
-Two releases exist. The PyTorch one stores linear maps as `(out, in)`, as we do, and gives per-head vectors an axis more. The JAX
-trainer stores the transposes, and names the leaves of its parameter tree by paths with `/`. Both compute the same function.
+Two releases exist. The PyTorch one stores linear maps as `(out, in)`, as we do, and gives per-head vectors an axis
+more. The JAX trainer stores the transposes, and names the leaves of its parameter tree by paths with `/`. Both compute
+the same function.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def from_published(state_dict: Mapping[str, Any], config: Mapping[str, Any] | ob
     """A model from a checkpoint of the PyTorch release: `model(ids)` gives logits `[B, T, V]`.
 
     Args:
-        state_dict: tensors by published name; `lm_head.weight` may be left out where it is tied. Parameters keep the tensors' types.
+        state_dict: tensors by published name; `lm_head.weight` may be left out where it is tied. Parameters keep the
+            tensors' types.
         config: the published configuration (`config.json`), as a mapping or as an object with these attributes.
 
     Raises:
@@ -141,7 +143,8 @@ def from_jax(params: Mapping[str, Any], config: Mapping[str, Any] | object) -> L
     """A model from the JAX trainer's parameters.
 
     Args:
-        params: arrays by path (`model/wte/embedding`), or the nested tree. What stands before `wte/embedding` may be more or less.
+        params: arrays by path (`model/wte/embedding`), or the nested tree. What stands before `wte/embedding` may be
+            more or less.
         config: the trainer's configuration, or the published one.
 
     Raises:
@@ -161,7 +164,7 @@ def to_jax(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return from_ours(own_tensors(model), "jax"), config.jax()
 
 
-# -- tensors by name, without a model's values -------------------------------------------------------------------------------------
+# -- tensors by name, without a model's values -------------------------------------------------------------------------
 
 
 def own_tensors(model: LanguageModel) -> dict[str, Tensor]:
@@ -178,7 +181,8 @@ def to_ours(tensors: Mapping[str, Any], model: LanguageModel, side: Side) -> dic
     """Tensors of `side` as the parameters of `model`, which may be on the meta device.
 
     Raises:
-        MetaTTTError: every name that is unknown, missing or of the wrong shape, and a tied head that differs from the embedding.
+        MetaTTTError: every name that is unknown, missing or of the wrong shape, and a tied head that differs from the
+            embedding.
     """
     flat = _flatten(tensors)
     given = {name: _tensor(name, value) for name, value in (_rooted(flat) if side == "jax" else flat).items()}
@@ -189,7 +193,9 @@ def to_ours(tensors: Mapping[str, Any], model: LanguageModel, side: Side) -> dic
     if head not in wanted and head in given and embedding in given:
         table = given[embedding].mT if side == "jax" else given[embedding]
         if not torch.equal(given.pop(head), table):
-            problems.append(f"{head} differs from {embedding}, to which the configuration ties it (tie_word_embeddings)")
+            problems.append(
+                f"{head} differs from {embedding}, to which the configuration ties it (tie_word_embeddings)"
+            )
     problems += [f"missing: {_list(wanted.keys() - given.keys())}"] if wanted.keys() - given.keys() else []
     problems += [f"unknown: {_list(given.keys() - wanted.keys())}"] if given.keys() - wanted.keys() else []
     wrong = [name for name in wanted if name in given and given[name].shape != shapes[name]]
@@ -280,7 +286,8 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _list(names: Iterable[str]) -> str:
-    """Names in order; those that differ in the number of the block alone as one, `model.layers.{0,1,2}.conv.conv.bias`."""
+    """Names in order; those that differ in the number of the block alone as one,
+    `model.layers.{0,1,2}.conv.conv.bias`."""
     blocks: dict[tuple[str, str], list[int]] = {}
     for name in names:
         found = re.fullmatch(r"(.*?(?:layers\.|h/|blocks\.))(\d+)(.*)", name)

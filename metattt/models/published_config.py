@@ -34,12 +34,14 @@ class PublishedConfig:
     """The keys of a published `config.json` that decide what the model computes, with the published defaults.
 
     Attributes:
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: V, D, width of the SwiGLU, blocks, H.
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: V, D, width of the SwiGLU,
+            blocks, H.
         ttt_layer_type: `linear` or `mlp`.
         use_gate, share_qk, pre_conv: all on in the Mamba backbone, all off in the Transformer backbone.
         ttt_base_lr: η_base of the inner loop.
         mini_batch_size: b (tokens).
-        rope_theta, rms_norm_eps, conv_kernel, tie_word_embeddings, hidden_act: as in Llama; taps of every convolution (tokens).
+        rope_theta, rms_norm_eps, conv_kernel, tie_word_embeddings, hidden_act: as in Llama; taps of every convolution
+            (tokens).
     """
 
     vocab_size: int
@@ -61,7 +63,8 @@ class PublishedConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any] | object) -> PublishedConfig:
-        """From a `config.json` of the PyTorch release or of the JAX trainer, as a mapping or as an object with attributes.
+        """From a `config.json` of the PyTorch release or of the JAX trainer, as a mapping or as an object with
+        attributes.
 
         Keys that do not touch the computation (dropout, token ids, checkpointing) are passed over.
 
@@ -78,7 +81,9 @@ class PublishedConfig:
                 raise MetaTTTError(f"`{key}` is not a key of a published configuration. Did you mean `{guess[0]}`?")
         missing = [key for key in NO_DEFAULT if key not in given]
         if missing:
-            raise MetaTTTError(f"the published configuration has no {', '.join(missing)}: they are in the checkpoint's config.json")
+            raise MetaTTTError(
+                f"the published configuration has no {', '.join(missing)}: they are in the checkpoint's config.json"
+            )
         return cls(**{key: _typed(key, given[key], str(field.type)) for key, field in fields.items() if key in given})
 
     def __post_init__(self) -> None:
@@ -158,7 +163,9 @@ class PublishedConfig:
             MetaTTTError: a gate without shared q and k or the reverse, which the trainer cannot express.
         """
         if self.use_gate != self.share_qk:
-            raise MetaTTTError(f"use_gate={self.use_gate} with share_qk={self.share_qk}: the JAX trainer has both or neither")
+            raise MetaTTTError(
+                f"use_gate={self.use_gate} with share_qk={self.share_qk}: the JAX trainer has both or neither"
+            )
         block = next(name for name, parts in JAX_LAYERS.items() if parts == (self.ttt_layer_type, self.use_gate))
         keys = {"seq_modeling_block": block, "conv_width": self.conv_kernel, **dataclasses.asdict(self)}
         for key in ("ttt_layer_type", "use_gate", "share_qk", "conv_kernel", "hidden_act"):
@@ -178,7 +185,9 @@ def _from_jax(given: dict[str, Any]) -> dict[str, Any]:
     if "seq_modeling_block" in given:
         name = given.pop("seq_modeling_block")
         if name not in JAX_LAYERS:
-            raise MetaTTTError(f"seq_modeling_block={name} is not a published TTT layer: choose from {', '.join(JAX_LAYERS)}")
+            raise MetaTTTError(
+                f"seq_modeling_block={name} is not a published TTT layer: choose from {', '.join(JAX_LAYERS)}"
+            )
         kind, mamba = JAX_LAYERS[name]
         given |= {"ttt_layer_type": kind, "use_gate": mamba, "share_qk": mamba}
     if "conv_width" in given:

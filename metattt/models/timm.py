@@ -46,7 +46,8 @@ def create(
     Args:
         model: a key of `SIZES`.
         layer: any layer configuration of ours, `ttt_mlp` for instance.
-        pretrained, pretrained_cfg, pretrained_cfg_overlay, cache_dir: what `timm.create_model` hands on; no weights are published.
+        pretrained, pretrained_cfg, pretrained_cfg_overlay, cache_dir: what `timm.create_model` hands on; no weights are
+            published.
         overrides: of the layer's configuration, e.g. `["optimizer.steps=4", "optimizer.sampling=sgd"]`.
         options: arguments of `ImageTransformer` that differ from the size's: img_size, num_classes, depth, ...
 

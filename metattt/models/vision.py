@@ -39,7 +39,8 @@ class SequenceLayer(nn.Module):
 
 @register(group="model", name="vision_transformer")
 class ImageTransformer(VisionTransformer):
-    """The ViT of the MTTT paper (arXiv 2310.13807, Sec. 5): pre-LN blocks, no class token, mean over tokens, a tanh layer, classes.
+    """The ViT of the MTTT paper (arXiv 2310.13807, Sec. 5): pre-LN blocks, no class token, mean over tokens, a tanh
+    layer, classes.
 
     Argument names are timm's.
 
@@ -75,14 +76,22 @@ class ImageTransformer(VisionTransformer):
         checkpoint: bool = False,
     ):
         check_choice("model.position", position, ("sincos2d", "learned"))
-        sizes = {"depth": depth, "img_size": img_size, "patch_size": patch_size, "in_chans": in_chans, "num_classes": num_classes}
+        sizes = {
+            "depth": depth,
+            "img_size": img_size,
+            "patch_size": patch_size,
+            "in_chans": in_chans,
+            "num_classes": num_classes,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise MetaTTTError(f"model.{name}={size} is not allowed: it must be at least 1")
         if img_size % patch_size:
             raise MetaTTTError(f"model.patch_size={patch_size} does not divide model.img_size={img_size}")
         if position == "sincos2d" and embed_dim % 4:
-            raise MetaTTTError(f"model.position=sincos2d needs a width that is a multiple of 4, not {embed_dim}: set position=learned")
+            raise MetaTTTError(
+                f"model.position=sincos2d needs a width that is a multiple of 4, not {embed_dim}: set position=learned"
+            )
         super().__init__(
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim, depth=depth,
             num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False, act_layer="gelu_tanh",
@@ -119,7 +128,10 @@ class ImageTransformer(VisionTransformer):
             self.head = nn.Identity()
             return
         like = {"device": self.patch_embed.proj.weight.device, "dtype": self.patch_embed.proj.weight.dtype}
-        pre_logits, logits = nn.Linear(self.embed_dim, self.embed_dim, **like), nn.Linear(self.embed_dim, num_classes, **like)
+        pre_logits, logits = (
+            nn.Linear(self.embed_dim, self.embed_dim, **like),
+            nn.Linear(self.embed_dim, num_classes, **like),
+        )
         head = nn.Sequential(OrderedDict[str, nn.Module](pre_logits=pre_logits, tanh=nn.Tanh(), logits=logits))
         _initialize(head)
         for parameter in logits.parameters():
@@ -128,9 +140,15 @@ class ImageTransformer(VisionTransformer):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the position table and of what the layers hold besides kernels: biases and norms per head, gates."""
-        kernels = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+        kernels = {
+            f"{name}.weight" for name, module in self.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))
+        }
         # One matrix per head is a kernel; one vector per head is a bias, a norm or a gate.
-        return {name for name, parameter in self.named_parameters() if name not in kernels and (parameter.ndim < 3 or name == "pos_embed")}
+        return {
+            name
+            for name, parameter in self.named_parameters()
+            if name not in kernels and (parameter.ndim < 3 or name == "pos_embed")
+        }
 
     def num_parameters(self) -> int:
         """Number of trained parameters without the position table, as the paper counts."""
@@ -138,7 +156,8 @@ class ImageTransformer(VisionTransformer):
 
 
 def sincos2d(height: int, width: int, dim: int, device: torch.device | None = None) -> Tensor:
-    """Fixed positions `[1, height · width, dim]` in fp32: sines and cosines of x, then of y (MoCo v3; arXiv 2205.01580)."""
+    """Fixed positions `[1, height · width, dim]` in fp32: sines and cosines of x, then of y (MoCo v3; arXiv
+    2205.01580)."""
     frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float32, device=device) / max(1, dim // 4 - 1))
     y, x = torch.meshgrid(torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij")
     angles = [axis.reshape(-1, 1) * frequency for axis in (x, y)]
@@ -150,7 +169,8 @@ def _layer_norm(dim: int, device: Any = None, dtype: Any = None) -> nn.LayerNorm
 
 
 def _initialize(model: nn.Module) -> None:
-    """Linear maps Xavier uniform (also those of the layers), biases of the MLPs N(0, 1e-6²) and others zero, as published."""
+    """Linear maps Xavier uniform (also those of the layers), biases of the MLPs N(0, 1e-6²) and others zero, as
+    published."""
     for name, module in model.named_modules():
         if name.endswith("logits") and not name.endswith("pre_logits"):
             continue

@@ -11,7 +11,8 @@ from metattt.state import Context, Tensors
 
 @register(group="optimizer", name="append")
 class Append(InnerOptimizer):
-    """No gradient and no weights: the learner appends each token to its data (nearest neighbours, kernel estimators)."""
+    """No gradient and no weights: the learner appends each token to its data (nearest neighbours, kernel
+    estimators)."""
 
     updates = False
 

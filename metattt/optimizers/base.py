@@ -21,8 +21,9 @@ Read = Literal["inclusive", "exclusive", "previous", "committed", "block", "fina
 class Gates(NamedTuple):
     """Per-token numbers of the rule `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, each `[B, H, T]`.
 
-    Absent gates are None: α = 1, β = 0, κ = 1. `rates` `[B, H, T, n]` multiplies η by a factor of its own for each of the learner's n
-    fast weights, in the order of their names; only rules without weights per token (`BlockRule`) may give it.
+    Absent gates are None: α = 1, β = 0, κ = 1. `rates` `[B, H, T, n]` multiplies η by a factor of its own for each of
+    the learner's n fast weights, in the order of their names; only rules without weights per token (`BlockRule`) may
+    give it.
     """
 
     eta: Tensor
@@ -36,8 +37,8 @@ class Coefficients(NamedTuple):
     """The rule over `n` tokens as linear combinations of the tensors carried in (*bases*) and the tokens' gradients.
 
     `W_t = Σ_B rows[B]_t · B − Σ_{s≤t} mix_ts G_s` is what the read row t sees; after the tokens
-    `B' = Σ_A carry[B][0][A] · A − Σ_s carry[B][1]_s G_s`. A factor None stands for 1; a base that is not in `carry` stays. η is inside
-    `mix` and the gradient weights.
+    `B' = Σ_A carry[B][0][A] · A − Σ_s carry[B][1]_s G_s`. A factor None stands for 1; a base that is not in `carry`
+    stays. η is inside `mix` and the gradient weights.
     """
 
     rows: dict[str, Tensor | None]  # [B, H, n]
@@ -50,11 +51,11 @@ class InnerOptimizer(Part, ABC):
 
     Args:
         mini_batch_size: b, tokens per commit of the weights.
-        anchor: where gradients are taken: at the last commit (`minibatch`), at the newest weights (`online`), or always at the
-            weights the sequence started with (`batch`).
-        read: the weights that query t sees: `inclusive` W_t, `exclusive` W_{t−1}, `previous` the last commit before its mini-batch,
-            `committed` the last commit, also one that token t completes, `block` those at the end of its mini-batch, `final` those
-            at the end of the call. The last two are not causal.
+        anchor: where gradients are taken: at the last commit (`minibatch`), at the newest weights (`online`), or always
+            at the weights the sequence started with (`batch`).
+        read: the weights that query t sees: `inclusive` W_t, `exclusive` W_{t−1}, `previous` the last commit before its
+            mini-batch, `committed` the last commit, also one that token t completes, `block` those at the end of its
+            mini-batch, `final` those at the end of the call. The last two are not causal.
         steps: inner steps per mini-batch (for `final`, passes over the tokens).
         compute_chunk: c, tokens per compute step; changes memory and speed, never a result. None chooses.
 
@@ -78,17 +79,21 @@ class InnerOptimizer(Part, ABC):
         for key, value in (("mini_batch_size", mini_batch_size), ("steps", steps), ("compute_chunk", compute_chunk)):
             if value is not None and value < 1:
                 raise MetaTTTError(f"optimizer.{key}={value} is not allowed: it must be at least 1")
-        if steps > 1 and not (read in ("previous", "committed", "block", "final") or (mini_batch_size == 1 and read == "inclusive")):
+        if steps > 1 and not (
+            read in ("previous", "committed", "block", "final") or (mini_batch_size == 1 and read == "inclusive")
+        ):
             raise MetaTTTError(
                 f"optimizer.steps={steps} with optimizer.read={read} would show queries the future: "
                 "set optimizer.read to previous, committed, block or final, or optimizer.mini_batch_size=1"
             )
         if steps > 1 and anchor != "minibatch" and read != "final":
-            raise MetaTTTError(f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}")
+            raise MetaTTTError(
+                f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}"
+            )
         self.mini_batch_size, self.anchor, self.read, self.steps = mini_batch_size, anchor, read, steps
         self.compute_chunk = compute_chunk
 
-    # -- hooks ---------------------------------------------------------------------------------------------------------------
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         """Creates outer-loop parameters (θ_lr, τ, gates), if the rule has any."""
@@ -98,18 +103,21 @@ class InnerOptimizer(Part, ABC):
         """`x` `[B, T, D]` to the rule's gates, and what the next call needs. `state` is empty at the start."""
 
     def token_steps(self) -> Tensor | None:
-        """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token steps."""
+        """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token
+        steps."""
         return None
 
     weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
     has_token_steps = False  #: whether `token_steps` gives any, known once the parameters are made
     has_momentum = False  #: the rule carries S between tokens
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
-    max_norm: float | None = None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
+    max_norm: float | None = (
+        None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
+    )
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
 
-    # -- what the layer asks ---------------------------------------------------------------------------------------------------
+    # -- what the layer asks -------------------------------------------------------------------------------------------
 
     def setup(self, dim: int, num_heads: int, head_dim: int, weight_names: Sequence[str] = ()) -> InnerOptimizer:
         """Creates the parameters. Called once, by the layer, with the names of the learner's fast weights.
@@ -131,7 +139,8 @@ class InnerOptimizer(Part, ABC):
 
     @property
     def accumulates(self) -> bool:
-        """Whether the step of the open mini-batch is carried apart from the weights, because rows scale it (τ, clipping)."""
+        """Whether the step of the open mini-batch is carried apart from the weights, because rows scale it (τ,
+        clipping)."""
         return self.has_token_steps or self.max_norm is not None
 
     @property
@@ -141,7 +150,8 @@ class InnerOptimizer(Part, ABC):
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and `momentum`."""
+        """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and
+        `momentum`."""
         has_phase = self.accumulates
         names = ["commit"] if has_phase or self.anchor == "minibatch" or self.read in ("previous", "committed") else []
         names += ["anchor"] if self.anchor == "batch" else []
@@ -165,7 +175,8 @@ class InnerOptimizer(Part, ABC):
         return min(self.compute_chunk or 128, self.block)
 
     def current(self, carry: dict[str, Tensors], filled: int | Tensor) -> Tensors:
-        """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a plain integer)."""
+        """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a plain
+        integer)."""
         base = carry[newest(carry)]
         if "update" not in carry:
             return base
@@ -173,10 +184,13 @@ class InnerOptimizer(Part, ABC):
         tau = self._token_steps_at(filled, 1, next(iter(update.values()))).squeeze(-1)
         if self.max_norm is not None:
             tau = tau * clip_factor(sum(x.flatten(2).square().sum(-1) for x in update.values()), self.max_norm)
-        return {name: value + tau.view(*tau.shape, *(1,) * (value.ndim - 2)) * update[name] for name, value in base.items()}
+        return {
+            name: value + tau.view(*tau.shape, *(1,) * (value.ndim - 2)) * update[name] for name, value in base.items()
+        }
 
     def _token_steps_at(self, first: int | Tensor, count: int, like: Tensor) -> Tensor:
-        """τ after `first`, `first + 1`, … tokens of the mini-batch, `[B or 1, H or 1, count]`; τ = 0 before its first token."""
+        """τ after `first`, `first + 1`, … tokens of the mini-batch, `[B or 1, H or 1, count]`; τ = 0 before its first
+        token."""
         steps = self.token_steps()
         if steps is None:
             steps = like.new_ones(1, self.mini_batch_size)
@@ -198,22 +212,29 @@ class InnerOptimizer(Part, ABC):
         return carry
 
     def permutation(self, count: int, device: torch.device) -> Tensor | None:
-        """`[1, H, T]` order in which the steps of a `final` read take the tokens, one part a step; None: every step takes all."""
+        """`[1, H, T]` order in which the steps of a `final` read take the tokens, one part a step; None: every step
+        takes all."""
         return None
 
     def in_token_space(self, phase: int | Tensor, count: int, carry: dict[str, Tensors]) -> bool:
-        """Whether `commit` can use the step of a whole mini-batch in factored form (role `factors`), which then must be one chunk."""
+        """Whether `commit` can use the step of a whole mini-batch in factored form (role `factors`), which then must be
+        one chunk."""
         return False
 
     def coefficients(
-        self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: Literal["inclusive", "exclusive"] | None
+        self,
+        gates: Gates,
+        phase: int | Tensor,
+        carried: Collection[str],
+        read: Literal["inclusive", "exclusive"] | None,
     ) -> Coefficients:
         """The rule over `n` tokens of one mini-batch.
 
         Args:
             gates: `[B, H, n]` each, fp32 or wider.
             phase: place of the first token in its mini-batch; `[B]` if it differs, and then n = 1.
-            carried: the bases at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the anchor.
+            carried: the bases at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the
+                anchor.
             read: which rows to compute; None for the carried tensors alone.
         """
         if self.accumulates:
@@ -222,9 +243,11 @@ class InnerOptimizer(Part, ABC):
             return self._plain_coefficients(gates.eta, newest(carried), read)
         return self._general_coefficients(gates, newest(carried), "momentum" in carried, read)
 
-    # -- the algebra: DESIGN.md section 3 in code --------------------------------------------------------------------------------
+    # -- the algebra: DESIGN.md section 3 in code ----------------------------------------------------------------------
 
-    def _token_step_coefficients(self, gates: Gates, phase: int | Tensor, started: bool, read: str | None) -> Coefficients:
+    def _token_step_coefficients(
+        self, gates: Gates, phase: int | Tensor, started: bool, read: str | None
+    ) -> Coefficients:
         eta = gates.eta
         rows: dict[str, Tensor | None] = {"commit": None}
         mix = None
@@ -278,12 +301,14 @@ def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
 
 
 def newest(carried: Collection[str]) -> str:
-    """The role that holds the newest weights: an absent `weights` has not moved since the commit, or since the start."""
+    """The role that holds the newest weights: an absent `weights` has not moved since the commit, or since the
+    start."""
     return "weights" if "weights" in carried else "commit" if "commit" in carried else "anchor"
 
 
 def transition(gate: Tensor) -> Tensor:
-    """`(I − diag(g) L)⁻¹`, entries `Π_{r=s+1..t} g_r`: `[..., n]` to `[..., n, n]`, by substitution: gates may be 0 or 1 exactly."""
+    """`(I − diag(g) L)⁻¹`, entries `Π_{r=s+1..t} g_r`: `[..., n]` to `[..., n, n]`, by substitution: gates may be 0 or
+    1 exactly."""
     size = gate.shape[-1]
     system = torch.eye(size, dtype=gate.dtype, device=gate.device) - torch.diag_embed(gate[..., 1:], offset=-1)
     identity = torch.eye(size, dtype=gate.dtype, device=gate.device).expand_as(system)

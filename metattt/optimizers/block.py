@@ -1,4 +1,5 @@
-"""Rules that act once per mini-batch, on the sum of its gradients: block momentum and decay, Muon, sign, Adam, row norms."""
+"""Rules that act once per mini-batch, on the sum of its gradients: block momentum and decay, Muon, sign, Adam, row
+norms."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ Carry = dict[str, Tensors]
 
 
 class BlockRule(StepSize):
-    """`W_{j+1} = rule(W_j, −Σ_s η_s G_s)` at the end of mini-batch j; until then W stays, so any rule, linear or not, is exact.
+    """`W_{j+1} = rule(W_j, −Σ_s η_s G_s)` at the end of mini-batch j; until then W stays, so any rule, linear or not,
+    is exact.
 
-    Subclasses define `move`. Gates `alpha` and `beta` are pooled: `move` gets their mean over the tokens of the mini-batch.
+    Subclasses define `move`. Gates `alpha` and `beta` are pooled: `move` gets their mean over the tokens of the
+    mini-batch.
     """
 
     roles: tuple[str, ...] = ()  #: what `move` carries from mini-batch to mini-batch, zero at the start
@@ -46,7 +49,9 @@ class BlockRule(StepSize):
                 "set optimizer.read=previous, committed, block or final"
             )
         if anchor == "online":
-            raise MetaTTTError(f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use minibatch")
+            raise MetaTTTError(
+                f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use minibatch"
+            )
 
     @property
     def size(self) -> float:
@@ -69,7 +74,10 @@ class BlockRule(StepSize):
         now = self.commit(carry, filled)["commit"]
         if isinstance(filled, int):
             return now
-        return {name: torch.where((filled > 0).view(-1, *(1,) * (x.ndim - 1)), now[name], x) for name, x in carry["commit"].items()}
+        return {
+            name: torch.where((filled > 0).view(-1, *(1,) * (x.ndim - 1)), now[name], x)
+            for name, x in carry["commit"].items()
+        }
 
     def commit(self, carry: Carry, filled: int | Tensor) -> Carry:
         pool = carry.get("pool", {})
@@ -81,7 +89,11 @@ class BlockRule(StepSize):
         if gates.alpha is None and gates.beta is None:
             return carry
         assert gates.kappa is not None  # 0 at padding, which must not count
-        new = {name: (gate * gates.kappa).sum(-1) for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
+        new = {
+            name: (gate * gates.kappa).sum(-1)
+            for name, gate in (("alpha", gates.alpha), ("beta", gates.beta))
+            if gate is not None
+        }
         new["count"] = gates.kappa.sum(-1)
         pool = carry.get("pool")
         return carry | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
@@ -93,17 +105,19 @@ class BlockRule(StepSize):
 
 @register(group="optimizer", name="block_momentum")
 class BlockMomentum(BlockRule):
-    """`S_j = β_j S_{j−1} − Σ η G`, `W_j = α_j W_{j−1} + S_j` (Titans, arXiv 2501.00663, Eq. 13–14), optionally orthogonalised (Muon).
+    """`S_j = β_j S_{j−1} − Σ η G`, `W_j = α_j W_{j−1} + S_j` (Titans, arXiv 2501.00663, Eq. 13–14), optionally
+    orthogonalised (Muon).
 
     Args:
-        mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`. `lr` may also be `per_weight`:
+        mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`. `lr` may also
+            be `per_weight`:
             η = softplus(θ x + c) per head and fast weight, which is η_base where θ x + c is at its start (LaCT).
         momentum, momentum_init: β, as in `Momentum`, pooled over the mini-batch.
         decay, decay_init: α likewise.
         pool: what is averaged over a mini-batch: the gates' `logits` (Titans) or the `gates` themselves (LaCT).
         orthogonalize: replace the step of each matrix by its polar factor, by Newton–Schulz iterations (Muon).
-        row_norm: rescale the weights of every output of a matrix to the norm they have in W0 (LaCT, arXiv 2505.23884; rows of its
-            matrices, which are `(d_out, d_in)`).
+        row_norm: rescale the weights of every output of a matrix to the norm they have in W0 (LaCT, arXiv 2505.23884;
+            rows of its matrices, which are `(d_out, d_in)`).
     """
 
     def __init__(
@@ -125,7 +139,16 @@ class BlockMomentum(BlockRule):
         compute_chunk: int | None = None,
     ):
         check_choice("optimizer.lr", lr, ("per_head", "shared", "constant", "per_weight"))
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, "constant" if lr == "per_weight" else lr, lr_scale, compute_chunk)
+        super().__init__(
+            mini_batch_size,
+            anchor,
+            read,
+            steps,
+            base_lr,
+            "constant" if lr == "per_weight" else lr,
+            lr_scale,
+            compute_chunk,
+        )
         if lr == "per_weight" and not base_lr > 0:
             raise MetaTTTError(
                 f"optimizer.base_lr={base_lr} has no meaning with optimizer.lr=per_weight, whose softplus is positive: "
@@ -148,7 +171,9 @@ class BlockMomentum(BlockRule):
         if self.per_weight:
             count = num_heads * len(self.weight_names)
             self.rate_weight = nn.Parameter(torch.randn(count, dim) * 0.02)
-            self.rate_bias = nn.Parameter(torch.full((count,), self.scale + math.log(-math.expm1(-self.scale))))  # softplus of it is η_base
+            self.rate_bias = nn.Parameter(
+                torch.full((count,), self.scale + math.log(-math.expm1(-self.scale)))
+            )  # softplus of it is η_base
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
@@ -171,7 +196,11 @@ class BlockMomentum(BlockRule):
         return gate(x)
 
     def _gate(self, gate: Gate, mean: Tensor | None) -> Tensor | None:
-        return torch.sigmoid(mean) if mean is not None and self.pool == "logits" and gate.source in ("shared", "per_head") else mean
+        return (
+            torch.sigmoid(mean)
+            if mean is not None and self.pool == "logits" and gate.source in ("shared", "per_head")
+            else mean
+        )
 
     def in_token_space(self, phase: int | Tensor, count: int, carry: Carry) -> bool:
         whole = isinstance(phase, int) and phase == 0 and count == self.mini_batch_size and "update" not in carry
@@ -198,7 +227,8 @@ class BlockMomentum(BlockRule):
 
 @register(group="optimizer", name="sign")
 class Sign(BlockRule):
-    """`W_j = W_{j−1} + |η_base| · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is taken of."""
+    """`W_j = W_{j−1} + |η_base| · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is
+    taken of."""
 
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
         return {"commit": {name: x + self.size * carry["update"][name].sign() for name, x in carry["commit"].items()}}
@@ -206,7 +236,8 @@ class Sign(BlockRule):
 
 @register(group="optimizer", name="adam")
 class Adam(BlockRule):
-    """Adam (arXiv 1412.6980, Alg. 1) on the mini-batches' gradients, weighted by the tokens' η; its step size is `base_lr`.
+    """Adam (arXiv 1412.6980, Alg. 1) on the mini-batches' gradients, weighted by the tokens' η; its step size is
+    `base_lr`.
 
     Args:
         mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
@@ -256,7 +287,8 @@ class Adam(BlockRule):
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """Approximate polar factor of `[..., m, n]`: singular values go towards 1 (Muon; quintic with coefficients 3.4445, −4.7750, 2.0315)."""
+    """Approximate polar factor of `[..., m, n]`: singular values go towards 1 (Muon; quintic with coefficients 3.4445,
+    −4.7750, 2.0315)."""
     transpose = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transpose else matrix
     x = x / (x.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()
@@ -267,7 +299,8 @@ def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
 
 
 def newton_schulz_factored(left: Tensor, right: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """`newton_schulz(leftᵀ right)` for `[..., b, m]` and `[..., b, n]`, iterating on `[..., b, b]`: `X = leftᵀ M right` throughout."""
+    """`newton_schulz(leftᵀ right)` for `[..., b, m]` and `[..., b, n]`, iterating on `[..., b, b]`: `X = leftᵀ M right`
+    throughout."""
     first, second = left @ left.mT, right @ right.mT
     norm = ((first * second).sum((-2, -1), keepdim=True) + eps**2).sqrt()
     middle = torch.eye(left.shape[-2], dtype=left.dtype, device=left.device) / norm

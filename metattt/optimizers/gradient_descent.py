@@ -1,4 +1,5 @@
-"""The step size of a token, which rules of every kind share, and gradient descent: online, mini-batch or batch, with token steps."""
+"""The step size of a token, which rules of every kind share, and gradient descent: online, mini-batch or batch, with
+token steps."""
 
 from __future__ import annotations
 
@@ -81,9 +82,10 @@ class GradientDescent(StepSize):
         base_lr: η_base, or η itself if `lr` is constant; below 0 it climbs the loss, 0 leaves the weights as they are.
         lr: θ_lr `per_head` (as published), `shared` by the heads, or a `constant` η.
         lr_scale: `head_dim` divides η by the head width, as the published models do.
-        token_steps: τ_i = max(0, 1/(i+1) + δ_i) with learnable δ, `shared` by the heads (as published) or `per_head`: query i of a
-            mini-batch sees W_a − τ_i Σ_{s≤i} η_s ∇ℓ_s. `none` sets τ = 1.
-        max_norm: clip what a mini-batch adds to the weights of a head to this norm, for every query up to its own token; null: no clipping.
+        token_steps: τ_i = max(0, 1/(i+1) + δ_i) with learnable δ, `shared` by the heads (as published) or `per_head`:
+            query i of a mini-batch sees W_a − τ_i Σ_{s≤i} η_s ∇ℓ_s. `none` sets τ = 1.
+        max_norm: clip what a mini-batch adds to the weights of a head to this norm, for every query up to its own
+            token; null: no clipping.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class GradientDescent(StepSize):
     ):
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
         if max_norm is not None and not 0 < max_norm < math.inf:
-            raise MetaTTTError(f"optimizer.max_norm={max_norm} is not allowed: it must be positive and finite, or null for no clipping")
+            raise MetaTTTError(
+                f"optimizer.max_norm={max_norm} is not allowed: it must be positive and finite, or null for no clipping"
+            )
         self.max_norm = max_norm
         check_choice("optimizer.token_steps", token_steps, ("none", "shared", "per_head"))
         self.token_step_sharing = token_steps

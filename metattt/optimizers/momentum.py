@@ -1,4 +1,5 @@
-"""Gradient descent with momentum, Nesterov's look-ahead, decay towards zero or towards W0: every linear rule with gates per token."""
+"""Gradient descent with momentum, Nesterov's look-ahead, decay towards zero or towards W0: every linear rule with gates
+per token."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ class Momentum(GradientDescent):
         momentum: where β comes from: `none` (β = 0), `constant`, or σ(θ_β x + c) `per_head` or `shared` by the heads.
         momentum_init: β, or its initial value.
         nesterov: write `β_t S_t − η_t G_t`, the step after the next one, instead of `S_t`.
-        decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `retnet` fixes 1 − 2^(−5−h) for head h
-            (arXiv 2307.08621, Sec. 2.3); `mamba2` ties both gates, η = Δ_t and α = exp(−Δ_t a_h) with Δ_t = softplus(θ x + c)
-            (arXiv 2405.21060), whatever `base_lr`, `lr` and `lr_scale` say.
+        decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `retnet` fixes 1 − 2^(−5−h) for
+            head h (arXiv 2307.08621, Sec. 2.3); `mamba2` ties both gates, η = Δ_t and α = exp(−Δ_t a_h) with Δ_t =
+            softplus(θ x + c) (arXiv 2405.21060), whatever `base_lr`, `lr` and `lr_scale` say.
         decay_init: α, or its initial value.
         pull: decay towards W0 instead of zero.
-        gradient_at: with anchor `online`: take the gradient at `W_{t−1}` (`previous`) or at `α_t W_{t−1}` (`decayed`, Gated DeltaNet).
+        gradient_at: with anchor `online`: take the gradient at `W_{t−1}` (`previous`) or at `α_t W_{t−1}` (`decayed`,
+            Gated DeltaNet).
 
     Raises:
         MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or a pull without decay.
@@ -65,15 +67,21 @@ class Momentum(GradientDescent):
             if not (0 <= value <= 1 if edge else 0 < value < 1):
                 raise MetaTTTError(f"optimizer.{key}={value} is not allowed: a gate lies between 0 and 1")
         if gradient_at == "decayed" and anchor != "online":
-            raise MetaTTTError(f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}")
+            raise MetaTTTError(
+                f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}"
+            )
         if nesterov and momentum == "none":
-            raise MetaTTTError("optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=none has none")
+            raise MetaTTTError(
+                "optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=none has none"
+            )
         if decay == "mamba2" and not base_lr > 0:
             raise MetaTTTError(
                 f"optimizer.base_lr={base_lr} has no meaning with optimizer.decay=mamba2, whose step size is Δ: leave it out"
             )
         if pull and decay == "none":
-            raise MetaTTTError("optimizer.pull=true says where weights decay to, and optimizer.decay=none does not decay them")
+            raise MetaTTTError(
+                "optimizer.pull=true says where weights decay to, and optimizer.decay=none does not decay them"
+            )
         self.momentum, self.momentum_init, self.nesterov = momentum, momentum_init, nesterov
         self.decay, self.decay_init, self.pull, self.gradient_at = decay, decay_init, pull, gradient_at
         self.has_momentum = momentum != "none"

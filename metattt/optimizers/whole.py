@@ -16,12 +16,15 @@ from metattt.state import Context, Tensors
 
 @register(group="optimizer", name="whole")
 class WholeSequence(InnerOptimizer):
-    """`steps` steps of gradient descent on the tokens of a call; every query reads the final weights (arXiv 2310.13807, Sec. 2).
+    """`steps` steps of gradient descent on the tokens of a call; every query reads the final weights (arXiv 2310.13807,
+    Sec. 2).
 
     Args:
         steps: T, inner steps.
-        sampling: `full` takes every step on all tokens; `sgd` takes each on one of T parts of a random permutation, drawn per head.
-        base_lr: η of the loss averaged over the step's tokens and the head width. (Eq. 1 averages over tokens only: there it is η/d.)
+        sampling: `full` takes every step on all tokens; `sgd` takes each on one of T parts of a random permutation,
+            drawn per head.
+        base_lr: η of the loss averaged over the step's tokens and the head width. (Eq. 1 averages over tokens only:
+            there it is η/d.)
         seed: of the permutations; None draws new ones from torch's generator at every call.
         compute_chunk: tokens per compute step; memory only.
 
@@ -60,6 +63,8 @@ class WholeSequence(InnerOptimizer):
         if self.sampling == "full":
             return None
         if count % self.steps:
-            raise MetaTTTError(f"{count} tokens do not divide into optimizer.steps={self.steps} parts of equal size: choose a divisor")
+            raise MetaTTTError(
+                f"{count} tokens do not divide into optimizer.steps={self.steps} parts of equal size: choose a divisor"
+            )
         generator = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
         return torch.rand(1, self.num_heads, count, device=device, generator=generator).argsort(-1)

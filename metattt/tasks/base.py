@@ -25,7 +25,9 @@ class Task(Part, ABC):
     Constructors take hyper-parameters only; `setup` creates the parameters once the layer knows its widths.
     """
 
-    squared_error = False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
+    squared_error = (
+        False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
+    )
 
     causal = True  #: False if the views of a token depend on later ones
 
@@ -46,7 +48,8 @@ class Task(Part, ABC):
 
     @abstractmethod
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the start."""
+        """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the
+        start."""
 
     @abstractmethod
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:

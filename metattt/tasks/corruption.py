@@ -18,7 +18,8 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, positions: Tensor, num_heads: int, width: int, stream: int = 0) -> Tensor:
-    """Numbers in (0, 1), `[B, H, T, width]`, from `seed` `[B]` and `positions` `[B, T]`. Streams are independent of each other."""
+    """Numbers in (0, 1), `[B, H, T, width]`, from `seed` `[B]` and `positions` `[B, T]`. Streams are independent of
+    each other."""
     per_token = _hash((seed.unsqueeze(1) & _BITS) ^ _hash((positions + (stream << 24)) & _BITS))
     channel = _hash(torch.arange(num_heads * width, device=positions.device)).view(1, num_heads, 1, width)
     return (_hash(per_token[:, None, :, None] ^ channel).double() + 0.5) / 2**32

@@ -15,7 +15,8 @@ from metattt.tasks.base import Task, Views
 
 @register(group="task", name="mttt")
 class DecodedReconstruction(Task):
-    """`ℓ = ½‖LN(f(φ x) g + c) − x‖²`, read with `ψ x` (arXiv 2310.13807, Eq. 1–4): every head reconstructs all D features.
+    """`ℓ = ½‖LN(f(φ x) g + c) − x‖²`, read with `ψ x` (arXiv 2310.13807, Eq. 1–4): every head reconstructs all D
+    features.
 
     The output map θh is the layer's output projection (`layer.output_bias=true`). The target is not detached.
 
@@ -48,5 +49,7 @@ class DecodedReconstruction(Task):
         wide = prediction.dtype
         decoded = prediction @ self.decoder.to(wide) + self.decoder_bias.to(wide)
         if self.decoder_norm:
-            decoded = standardize(decoded) * self.norm_scale.to(wide).unsqueeze(1) + self.norm_bias.to(wide).unsqueeze(1)
+            decoded = standardize(decoded) * self.norm_scale.to(wide).unsqueeze(1) + self.norm_bias.to(wide).unsqueeze(
+                1
+            )
         return 0.5 * (decoded - v).square().sum(-1)

@@ -16,8 +16,8 @@ from metattt.tasks.reconstruction import Reconstruction
 class NextToken(Reconstruction):
     """Train on `k_{t−1} → v_t`, read with `q_t`: what the learner answers at t is a guess about token t + 1.
 
-    The first token of a document has none before it: it is predicted from a learned start vector. Views, corruption and losses are
-    those of `Reconstruction`, whose arguments it takes.
+    The first token of a document has none before it: it is predicted from a learned start vector. Views, corruption and
+    losses are those of `Reconstruction`, whose arguments it takes.
     """
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:

@@ -24,18 +24,20 @@ class Reconstruction(Task):
     """Predict `v = θV x` from `k = θK x`; read with `q = θQ x` (arXiv 2407.04620, Eq. 4 and Sec. 2.3).
 
     Args:
-        views: `separate` projections, or `shared_qk`: one projection for q and k, each with a causal convolution of its own.
+        views: `separate` projections, or `shared_qk`: one projection for q and k, each with a causal convolution of its
+            own.
         conv_width: taps of these convolutions (tokens).
-        rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch (`mini_batch`).
+        rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch
+            (`mini_batch`).
         rope_theta: base of its frequencies.
         feature_map: applied to q and k; `elu` is elu(x) + 1.
         normalize_qk: scale q and k to unit length.
         bias: biases in the projections.
-        corruption: replace the training view by a noisy one: `noise` adds `corruption_rate` times a standard normal, `mask` zeroes
-            that share of its entries. The labels and the test view stay clean.
+        corruption: replace the training view by a noisy one: `noise` adds `corruption_rate` times a standard normal,
+            `mask` zeroes that share of its entries. The labels and the test view stay clean.
         seed: seed of the corruption. None draws a new one for every sequence; it is part of the state.
-        loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, `huber`, the last two summed
-            over the width, or `cosine` 1 − cos(f(k), v).
+        loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, `huber`, the last two
+            summed over the width, or `cosine` 1 − cos(f(k), v).
         huber_delta: where the Huber loss turns linear.
 
     Raises:
@@ -64,9 +66,13 @@ class Reconstruction(Task):
         check_choice("task.corruption", corruption, ("none", "noise", "mask"))
         check_choice("task.loss", loss, ("squared", "mean_squared", "dot", "huber", "cosine"))
         if conv_width < 1:
-            raise MetaTTTError(f"conv_width={conv_width} is not allowed: a convolution has at least one tap (task.conv_width=4)")
+            raise MetaTTTError(
+                f"conv_width={conv_width} is not allowed: a convolution has at least one tap (task.conv_width=4)"
+            )
         if not 0 <= corruption_rate <= 1 and corruption == "mask":
-            raise MetaTTTError(f"corruption_rate={corruption_rate} is not a share: set task.corruption_rate between 0 and 1")
+            raise MetaTTTError(
+                f"corruption_rate={corruption_rate} is not a share: set task.corruption_rate between 0 and 1"
+            )
         self.shared_qk, self.conv_width, self.bias = views == "shared_qk", conv_width, bias
         self.rope, self.rope_theta = rope, rope_theta
         self.feature_map, self.normalize_qk = feature_map, normalize_qk
@@ -76,7 +82,9 @@ class Reconstruction(Task):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         if self.rope != "none" and head_dim % 2:
-            raise MetaTTTError(f"rope turns pairs of features, and the head width {head_dim} is odd: set task.rope=none or num_heads")
+            raise MetaTTTError(
+                f"rope turns pairs of features, and the head width {head_dim} is odd: set task.rope=none or num_heads"
+            )
         self.num_heads, self.head_dim = num_heads, head_dim
         width = num_heads * head_dim
         self.q = projection(dim, width, self.bias)  # shared by q and k in `shared_qk`
@@ -102,7 +110,9 @@ class Reconstruction(Task):
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.rope != "none":
             positions = ctx.positions % ctx.mini_batch_size if self.rope == "mini_batch" else ctx.positions
-            if self._decodes(q):  # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
+            if self._decodes(
+                q
+            ):  # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
                 pairs = torch.view_as_complex(torch.stack([q, k]).unflatten(-1, (-1, 2)))
                 table = _known_turns(ctx.mini_batch_size, self.head_dim, self.rope_theta, q.dtype)
                 q, k = torch.view_as_real(pairs * table[positions].unsqueeze(1)).flatten(-2).unbind(0)
@@ -138,7 +148,9 @@ class Reconstruction(Task):
         if self.loss_name == "dot":
             return -(prediction * v).sum(-1)
         if self.loss_name == "cosine":
-            lengths = [(x.square().sum(-1) + 1e-6).sqrt() for x in (prediction, v)]  # of a zero vector, too, it can be differentiated
+            lengths = [
+                (x.square().sum(-1) + 1e-6).sqrt() for x in (prediction, v)
+            ]  # of a zero vector, too, it can be differentiated
             return 1 - (prediction * v).sum(-1) / (lengths[0] * lengths[1])
         error = prediction - v
         if self.loss_name == "squared":

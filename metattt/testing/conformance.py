@@ -14,7 +14,8 @@ from metattt.testing.specimen import NotApplicable, Specimen
 
 
 class Conformance:
-    """One test for each law of `LAWS`, on every specimen of `specimens()`. A law that applies to none is skipped, with its reason."""
+    """One test for each law of `LAWS`, on every specimen of `specimens()`. A law that applies to none is skipped, with
+    its reason."""
 
     dim: ClassVar[int] = 8  #: model width of the layers that are built
     num_heads: ClassVar[int] = 2
@@ -24,7 +25,9 @@ class Conformance:
         """The layers to examine, by a name for messages."""
         raise NotImplementedError(f"{type(self).__name__} must define specimens, or subclass LearnerConformance")
 
-    def specimen(self, learner: Callable[[], Learner], task: Callable[[], Task], optimizer: Callable[[], InnerOptimizer]) -> Specimen:
+    def specimen(
+        self, learner: Callable[[], Learner], task: Callable[[], Task], optimizer: Callable[[], InnerOptimizer]
+    ) -> Specimen:
         return Specimen(learner, task, optimizer, self.dim, self.num_heads, self.options)
 
     def examine(self, name: str) -> None:
@@ -121,7 +124,9 @@ class TaskConformance(Conformance):
         return {
             "Linear by mini-batch": self.specimen(Linear, self.make, lambda: GradientDescent(4, token_steps="shared")),
             "MLP by mini-batch": self.specimen(MLP, self.make, lambda: GradientDescent(4)),
-            "Linear online": self.specimen(lambda: Linear(residual=False, norm=False), self.make, lambda: GradientDescent(4, "online")),
+            "Linear online": self.specimen(
+                lambda: Linear(residual=False, norm=False), self.make, lambda: GradientDescent(4, "online")
+            ),
             "KernelEstimator": self.specimen(KernelEstimator, self.make, Append),
         }
 

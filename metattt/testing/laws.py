@@ -1,4 +1,5 @@
-"""The laws that every component obeys, each a function from a specimen to its worst error, and the table of their bounds."""
+"""The laws that every component obeys, each a function from a specimen to its worst error, and the table of their
+bounds."""
 
 from __future__ import annotations
 
@@ -95,12 +96,14 @@ class Law:
 
 
 def forms(spec: Specimen) -> float:
-    """Every form, recomputed in groups or stored, gives the oracle's outputs and gradients, also when state is handed on."""
+    """Every form, recomputed in groups or stored, gives the oracle's outputs and gradients, also when state is handed
+    on."""
     return forms_in(spec, torch.float64)
 
 
 def derivatives(spec: Specimen) -> float:
-    """Gradients of the oracle against central differences, along one direction for the tokens and one for each parameter."""
+    """Gradients of the oracle against central differences, along one direction for the tokens and one for each
+    parameter."""
     found = spec.forms()
     layer = spec.make(form=found[0] if found else None)
     x = spec.tokens(batch=1, extra=1)
@@ -163,7 +166,9 @@ def causality(spec: Specimen) -> float:
         changed = torch.cat([x[:, : t + 1], 1 - x[:, t + 1 :]], dim=1)
         gap = distance(run(layer, changed).y[:, : t + 1], y[:, : t + 1].detach())
         leak = gradient[:, t + 1 :].abs().max().item()
-        worst = max(worst, leak if math.isfinite(leak) else math.inf, gap if gap > 1e-12 else 0.0)  # the rest is rounding
+        worst = max(
+            worst, leak if math.isfinite(leak) else math.inf, gap if gap > 1e-12 else 0.0
+        )  # the rest is rounding
     return worst
 
 
@@ -190,7 +195,8 @@ def limits(spec: Specimen) -> float:
 
 
 def round_trips(spec: Specimen) -> float:
-    """`state_dict`, deep copies and saved states give back the same layer and the same state; states move between devices."""
+    """`state_dict`, deep copies and saved states give back the same layer and the same state; states move between
+    devices."""
     layer = spec.make()
     x = spec.tokens()
     before, cut = run(layer, x), layer.optimizer.mini_batch_size + 1
@@ -247,7 +253,10 @@ def _one_call_only(layer: TTTLayer) -> None:
 def _not_causal(layer: TTTLayer) -> str:
     parts: tuple[Any, ...] = (layer.task, layer.learner)
     named = [type(part).__name__ for part in parts if not part.causal]
-    return " and ".join([*named, *([] if layer.optimizer.causal else [f"optimizer.read={layer.optimizer.read}"])]) + " is not causal"
+    return (
+        " and ".join([*named, *([] if layer.optimizer.causal else [f"optimizer.read={layer.optimizer.read}"])])
+        + " is not causal"
+    )
 
 
 LAWS: dict[str, Law] = {

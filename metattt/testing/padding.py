@@ -11,7 +11,16 @@ from torch import Tensor
 
 from metattt.layer import TTTLayer
 from metattt.state import State
-from metattt.testing.specimen import NotApplicable, Run, Specimen, cotangent, distance, gradient_distance, gradients, run
+from metattt.testing.specimen import (
+    NotApplicable,
+    Run,
+    Specimen,
+    cotangent,
+    distance,
+    gradient_distance,
+    gradients,
+    run,
+)
 
 
 def masks(spec: Specimen) -> float:
@@ -53,7 +62,9 @@ def packing(spec: Specimen) -> float:
     reset = torch.zeros(3, length, dtype=torch.bool)
     for row, places in enumerate(starts):
         reset[row, places] = True
-    before, mask = pad(torch.randn(x.shape, generator=torch.Generator().manual_seed(6), dtype=x.dtype), [5, 3, 2], "right")
+    before, mask = pad(
+        torch.randn(x.shape, generator=torch.Generator().manual_seed(6), dtype=x.dtype), [5, 3, 2], "right"
+    )
     worst = 0.0
     for carried in (None, run(layer, before, mask=mask).state):
         together, later = run(layer, x, reset=reset, state=carried), []
@@ -91,7 +102,8 @@ class _Alone(NamedTuple):
 
 
 def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> _Alone:
-    """One row without padding, its outputs `[T, D]`; run as many times as there are rows, so that row `row` draws its own noise."""
+    """One row without padding, its outputs `[T, D]`; run as many times as there are rows, so that row `row` draws its
+    own noise."""
     if x.shape[1] == 0:
         return _Alone(x[row], None)
     if state is not None:

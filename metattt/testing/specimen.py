@@ -25,7 +25,8 @@ class NotApplicable(Exception):
 
 
 class Run(NamedTuple):
-    """What one or several calls on a sequence gave: outputs `[B, T, D]`, final state, gradients by parameter name (and `x`)."""
+    """What one or several calls on a sequence gave: outputs `[B, T, D]`, final state, gradients by parameter name (and
+    `x`)."""
 
     y: Tensor
     state: State
@@ -40,7 +41,8 @@ class Specimen:
         learner, task, optimizer: functions that return a new part.
         dim, num_heads: as in `TTTLayer`.
         options: the other keyword arguments of `TTTLayer`.
-        longest_mini_batch: larger mini-batches are cut to this many tokens, so that short sequences still cross their ends.
+        longest_mini_batch: larger mini-batches are cut to this many tokens, so that short sequences still cross their
+            ends.
     """
 
     learner: Callable[[], Learner]
@@ -78,7 +80,9 @@ class Specimen:
             torch.manual_seed(seed)
             return self._make(form, mini_batch_size, anchor, plain, group_size).to(dtype)
 
-    def _make(self, form: str | None, mini_batch_size: int | None, anchor: Any, plain: bool, group_size: int | None) -> TTTLayer:
+    def _make(
+        self, form: str | None, mini_batch_size: int | None, anchor: Any, plain: bool, group_size: int | None
+    ) -> TTTLayer:
         task, optimizer = self.task(), self.optimizer()
         optimizer.mini_batch_size = mini_batch_size or min(optimizer.mini_batch_size, self.longest_mini_batch)
         optimizer.anchor = anchor or optimizer.anchor
@@ -208,7 +212,8 @@ def compare(found: Run, expected: Run) -> float:
 
 
 def state_distance(layer: TTTLayer, found: State, expected: State) -> float:
-    """Worst relative error of two states: in what they hold, and in what the layer answers when it goes on from them."""
+    """Worst relative error of two states: in what they hold, and in what the layer answers when it goes on from
+    them."""
     if not torch.equal(found.pos, expected.pos):
         return math.inf
     worst, size = 0.0, layer.optimizer.mini_batch_size

@@ -21,7 +21,9 @@ class Plan(NamedTuple):
     accumulate: int
 
 
-def plan_batches(batch_tokens: int | None, context_length: int, batch_size: int, accumulate: int, world_size: int) -> Plan:
+def plan_batches(
+    batch_tokens: int | None, context_length: int, batch_size: int, accumulate: int, world_size: int
+) -> Plan:
     """Divides a step among the processes, so that it has the same tokens whatever their number.
 
     Args:

@@ -21,7 +21,9 @@ def check_before_training(cfg: DictConfig) -> None:
     """
     trainer = cfg.trainer
     if trainer.get("max_steps") == 0:
-        raise MetaTTTError("trainer.max_steps=0 trains nothing: give the number of steps; metattt train --cfg shows a configuration")
+        raise MetaTTTError(
+            "trainer.max_steps=0 trains nothing: give the number of steps; metattt train --cfg shows a configuration"
+        )
     if trainer.get("overfit_batches"):
         raise MetaTTTError(
             f"trainer.overfit_batches={trainer.overfit_batches} is not supported: data.max_bytes=<few> trains on little text"

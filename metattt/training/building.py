@@ -15,11 +15,19 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.models.language_model import LanguageModel
 
 PARTS = ("model", "layer", "learner", "task", "optimizer")
-HOW_NOT_WHAT = ("form", "group_size", "compute_chunk", "checkpoint_blocks", "checkpoint", "on_block")  # settings that never change a result
+HOW_NOT_WHAT = (
+    "form",
+    "group_size",
+    "compute_chunk",
+    "checkpoint_blocks",
+    "checkpoint",
+    "on_block",
+)  # settings that never change a result
 
 
 class Builder:
-    """Makes the model of a run. Its parameters are drawn from torch's global generator as it is when the builder is made.
+    """Makes the model of a run. Its parameters are drawn from torch's global generator as it is when the builder is
+    made.
 
     Args:
         cfg: the configuration of the run.
@@ -46,7 +54,8 @@ class Builder:
             return instantiate_model(self.cfg)
 
     def in_parts(self, on_block: Callable[[nn.Module], object]) -> LanguageModel:
-        """The model with the same random parameters as `whole`; `on_block` is called with every block before the next is made."""
+        """The model with the same random parameters as `whole`; `on_block` is called with every block before the next
+        is made."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.random)
             return instantiate_model(self.cfg, on_block)
@@ -65,10 +74,11 @@ class Builder:
 
 
 def differences(cfg: DictConfig, weights: str) -> str | None:
-    """A line on what a run changes of the model whose weights it starts from, where the weights themselves do not show it.
+    """A line on what a run changes of the model whose weights it starts from, where the weights themselves do not show
+    it.
 
-    An activation, an inner learning rate or a mini-batch size may be changed on purpose, so the run's configuration holds; but it is
-    said.
+    An activation, an inner learning rate or a mini-batch size may be changed on purpose, so the run's configuration
+    holds; but it is said.
 
     Args:
         cfg: the configuration of the run.
@@ -90,7 +100,8 @@ def _settings(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The settings that decide what a model computes, by part."""
     named = to_names(OmegaConf.to_container(cfg, resolve=True))
     return {
-        part: {key: value for key, value in (named.get(part) or {}).items() if key not in (*HOW_NOT_WHAT, *PARTS)} for part in PARTS
+        part: {key: value for key, value in (named.get(part) or {}).items() if key not in (*HOW_NOT_WHAT, *PARTS)}
+        for part in PARTS
     }
 
 

@@ -18,9 +18,11 @@ from metattt.training.step_statistics import Pace
 
 @register(group="callback", name="progress")
 class Progress(TQDMProgressBar):
-    """Lightning's progress bar with loss and bits per byte; where nobody watches (a file, CI), a line now and then instead.
+    """Lightning's progress bar with loss and bits per byte; where nobody watches (a file, CI), a line now and then
+    instead.
 
-    A line shows the validation that came since the line before, and the time of a step without validation and compilation.
+    A line shows the validation that came since the line before, and the time of a step without validation and
+    compilation.
 
     Args:
         lines: number of lines of a run whose output is not a terminal.
@@ -38,7 +40,11 @@ class Progress(TQDMProgressBar):
 
     def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
         at = f" (step {self.validated})"
-        names = {"train/loss": "loss", "train/bits_per_byte": "bits/byte", "validation/bits_per_byte": f"validation bits/byte{at}"}
+        names = {
+            "train/loss": "loss",
+            "train/bits_per_byte": "bits/byte",
+            "validation/bits_per_byte": f"validation bits/byte{at}",
+        }
         names["validation/top1"] = f"validation top-1{at}"
         known = trainer.callback_metrics
         return {short: f"{known[name].item():.3f}" for name, short in names.items() if name in known}
@@ -94,7 +100,12 @@ class LossCurve(lightning.Callback):
     """
 
     def __init__(
-        self, path: str, every: int = 5, metric: str = "bits_per_byte", label: str = "bits per byte", title: str = "Next-byte prediction"
+        self,
+        path: str,
+        every: int = 5,
+        metric: str = "bits_per_byte",
+        label: str = "bits per byte",
+        title: str = "Next-byte prediction",
     ):
         self.path, self.every = Path(path), every
         self.metric, self.label, self.title = metric, label, title
@@ -136,7 +147,10 @@ def plot(points: dict[str, list[list[float]]], baseline: float | None, path: Pat
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    styles: dict[str, dict[str, Any]] = {"train": {"linewidth": 1.0, "alpha": 0.7}, "validation": {"marker": "o", "linewidth": 1.5}}
+    styles: dict[str, dict[str, Any]] = {
+        "train": {"linewidth": 1.0, "alpha": 0.7},
+        "validation": {"marker": "o", "linewidth": 1.5},
+    }
     for name, style in styles.items():
         if points[name]:
             steps, bits = zip(*points[name], strict=True)
@@ -160,7 +174,8 @@ class Interrupted(Exception):
 
 @register(group="callback", name="stop_on_interrupt")
 class StopOnInterrupt(lightning.Callback):
-    """Ctrl-C finishes the step and its logging, writes `last.ckpt` and raises `Interrupted`; a second Ctrl-C stops at once.
+    """Ctrl-C finishes the step and its logging, writes `last.ckpt` and raises `Interrupted`; a second Ctrl-C stops at
+    once.
 
     Args:
         folder: where the checkpoint goes.
@@ -174,7 +189,9 @@ class StopOnInterrupt(lightning.Callback):
     def _request(self, signum: int, frame: FrameType | None) -> None:
         self.requested = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print("\nstopping after this step; Ctrl-C again stops at once, without a checkpoint", file=sys.stderr, flush=True)
+        print(
+            "\nstopping after this step; Ctrl-C again stops at once, without a checkpoint", file=sys.stderr, flush=True
+        )
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         try:
@@ -192,14 +209,18 @@ class StopOnInterrupt(lightning.Callback):
             trainer.save_checkpoint(self.folder / LAST)
             self.saved = True
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self.saved:  # not earlier: Lightning logs a step after its last hook
             raise Interrupted
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._restore()
 
-    def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
         self._restore()
 
     def _restore(self) -> None:

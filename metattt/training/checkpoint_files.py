@@ -12,10 +12,13 @@ from metattt.checkpoints.trained import read_checkpoint
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """How strategies that save one file read and write it: sharded checkpoints are read too, and a kill leaves the old file or the new."""
+    """How strategies that save one file read and write it: sharded checkpoints are read too, and a kill leaves the old
+    file or the new."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         write_file(Path(path), checkpoint)
 
-    def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return read_checkpoint(path)

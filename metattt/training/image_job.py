@@ -37,7 +37,9 @@ class ImageJob(Job["ImageTransformer", ImageClassification]):
     def __init__(self, cfg: DictConfig, data: Images):
         self.cfg, self.data, self.mixup = cfg, data, False
         if "num_classes" not in cfg.model:
-            raise MetaTTTError("images need a model for images: set model=vision_transformer, or choose experiment=digits_pixel")
+            raise MetaTTTError(
+                "images need a model for images: set model=vision_transformer, or choose experiment=digits_pixel"
+            )
         data.setup()
         for key in ("img_size", "in_chans"):
             if getattr(data, key) != cfg.model[key]:

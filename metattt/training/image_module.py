@@ -69,7 +69,9 @@ class TimmRecipe:
         from timm.scheduler import CosineLRScheduler
 
         warmup = min(self.warmup_steps, num_steps - 1)
-        return CosineLRScheduler(optimizer, t_initial=num_steps - warmup, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False)
+        return CosineLRScheduler(
+            optimizer, t_initial=num_steps - warmup, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False
+        )
 
 
 class ImageClassification(lightning.LightningModule):
@@ -86,7 +88,11 @@ class ImageClassification(lightning.LightningModule):
 
         super().__init__()
         self.model, self.recipe, self.record = model, recipe, record
-        self.mixup = Mixup(mixup_alpha=recipe.mixup, label_smoothing=0.0, num_classes=model.num_classes) if recipe.mixup else None
+        self.mixup = (
+            Mixup(mixup_alpha=recipe.mixup, label_smoothing=0.0, num_classes=model.num_classes)
+            if recipe.mixup
+            else None
+        )
         self.step_loss = torch.zeros(())  # of the batches of a step so far (nats per image), summed
         self.validation_sums = torch.zeros(4, dtype=torch.float64)  # cross-entropy (nats), top-1 and top-5 hits, images
 

@@ -1,6 +1,8 @@
-"""How well the inner loop learns while the outer loop trains it: T + 1 curves per layer (arXiv 2310.13807, Fig. 1 and 3).
+"""How well the inner loop learns while the outer loop trains it: T + 1 curves per layer (arXiv 2310.13807, Fig. 1 and
+3).
 
-For layers that take steps on a whole image; the statistics of language models are `metattt.training.inner_loss_statistics`.
+For layers that take steps on a whole image; the statistics of language models are
+`metattt.training.inner_loss_statistics`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 class InnerLossCurves(lightning.Callback):
     """At every validation, the inner loss before the first inner step and after each, summed over heads.
 
-    Logged as `inner_loss/layer{i}/step_{t}`, and written as CSV and PNG. The points are kept in the checkpoint, so that the curves
-    of a resumed run are whole.
+    Logged as `inner_loss/layer{i}/step_{t}`, and written as CSV and PNG. The points are kept in the checkpoint, so that
+    the curves of a resumed run are whole.
 
     Args:
         path: the PNG; the CSV has the same name.
@@ -94,7 +96,9 @@ def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, 
             def measure(layer: Any, args: tuple[Tensor], number: int = number) -> None:
                 found[number] = inner_losses(layer, args[0]).sum(1)
 
-            hooks.append(layer.register_forward_pre_hook(measure))  # at once: the inputs of all layers would take memory
+            hooks.append(
+                layer.register_forward_pre_hook(measure)
+            )  # at once: the inputs of all layers would take memory
     try:
         if hooks:
             model(images)

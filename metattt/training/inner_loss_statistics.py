@@ -1,4 +1,5 @@
-"""The losses of the inner loops while the outer loop trains: the statistics of `metattt.measures.inner_loss`, in the log."""
+"""The losses of the inner loops while the outer loop trains: the statistics of `metattt.measures.inner_loss`, in the
+log."""
 
 from __future__ import annotations
 
@@ -39,10 +40,16 @@ class InnerLossStatistics(lightning.Callback):
         if not self.every:
             return
         model = pl_module.model
-        reasons = unmeasured(model) if isinstance(model, LanguageModel) else {0: f"{type(model).__name__} is not a language model"}
+        reasons = (
+            unmeasured(model)
+            if isinstance(model, LanguageModel)
+            else {0: f"{type(model).__name__} is not a language model"}
+        )
         if isinstance(model, LanguageModel) and len(reasons) < len(model.blocks):
             return
-        raise MetaTTTError(f"callbacks.inner_loss has nothing to measure: {reasons[0]}. Set callbacks.inner_loss.every=0")
+        raise MetaTTTError(
+            f"callbacks.inner_loss has nothing to measure: {reasons[0]}. Set callbacks.inner_loss.every=0"
+        )
 
     def on_validation_batch_end(
         self,
@@ -69,7 +76,8 @@ class InnerLossStatistics(lightning.Callback):
         self.batch = None
 
     def _due(self, trainer: lightning.Trainer) -> bool:
-        """Whether this validation run is measured. Counted from the step alone, so that a resumed run goes on as it would have."""
+        """Whether this validation run is measured. Counted from the step alone, so that a resumed run goes on as it
+        would have."""
         if not self.every:
             return False
         interval = trainer.val_check_batch

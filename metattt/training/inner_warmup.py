@@ -44,9 +44,13 @@ class InnerWarmup(lightning.Callback):
             )
 
         if not all(rule.base_lr for rule in self.final):
-            raise MetaTTTError("callbacks=inner_warmup has no way to optimizer.base_lr=0: leave it out with ~callbacks.inner_warmup")
+            raise MetaTTTError(
+                "callbacks=inner_warmup has no way to optimizer.base_lr=0: leave it out with ~callbacks.inner_warmup"
+            )
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         recipe: Any = pl_module.recipe
         warmup = recipe.warmup_steps(int(trainer.estimated_stepping_batches))
         done = min(1.0, trainer.global_step / warmup)

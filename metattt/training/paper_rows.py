@@ -1,6 +1,8 @@
-"""Every training row of the TTT paper as `experiment=<group>/<row>`: the grid of methods, sizes and contexts (arXiv 2407.04620, Sec. 3).
+"""Every training row of the TTT paper as `experiment=<group>/<row>`: the grid of methods, sizes and contexts (arXiv
+2407.04620, Sec. 3).
 
-The rows differ in three choices each, so they are made here instead of in files. A group's own file holds what its rows share.
+The rows differ in three choices each, so they are made here instead of in files. A group's own file holds what its rows
+share.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ MINI_BATCH_SIZES = [2**i for i in range(12)]  # Figure 9
 def row(group: str, method: str, size: str, finetune: bool = False) -> dict[str, Any]:
     """The configuration of one row."""
     layer, backbone = METHODS[method]
-    defaults: list[Any] = [f"/experiment/{group}", {"override /layer": layer}, {"override /model": backbone}, {"override /preset": size}]
+    defaults: list[Any] = [
+        f"/experiment/{group}",
+        {"override /layer": layer},
+        {"override /model": backbone},
+        {"override /preset": size},
+    ]
     content: dict[str, Any] = {}
     if layer == "ttt_mlp":
         defaults.append({"override /callbacks": "inner_warmup"})
@@ -48,7 +55,9 @@ def rows() -> dict[str, dict[str, Any]]:
         for size in SIZES:
             found |= {f"{group}/{method}_{size}": row(group, method, size) for method in METHODS}
             if context > 2048:
-                found |= {f"{group}/{method}_finetune_{size}": row(group, method, size, finetune=True) for method in FINETUNED}
+                found |= {
+                    f"{group}/{method}_finetune_{size}": row(group, method, size, finetune=True) for method in FINETUNED
+                }
     for b in MINI_BATCH_SIZES:
         found[f"minibatch/{b}"] = {"defaults": ["/experiment/pile_2k", "_self_"], "optimizer": {"mini_batch_size": b}}
     return found
@@ -56,4 +65,6 @@ def rows() -> dict[str, dict[str, Any]]:
 
 for name, content in rows().items():
     folder, _, leaf = name.partition("/")
-    ConfigStore.instance().store(group=f"experiment/{folder}", name=leaf, node=content, package="_global_", provider="metattt")
+    ConfigStore.instance().store(
+        group=f"experiment/{folder}", name=leaf, node=content, package="_global_", provider="metattt"
+    )

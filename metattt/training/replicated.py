@@ -12,11 +12,12 @@ from metattt.registry import register
 
 @register(group="strategy", name="replicated_data")
 class ReplicatedData(DDPStrategy):
-    """DDP that looks for itself whether some parameters may get no gradient: then, and only then, it walks the graph of every step.
+    """DDP that looks for itself whether some parameters may get no gradient: then, and only then, it walks the graph of
+    every step.
 
-    Nearest neighbours have no use for q and k, and a rule that moves weights once per mini-batch none for what it learns from before
-    the first commit. So usage depends on the data, document by document: what counts is the shortest input
-    (`shortest_loss` of the Lightning module): parameters that it reaches are reached by every longer one. (To add
+    Nearest neighbours have no use for q and k, and a rule that moves weights once per mini-batch none for what it
+    learns from before the first commit. So usage depends on the data, document by document: what counts is the shortest
+    input (`shortest_loss` of the Lightning module): parameters that it reaches are reached by every longer one. (To add
     every parameter to the loss with a factor of 0 instead would give zero gradients, and weight decay, where one
     process has none.)
     """

@@ -28,8 +28,8 @@ PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what
 def resumed(given: DictConfig, saved: DictConfig, checkpoint: Path) -> tuple[DictConfig, bool]:
     """The configuration of the run, with what the command line changes.
 
-    What was given (`given.given`) counts, even where it equals a default; so does what a choice such as `layer=ttt_mlp` sets away from
-    the defaults. Model, data and recipe stay: else it would be another run.
+    What was given (`given.given`) counts, even where it equals a default; so does what a choice such as `layer=ttt_mlp`
+    sets away from the defaults. Model, data and recipe stay: else it would be another run.
 
     Returns:
         The configuration, and whether the data is said to be elsewhere now.
@@ -101,7 +101,8 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def fingerprint(data: Any) -> str | None:
-    """What tells the data of a run from others, wherever it is: the tokens themselves; of images their number and classes.
+    """What tells the data of a run from others, wherever it is: the tokens themselves; of images their number and
+    classes.
 
     Args:
         data: a data module that is set up.
@@ -144,7 +145,11 @@ def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | 
     if before == now:
         return None
     if before is None:
-        return "data    taken for the run's own: its checkpoint is of a version that did not keep what tells them apart" if moved else None
+        return (
+            "data    taken for the run's own: its checkpoint is of a version that did not keep what tells them apart"
+            if moved
+            else None
+        )
     if moved:
         raise MetaTTTError(
             f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, and resume goes on with it. "

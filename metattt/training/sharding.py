@@ -28,7 +28,8 @@ from metattt.training.building import Builder
 
 
 def build_divided(build: Builder, mesh: DeviceMesh) -> LanguageModel:
-    """Makes a model block by block, each divided among the processes before the next is made: none ever holds the whole.
+    """Makes a model block by block, each divided among the processes before the next is made: none ever holds the
+    whole.
 
     The parameters are those of one process, as all draw the same random numbers in the same order.
     """
@@ -50,8 +51,8 @@ def divided(model: torch.nn.Module) -> bool:
 class FullyShardedData(ModelParallelStrategy):
     """FSDP2 over all processes, on GPUs or CPUs; `configure_model` of the module decides what is divided.
 
-    Every process writes its own part of a checkpoint, `last.ckpt` is then a folder (`metattt.checkpoints.sharded`). It is read by
-    any number of processes under any strategy, and so are the files of other strategies here.
+    Every process writes its own part of a checkpoint, `last.ckpt` is then a folder (`metattt.checkpoints.sharded`). It
+    is read by any number of processes under any strategy, and so are the files of other strategies here.
     """
 
     def __init__(self) -> None:
@@ -62,13 +63,16 @@ class FullyShardedData(ModelParallelStrategy):
         super().setup_environment()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process numbers them."""
+        """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process
+        numbers them."""
         named = self._named_state(optimizer, cpu_offload=True)
         numbers = {name: number for number, name in enumerate(_names(named))}
         groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in named["param_groups"]]
         return {"state": {numbers[name]: state for name, state in named["state"].items()}, "param_groups": groups}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         """Every process writes its parts of the tensors, one of them the rest."""
         write_sharded(Path(self.broadcast(str(filepath))), checkpoint)
 
@@ -103,7 +107,11 @@ class FullyShardedData(ModelParallelStrategy):
         return content
 
     def _set_state(
-        self, optimizer: Optimizer, state: Mapping[int, Any], param_groups: list[dict[str, Any]], options: StateDictOptions
+        self,
+        optimizer: Optimizer,
+        state: Mapping[int, Any],
+        param_groups: list[dict[str, Any]],
+        options: StateDictOptions,
     ) -> None:
         """Gives an optimizer a state by the numbers of its parameters."""
         names = _names(self._named_state(optimizer))

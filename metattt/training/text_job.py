@@ -1,4 +1,5 @@
-"""What is special about training on text: the vocabulary, the order-2 baseline, bits per byte, and a sample at the end."""
+"""What is special about training on text: the vocabulary, the order-2 baseline, bits per byte, and a sample at the
+end."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         self.cfg, self.data = cfg, data
         self.baseline: float | None = None  # bits per byte of an order-2 byte model
         if "vocab_size" not in cfg.model:
-            raise MetaTTTError("text needs a language model: set model=language_model; for images, data=images or data=digits")
+            raise MetaTTTError(
+                "text needs a language model: set model=language_model; for images, data=images or data=digits"
+            )
         data.setup("fit")
         for name in SPLITS:
             data.windows(name)
@@ -70,7 +73,11 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         """Sizes of batches that the trainer's processes take, and the baseline."""
         data = self.data
         plan = plan_batches(
-            self.cfg.batch_tokens, data.context_length, data.batch_size, trainer.accumulate_grad_batches, trainer.world_size
+            self.cfg.batch_tokens,
+            data.context_length,
+            data.batch_size,
+            trainer.accumulate_grad_batches,
+            trainer.world_size,
         )
         data.batch_size, trainer.accumulate_grad_batches = plan
         validate_between_steps(trainer)
@@ -116,7 +123,9 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         data = self.data
         prompt = data.sample_document()[:SAMPLE_PROMPT_BYTES]
         ids = torch.tensor([[data.tokenizer.separator, *data.tokenizer.encode(prompt).tolist()]], device=module.device)
-        tokens = generate(module.model.eval(), ids, SAMPLE_BYTES, temperature=0.7, stop=ends(data.tokenizer), seed=self.cfg.seed)
+        tokens = generate(
+            module.model.eval(), ids, SAMPLE_BYTES, temperature=0.7, stop=ends(data.tokenizer), seed=self.cfg.seed
+        )
         with torch.compiler.set_stance("force_eager"):
             text = data.tokenizer.decode([int(token) for token in tokens])
         console.print(f"\nsample, temperature 0.7, after a prompt of {len(prompt)} bytes:")
@@ -126,5 +135,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
 
 def printable(text: bytes) -> str:
     """UTF-8 for a terminal: control characters, which could steer it, are written out as `\\x1b`."""
-    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text.decode(errors="replace"))
+    shown = (
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+        for c in text.decode(errors="replace")
+    )
     return "".join(shown)

@@ -34,7 +34,9 @@ class AdamW:
         min_lr: learning rate at the last step.
     """
 
-    forward_only = False  #: the optimizer needs the loss alone, again and again: no graph is made, and nothing is backpropagated
+    forward_only = (
+        False  #: the optimizer needs the loss alone, again and again: no graph is made, and nothing is backpropagated
+    )
 
     def __init__(
         self,
@@ -101,13 +103,16 @@ class LanguageModeling(lightning.LightningModule):
     ):
         super().__init__()
         self.model = model
-        self.build: Builder | None = None  # makes the model in parts; trainer=fsdp needs it, and `model` may then be without values
+        self.build: Builder | None = (
+            None  # makes the model in parts; trainer=fsdp needs it, and `model` may then be without values
+        )
         self.recipe = recipe
         self.record = record
         self.document_start = document_start
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so far
+        # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so
+        # far
         self.step_sums = self.validation_sums = torch.zeros(3, dtype=torch.float64)
 
     def configure_model(self) -> None:
@@ -120,7 +125,8 @@ class LanguageModeling(lightning.LightningModule):
             self.model.check_causal()
 
     def sums(self, ids: Tensor) -> Tensor:
-        """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes: `[3]`.
+        """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes:
+        `[3]`.
 
         The first T tokens are read. Labels that are `NO_TOKEN` do not count.
         """
@@ -148,7 +154,9 @@ class LanguageModeling(lightning.LightningModule):
         self.step_sums = sums.detach().double() + (self.step_sums if batch_idx % per_step else 0)
         if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
             nats, num_tokens, num_bytes = self._over_processes(self.step_sums)
-            self.log("step", self.global_step + 1.0)  # Lightning takes the step of the log from here; its own count slips on resuming
+            self.log(
+                "step", self.global_step + 1.0
+            )  # Lightning takes the step of the log from here; its own count slips on resuming
             self.log("train/loss", nats / num_tokens)
             self.log("train/bits_per_byte", nats / math.log(2) / num_bytes)
         return loss

@@ -1,4 +1,5 @@
-"""`metattt train`: from a configuration to a trained model, a log, curves and a report; text or images, as the data is."""
+"""`metattt train`: from a configuration to a trained model, a log, curves and a report; text or images, as the data
+is."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def train(cfg: DictConfig) -> int:
     Raises:
         MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a loss that is not finite.
     """
-    console = Console(highlight=False, soft_wrap=True, quiet=bool(getattr(rank_zero_only, "rank", 0)))  # one of several processes speaks
+    console = Console(
+        highlight=False, soft_wrap=True, quiet=bool(getattr(rank_zero_only, "rank", 0))
+    )  # one of several processes speaks
     _quiet_lightning()
     for part in NEEDED:
         if cfg.get(part) is None:
@@ -67,7 +70,9 @@ def train(cfg: DictConfig) -> int:
         record, done = content[RECORD], int(content["global_step"])
         cfg, moved = resumed(cfg, record_config(record, checkpoint), checkpoint)
         if 0 < cfg.trainer.get("max_steps", -1) <= done:
-            raise MetaTTTError(f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>")
+            raise MetaTTTError(
+                f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>"
+            )
     check_before_training(cfg)
     cfg.output_dir = cfg.output_dir or _new_folder(cfg)
     folder = open_folder(cfg)
@@ -94,7 +99,9 @@ def train(cfg: DictConfig) -> int:
 
     started = time.monotonic()
     try:
-        trainer.fit(module, datamodule=ForLightning(data), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        trainer.fit(
+            module, datamodule=ForLightning(data), ckpt_path=checkpoint, weights_only=True if checkpoint else None
+        )
     except Interrupted:
         console.print(f"stopped at step {trainer.global_step}. To go on: metattt train resume={folder}")
         return 130
@@ -145,7 +152,9 @@ def _replay_log(trainer: lightning.Trainer, done: int) -> None:
             rows = list(csv.DictReader(file.open(newline=""))) if file.is_file() else []
             for row in rows:
                 if int(row["step"]) <= done:
-                    metrics: dict[str, torch.Tensor | float] = {key: float(value) for key, value in row.items() if value and key != "step"}
+                    metrics: dict[str, torch.Tensor | float] = {
+                        key: float(value) for key, value in row.items() if value and key != "step"
+                    }
                     logger.log_metrics(metrics, step=int(row["step"]))
             logger.save()
 

@@ -15,14 +15,16 @@ from metattt.training.text_module import AdamW
 
 @register(group="training", name="zeroth_order")
 class ZerothOrder(AdamW):
-    """Gradient descent on two-sided estimates along random directions (SPSA; in place as in MeZO, arXiv 2305.17333, Alg. 1).
+    """Gradient descent on two-sided estimates along random directions (SPSA; in place as in MeZO, arXiv 2305.17333,
+    Alg. 1).
 
-    `θ ← (1 − lr λ) θ − lr · mean_n s_n z_n`, `s_n = (L(θ + ε z_n) − L(θ − ε z_n)) / 2ε`, `z_n ~ N(0, I)`: the expectation of `s z` is the
-    gradient, up to O(ε²). A direction is its seed, drawn again whenever it is needed. So a step takes the memory of a forward pass: no
-    graph, no second derivatives of the inner loop, no gradient, no moments.
+    `θ ← (1 − lr λ) θ − lr · mean_n s_n z_n`, `s_n = (L(θ + ε z_n) − L(θ − ε z_n)) / 2ε`, `z_n ~ N(0, I)`: the
+    expectation of `s z` is the gradient, up to O(ε²). A direction is its seed, drawn again whenever it is needed. So a
+    step takes the memory of a forward pass: no graph, no second derivatives of the inner loop, no gradient, no moments.
 
     Args:
-        lr: peak learning rate. The estimate's noise grows with the number of parameters P: stay below 1/P in units of the curvature.
+        lr: peak learning rate. The estimate's noise grows with the number of parameters P: stay below 1/P in units of
+            the curvature.
         epsilon: ε, half the distance between the two points.
         directions: n, directions per step; each costs two forward passes.
         weight_decay: λ of projections and embeddings.
@@ -86,7 +88,9 @@ class RandomDirections(torch.optim.Optimizer):
         return sum(loss for _, loss in found) / len(found)
 
 
-def two_sided(closure: Callable[[], Any], parameters: Sequence[Tensor], seed: int, epsilon: float) -> tuple[float, float]:
+def two_sided(
+    closure: Callable[[], Any], parameters: Sequence[Tensor], seed: int, epsilon: float
+) -> tuple[float, float]:
     """`(L(θ + ε z) − L(θ − ε z)) / 2ε` along the direction of `seed`, and the mean of the two losses.
 
     Both points see the same random numbers of the model. θ is put back, up to rounding.

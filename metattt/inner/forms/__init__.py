@@ -1,4 +1,5 @@
-"""One compute chunk in its exact forms: gradients at the anchor, the rows that queries read, and the tensors carried on.
+"""One compute chunk in its exact forms: gradients at the anchor, the rows that queries read, and the tensors carried
+on.
 
 | form | how |
 |---|---|
@@ -6,13 +7,21 @@
 | `dual` | one backward pass gives every token's output gradients; queries read through matmuls, no per-token weight exists |
 | `summed` | the gradient of a weighted sum of losses: for reads that need no per-token weights; any function of the weights |
 
-`dual` has two relatives that differ in how they come by the gradients: `solved`, where an online rule is a triangular system, and
-`mixed`, for learners whose tokens look at each other. Each is a function of `Work` (`metattt.inner.loop`) and of the chunk's tokens.
+`dual` has two relatives that differ in how they come by the gradients: `solved`, where an online rule is a triangular
+system, and `mixed`, for learners whose tokens look at each other. Each is a function of `Work` (`metattt.inner.loop`)
+and of the chunk's tokens.
 """
 
 from __future__ import annotations
 
 from metattt.inner.forms import dual, mixed, primal, solved, summed
 
-CHUNKS = {"primal": primal.chunk, "dual": dual.chunk, "solved": solved.chunk, "mixed": mixed.chunk, "summed": summed.chunk}
-"""`chunk(work, tokens, carry, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the carry after them."""
+CHUNKS = {
+    "primal": primal.chunk,
+    "dual": dual.chunk,
+    "solved": solved.chunk,
+    "mixed": mixed.chunk,
+    "summed": summed.chunk,
+}
+"""`chunk(work, tokens, carry, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the carry
+after them."""

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from metattt.inner.loop import Work
 
 
-def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
+def chunk(
+    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`."""
     anchor = work.anchor(tokens, carry, phase)
     sites, deltas = record(work, anchor, tokens, _sum)
@@ -34,7 +36,8 @@ def record(
 ) -> tuple[list[Site], list[Sequence[Tensor]]]:
     """The uses of the fast weights at the anchor, and by their outputs the derivatives of each of `totals(losses)`.
 
-    `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs themselves.
+    `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs
+    themselves.
     """
     k, v = tokens.k, tokens.v
     if needs_probes():
@@ -48,7 +51,12 @@ def record(
             retain = keep or len(wanted) > 1
             found.append(
                 torch.autograd.grad(
-                    total, weights.outputs, create_graph=keep, retain_graph=retain, allow_unused=True, materialize_grads=True
+                    total,
+                    weights.outputs,
+                    create_graph=keep,
+                    retain_graph=retain,
+                    allow_unused=True,
+                    materialize_grads=True,
                 )
             )
     if keep:
@@ -75,7 +83,8 @@ def _probed(
 
 
 def probe_shapes(work: Work, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
-    """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the pass away."""
+    """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the
+    pass away."""
     key = (k.shape, v.shape, k.dtype, work.operand)
     if torch.compiler.is_compiling() or key not in work.plan.shapes:
         with torch.no_grad():
@@ -89,7 +98,13 @@ def probe_shapes(work: Work, anchor: Tensors, k: Tensor, v: Tensor) -> list[torc
 
 
 def finish(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None, anchor: Tensors, gradients: PerTokenGradients
+    work: Work,
+    tokens: Tokens,
+    carry: Carry,
+    phase: int | Tensor,
+    read: str | None,
+    anchor: Tensors,
+    gradients: PerTokenGradients,
 ) -> tuple[Tensor | None, Carry]:
     """What queries read and what is carried on, from the gradients of the chunk's tokens."""
     rule, y = work.rule, None
@@ -121,7 +136,8 @@ def combine(carry: Carry, factors: dict[str, Tensor | None], name: str, moved: T
 
 
 def _factors(gradients: PerTokenGradients, tokens: Tokens, anchor: Tensors) -> Tensors:
-    """`−Σ_s η_s G_s` of a whole mini-batch as products of `[B, H, n, d_in]` and `[B, H, n, d_out]`, where these are smaller."""
+    """`−Σ_s η_s G_s` of a whole mini-batch as products of `[B, H, n, d_in]` and `[B, H, n, d_out]`, where these are
+    smaller."""
     found = {}
     for i, (name, weight) in enumerate(anchor.items()):
         pair = gradients.factors(name)
@@ -150,7 +166,8 @@ def _clipped(
 
 
 class Outer(NamedTuple):
-    """Gradients `G_s = Σ_p left_{s,p}ᵀ right_{s,p}` of a matrix, P positions a token: `[B, H, n·P, d_in]`, `[B, H, n·P, d_out]`."""
+    """Gradients `G_s = Σ_p left_{s,p}ᵀ right_{s,p}` of a matrix, P positions a token: `[B, H, n·P, d_in]`,
+    `[B, H, n·P, d_out]`."""
 
     left: Tensor
     right: Tensor
@@ -166,7 +183,8 @@ class Direct(NamedTuple):
 class PerTokenGradients:
     """`G_s` of every fast weight and token s, in factored form.
 
-    `paired` names the weight and bias that were only ever used together: both then share one product, with `q·a + 1` for `q·a`.
+    `paired` names the weight and bias that were only ever used together: both then share one product, with `q·a + 1`
+    for `q·a`.
     """
 
     def __init__(self, sites: Sequence[Site], deltas: Sequence[Tensor], operand: torch.dtype):
@@ -201,12 +219,15 @@ class PerTokenGradients:
                 part = (factor.unsqueeze(-2) @ term.value).view(*factor.shape[:2], *shape)
             else:
                 spread = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
-                part = matmul((term.left * spread.unsqueeze(-1)).mT, term.right, self._operand).view(*term.left.shape[:2], *shape)
+                part = matmul((term.left * spread.unsqueeze(-1)).mT, term.right, self._operand).view(
+                    *term.left.shape[:2], *shape
+                )
             total = part if total is None else total + part
         return factor.new_zeros(*factor.shape[:2], *shape) if total is None else total
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """`(a, δ)` with `G_s = a_sᵀ δ_s`, `[B, H, n, d_in]` and `[B, H, n, d_out]`, if the matrix has one use a token."""
+        """`(a, δ)` with `G_s = a_sᵀ δ_s`, `[B, H, n, d_in]` and `[B, H, n, d_out]`, if the matrix has one use a
+        token."""
         terms = self.terms.get(name, [])
         if len(terms) != 1 or not isinstance(terms[0], Outer) or terms[0].positions != 1:
             return None
@@ -224,7 +245,9 @@ class PerTokenGradients:
                         assert isinstance(one, Outer)
                         assert isinstance(other, Outer)
                         part = (one.left @ other.left.mT) * (one.right @ other.right.mT)
-                        part = part.unflatten(-1, (-1, other.positions)).sum(-1).unflatten(-2, (-1, one.positions)).sum(-2)
+                        part = (
+                            part.unflatten(-1, (-1, other.positions)).sum(-1).unflatten(-2, (-1, one.positions)).sum(-2)
+                        )
                     total = part if total is None else total + part
         assert total is not None
         return total
@@ -237,7 +260,9 @@ class PerTokenGradients:
                 if isinstance(term, Direct):
                     part = (term.value * weights[name].flatten(2).unsqueeze(2)).sum(-1)
                 else:
-                    part = ((term.left @ weights[name].view(*term.left.shape[:2], term.left.shape[-1], -1)) * term.right).sum(-1)
+                    part = (
+                        (term.left @ weights[name].view(*term.left.shape[:2], term.left.shape[-1], -1)) * term.right
+                    ).sum(-1)
                     part = part.unflatten(-1, (-1, term.positions)).sum(-1)
                 total = part if total is None else total + part
         assert total is not None
@@ -253,7 +278,8 @@ class PerTokenGradients:
         return total
 
     def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
-        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`, mix `[B, H, m, n]`; with `plus_one` the paired bias is included."""
+        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`, mix `[B, H, m, n]`; with `plus_one` the paired bias
+        is included."""
         total: Tensor | None = None
         queries = x.shape[2] // mix.shape[-2]
         for term in self.terms.get(name, ()):

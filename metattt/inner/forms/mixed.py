@@ -1,8 +1,9 @@
 """Per-token gradients of learners whose tokens look at each other.
 
-The loss of token s then depends on the outputs `z_r` of every token r before it: with the cotangents `D_sr = ∂ℓ_s/∂z_r`,
-`G_s = Σ_r a_rᵀ D_sr`. A query reads `q_t W_t = Σ_B rows_B(t) (q_t B) − Σ_r (q_t·a_r) Σ_s mix_ts D_sr`, at the price of one backward
-pass per token. What a token leaves for later ones (cached keys and values) was made by its own weights, as in a stream.
+The loss of token s then depends on the outputs `z_r` of every token r before it: with the cotangents
+`D_sr = ∂ℓ_s/∂z_r`, `G_s = Σ_r a_rᵀ D_sr`. A query reads
+`q_t W_t = Σ_B rows_B(t) (q_t B) − Σ_r (q_t·a_r) Σ_s mix_ts D_sr`, at the price of one backward pass per token. What a
+token leaves for later ones (cached keys and values) was made by its own weights, as in a stream.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from metattt.inner.loop import Work
 
 
-def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
+def chunk(
+    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`."""
     anchor = work.anchor(tokens, carry, phase)
     sites, each = record(work, anchor, tokens, _one_by_one)
@@ -34,7 +37,8 @@ def _one_by_one(losses: Tensor) -> list[Tensor]:
 
 
 class Cotangents(NamedTuple):
-    """One use of a matrix: inputs `a` `[B, H, R, d_in]`, `D` `[B, H, s, R, d_out]`; R rows: tokens, and positions inside them."""
+    """One use of a matrix: inputs `a` `[B, H, R, d_in]`, `D` `[B, H, s, R, d_out]`; R rows: tokens, and positions
+    inside them."""
 
     inputs: Tensor
     cotangents: Tensor
@@ -42,7 +46,8 @@ class Cotangents(NamedTuple):
 
 
 class MixedGradients(PerTokenGradients):
-    """`G_s` of every fast weight from the cotangents of each loss; what `ReadRows` and the carry ask of `PerTokenGradients`.
+    """`G_s` of every fast weight from the cotangents of each loss; what `ReadRows` and the carry ask of
+    `PerTokenGradients`.
 
     Args:
         sites: uses of the weights, in order.

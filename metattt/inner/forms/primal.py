@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from metattt.inner.loop import Work
 
 
-def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
-    """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See `CHUNKS`."""
+def chunk(
+    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Carry]:
+    """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
+    `CHUNKS`."""
     rule, anchor = work.rule, work.anchor(tokens, carry, phase)
     names, bases = list(anchor), rule.bases
     batch, _, count = tokens.eta.shape
@@ -32,7 +35,9 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: s
         if "update" in bases:
             carry = carry | {"update": _add(carry.get("update"), step)}
         else:
-            alpha, beta, kappa = (None if gate is None else gate[:, :, t] for gate in (tokens.alpha, tokens.beta, tokens.kappa))
+            alpha, beta, kappa = (
+                None if gate is None else gate[:, :, t] for gate in (tokens.alpha, tokens.beta, tokens.kappa)
+            )
             if beta is not None:
                 memory = _add(_scaled(carry.get("momentum"), beta), step)
                 step = _add(_scaled(memory, beta), step) if rule.nesterov else memory

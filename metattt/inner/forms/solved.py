@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from metattt.inner.loop import Work
 
 
-def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
+def chunk(
+    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`."""
     return finish(work, tokens, carry, phase, read, work.rule.current(carry, phase), solve(work, tokens, carry, phase))
 
@@ -24,8 +26,8 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: s
 def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerTokenGradients:
     """Gradients at the newest weights, with errors `E_s = k_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`:
 
-    `(I + T) E = R`, `T_sr = m_s mix_{s−1,r} (k_s·k_r)`, `R_s = m_s k_s (Σ_B rows_B(s−1) B) − v_s`, with m = α for gradients at
-    `α_s W_{s−1}` and 1 otherwise: the UT transform of DeltaNet (arXiv 2406.06484).
+    `(I + T) E = R`, `T_sr = m_s mix_{s−1,r} (k_s·k_r)`, `R_s = m_s k_s (Σ_B rows_B(s−1) B) − v_s`, with m = α for
+    gradients at `α_s W_{s−1}` and 1 otherwise: the UT transform of DeltaNet (arXiv 2406.06484).
     """
     assert work.learner.linear_map is not None
     weight, bias = work.learner.linear_map

@@ -1,4 +1,5 @@
-"""The gradient of a weighted sum of losses: for reads that need no weights per token, and for any function of the weights."""
+"""The gradient of a weighted sum of losses: for reads that need no weights per token, and for any function of the
+weights."""
 
 from __future__ import annotations
 
@@ -16,14 +17,18 @@ if TYPE_CHECKING:
     from metattt.inner.loop import Work
 
 
-def chunk(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None) -> tuple[Tensor | None, Carry]:
+def chunk(
+    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`; no row is read."""
     anchor = work.anchor(tokens, carry, phase)
     how = work.rule.coefficients(Gates(*tokens[3:]), phase, carry, read)  # type: ignore[arg-type]
     names, count = list(anchor), len(anchor)
 
     def losses(*weights: Tensor) -> Tensor:
-        return work.losses(FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand), tokens.k, tokens.v)
+        return work.losses(
+            FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand), tokens.k, tokens.v
+        )
 
     weights = [anchor[name] for name in names]
     if tokens.rates is None:

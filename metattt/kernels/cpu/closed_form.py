@@ -1,8 +1,10 @@
-"""Closed forms on the CPU: forward and backward of whole mini-batches in groups, written with batched products and no inner autograd.
+"""Closed forms on the CPU: forward and backward of whole mini-batches in groups, written with batched products and no
+inner autograd.
 
-What depends on the weights is a serial walk of few small products per mini-batch; everything else (Qᵀ K, masks, reads, most of the
-backward pass) is batched over a group. Only the weights at the start of each group are kept: the backward pass runs a group again.
-The second-order terms are derived by hand, from the transpose of the gradient of the inner loss (`inner_gradient`).
+What depends on the weights is a serial walk of few small products per mini-batch; everything else (Qᵀ K, masks, reads,
+most of the backward pass) is batched over a group. Only the weights at the start of each group are kept: the backward
+pass runs a group again. The second-order terms are derived by hand, from the transpose of the gradient of the inner
+loss (`inner_gradient`).
 """
 
 from __future__ import annotations
@@ -50,11 +52,15 @@ class ClosedForm(Kernel):
 
     @abstractmethod
     def forward(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Predictions `[n, N, b, d]` and the weights after the group; weights are `[N, d_in, d_out]`, biases `[N, 1, d_out]`."""
+        """Predictions `[n, N, b, d]` and the weights after the group; weights are `[N, d_in, d_out]`, biases
+        `[N, 1, d_out]`."""
 
     @abstractmethod
-    def backward(self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]) -> tuple[Group, list[Tensor]]:
-        """Cotangents of the group's tensors and of the weights before it, from those of the predictions and the weights after it."""
+    def backward(
+        self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]
+    ) -> tuple[Group, list[Tensor]]:
+        """Cotangents of the group's tensors and of the weights before it, from those of the predictions and the weights
+        after it."""
 
     def accepts(self, given: MiniBatches) -> str | None:
         tokens, dtype = given.tokens, given.tokens.eta.dtype
@@ -76,7 +82,9 @@ class ClosedForm(Kernel):
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, form: ClosedForm, reference: Scan, given: MiniBatches, keep: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, form: ClosedForm, reference: Scan, given: MiniBatches, keep: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         layout = Layout(given, tensors, form.group_size(given))
         y = layout.empty_like_tokens(layout.tokens.q)
         kept: list[Tensor] = []
@@ -93,7 +101,10 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)  # a backward pass inside somebody's autocast is as exact as one outside
     def backward(ctx: Any, dy: Tensor | None, *dweights: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 4  # read once: a checkpoint computes them for this
+        saved, count = (
+            ctx.saved_tensors,
+            len(ctx.needs_input_grad) - 4,
+        )  # read once: a checkpoint computes them for this
         tensors, kept = saved[:count], saved[count:]
         if torch.is_grad_enabled():  # someone differentiates this backward pass again
             return (None, None, None, None, *by_reference(ctx, tensors, (dy, *dweights)))
@@ -102,14 +113,22 @@ class _Scan(torch.autograd.Function):
         gradients = layout.gradients()
         if dy is None:
             dy = torch.zeros_like(layout.tokens.q, dtype=layout.dtype)
-        moving = layout.packed([torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=True)])
+        moving = layout.packed(
+            [torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=True)]
+        )
         for index, place in reversed(list(enumerate(layout.places()))):
             weights = kept[index * number : (index + 1) * number]
             group = layout.group(place)
             found, moving = ctx.form.backward(group, weights, layout.take(dy, place), moving)
             layout.add(gradients, place, found)
         found = layout.flat(gradients, layout.unpacked(moving))
-        return (None, None, None, None, *(x if need else None for x, need in zip(found, ctx.needs_input_grad[4:], strict=True)))
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(x if need else None for x, need in zip(found, ctx.needs_input_grad[4:], strict=True)),
+        )
 
 
 class Layout:
@@ -157,7 +176,11 @@ class Layout:
 
     def gates(self, place: slice) -> Tokens:
         blank = Tokens(*[None] * len(self.tokens))  # type: ignore[arg-type]
-        named = {name: self.take(x, place) for name in ("eta", "alpha", "kappa") if (x := getattr(self.tokens, name)) is not None}
+        named = {
+            name: self.take(x, place)
+            for name in ("eta", "alpha", "kappa")
+            if (x := getattr(self.tokens, name)) is not None
+        }
         return blank._replace(**named)
 
     def spread(self, x: Tensor) -> Tensor:
@@ -179,7 +202,7 @@ class Layout:
     def start(self) -> list[Tensor]:
         return self.packed([w.contiguous() for w in self.weights])
 
-    # -- gradients ---------------------------------------------------------------------------------------------------------------
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def gradients(self) -> tuple[Tokens, Tensor | None, Tensor, Tensor]:
         """Where the gradients of tokens, τ and the affine are collected."""
@@ -198,9 +221,13 @@ class Layout:
             gates = self.gates(place).map(lambda x: x.detach().requires_grad_())
             steps = None if self.tau is None else self.spread(self.tau.detach()).requires_grad_()
             made = [x for x in self.coefficients(gates, steps) if x is not None]
-            inputs = {name: x for name, x in gates._asdict().items() if x is not None} | ({} if steps is None else {"tau": steps})
+            inputs = {name: x for name, x in gates._asdict().items() if x is not None} | (
+                {} if steps is None else {"tau": steps}
+            )
             cotangents = [x for x in (found.mix, found.rows) if x is not None]
-            shares = torch.autograd.grad(made, list(inputs.values()), cotangents, allow_unused=True, materialize_grads=True)
+            shares = torch.autograd.grad(
+                made, list(inputs.values()), cotangents, allow_unused=True, materialize_grads=True
+            )
         for name, share in zip(inputs, shares, strict=True):
             if name != "tau":
                 self.put(getattr(tokens, name), place, share)
@@ -217,7 +244,12 @@ class Layout:
 def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
     slow = (given.slow["norm_scale"], given.slow["norm_bias"])
-    return [*(x for x in given.tokens if x is not None), *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
+    return [
+        *(x for x in given.tokens if x is not None),
+        *(() if given.tau is None else (given.tau,)),
+        *slow,
+        *given.weights.values(),
+    ]
 
 
 def shell(given: MiniBatches) -> MiniBatches:
@@ -244,14 +276,18 @@ def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tenso
     slow = {"norm_scale": layout.scale, "norm_bias": layout.shift}
     weights = dict(zip(ctx.given.weights, layout.weights, strict=True))
     y, after = ctx.reference(ctx.given._replace(tokens=layout.tokens, tau=layout.tau, slow=slow, weights=weights))
-    pairs = [(out, given) for out, given in zip((y, *after.values()), cotangents, strict=True) if given is not None and out.requires_grad]
+    pairs = [
+        (out, given)
+        for out, given in zip((y, *after.values()), cotangents, strict=True)
+        if given is not None and out.requires_grad
+    ]
     wanted = [x for x, need in zip(aliases, needed, strict=True) if need]
     outputs, given = [out for out, _ in pairs], [cotangent for _, cotangent in pairs]
     found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needed]
 
 
-# -- the inner loss ½‖x + LN(z) − v‖² ---------------------------------------------------------------------------------------------
+# -- the inner loss ½‖x + LN(z) − v‖² ----------------------------------------------------------------------------------
 
 
 class Normed(NamedTuple):
@@ -269,9 +305,12 @@ def normalize(z: Tensor) -> Normed:
 
 
 def pull_norm(dhat: Tensor, normed: Normed) -> Tensor:
-    """`(dx̂ − mean(dx̂) − x̂ mean(dx̂ ∘ x̂))·rstd`: cotangent of z from that of x̂. The matrix is symmetric: it is its own transpose."""
+    """`(dx̂ − mean(dx̂) − x̂ mean(dx̂ ∘ x̂))·rstd`: cotangent of z from that of x̂. The matrix is symmetric: it is its
+    own transpose."""
     shape = normed.z.shape[-1:]
-    return torch.ops.aten.native_layer_norm_backward(dhat, normed.z, shape, normed.mean, normed.rstd, None, None, [True, False, False])[0]
+    return torch.ops.aten.native_layer_norm_backward(
+        dhat, normed.z, shape, normed.mean, normed.rstd, None, None, [True, False, False]
+    )[0]
 
 
 class InnerGradient(NamedTuple):
@@ -292,8 +331,10 @@ def inner_gradient(z: Tensor, offset: Tensor, squared_scale: Tensor) -> InnerGra
 def transposed(u: Tensor, gradient: InnerGradient, overlap: Tensor, squared_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Cotangents of `error` (as a function of `offset`) and of z, from that of G: the second-order terms.
 
-    With P the projection of `pull_norm`, `G = r P e`, `e = γ² x̂ + offset`: `de = r P u`; x̂ enters through e and P, r through z:
-    `dx̂ = γ² de − r (u mean(x̂ e) + e mean(x̂ u))`, `dz = r (P dx̂ − x̂ mean(u G))`. `overlap` is `mean(x̂ e)·r`, `[N, b, 1]`.
+    With P the projection of `pull_norm`, `G = r P e`, `e = γ² x̂ + offset`: `de = r P u`; x̂ enters through e and P, r
+    through z:
+    `dx̂ = γ² de − r (u mean(x̂ e) + e mean(x̂ u))`, `dz = r (P dx̂ − x̂ mean(u G))`. `overlap` is `mean(x̂ e)·r`,
+    `[N, b, 1]`.
     """
     hat, rstd = gradient.normed.hat, gradient.normed.rstd
     width = u.shape[-1]
@@ -311,14 +352,17 @@ def overlaps(steps: Sequence[InnerGradient]) -> Tensor:
 
 
 def label_cotangents(group: Group, derror: Tensor, steps: Sequence[InnerGradient]) -> tuple[Tensor, Tensor, Tensor]:
-    """Cotangents of v (of k it is the opposite), γ and β through `error = γ² x̂ + γ (β + k − v)`, from those of `error`."""
+    """Cotangents of v (of k it is the opposite), γ and β through `error = γ² x̂ + γ (β + k − v)`, from those of
+    `error`."""
     dv = -group.scale * derror
     hats = torch.stack([step.normed.hat for step in steps])
-    dscale = (derror * torch.addcmul(group.k - group.v + group.shift, hats, group.scale, value=2)).sum((0, 2)).unsqueeze(1)
+    dscale = (
+        (derror * torch.addcmul(group.k - group.v + group.shift, hats, group.scale, value=2)).sum((0, 2)).unsqueeze(1)
+    )
     return dv, dscale, -dv.sum((0, 2)).unsqueeze(1)
 
 
-# -- batched over mini-batches and learners ---------------------------------------------------------------------------------------
+# -- batched over mini-batches and learners ----------------------------------------------------------------------------
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:

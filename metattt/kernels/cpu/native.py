@@ -1,7 +1,9 @@
 """C++ sources compiled on first use by the system's compiler, for the processor at hand, and loaded with ctypes.
 
-What was compiled stays in a folder of the user's cache under a name that depends on the sources, the compiler, its options and the
-processor: another process loads it again, and nothing stale is ever loaded. Where nothing can be compiled, `load` returns None.
+What was compiled stays in a folder of the user's cache under a name that depends on the sources, the compiler, its
+options and the
+processor: another process loads it again, and nothing stale is ever loaded. Where nothing can be compiled, `load`
+    returns None.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from pathlib import Path
 
 HEADERS = Path(__file__).parent
 # No -ffast-math: NaN and infinity keep their meaning, and the order of operations is that of the source.
-OPTIONS = (*["-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"], f"-I{HEADERS}")
+OPTIONS = (
+    *["-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"],
+    f"-I{HEADERS}",
+)
 PROCESSOR_OPTIONS = (("-march=native",), ("-mcpu=native",), ())  #: the first that the compiler accepts
 
 _log = logging.getLogger("metattt")
@@ -31,7 +36,8 @@ _loaded: dict[tuple[Path, tuple[tuple[str, int], ...]], ctypes.CDLL | None] = {}
 
 
 def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
-    """The library made of `source` with its macros set to `defines`; None, and a line in the debug log, if there is none to be had."""
+    """The library made of `source` with its macros set to `defines`; None, and a line in the debug log, if there is
+    none to be had."""
     key = source, tuple(sorted(defines.items()))
     with _lock:
         if key not in _loaded:

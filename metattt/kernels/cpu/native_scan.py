@@ -1,7 +1,9 @@
-"""A kernel in C++ as an operation of autograd: what the kernels of `native.h` are passed, and what their gradients mean.
+"""A kernel in C++ as an operation of autograd: what the kernels of `native.h` are passed, and what their gradients
+mean.
 
-Every learner (one head of one sequence) is computed on its own, so that its weights stay in the cache; the learners are divided among as
-many threads as torch may use. Nothing is kept for the backward pass but the inputs and the weights at the start of each group.
+Every learner (one head of one sequence) is computed on its own, so that its weights stay in the cache; the learners are
+divided among as many threads as torch may use. Nothing is kept for the backward pass but the inputs and the weights at
+the start of each group.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _functions: dict[tuple[Path | None, int, int, int], Any] = {}  # `advance` of li
 
 
 class NativeForm(Kernel):
-    """A kernel whose C++ source takes one group of mini-batches after the other. A subclass says which source, and its macros."""
+    """A kernel whose C++ source takes one group of mini-batches after the other. A subclass says which source, and its
+    macros."""
 
     device = "cpu"
     source: Path
@@ -46,7 +49,8 @@ class NativeForm(Kernel):
         return self._refused(given, misfit, self.source)
 
     def advances(self, given: MiniBatches) -> str | None:
-        """Why `advance` cannot take these tensors, or None if it can: a matter of types, widths and gates, not of lengths."""
+        """Why `advance` cannot take these tensors, or None if it can: a matter of types, widths and gates, not of
+        lengths."""
         width = given.tokens.k.shape[-1]
         if self.source_of_tokens is None:
             return "whole mini-batches only"
@@ -74,8 +78,8 @@ class NativeForm(Kernel):
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         """Tokens of an open mini-batch, without gradients; only what `advances` accepts.
 
-        `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`, and place `b − 1` ends a mini-batch: `W_a ← W_t`,
-        `M ← 0`.
+        `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`, and place `b − 1` ends a mini-batch:
+        `W_a ← W_t`, `M ← 0`.
 
         Args:
             given: n tokens, all of them real, and the weights W_a of the last commit.
@@ -110,8 +114,11 @@ class NativeForm(Kernel):
             y, weights, _ = self.forward(given, tensors, keep=False)
         return y, dict(zip(given.weights, weights, strict=True))
 
-    def forward(self, given: MiniBatches, tensors: Sequence[Tensor], keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Predictions, weights after the sequence, and those at the start of each group as the library lays them out."""
+    def forward(
+        self, given: MiniBatches, tensors: Sequence[Tensor], keep: bool
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Predictions, weights after the sequence, and those at the start of each group as the library lays them
+        out."""
         call = Call(Layout(given, tensors, 1), self.group_size(given))
         library = self.library(given)
         y = call.layout.empty_like_tokens(call.layout.tokens.q)
@@ -162,7 +169,9 @@ def _macros(defines: dict[str, int], whole: bool) -> dict[str, int]:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: NativeForm, reference: Scan, given: MiniBatches, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, kernel: NativeForm, reference: Scan, given: MiniBatches, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         y, after, kept = kernel.forward(given, tensors, keep=True)
         ctx.reference, ctx.given, ctx.group = reference, shell(given), kernel.group_size(given)
         ctx.library = kernel.library(given)
@@ -180,7 +189,9 @@ class _Scan(torch.autograd.Function):
         tokens, tau = layout.tokens, layout.tau
         if dy is None:
             dy = tokens.q.new_zeros(tokens.q.shape[-1:]).expand_as(tokens.q)
-        found = {name: call.empty_like(getattr(tokens, name)) for name in ("k", "v", "q")} | {"eta": torch.empty_like(tokens.eta)}
+        found = {name: call.empty_like(getattr(tokens, name)) for name in ("k", "v", "q")} | {
+            "eta": torch.empty_like(tokens.eta)
+        }
         use_large_pages(ctx.library, *found.values())
         dstart = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in layout.weights]
         dscale, dshift = (x.new_zeros(layout.batch, *x.shape) for x in (layout.scale, layout.shift))
@@ -196,7 +207,8 @@ class _Scan(torch.autograd.Function):
 
 
 def use_large_pages(library: ctypes.CDLL, *made: Tensor) -> None:
-    """For new tensors: handing out the memory of a long sequence in small pages takes a fifth of the time of the forward pass."""
+    """For new tensors: handing out the memory of a long sequence in small pages takes a fifth of the time of the
+    forward pass."""
     for x in made:
         library.use_large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel() * x.element_size()))
 
@@ -253,14 +265,17 @@ class Call:
 
     def arrays(self, **lists: Sequence[Tensor | None]) -> None:
         for name, tensors in lists.items():
-            setattr(self.passed, name, (ctypes.c_void_p * 4)(*(None if x is None else self._contiguous(x) for x in tensors)))
+            setattr(
+                self.passed, name, (ctypes.c_void_p * 4)(*(None if x is None else self._contiguous(x) for x in tensors))
+            )
 
     def _contiguous(self, x: Tensor) -> int:
         self.alive.append(x.contiguous())
         return self.alive[-1].data_ptr()
 
     def run(self, function: Any) -> None:
-        """`function` for all learners: this thread and others take equal shares. (ctypes gives up the lock of the interpreter.)
+        """`function` for all learners: this thread and others take equal shares. (ctypes gives up the lock of the
+        interpreter.)
 
         Raises:
             MemoryError: no memory for what a thread holds.
@@ -270,9 +285,15 @@ class Call:
         if threads == 1:
             failed = [function(passed, ctypes.c_int64(0), ctypes.c_int64(self.learners))]
         else:
-            failed = divide(lambda first, last: function(passed, ctypes.c_int64(first), ctypes.c_int64(last)), self.learners, threads)
+            failed = divide(
+                lambda first, last: function(passed, ctypes.c_int64(first), ctypes.c_int64(last)),
+                self.learners,
+                threads,
+            )
         if any(failed):
-            raise MemoryError(f"no memory for {self.passed.group} mini-batches of a learner: a smaller layer.group_size needs less")
+            raise MemoryError(
+                f"no memory for {self.passed.group} mini-batches of a learner: a smaller layer.group_size needs less"
+            )
 
 
 SMALLEST_SHARE = 32  #: mini-batches of a learner that are worth a thread

@@ -23,8 +23,11 @@ class OnGPU(Kernel):
     traceable = True
 
     @abstractmethod
-    def operation(self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches) -> tuple[Tensor, list[Tensor]]:
-        """Predictions `[B, T, H, d]` for tokens of that layout, and the final weights in the order of `given.weights`."""
+    def operation(
+        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Predictions `[B, T, H, d]` for tokens of that layout, and the final weights in the order of
+        `given.weights`."""
 
     def accepts(self, given: MiniBatches) -> str | None:
         tokens = given.tokens

@@ -1,21 +1,25 @@
 """Backward pass of `ttt_linear`: one program per (sequence, head) walks the mini-batches from the last to the first.
 
-Layout and notation are those of the forward pass (features are rows, tokens are columns, S = Wᵀ centred); dS = ∂L/∂S is carried beside S.
+Layout and notation are those of the forward pass (features are rows, tokens are columns, S = Wᵀ centred); dS = ∂L/∂S is
+carried beside S.
 
-**No recomputed segment.** W before a mini-batch is W after it plus the update, and the forward pass stored the update's operand τ_{b−1}ηG
-exactly as the tensor cores took it. So one product undoes the update, at the price of reading one more `[b, d]` tile, where recomputation
-would walk every mini-batch twice. Rounding drifts only within a segment: S is loaded anew from the stored anchors at each.
+**No recomputed segment.** W before a mini-batch is W after it plus the update, and the forward pass stored the update's
+operand τ_{b−1}ηG exactly as the tensor cores took it. So one product undoes the update, at the price of reading one
+more `[b, d]` tile, where recomputation would walk every mini-batch twice. Rounding drifts only within a segment: S is
+loaded anew from the stored anchors at each.
 
-**Through the gradient of the inner loss.** With x = norm(Z), g = γ(k − v + β) + γ²x and G = r(g − mean g − x mean gx), a cotangent A
-of G gives
+**Through the gradient of the inner loss.** With x = norm(Z), g = γ(k − v + β) + γ²x and G = r(g − mean g − x mean gx),
+a cotangent A of G gives
 
     dg = r (A − mean A − x mean Ax)                            (the projection in G is symmetric)
     dx = γ² dg − r (A mean gx + g mean Ax)
     dZ = r (dx − mean dx − x (mean dx·x + mean A·G))           (the last term is ∂G/∂r)
 
-and mean dx, mean dx·x expand into means that are known once Z and A are, so all sums over features of A come from one pass.
+and mean dx, mean dx·x expand into means that are known once Z and A are, so all sums over features of A come from one
+pass.
 
-Precision: as in the forward pass. S, dS, dZ, dZ̄ and all statistics are fp32; the operands of every product (S, dS, k, q, ηG, dZ, dZ̄,
+Precision: as in the forward pass. S, dS, dZ, dZ̄ and all statistics are fp32; the operands of every product (S, dS, k,
+    q, ηG, dZ, dZ̄,
 the mixing matrix and its cotangent) are rounded to the type of the inputs; products accumulate in fp32.
 """
 
@@ -46,7 +50,8 @@ def backward_kernel(
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
     EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h). Pointers that are None switch their part off: tau, packing, cotangents of the final state, bias."""
+    """Program (n, h). Pointers that are None switch their part off: tau, packing, cotangents of the final state,
+    bias."""
     n = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
     row, start, length, slot = sequence_bounds(cu_seqlens, n, T, SIZE, SEGMENT)
@@ -122,7 +127,8 @@ def backward_kernel(
         step = tl.where(is_open, 1.0, tau_last)
         anchor = anchor_ptr + ((stop - 1) // SEGMENT).to(tl.int64) * H * (D + 1) * D + features
         s = tl.load(anchor[None, :] + features[:, None] * D, mask=square, other=0)
-        # The bias is a tile of equal columns: as such it is undone by a product, and enters Z and Z̄ as their accumulator.
+        # The bias is a tile of equal columns: as such it is undone by a product, and enters Z and Z̄ as their
+        # accumulator.
         bias = tl.load(anchor + D * D, mask=inside, other=0)[:, None] + tl.zeros([DP, COLUMNS], tl.float32)
 
         for i in tl.range(0, stop - first, num_stages=1):
@@ -226,9 +232,13 @@ def backward_kernel(
 
         if d_w_end_ptr is not None:  # noqa: SIM102 (decided when compiling; the next one in the run)
             if is_open:
-                d_s += tl.load(d_w_end_ptr + state, mask=square, other=0) - tl.load(d_open_w_ptr + state, mask=square, other=0)
+                d_s += tl.load(d_w_end_ptr + state, mask=square, other=0) - tl.load(
+                    d_open_w_ptr + state, mask=square, other=0
+                )
                 if d_b_ptr is not None:
-                    d_bias += tl.load(d_b_end_ptr + vector, mask=inside, other=0) - tl.load(d_open_b_ptr + vector, mask=inside, other=0)
+                    d_bias += tl.load(d_b_end_ptr + vector, mask=inside, other=0) - tl.load(
+                        d_open_b_ptr + vector, mask=inside, other=0
+                    )
 
     tl.store(d_w_ptr + state, d_s, mask=square)
     if d_b_ptr is not None:
@@ -241,7 +251,8 @@ def backward_kernel(
 
 
 class Backward(NamedTuple):
-    """What the kernel writes; the parts of weights are one per sequence, summed by the caller where sequences share weights.
+    """What the kernel writes; the parts of weights are one per sequence, summed by the caller where sequences share
+    weights.
 
     Attributes:
         q, k, v, eta: like the inputs.
@@ -260,7 +271,9 @@ class Backward(NamedTuple):
     tau: Tensor
 
 
-def allocate(q: Tensor, k: Tensor, v: Tensor, eta: Tensor, sequences: int, bias: bool, tau: bool, size: int) -> Backward:
+def allocate(
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, sequences: int, bias: bool, tau: bool, size: int
+) -> Backward:
     """Uninitialized gradients: shapes, types and strides in one place, for the launch and for fake tensors."""
     heads, width = q.shape[2:]
     return Backward(
@@ -292,7 +305,8 @@ def launch_backward(
     anchors: Tensor,
     size: int,
 ) -> Backward:
-    """Runs the kernel into `out` of `allocate`. `d_state`: contiguous fp32 cotangents of w, b, update_w and update_b."""
+    """Runs the kernel into `out` of `allocate`. `d_state`: contiguous fp32 cotangents of w, b, update_w and
+    update_b."""
     batch, tokens, heads, width = q.shape
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     backward_kernel[(sequences * heads,)](

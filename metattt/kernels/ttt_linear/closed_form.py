@@ -1,4 +1,5 @@
-"""TTT-Linear in closed form on the CPU: `f(x) = x + LN(xW + b)` with squared error (arXiv 2407.04620, Sec. 2.5 and 2.7)."""
+"""TTT-Linear in closed form on the CPU: `f(x) = x + LN(xW + b)` with squared error (arXiv 2407.04620, Sec. 2.5 and
+2.7)."""
 
 from __future__ import annotations
 
@@ -42,10 +43,13 @@ class TTTLinear(ClosedForm):
         hat = normalize(_read(group, walk, mixed)[0]).hat
         return hat.mul_(group.scale).add_(group.shift).add_(group.q), walk.after
 
-    def backward(self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]) -> tuple[Group, list[Tensor]]:
+    def backward(
+        self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]
+    ) -> tuple[Group, list[Tensor]]:
         k, q, mix = group.k, group.q, group.mix
         walk = _walk(group, weights)
-        # The reads, all mini-batches at once: y = q + γ x̂(z̄) + β, z̄_t = γ_t (q_t W + b) − Σ_s mix_ts (q_t·k_s + 1) g_s.
+        # The reads, all mini-batches at once: y = q + γ x̂(z̄) + β, z̄_t = γ_t (q_t W + b) − Σ_s mix_ts (q_t·k_s + 1)
+        # g_s.
         inner = products(q, k, walk.b is not None)
         mixed = mix * inner
         z, before = _read(group, walk, mixed)
@@ -98,7 +102,8 @@ class TTTLinear(ClosedForm):
 
 
 class Walk(NamedTuple):
-    """The serial part of a group: weights before each mini-batch and the gradients in it, stacked over the mini-batches."""
+    """The serial part of a group: weights before each mini-batch and the gradients in it, stacked over the
+    mini-batches."""
 
     w: Tensor  # [n, N, d, d]
     b: Tensor | None  # [n, N, 1, d]
@@ -126,8 +131,12 @@ def _walk(group: Group, weights: Sequence[Tensor]) -> Walk:
         decay = None if group.rows is None else group.rows[i, :, -1, None, None]
         torch.baddbmm(w[i] if decay is None else decay * w[i], scaled[i], step.value, alpha=-1, out=w[i + 1])
         if b is not None:
-            torch.baddbmm(b[i] if decay is None else decay * b[i], last[i].unsqueeze(1), step.value, alpha=-1, out=b[i + 1])
-    after = [w[count].clone()] if b is None else [w[count].clone(), b[count].clone()]  # not to keep the whole stack alive
+            torch.baddbmm(
+                b[i] if decay is None else decay * b[i], last[i].unsqueeze(1), step.value, alpha=-1, out=b[i + 1]
+            )
+    after = (
+        [w[count].clone()] if b is None else [w[count].clone(), b[count].clone()]
+    )  # not to keep the whole stack alive
     return Walk(w[:count], None if b is None else b[:count], torch.stack([step.value for step in steps]), steps, after)
 
 

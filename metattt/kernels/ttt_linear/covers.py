@@ -16,7 +16,9 @@ from metattt.tasks.base import Task
 
 def uncovered(task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
     """Why this is not `x + LN(xW + b)` with squared error under a linear rule, or None if it is."""
-    same = all(getattr(type(learner), name) is getattr(Linear, name) for name in ("forward", "predict", "wrap", "mixes_tokens"))
+    same = all(
+        getattr(type(learner), name) is getattr(Linear, name) for name in ("forward", "predict", "wrap", "mixes_tokens")
+    )
     if not (isinstance(learner, Linear) and same and learner.residual and learner.norm):
         return "the learner is not x + LN(xW + b)"
     if set(learner.init) not in ({"w1"}, {"w1", "b1"}) or set(learner.slow) != {"norm_scale", "norm_bias"}:
@@ -31,4 +33,6 @@ def function(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tenso
     z = x @ weights["w1"]
     if "b1" in weights:
         z = z + weights["b1"].unsqueeze(2)
-    return x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * slow["norm_scale"].unsqueeze(1) + slow["norm_bias"].unsqueeze(1)
+    return (
+        x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * slow["norm_scale"].unsqueeze(1) + slow["norm_bias"].unsqueeze(1)
+    )

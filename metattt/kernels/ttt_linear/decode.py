@@ -1,13 +1,15 @@
 """Decoding with `ttt_linear`: one token for each of many sequences, every sequence at its own place in its mini-batch.
 
-One program per (sequence, head) holds W and the open sum M = −Σ ηkᵀG in registers. The output needs the new M, but only as
+One program per (sequence, head) holds W and the open sum M = −Σ ηkᵀG in registers. The output needs the new M, but only
+as
 
     q M' = q M − η (q·k) G,
 
-so that W and M are read once, M is written once, and W only when the token completes its mini-batch: 12 d² bytes per token and head in
-fp32, against O(d) of everything else. The time is that of moving the state.
+so that W and M are read once, M is written once, and W only when the token completes its mini-batch: 12 d² bytes per
+token and head in fp32, against O(d) of everything else. The time is that of moving the state.
 
-Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but what is stored.
+Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but
+    what is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"

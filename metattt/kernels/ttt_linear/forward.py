@@ -1,17 +1,23 @@
-"""Forward pass of `ttt_linear`: one program per (sequence, head) walks the mini-batches with the fast weights in registers.
+"""Forward pass of `ttt_linear`: one program per (sequence, head) walks the mini-batches with the fast weights in
+registers.
 
-Everything is transposed: features are rows of a tile, tokens are columns. With b = 16 tokens a product `x @ W` would fill a quarter of
-the 64 rows of Hopper's matrix instruction; `Wᵀ xᵀ` fills them, and the carried S = Wᵀ `[out, in]` is at once the accumulator of its
-update and, rounded, the left operand of the next product, so it never leaves the registers.
+Everything is transposed: features are rows of a tile, tokens are columns. With b = 16 tokens a product `x @ W` would
+fill a quarter of the 64 rows of Hopper's matrix instruction; `Wᵀ xᵀ` fills them, and the carried S = Wᵀ `[out, in]` is
+at once the accumulator of its update and, rounded, the left operand of the next product, so it never leaves the
+registers.
 
-S is kept centred over its output features. LN does not see the mean, and G, hence every update, has mean 0: the mean of W0 is set aside
-at the start and added to what is stored. So LN needs no mean, and all its sums over features come from one pass over Z:
+S is kept centred over its output features. LN does not see the mean, and G, hence every update, has mean 0: the mean of
+W0 is set aside at the start and added to what is stored. So LN needs no mean, and all its sums over features come from
+one pass over Z:
 with a = γ(k − v + β), h = γ², x = z·r the gradient of the inner loss with respect to x is a + hx, and
 
-    mean z², mean hz, mean az, mean hz²   give   r, m1 = mean(a + hx) and m2 = mean((a + hx) x),   G = r (a + hx − m1 − m2 x).
+    mean z², mean hz, mean az, mean hz²   give   r, m1 = mean(a + hx) and m2 = mean((a + hx) x),   G = r (a + hx − m1 −
+    m2 x).
 
-Precision: S, Z, G and all statistics are fp32. The operands of every product (S, k, q, ηG, the mixing matrix) are rounded to the
-type of the inputs; products accumulate in fp32; fp32 inputs are multiplied as `tuning.FP32_PRODUCTS` says, by default in IEEE fp32.
+Precision: S, Z, G and all statistics are fp32. The operands of every product (S, k, q, ηG, the mixing matrix) are
+    rounded to the
+type of the inputs; products accumulate in fp32; fp32 inputs are multiplied as `tuning.FP32_PRODUCTS` says, by default
+in IEEE fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -41,7 +47,8 @@ def add5(a1, a2, a3, a4, a5, b1, b2, b3, b4, b5):
 
 @triton.jit
 def inner_gradient(z, a, h, D: tl.constexpr, EPS: tl.constexpr):
-    """For Z and a `[d, b]`, h `[d, 1]`: x, r, g = a + hx, and per token m1 = mean g, m2 = mean gx, mean hx, mean hx²."""
+    """For Z and a `[d, b]`, h `[d, 1]`: x, r, g = a + hx, and per token m1 = mean g, m2 = mean gx, mean hx, mean
+    hx²."""
     hz = h * z
     zz, hz, az, hzz, a1 = tl.reduce((z * z, hz, a * z, hz * z, a), 0, add5)  # one exchange between the warps
     r = tl.rsqrt(zz / D + EPS)
@@ -97,7 +104,8 @@ def forward_kernel(
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
     EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h). Pointers that are None switch their part off: bias, tau, packing, what the backward pass needs, final state."""
+    """Program (n, h). Pointers that are None switch their part off: bias, tau, packing, what the backward pass needs,
+    final state."""
     n = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
     row, start, length, slot = sequence_bounds(cu_seqlens, n, T, SIZE, SEGMENT)
@@ -123,7 +131,9 @@ def forward_kernel(
     s = tl.load(w_ptr + n * w_n + h * D * D + transposed, mask=square, other=0).to(tl.float32)
     s_mean = tl.sum(s, axis=0)[None, :] / D
     s = tl.where(square, s - s_mean, 0)
-    bias = tl.zeros([DP, COLUMNS], tl.float32)  # of equal columns: as such a product updates it, and Z and Z̄ accumulate upon it
+    bias = tl.zeros(
+        [DP, COLUMNS], tl.float32
+    )  # of equal columns: as such a product updates it, and Z and Z̄ accumulate upon it
     bias_mean = 0.0
     if b_ptr is not None:
         bias0 = tl.load(b_ptr + n * b_n + h * D + features, mask=inside, other=0).to(tl.float32)
@@ -213,7 +223,8 @@ class Forward(NamedTuple):
         o: like q.
         w, b, update_w, update_b: final state in fp32, `[N, H, d, d]` and `[N, H, d]`.
         commits: `[B, T, H, d]` like k: −τ_{b−1} η G as it was rounded for the update of W (0 in an open mini-batch).
-        anchors: `[slots, H, d + 1, d]` fp32: S and below it the bias, centred, after every `SEGMENT` mini-batches and at the end.
+        anchors: `[slots, H, d + 1, d]` fp32: S and below it the bias, centred, after every `SEGMENT` mini-batches and
+            at the end.
     """
 
     o: Tensor
@@ -243,7 +254,9 @@ def allocate(q: Tensor, k: Tensor, sequences: int, size: int, save: bool, final:
         update_w=matrices[1],
         update_b=vectors[1],
         commits=torch.empty_like(k) if save else k.new_empty(0),
-        anchors=q.new_empty(slots(batch, tokens, sequences, size) if save else 0, heads, width + 1, width, dtype=torch.float32),
+        anchors=q.new_empty(
+            slots(batch, tokens, sequences, size) if save else 0, heads, width + 1, width, dtype=torch.float32
+        ),
     )
 
 

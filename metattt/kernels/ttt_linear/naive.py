@@ -1,4 +1,5 @@
-"""The oracle of `ttt_linear`: its equations in plain torch, one mini-batch after the other, any dtype, autograd through everything."""
+"""The oracle of `ttt_linear`: its equations in plain torch, one mini-batch after the other, any dtype, autograd through
+everything."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,7 +11,8 @@ EPS = 1e-6  #: added to the variance by every layer normalization of the inner m
 
 
 class LinearState(NamedTuple):
-    """Fast weights of N sequences: the committed W_a, and the open sum M = -Σ η_s ∇ℓ_s of the tokens since (zero between mini-batches).
+    """Fast weights of N sequences: the committed W_a, and the open sum M = -Σ η_s ∇ℓ_s of the tokens since (zero
+    between mini-batches).
 
     Attributes:
         w: `[N, H, d, d]`, used as `x @ w`.
@@ -26,7 +28,8 @@ class LinearState(NamedTuple):
 
 
 def normalize(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of z `[..., d]` with mean 0 and (biased) variance 1, and the reciprocal of their standard deviation `[..., 1]`."""
+    """The rows of z `[..., d]` with mean 0 and (biased) variance 1, and the reciprocal of their standard deviation
+    `[..., 1]`."""
     centred = z - z.mean(-1, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
     return centred * rstd, rstd
@@ -40,9 +43,19 @@ def output_gradient(k: Tensor, v: Tensor, z: Tensor, scale: Tensor, shift: Tenso
 
 
 def _sequence(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, scale: Tensor, shift: Tensor, tau: Tensor, size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    eta: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    tau: Tensor,
+    size: int,
 ) -> tuple[Tensor, LinearState]:
-    """q, k, v `[N, H, T, d]`, eta `[N, H, T]`, w `[N, H, d, d]`, b `[N, H, d]` or None, scale, shift `[H, 1, d]`, tau `[1 or H, b]`."""
+    """q, k, v `[N, H, T, d]`, eta `[N, H, T]`, w `[N, H, d, d]`, b `[N, H, d]` or None, scale, shift `[H, 1, d]`, tau
+    `[1 or H, b]`."""
     bias = w.new_zeros(w.shape[:-1]) if b is None else b
     update_w, update_b = torch.zeros_like(w), torch.zeros_like(bias)
     out = []
@@ -79,7 +92,8 @@ def ttt_linear_naive(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LinearState | None]:
-    """As `ttt_linear` of `op.py`, which documents the arguments; every tensor of one dtype, in which all is computed."""
+    """As `ttt_linear` of `op.py`, which documents the arguments; every tensor of one dtype, in which all is
+    computed."""
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     number = q.shape[0] if bounds is None else len(bounds) - 1
     heads = w.shape[-3]
@@ -117,7 +131,8 @@ def ttt_linear_decode_naive(
     mini_batch_size: int,
     bias: bool = True,
 ) -> tuple[Tensor, LinearState]:
-    """One token of every sequence: q, k, v `[B, H, d]`, eta `[B, H]`, phase `[B]` (place in its mini-batch); output and new state."""
+    """One token of every sequence: q, k, v `[B, H, d]`, eta `[B, H]`, phase `[B]` (place in its mini-batch); output and
+    new state."""
     tau = state.w.new_ones(1, mini_batch_size) if tau is None else tau
     grad = output_gradient(k, v, (k[:, :, None] @ state.w)[:, :, 0] + state.b, norm_scale, norm_bias)
     weighted = eta[..., None] * grad

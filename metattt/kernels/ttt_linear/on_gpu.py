@@ -20,7 +20,9 @@ class TTTLinearOnGPU(OnGPU):
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)
 
-    def operation(self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches) -> tuple[Tensor, list[Tensor]]:
+    def operation(
+        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches
+    ) -> tuple[Tensor, list[Tensor]]:
         from metattt.kernels.ttt_linear.op import ttt_linear  # Triton is imported where it is used
 
         w, b = given.weights["w1"], given.weights.get("b1")

@@ -1,4 +1,5 @@
-"""`ttt_linear`: TTT-Linear in closed form as differentiable `torch.library` operators, which `torch.compile` traces without a break."""
+"""`ttt_linear`: TTT-Linear in closed form as differentiable `torch.library` operators, which `torch.compile` traces
+without a break."""
 
 import torch
 from torch import Tensor
@@ -33,20 +34,26 @@ def ttt_linear(
     For the tokens t of a mini-batch, with G_s = ∂ ½‖f(k_s) − v_s‖² / ∂(k_s W + b) at the W, b before it:
 
         z_t = q_t W + b − τ_t Σ_{s≤t} η_s (q_t·k_s + 1) G_s,    o_t = q_t + γ norm(z_t) + β,
-        W ← W − τ_{b−1} Σ_s η_s k_sᵀ G_s,                       b ← b − τ_{b−1} Σ_s η_s G_s     (after whole mini-batches).
+        W ← W − τ_{b−1} Σ_s η_s k_sᵀ G_s,                       b ← b − τ_{b−1} Σ_s η_s G_s     (after whole
+        mini-batches).
 
-    Without bias the `+ 1` and b are absent. Differentiable once in every tensor, cotangents of every part of the final state included.
+    Without bias the `+ 1` and b are absent. Differentiable once in every tensor, cotangents of every part of the final
+    state included.
 
     Args:
-        q, k, v: views `[B, T, H, d]`, bf16, fp16 or fp32 (all alike), any strides whose last is 1. d: 32, 64, 96 or 128.
+        q, k, v: views `[B, T, H, d]`, bf16, fp16 or fp32 (all alike), any strides whose last is 1. d: 32, 64, 96 or
+            128.
         eta: step sizes of the key tokens `[B, T, H]`, fp32, all factors included.
         w, b: W0 `[H, d, d]` and bias `[H, d]` at the start of every sequence; b None: no bias.
         norm_scale, norm_bias: γ, β `[H, d]`.
         tau: token steps `[1 or H, mini_batch_size]`; None: all 1.
         mini_batch_size: tokens per mini-batch: 8, 16, 32 or 64. T need not be a multiple of it.
-        initial_state: w `[N, H, d, d]`, b `[N, H, d]` of each sequence in place of W0, at a mini-batch boundary. N: B, or the documents.
-        output_final_state: also return the weights after the last whole mini-batch and the open sum of the tokens since.
-        cu_seqlens: `[N + 1]` int32 or int64, bounds in tokens of documents packed into B = 1; each starts from its own initial weights.
+        initial_state: w `[N, H, d, d]`, b `[N, H, d]` of each sequence in place of W0, at a mini-batch boundary. N: B,
+            or the documents.
+        output_final_state: also return the weights after the last whole mini-batch and the open sum of the tokens
+            since.
+        cu_seqlens: `[N + 1]` int32 or int64, bounds in tokens of documents packed into B = 1; each starts from its own
+            initial weights.
 
     Returns:
         o `[B, T, H, d]` in the type of q; the final state in fp32, or None.
@@ -85,16 +92,19 @@ def ttt_linear_decode(
     phase: Tensor,
     mini_batch_size: int | None = None,
 ) -> Tensor:
-    """One token for each of B sequences, with the state of `ttt_linear`'s final state, which is updated IN PLACE. Not differentiable.
+    """One token for each of B sequences, with the state of `ttt_linear`'s final state, which is updated IN PLACE. Not
+    differentiable.
 
     Args:
         q, k, v: `[B, H, d]`, any floating type, last stride 1.
         eta: step sizes `[B, H]`.
-        w, update_w: `[B, H, d, d]`, fp32 or bf16, contiguous. The update is that of the tokens of the open mini-batch before this one.
+        w, update_w: `[B, H, d, d]`, fp32 or bf16, contiguous. The update is that of the tokens of the open mini-batch
+            before this one.
         b, update_b: `[B, H, d]` likewise; both None: no bias.
         norm_scale, norm_bias: γ, β `[H, d]`.
         tau: token steps `[1 or H, mini_batch_size]`; None: all 1.
-        phase: place of this token in its mini-batch `[B]`, int32 or int64, 0 … mini_batch_size − 1, one for each sequence.
+        phase: place of this token in its mini-batch `[B]`, int32 or int64, 0 … mini_batch_size − 1, one for each
+            sequence.
         mini_batch_size: tokens per mini-batch; None: that of tau.
 
     Returns:
@@ -116,7 +126,9 @@ def ttt_linear_decode(
         _expect_unit_stride(name, x)
     _expect("eta", eta, (batch, heads))
     if (b is None) != (update_b is None):
-        raise MetaTTTError("ttt_linear_decode: one of b and update_b is None: give both, or neither for a learner without bias.")
+        raise MetaTTTError(
+            "ttt_linear_decode: one of b and update_b is None: give both, or neither for a learner without bias."
+        )
     for name, state, shape in (
         ("w", w, (batch, heads, width, width)),
         ("update_w", update_w, (batch, heads, width, width)),
@@ -126,7 +138,9 @@ def ttt_linear_decode(
         if state is not None:
             _expect(name, state, shape)
             if not state.is_contiguous():
-                raise MetaTTTError(f"ttt_linear_decode: {name} has strides {state.stride()}; what is updated in place must be contiguous.")
+                raise MetaTTTError(
+                    f"ttt_linear_decode: {name} has strides {state.stride()}; what is updated in place must be contiguous."
+                )
     _expect("norm_scale", norm_scale, (heads, width))
     _expect("norm_bias", norm_bias, (heads, width))
     _expect("phase", phase, (batch,))
@@ -137,7 +151,9 @@ def ttt_linear_decode(
 
 def _expect_unit_stride(name: str, x: Tensor) -> None:
     if x.stride(-1) != 1:
-        raise MetaTTTError(f"ttt_linear: {name} has strides {x.stride()}; the last must be 1: pass {name}.contiguous().")
+        raise MetaTTTError(
+            f"ttt_linear: {name} has strides {x.stride()}; the last must be 1: pass {name}.contiguous()."
+        )
 
 
 def _expect(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -161,14 +177,18 @@ def _check(
         raise MetaTTTError(f"ttt_linear: q has shape {tuple(q.shape)}; expected [B, T, H, d].")
     batch, tokens, heads, width = q.shape
     if width not in WIDTHS:
-        raise MetaTTTError(f"ttt_linear: head width {width} is not one of {WIDTHS}: choose dim / num_heads among them, or layer.form=dual.")
+        raise MetaTTTError(
+            f"ttt_linear: head width {width} is not one of {WIDTHS}: choose dim / num_heads among them, or layer.form=dual."
+        )
     if mini_batch_size not in SIZES:
         raise MetaTTTError(
             f"ttt_linear: mini-batches of {mini_batch_size} tokens are not among {SIZES}: "
             "set optimizer.mini_batch_size to one of them, or layer.form=dual."
         )
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise MetaTTTError(f"ttt_linear: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one type of {DTYPES} for all.")
+        raise MetaTTTError(
+            f"ttt_linear: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one type of {DTYPES} for all."
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         _expect(name, x, (batch, tokens, heads, width))
         _expect_unit_stride(name, x)
@@ -215,7 +235,9 @@ def ttt_linear_forward(
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = forward.allocate(q, k, sequences, size, save, final)
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        forward.launch_forward(out, q, k, v, eta, w.contiguous(), bias, scale.contiguous(), shift.contiguous(), steps, cu_seqlens, size)
+        forward.launch_forward(
+            out, q, k, v, eta, w.contiguous(), bias, scale.contiguous(), shift.contiguous(), steps, cu_seqlens, size
+        )
     return out
 
 
@@ -266,12 +288,27 @@ def ttt_linear_backward(
     cotangents = (d_w, d_b, d_update_w, d_update_b)
     if any(x is not None for x in cotangents):
         shapes = ((sequences, heads, width, width), (sequences, heads, width)) * 2
-        state = tuple(eta.new_zeros(s) if x is None else x.contiguous() for x, s in zip(cotangents, shapes, strict=True))
+        state = tuple(
+            eta.new_zeros(s) if x is None else x.contiguous() for x, s in zip(cotangents, shapes, strict=True)
+        )
     out = backward.allocate(q, k, v, eta, sequences, bias, tau is not None, size)
     steps = None if tau is None else tau.contiguous()
     with torch.cuda.device_of(q):
         backward.launch_backward(
-            out, _dense(d_o), state, q, k, v, eta, scale.contiguous(), shift.contiguous(), steps, cu_seqlens, commits, anchors, size
+            out,
+            _dense(d_o),
+            state,
+            q,
+            k,
+            v,
+            eta,
+            scale.contiguous(),
+            shift.contiguous(),
+            steps,
+            cu_seqlens,
+            commits,
+            anchors,
+            size,
         )
     return out
 
@@ -343,7 +380,9 @@ ttt_linear_forward.register_autograd(_derivative, setup_context=_setup)
 
 
 def _refuse(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    raise MetaTTTError("ttt_linear has first derivatives only; for derivatives of its gradients (create_graph=True) set layer.form=dual.")
+    raise MetaTTTError(
+        "ttt_linear has first derivatives only; for derivatives of its gradients (create_graph=True) set layer.form=dual."
+    )
 
 
 ttt_linear_backward.register_autograd(_refuse)
@@ -369,7 +408,9 @@ def ttt_linear_decode_inplace(
     steps = None if tau is None else tau.contiguous()
     affine = scale.contiguous(), shift.contiguous()
     with torch.cuda.device_of(q):
-        return decode.launch_decode(torch.empty_like(q), q, k, v, eta, w, b, update_w, update_b, *affine, steps, phase.contiguous(), size)
+        return decode.launch_decode(
+            torch.empty_like(q), q, k, v, eta, w, b, update_w, update_b, *affine, steps, phase.contiguous(), size
+        )
 
 
 @ttt_linear_decode_inplace.register_fake

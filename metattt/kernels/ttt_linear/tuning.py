@@ -1,6 +1,8 @@
-"""Launch parameters of the kernels, chosen from the shapes alone: no autotuner, so nothing needs a driver and runs are alike.
+"""Launch parameters of the kernels, chosen from the shapes alone: no autotuner, so nothing needs a driver and runs are
+alike.
 
-A benchmark may add entries to the tables; keys are head width and mini-batch as the tiles hold them, padded to powers of two.
+A benchmark may add entries to the tables; keys are head width and mini-batch as the tiles hold them, padded to powers
+of two.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +13,8 @@ import torch
 
 
 class Launch(NamedTuple):
-    """How a kernel is compiled: warps per program, and a bound on registers per thread that trades spills for programs at once."""
+    """How a kernel is compiled: warps per program, and a bound on registers per thread that trades spills for programs
+    at once."""
 
     num_warps: int
     maxnreg: int | None = None
@@ -19,7 +22,8 @@ class Launch(NamedTuple):
 
 SEGMENT = 64  #: mini-batches between stored fast weights, which bound the drift of the backward pass's reconstruction
 
-#: how products of fp32 inputs are computed: `ieee` on the ordinary units, or `tf32x3` on the tensor cores, each as three TF32 products
+#: how products of fp32 inputs are computed: `ieee` on the ordinary units, or `tf32x3` on the tensor cores, each as
+#: three TF32 products
 #: (an error of 1e-6 or so in place of 1e-7). 16-bit inputs are not concerned.
 FP32_PRODUCTS = "tf32x3"
 
@@ -34,7 +38,8 @@ def padded(width: int) -> int:
 
 
 def _by_rows(width: int) -> Launch:
-    """One warp for every 16 rows of a transposed tile: four warps are a warpgroup and its 64 rows of `wgmma`. More would only copy."""
+    """One warp for every 16 rows of a transposed tile: four warps are a warpgroup and its 64 rows of `wgmma`. More
+    would only copy."""
     return Launch(width // 16)
 
 
@@ -54,7 +59,8 @@ def decode_launch(width: int) -> Launch:
 
 
 def variants(width: int, size: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
-    """Other launch parameters for a benchmark to try: a name, and a function that makes the change and returns the one that undoes it."""
+    """Other launch parameters for a benchmark to try: a name, and a function that makes the change and returns the one
+    that undoes it."""
     key = (padded(width), padded(size))
     warps = _by_rows(key[0]).num_warps
     for name, table in (("forward", FORWARD), ("backward", BACKWARD)):

@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
 """Backward kernel of TTT-MLP: one program walks the mini-batches of one (sequence, head) from the last to the first.
 
-It needs the weights before every mini-batch. The forward pass kept those at the start of every segment; the launcher takes a group of
-segments at a time, from the last, has the forward kernel go through them again (all segments of the group at once) and then walks back
-through the group. What passes from group to group, the cotangents of the weights among it, is in `grad_*`, fp32, in device memory.
+It needs the weights before every mini-batch. The forward pass kept those at the start of every segment; the launcher
+takes a group of segments at a time, from the last, has the forward kernel go through them again (all segments of the
+group at once) and then walks back through the group. What passes from group to group, the cotangents of the weights
+among it, is in `grad_*`, fp32, in device memory.
 
-The walk holds the cotangents of both matrices in fp32, in registers if a tile holds all hidden units, and reads the weights of every
-mini-batch in the type of the operands. Names: `dx` is the cotangent of `x`; `bar` marks the reading (queries), no mark the gradient (keys);
-`omega` is the step of the commit, η_s·τ_b. With the commit `W' = W − Σ_s ω_s x_sᵀg_s`, reading and gradient:
+The walk holds the cotangents of both matrices in fp32, in registers if a tile holds all hidden units, and reads the
+weights of every mini-batch in the type of the operands. Names: `dx` is the cotangent of `x`; `bar` marks the reading
+(queries), no mark the gradient (keys); `omega` is the step of the commit, η_s·τ_b. With the commit
+`W' = W − Σ_s ω_s x_sᵀg_s`, reading and gradient:
 
     z̄ₗ_t = x̄_t Wₗ + bₗ − Σ_{s≤t} τ_t η_s (x̄_t·x_s + 1) gₗ_s        x₁ = k, x̄₁ = q, x₂ = gelu(z₁), x̄₂ = gelu(z̄₁)
     g₂ = ∂ℓ/∂z₂,  g₁ = (g₂W₂ᵀ)∘gelu'(z₁)
@@ -54,7 +56,8 @@ from metattt.kernels.ttt_mlp.forward import (
 )
 from metattt.kernels.ttt_mlp.tuning import PROGRAMS, Config
 
-# The four steps of a mini-batch at a tile of hidden units. Between them stand sums over all hidden units: z2; z̄2 and x̄2·x2; dg2.
+# The four steps of a mini-batch at a tile of hidden units. Between them stand sums over all hidden units: z2; z̄2 and
+# x̄2·x2; dg2.
 
 
 @triton.jit
@@ -71,8 +74,9 @@ def pull_tile(
     omega, og2c,
     COMMIT: tl.constexpr,
 ):  # fmt: skip
-    """From dz̄2 to the cotangents of this tile's z1 (without the part through z2), weights and bias, and its part of those of
-    q, k, ω, the scores of the first layer and g2. `commit_*`: cotangents of the committed weights, before this mini-batch adds to them."""
+    """From dz̄2 to the cotangents of this tile's z1 (without the part through z2), weights and bias, and its part of
+    those of q, k, ω, the scores of the first layer and g2. `commit_*`: cotangents of the committed weights, before this
+    mini-batch adds to them."""
     OP: tl.constexpr = kt.dtype
     slope, curve = gelu_slopes(z1)
     ox = gelu(z1).to(OP)
@@ -188,7 +192,8 @@ def backward_kernel(
             db1 = tl.load(grad_b1 + units)
     commit_b1 = db1
     commit_b2 = db2
-    # Where the cotangents of what the mini-batch commits are read: for the tail, that is the update; it commits nothing to the weights.
+    # Where the cotangents of what the mini-batch commits are read: for the tail, that is the update; it commits nothing
+    # to the weights.
     from_w1, from_b1, from_w2 = grad_w1, grad_b1, grad_w2
     if MODE == TAIL and COMMIT:
         from_w1 = grad_update_w1 + row * F * D
@@ -347,7 +352,8 @@ def backward_kernel(
         store_columns(dq, dq_t, tokens, inside, rows_at, rows, dqt)
         db2 += tl.sum(dzbar2, 1)
 
-        # 4. Through the gradient at the keys, g2 = (p − mean(p) − x̂·mean(p∘x̂))/std with p = γ(k + γx̂ + β − v), to z2.
+        # 4. Through the gradient at the keys, g2 = (p − mean(p) − x̂·mean(p∘x̂))/std with p = γ(k + γx̂ + β − v), to
+        # z2.
         u = dg2 * rstd[None, :]
         dpull, along_u = project(u, hat, rows, D, DP)
         dresidual = gamma[:, None] * dpull
@@ -376,7 +382,16 @@ def backward_kernel(
                     db1 = tl.load(grad_b1 + tile + units)
                 place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
                 dw1, db1, dw2, dk_tile = finish_tile(
-                    dw1, db1, dw2, w1.to(OP), w2.to(OP), tl.load(place), tl.load(place + 3 * F * BP), kr, odz2, tl.trans(odz2)
+                    dw1,
+                    db1,
+                    dw2,
+                    w1.to(OP),
+                    w2.to(OP),
+                    tl.load(place),
+                    tl.load(place + 3 * F * BP),
+                    kr,
+                    odz2,
+                    tl.trans(odz2),
                 )
                 dkt += dk_tile
                 store_tile(grad_w1, grad_w2, tile + units, rows_at, rows, dw1, dw2, D, F)
@@ -411,7 +426,8 @@ def backward_kernel(
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the arguments of `forward`; those of the weights, the norm and τ for every sequence, `[N, H, ...]`, fp32."""
+    """Cotangents of the arguments of `forward`; those of the weights, the norm and τ for every sequence, `[N, H, ...]`,
+    fp32."""
 
     q: Tensor
     k: Tensor
@@ -427,7 +443,8 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, tau: Tensor | None, scale: Tensor, bias: Tensor, cu_seqlens: Tensor | None, b: int,
     segment: int, final: Weights, kept: Weights, do: Tensor, dfinal: Weights, dupdate: Weights, walk: Config, back: Config,
 ) -> Gradients:  # fmt: skip
-    """From the cotangents of the outputs and of the final state (entries may be None) to those of the arguments of `forward`.
+    """From the cotangents of the outputs and of the final state (entries may be None) to those of the arguments of
+    `forward`.
 
     `final` and `kept` are what `forward` returned, `walk` and `back` the launches of the two kernels.
     """
@@ -440,7 +457,11 @@ def backward(
     dtau = None if tau is None else torch.zeros(n, heads, b, dtype=torch.float32, device=q.device)
     commits_tail = any(x is not None for x in dupdate)
     dupdate = filled(dupdate, final) if commits_tail else (None,) * 4
-    stash = None if back.tile == 4 * d else torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
+    stash = (
+        None
+        if back.tile == 4 * d
+        else torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
+    )
 
     options = padded(d, b) | options_of(final, tau, cu_seqlens)
     given = (q, k, v, eta, tau, scale, bias)
@@ -455,12 +476,15 @@ def backward(
 
     if cu_seqlens is not None or length % b:
         walk_back(final, 0, 1, TAIL.value, commits_tail)
-    longest = length if cu_seqlens is None else int(cu_seqlens.diff().max())  # waits for the device where cu_seqlens is there
+    longest = (
+        length if cu_seqlens is None else int(cu_seqlens.diff().max())
+    )  # waits for the device where cu_seqlens is there
     segments = triton.cdiv(longest // b, segment)
     if not segments:
         return Gradients(dq, dk, dv, deta, dtau, dweights, dscale, dbias)
 
-    # Segments are gone through again side by side, as many as fill the device; without need no more, as memory grows with them.
+    # Segments are gone through again side by side, as many as fill the device; without need no more, as memory grows
+    # with them.
     together = max(1, min(segments, PROGRAMS // (n * heads)))
     group = min(together * segment, longest // b)
     types = (q.dtype, torch.float32, q.dtype, torch.float32)
@@ -481,6 +505,10 @@ def backward(
 def filled(given: Weights, like: Weights) -> Weights:
     """Copies of `given` in fp32, contiguous, with zeros for those that are missing."""
     return tuple(
-        None if w is None else torch.zeros_like(w) if x is None else x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        None
+        if w is None
+        else torch.zeros_like(w)
+        if x is None
+        else x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         for x, w in zip(given, like, strict=True)
     )

@@ -1,4 +1,5 @@
-"""TTT-MLP in closed form on the CPU: `f(x) = x + LN(gelu(xW₁ + b₁)W₂ + b₂)` with squared error (arXiv 2407.04620, Sec. 2.7)."""
+"""TTT-MLP in closed form on the CPU: `f(x) = x + LN(gelu(xW₁ + b₁)W₂ + b₂)` with squared error (arXiv 2407.04620, Sec.
+2.7)."""
 
 from __future__ import annotations
 
@@ -44,13 +45,16 @@ class TTTMLP(ClosedForm):
         hat = normalize(_read(group, walk).z2).hat
         return hat.mul_(group.scale).add_(group.shift).add_(group.q), walk.after
 
-    def backward(self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]) -> tuple[Group, list[Tensor]]:
+    def backward(
+        self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]
+    ) -> tuple[Group, list[Tensor]]:
         k, q, mix, rows = group.k, group.q, group.mix, group.rows
         walk = _walk(group, weights)
         read = _read(group, walk)
         count, size = k.shape[0], k.shape[2]
         biased = walk.b1 is not None
-        # The reads, all mini-batches at once. z̄ₗ_t = γ_t (x̄_t Wₗ + bₗ) − Σ_s mix_ts (x̄_t·x_s + 1) gₗ_s, x̄ = q, gelu(z̄₁).
+        # The reads, all mini-batches at once. z̄ₗ_t = γ_t (x̄_t Wₗ + bₗ) − Σ_s mix_ts (x̄_t·x_s + 1) gₗ_s, x̄ = q,
+        # gelu(z̄₁).
         normed = normalize(read.z2)
         dscale, dshift = (dy * normed.hat).sum((0, 2)).unsqueeze(1), dy.sum((0, 2)).unsqueeze(1)
         dz2 = pull_norm(dy * group.scale, normed)
@@ -70,7 +74,8 @@ class TTTMLP(ClosedForm):
             dz1 = dz1 * rows.unsqueeze(-1)
         dq = baddbmm(baddbmm(dy, dz1, walk.w1.mT), dinner, k)
         dk = bmm(dinner.mT, q)
-        # The walk, backwards: wₗ' = γ_b wₗ − (mix_b ∘ xₗ)ᵀ gₗ; g₂ depends on z₂ = gelu(z₁)W₂ + b₂, g₁ = (g₂W₂ᵀ) ∘ gelu'(z₁).
+        # The walk, backwards: wₗ' = γ_b wₗ − (mix_b ∘ xₗ)ᵀ gₗ; g₂ depends on z₂ = gelu(z₁)W₂ + b₂, g₁ = (g₂W₂ᵀ) ∘
+        # gelu'(z₁).
         dw1, dw2 = dweights[0], dweights[2 if biased else 1]
         db1, db2 = (dweights[1], dweights[3]) if biased else (None, None)
         last = mix[:, :, -1, :, None]
@@ -120,7 +125,8 @@ class TTTMLP(ClosedForm):
 
 
 class Walk(NamedTuple):
-    """The serial part of a group: weights before each mini-batch and what was computed in it, stacked over the mini-batches."""
+    """The serial part of a group: weights before each mini-batch and what was computed in it, stacked over the
+    mini-batches."""
 
     w1: Tensor  # [n, N, d, f]
     b1: Tensor | None  # [n, N, 1, f]
@@ -165,7 +171,9 @@ def _walk(group: Group, weights: Sequence[Tensor]) -> Walk:
         else:
             torch.baddbmm(b1[i], group.k[i], w1[i], out=z1[i])
         x2[i] = F.gelu(z1[i], approximate="tanh")
-        step = inner_gradient(torch.bmm(x2[i], w2[i]) if b2 is None else torch.baddbmm(b2[i], x2[i], w2[i]), offset[i], squared)
+        step = inner_gradient(
+            torch.bmm(x2[i], w2[i]) if b2 is None else torch.baddbmm(b2[i], x2[i], w2[i]), offset[i], squared
+        )
         steps.append(step)
         torch.bmm(step.value, w2[i].mT, out=e[i])
         g1[i] = _pull_gelu(e[i], z1[i])
@@ -187,7 +195,9 @@ def _read(group: Group, walk: Walk) -> Read:
     return Read(inner1, before1, z1, x2, inner2, before2, z2)
 
 
-def _layer(group: Group, query: Tensor, key: Tensor, w: Tensor, b: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _layer(
+    group: Group, query: Tensor, key: Tensor, w: Tensor, b: Tensor | None, g: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """`query_t·key_s + 1`, `query W + b` where rows scale it, and z̄ of one layer."""
     inner = products(query, key, b is not None)
     z = bmm(query, w) if b is None else baddbmm(b, query, w)

@@ -1,20 +1,22 @@
 # mypy: disable-error-code="no-untyped-def"
 """Device functions that the forward, backward and decode kernels of TTT-MLP share.
 
-Everything on chip is transposed: a token is a column, so that the products with the weights have the hidden units (or d) as their M
-dimension and the 16 tokens of a mini-batch as N, which fills the 64-row matrix instruction. Both layers are held with the hidden units
-as rows, `w1ᵀ [f, d]` and `w2 [f, d]`: an update is then an accumulation in place, `w1ᵀ += g1ᵀ·k`, and a tile of hidden units is a tile of
-rows.
+Everything on chip is transposed: a token is a column, so that the products with the weights have the hidden units (or
+d) as their M dimension and the 16 tokens of a mini-batch as N, which fills the 64-row matrix instruction. Both layers
+are held with the hidden units as rows, `w1ᵀ [f, d]` and `w2 [f, d]`: an update is then an accumulation in place,
+`w1ᵀ += g1ᵀ·k`, and a tile of hidden units is a tile of rows.
 
-Precision: all operands of matrix products have the type of q, k, v; all products accumulate in fp32; the weights, their updates, the
+Precision: all operands of matrix products have the type of q, k, v; all products accumulate in fp32; the weights, their
+    updates, the
 statistics of the norm, GELU and everything elementwise are fp32.
 """
 
 import triton
 import triton.language as tl
 
-# Products of fp32 operands: three TF32 products of split operands on the matrix units, with about fp32's accuracy. "ieee", exact ones
-# without the matrix units, spill and take minutes to compile. It has no effect on operands of two bytes.
+# Products of fp32 operands: three TF32 products of split operands on the matrix units, with about fp32's accuracy.
+# "ieee", exact ones without the matrix units, spill and take minutes to compile. It has no effect on operands of two
+# bytes.
 PRECISION = tl.constexpr("tf32x3")
 
 
@@ -30,7 +32,8 @@ def dot_add(a, b, acc):
 
 @triton.jit
 def dot_over_units(a, b):
-    """aᵀ·b, `[tokens, tokens]`, of operands `[units, tokens]`: every warp takes 16 units, so that none holds all of them."""
+    """aᵀ·b, `[tokens, tokens]`, of operands `[units, tokens]`: every warp takes 16 units, so that none holds all of
+    them."""
     slices: tl.constexpr = a.shape[0] // 16
     a = tl.trans(tl.reshape(a, [slices, 16, a.shape[1]]), 0, 2, 1)
     b = tl.reshape(b, [slices, 16, b.shape[1]])
@@ -71,7 +74,8 @@ def normalize(z, rows, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def project(a, hat, rows, D: tl.constexpr, DP: tl.constexpr):
-    """a − mean(a) − x̂·mean(a∘x̂), the Jacobian of the norm times its standard deviation (it is symmetric); and mean(a∘x̂)."""
+    """a − mean(a) − x̂·mean(a∘x̂), the Jacobian of the norm times its standard deviation (it is symmetric); and
+    mean(a∘x̂)."""
     along = tl.sum(a * hat, 0) / D
     a = a - (tl.sum(a, 0) / D)[None, :] - hat * along[None, :]
     if DP != D:
@@ -121,7 +125,8 @@ def store_tile(w1, w2, units, rows_at, rows, t1, t2, D: tl.constexpr, F: tl.cons
 
 @triton.jit
 def sequence_of(row, cu_seqlens, T, H, PACKED: tl.constexpr):
-    """Of program row n·H + h: n, h, the row of the batch, its first token there, its number of tokens, and its first token of all."""
+    """Of program row n·H + h: n, h, the row of the batch, its first token there, its number of tokens, and its first
+    token of all."""
     n = row // H
     h = row % H
     if PACKED:

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Decode kernel of TTT-MLP: one token of one (sequence, head) per program, each at its own place in its mini-batch.
 
-Decoding is bound by the bytes of the state: per token it reads W and the open update U, writes U, and writes W once per mini-batch. There
-are two walks over the hidden units, as z2 needs all of them before any gradient is known; the second finds W in L2, so device memory
-sees every byte once. Everything is a product with a vector, computed elementwise in fp32: there is no matrix instruction to fill.
+Decoding is bound by the bytes of the state: per token it reads W and the open update U, writes U, and writes W once per
+mini-batch. There are two walks over the hidden units, as z2 needs all of them before any gradient is known; the second
+finds W in L2, so device memory sees every byte once. Everything is a product with a vector, computed elementwise in
+fp32: there is no matrix instruction to fill.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def decode_kernel(
         x = gelu(tl.sum(t1.to(tl.float32) * kt[None, :], 1) + bias1)
         sums += t2.to(tl.float32) * x[:, None]
     z2 = tl.sum(sums, 0) + bias2
-    g2, _hat, _rstd, _residual, _pull, _along = inner_gradient(z2[:, None], kt[:, None], vt[:, None], gamma, beta, rows, D, DP)
+    g2, _hat, _rstd, _residual, _pull, _along = inner_gradient(
+        z2[:, None], kt[:, None], vt[:, None], gamma, beta, rows, D, DP
+    )
     moved2 = -step * tl.sum(g2, 1)  # [DP]: of the one token
 
     sums = tl.zeros([FB, DP], tl.float32)
@@ -80,7 +83,9 @@ def decode_kernel(
         moved1 = tl.sum(t2 * moved2[None, :], 1) * slope  # −η·g1
         s1 = s1.to(tl.float32) + moved1[:, None] * kt[None, :]
         s2 = s2.to(tl.float32) + x[:, None] * moved2[None, :]
-        t1 += read * s1  # the weights with which this token reads; after the last token of a mini-batch, those that are committed
+        t1 += (
+            read * s1
+        )  # the weights with which this token reads; after the last token of a mini-batch, those that are committed
         t2 += read * s2
         if BIAS:
             open1 = tl.load(c1 + tile + units).to(tl.float32) + moved1

@@ -2,11 +2,13 @@
 """Forward kernel of TTT-MLP: one program walks the mini-batches of one (sequence, head).
 
 Three launches are made of it:
-- `WALK` goes through the whole mini-batches, writes the outputs, the weights after the last, and a copy of the weights every `KEEP`
-  mini-batches for the backward pass;
-- `TAIL` takes the tokens after the last whole mini-batch, which read but do not commit: it writes their outputs and their update;
-- `SEGMENT` is part of the backward pass: one program per segment of `KEEP` mini-batches goes through it again from the weights kept at
-  its start and writes the weights before every mini-batch, in the type of the operands. Segments do not wait for one another.
+- `WALK` goes through the whole mini-batches, writes the outputs, the weights after the last, and a copy of the weights
+  every `KEEP` mini-batches for the backward pass;
+- `TAIL` takes the tokens after the last whole mini-batch, which read but do not commit: it writes their outputs and
+  their update;
+- `SEGMENT` is part of the backward pass: one program per segment of `KEEP` mini-batches goes through it again from the
+  weights kept at its start and writes the weights before every mini-batch, in the type of the operands. Segments do not
+  wait for one another.
 
 The running weights are in registers if a tile holds all hidden units, else in `run_*`, in device memory.
 """
@@ -41,7 +43,8 @@ WALK, TAIL, SEGMENT = (tl.constexpr(mode) for mode in range(3))
 
 @triton.jit
 def inner_gradient(z2, kt, vt, scale, bias, rows, D: tl.constexpr, DP: tl.constexpr):
-    """∂/∂z2 of ½‖k + γ·x̂(z2) + β − v‖² for every column, `[DP, tokens]`; and x̂, 1/std, residual, γ·residual, mean(γ·residual·x̂)."""
+    """∂/∂z2 of ½‖k + γ·x̂(z2) + β − v‖² for every column, `[DP, tokens]`; and x̂, 1/std, residual, γ·residual,
+    mean(γ·residual·x̂)."""
     hat, rstd = normalize(z2, rows, D, DP)
     residual = kt.to(tl.float32) + scale[:, None] * hat + bias[:, None] - vt.to(tl.float32)
     pull = scale[:, None] * residual
@@ -50,7 +53,9 @@ def inner_gradient(z2, kt, vt, scale, bias, rows, D: tl.constexpr, DP: tl.conste
 
 
 @triton.jit
-def load_mini_batch(q, k, v, eta, i, length, q_t, k_t, v_t, e_t, rows_at, rows, B: tl.constexpr, BP: tl.constexpr, READS: tl.constexpr):
+def load_mini_batch(
+    q, k, v, eta, i, length, q_t, k_t, v_t, e_t, rows_at, rows, B: tl.constexpr, BP: tl.constexpr, READS: tl.constexpr
+):
     """Tokens of mini-batch i as columns: q (where it is read), k, v, and the step sizes, 0 where there is no token."""
     lanes = tl.arange(0, BP)
     tokens = i * B + lanes
@@ -64,7 +69,8 @@ def load_mini_batch(q, k, v, eta, i, length, q_t, k_t, v_t, e_t, rows_at, rows, 
 
 @triton.jit
 def read_tile(w1, b1, w2, qt, x, g1, score1):
-    """A tile's part of the tokens' reading: gelu(z̄1), x̄2·w2 and x2·x̄2ᵀ. `w1`, `w2`, `x`, `g1`, `score1` are operands."""
+    """A tile's part of the tokens' reading: gelu(z̄1), x̄2·w2 and x2·x̄2ᵀ. `w1`, `w2`, `x`, `g1`, `score1` are
+    operands."""
     zbar1 = dot(w1, qt) + b1[:, None] - dot(g1, score1)
     xbar = gelu(zbar1).to(qt.dtype)
     return dot(tl.trans(w2), xbar), dot_over_units(x, xbar)
@@ -84,7 +90,9 @@ def forward_kernel(
 ):  # fmt: skip
     RESIDENT: tl.constexpr = FB == F
     OP: tl.constexpr = q.dtype.element_ty
-    ONE: tl.constexpr = 1.0 if BIAS else 0.0  # the bias as one more input that is always 1: it adds 1 to all inner products
+    ONE: tl.constexpr = (
+        1.0 if BIAS else 0.0
+    )  # the bias as one more input that is always 1: it adds 1 to all inner products
     row = tl.program_id(0)
     n, h, batch, start, length, flat = sequence_of(row, cu_seqlens, T, H, PACKED)
     whole = length // B
@@ -232,7 +240,9 @@ def forward_kernel(
                     b1 = tl.load(now_b1 + tile + units)
                 if KEEP:  # noqa: SIM102 (known when compiling)
                     if keeps:
-                        store_tile(keep_w1 + kept * F * D, keep_w2 + kept * F * D, tile + units, rows_at, rows, w1, w2, D, F)
+                        store_tile(
+                            keep_w1 + kept * F * D, keep_w2 + kept * F * D, tile + units, rows_at, rows, w1, w2, D, F
+                        )
                         if BIAS:
                             tl.store(keep_b1 + kept * F + tile + units, b1)
                 o1 = w1.to(OP)
@@ -291,7 +301,9 @@ def strides(*tensors: Tensor) -> list[int]:
     return [x.stride(dim) for x in tensors for dim in range(3)]
 
 
-def empty_weights(like: Weights, rows: tuple[int, ...], dtype: torch.dtype = torch.float32, *, zero: bool = False) -> Weights:
+def empty_weights(
+    like: Weights, rows: tuple[int, ...], dtype: torch.dtype = torch.float32, *, zero: bool = False
+) -> Weights:
     """Weights `[*rows, *shape]` of the shapes, without the leading dimensions, of `like [..., H, *shape]`."""
     make = torch.zeros if zero else torch.empty
     dims = (2, 1, 2, 1)
@@ -308,7 +320,8 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
 def slots(q: Tensor, cu_seqlens: Tensor | None, b: int, segment: int) -> int:
     """Places for the weights kept every `segment` mini-batches, the same number for each sequence.
 
-    Packed, document n, which begins at token m, has its own from m // (b·segment) + n on: enough for any lengths, without reading them.
+    Packed, document n, which begins at token m, has its own from m // (b·segment) + n on: enough for any lengths,
+    without reading them.
     """
     batch, length = q.shape[:2]
     if cu_seqlens is None:
@@ -334,11 +347,15 @@ def forward(
     counts = (cu_seqlens, length, 0, 0, *strides(q, k, v, eta, o), heads)
     options = padded(d, b) | options_of(weights, tau, cu_seqlens) | launch_options(launch)
     own = heads if weights[0].dim() == 4 else 0
-    forward_kernel[(n * heads, 1)](*given, *weights, *final, *kept, *counts, own, tau_stride(tau), MODE=WALK.value, KEEP=segment, **options)
+    forward_kernel[(n * heads, 1)](
+        *given, *weights, *final, *kept, *counts, own, tau_stride(tau), MODE=WALK.value, KEEP=segment, **options
+    )
     if cu_seqlens is not None or length % b:
         nothing = (None,) * 4
         states = (*final, *update, *nothing)
-        forward_kernel[(n * heads, 1)](*given, *states, *counts, heads, tau_stride(tau), MODE=TAIL.value, KEEP=0, **options)
+        forward_kernel[(n * heads, 1)](
+            *given, *states, *counts, heads, tau_stride(tau), MODE=TAIL.value, KEEP=0, **options
+        )
     return o, final, update, kept if segment else None
 
 

@@ -1,4 +1,5 @@
-"""TTT-MLP as the equations say it, mini-batch after mini-batch, in plain torch: the oracle of the kernels, gradients included."""
+"""TTT-MLP as the equations say it, mini-batch after mini-batch, in plain torch: the oracle of the kernels, gradients
+included."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ EPS = 1e-6
 class FinalState(NamedTuple):
     """What a sequence hands on, fp32, for each of N sequences and H heads; the entries of biases are None without bias.
 
-    `w1 [N, H, d, f]`, `b1 [N, H, f]`, `w2 [N, H, f, d]`, `b2 [N, H, d]`: weights committed after the last whole mini-batch.
-    `update_*`, of the same shapes: −Σ_s η_s ∇ℓ_s over the tokens of the mini-batch that is still open; zeros if there are none.
+    `w1 [N, H, d, f]`, `b1 [N, H, f]`, `w2 [N, H, f, d]`, `b2 [N, H, d]`: weights committed after the last whole
+    mini-batch. `update_*`, of the same shapes: −Σ_s η_s ∇ℓ_s over the tokens of the mini-batch that is still open;
+    zeros if there are none.
     """
 
     w1: Tensor
@@ -61,14 +63,18 @@ def naive_ttt_mlp(
     tau = tau.expand(heads, mini_batch_size)
     rows, states = [], []
     for n, (at, start, end) in enumerate(spans):
-        weights = (w1, b1, w2, b2) if initial_state is None else tuple(None if w is None else w[n] for w in initial_state)
+        weights = (
+            (w1, b1, w2, b2) if initial_state is None else tuple(None if w is None else w[n] for w in initial_state)
+        )
         zeros = tuple(None if w is None else torch.zeros_like(w) for w in weights)
         updates = zeros
         outputs = [q[at, :0]]
         for first in range(start, end, mini_batch_size):
             last = min(first + mini_batch_size, end)
             tokens = [x[at, first:last].transpose(0, 1) for x in (q, k, v)]  # [H, tokens, d]
-            out, updates, steps = _mini_batch(tokens, eta[at, first:last].T, tau[:, : last - first], weights, norm_scale, norm_bias)
+            out, updates, steps = _mini_batch(
+                tokens, eta[at, first:last].T, tau[:, : last - first], weights, norm_scale, norm_bias
+            )
             outputs.append(out.transpose(0, 1))
             if last - first == mini_batch_size:
                 weights = tuple(None if w is None else w + step for w, step in zip(weights, steps, strict=True))

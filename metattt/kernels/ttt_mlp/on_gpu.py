@@ -24,13 +24,17 @@ class TTTMLPOnGPU(OnGPU):
         width, hidden = given.weights["w1"].shape[-2:]
         return f"learner of {hidden} hidden units, not {4 * width}" if hidden != 4 * width else super().accepts(given)
 
-    def operation(self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches) -> tuple[Tensor, list[Tensor]]:
+    def operation(
+        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches
+    ) -> tuple[Tensor, list[Tensor]]:
         from metattt.kernels.ttt_mlp.op import ttt_mlp  # Triton is imported where it is used
 
         w1, b1, w2, b2 = (given.weights.get(name) for name in ("w1", "b1", "w2", "b2"))
         assert w1 is not None and w2 is not None
         norm = given.slow["norm_scale"], given.slow["norm_bias"]
         sizes = {"tau": given.tau, "mini_batch_size": given.size}
-        o, final = ttt_mlp(q, k, v, eta, w1, b1, w2, b2, *norm, **sizes, initial_state=(w1, b1, w2, b2), output_final_state=True)  # type: ignore[arg-type]
+        o, final = ttt_mlp(
+            q, k, v, eta, w1, b1, w2, b2, *norm, **sizes, initial_state=(w1, b1, w2, b2), output_final_state=True  # type: ignore[arg-type]
+        )
         assert final is not None
         return o, [x for x in (final.w1, final.b1, final.w2, final.b2) if x is not None]

@@ -1,8 +1,9 @@
 """TTT-MLP on the GPU: the operation over sequences and the step of decoding, as operators of torch.
 
-`f(x) = x + LN(gelu(x·w1 + b1)·w2 + b2)` learns from the tokens of a sequence while it reads them (arXiv 2407.04620, Sec. 2.7), in
-mini-batches of b tokens. Both functions compute what `naive.py` says; the operators have fake and autograd implementations, so that
-`torch.compile(fullgraph=True)` passes through them. Derivatives of the backward pass do not exist: asking for them is an error.
+`f(x) = x + LN(gelu(x·w1 + b1)·w2 + b2)` learns from the tokens of a sequence while it reads them (arXiv 2407.04620,
+Sec. 2.7), in mini-batches of b tokens. Both functions compute what `naive.py` says; the operators have fake and
+autograd implementations, so that `torch.compile(fullgraph=True)` passes through them. Derivatives of the backward pass
+do not exist: asking for them is an error.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ def ttt_mlp(
     """Reads T tokens of B sequences with weights that learn from them.
 
     Args:
-        q, k, v: `[B, T, H, d]`, bf16, fp16 or fp32 (the type of the operands of all products); the last stride is 1, others are free.
+        q, k, v: `[B, T, H, d]`, bf16, fp16 or fp32 (the type of the operands of all products); the last stride is 1,
+            others are free.
         eta: `[B, T, H]`, fp32: step size of each token as a key, all factors included.
-        w1, b1, w2, b2: `[H, d, 4d]`, `[H, 4d]`, `[H, 4d, d]`, `[H, d]`: weights with which every sequence starts. Both biases may be None.
+        w1, b1, w2, b2: `[H, d, 4d]`, `[H, 4d]`, `[H, 4d, d]`, `[H, d]`: weights with which every sequence starts. Both
+            biases may be None.
         norm_scale, norm_bias: `[H, d]`.
         tau: `[H or 1, b]`, fp32: token steps, by the place of the reading token in its mini-batch. None: 1.
         mini_batch_size: b, tokens: 8, 16, 32 or 64.
-        initial_state: `(w1, b1, w2, b2)`, each `[N, H, ...]`, with which each of N sequences starts, instead of the shared ones.
+        initial_state: `(w1, b1, w2, b2)`, each `[N, H, ...]`, with which each of N sequences starts, instead of the
+            shared ones.
         output_final_state: whether to return the `FinalState`, too.
         cu_seqlens: `[N + 1]`, int: bounds of N documents in one packed row (B = 1), from 0 to T. Each starts anew.
 
@@ -65,7 +69,12 @@ def ttt_mlp(
     _check(q, k, v, eta, norm_scale, norm_bias, tau, mini_batch_size, cu_seqlens)
     count = sequences(q, cu_seqlens)
     weights = (w1, b1, w2, b2) if initial_state is None else initial_state
-    _check_weights(weights, q, () if initial_state is None else (count,), "initial_state" if initial_state is not None else "weights")
+    _check_weights(
+        weights,
+        q,
+        () if initial_state is None else (count,),
+        "initial_state" if initial_state is not None else "weights",
+    )
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     given = (q, k, v, eta, tau, *weights, norm_scale, norm_bias)
@@ -97,12 +106,14 @@ def ttt_mlp_decode(
     tau: Tensor,
     phase: Tensor,
 ) -> Tensor:
-    """Reads one token of each of B sequences: outputs `[B, H, d]`. The state is changed in place; there are no gradients.
+    """Reads one token of each of B sequences: outputs `[B, H, d]`. The state is changed in place; there are no
+    gradients.
 
     Args:
         q, k, v: `[B, H, d]`.
         eta: `[B, H]`.
-        w1, b1, w2, b2: committed weights, `[B, H, ...]`, fp32 or bf16, contiguous. The last token of a mini-batch adds the update.
+        w1, b1, w2, b2: committed weights, `[B, H, ...]`, fp32 or bf16, contiguous. The last token of a mini-batch adds
+            the update.
         update_w1, ...: −Σ_s η_s ∇ℓ_s over the tokens of the open mini-batch, of the same shapes and types.
         norm_scale, norm_bias: `[H, d]`.
         tau: `[H or 1, b]`, fp32: token steps; gives b.
@@ -114,7 +125,9 @@ def ttt_mlp_decode(
         _check_weights(state, q, q.shape[:1], name)
         for x in state:
             if x is not None and not x.is_contiguous():
-                raise MetaTTTError(f"{name}: {list(x.shape)} is not contiguous, and is changed in place: call .contiguous() first")
+                raise MetaTTTError(
+                    f"{name}: {list(x.shape)} is not contiguous, and is changed in place: call .contiguous() first"
+                )
     return _decode(q, k, v, eta, *weights, *update, norm_scale, norm_bias, tau, phase)
 
 
@@ -126,14 +139,23 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, tau: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
     norm_scale: Tensor, norm_bias: Tensor, cu_seqlens: Tensor | None, b: int, segment: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Outputs, final weights (4), open update (4), and, unless `segment` is 0, the weights kept for the backward pass (4)."""
+    """Outputs, final weights (4), open update (4), and, unless `segment` is 0, the weights kept for the backward pass
+    (4)."""
     weights = tuple(None if w is None else w.contiguous() for w in (w1, b1, w2, b2))
     q, k, v, cu_seqlens = *_rows(q, k, v), _bounds(cu_seqlens, q)
     tau, norm_scale, norm_bias = _small(tau, norm_scale, norm_bias)
     launch = config("forward", q.shape[-1], b, q.dtype)
     with _on(q):
         o, *states = forward(q, k, v, eta, tau, weights, norm_scale, norm_bias, cu_seqlens, b, segment, launch)
-    return [o, *(q.new_empty(0, dtype=torch.float32) if x is None else x for state in states if state is not None for x in state)]
+    return [
+        o,
+        *(
+            q.new_empty(0, dtype=torch.float32) if x is None else x
+            for state in states
+            if state is not None
+            for x in state
+        ),
+    ]
 
 
 @_forward.register_fake
@@ -190,7 +212,9 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _differentiate(ctx, grads):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
     b, segment = ctx.sizes
-    dq, dk, dv, deta, *others = _backward(*saved[:8], list(saved[8:12]), list(saved[12:16]), grads[0], list(grads[1:9]), b, segment)
+    dq, dk, dv, deta, *others = _backward(
+        *saved[:8], list(saved[8:12]), list(saved[12:16]), grads[0], list(grads[1:9]), b, segment
+    )
     reduced = [None if given is None else _reduced(grad, *given) for grad, given in zip(others, ctx.given, strict=True)]
     return dq, dk, dv, deta.to(saved[3].dtype), *reduced, None, None, None
 
@@ -257,7 +281,15 @@ def _refuse(wrong: bool, message: str) -> None:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, bias: Tensor, tau: Tensor | None, b: int, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    eta: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    tau: Tensor | None,
+    b: int,
+    cu_seqlens: Tensor | None,
 ) -> None:
     _refuse(q.dim() != 4, f"q has the shape {list(q.shape)}: expected [B, T, H, d]")
     _check_common(q, k, v, eta, scale, bias)
@@ -267,10 +299,14 @@ def _check(
     if cu_seqlens is not None:
         wrong = cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()
         _refuse(wrong, f"cu_seqlens has the shape {list(cu_seqlens.shape)}, {cu_seqlens.dtype}: expected [N + 1], int")
-        _refuse(q.shape[0] != 1, f"cu_seqlens with a batch of {q.shape[0]} rows: pack all documents into one row, B = 1")
+        _refuse(
+            q.shape[0] != 1, f"cu_seqlens with a batch of {q.shape[0]} rows: pack all documents into one row, B = 1"
+        )
 
 
-def _check_token(q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, bias: Tensor, tau: Tensor, phase: Tensor) -> None:
+def _check_token(
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, bias: Tensor, tau: Tensor, phase: Tensor
+) -> None:
     _refuse(q.dim() != 3, f"q has the shape {list(q.shape)}: expected [B, H, d]")
     _check_common(q, k, v, eta, scale, bias)
     _check_tau(tau, q.shape[1], tau.shape[-1])
@@ -283,10 +319,15 @@ def _check_common(q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, b
         same = x.shape == q.shape and x.dtype == q.dtype
         _refuse(not same, f"{name} is {list(x.shape)}, {x.dtype}; q is {list(q.shape)}, {q.dtype}: expected the same")
     _refuse(q.dtype not in TYPES, f"q has the type {q.dtype}: expected bfloat16, float16 or float32")
-    _refuse(q.shape[-1] not in WIDTHS, f"head width d={q.shape[-1]} is not a multiple of 16 from 32 to 128: choose another, or form=dual")
+    _refuse(
+        q.shape[-1] not in WIDTHS,
+        f"head width d={q.shape[-1]} is not a multiple of 16 from 32 to 128: choose another, or form=dual",
+    )
     _refuse(eta.shape != q.shape[:-1], f"eta has the shape {list(eta.shape)}: expected {list(q.shape[:-1])}")
     for name, x in (("norm_scale", scale), ("norm_bias", bias)):
-        _refuse(x.shape != q.shape[-2:], f"{name} has the shape {list(x.shape)}: expected [H, d] = {list(q.shape[-2:])}")
+        _refuse(
+            x.shape != q.shape[-2:], f"{name} has the shape {list(x.shape)}: expected [H, d] = {list(q.shape[-2:])}"
+        )
     _refuse(not (q.is_cuda or INTERPRETED), f"q is on {q.device}: the kernels run on cuda; elsewhere choose form=dual")
 
 
@@ -297,7 +338,9 @@ def _check_tau(tau: Tensor, heads: int, b: int) -> None:
 
 def _check_weights(weights: Weights, q: Tensor, leading: Sequence[int], name: str) -> None:
     _refuse(len(weights) != 4, f"{name} has {len(weights)} entries: expected (w1, b1, w2, b2)")
-    _refuse((weights[1] is None) != (weights[3] is None), f"{name}: one of b1 and b2 is None: give both biases, or neither")
+    _refuse(
+        (weights[1] is None) != (weights[3] is None), f"{name}: one of b1 and b2 is None: give both biases, or neither"
+    )
     heads, d = q.shape[-2:]
     for part, w, shape in zip(("w1", "b1", "w2", "b2"), weights, ((d, 4 * d), (4 * d,), (4 * d, d), (d,)), strict=True):
         expected = (*leading, heads, *shape)

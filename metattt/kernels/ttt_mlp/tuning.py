@@ -13,8 +13,9 @@ class Config(NamedTuple):
     """One launch shape.
 
     Attributes:
-        tile: hidden units per tile. All 4d: the weights stay in registers for the whole walk. Fewer: the running weights live in
-            device memory, in practice in L2, and pass through the registers once per product with them and mini-batch.
+        tile: hidden units per tile. All 4d: the weights stay in registers for the whole walk. Fewer: the running
+            weights live in device memory, in practice in L2, and pass through the registers once per product with them
+            and mini-batch.
         num_warps: warps per program; a program is one (sequence, head).
         num_stages: depth of the prefetch of tokens (or of tiles).
     """
@@ -25,18 +26,21 @@ class Config(NamedTuple):
 
 
 SEGMENT = 16  # mini-batches between two copies of the weights that the forward pass keeps for the backward pass
-PROGRAMS = 264  # programs that the recomputation of segments tries to have in flight (two per multiprocessor of an H100 or H200)
+# programs that the recomputation of segments tries to have in flight (two per multiprocessor of an H100 or H200)
+PROGRAMS = 264
 
-# (kernel, d, b, bytes of an operand; decode: of the state) → Config, looked up before the rule: for measurements and for other cards.
+# (kernel, d, b, bytes of an operand; decode: of the state) → Config, looked up before the rule: for measurements and
+# for other cards.
 OVERRIDES: dict[tuple[str, int, int, int], Config] = {}
 
 
 def config(kernel: str, d: int, b: int, dtype: torch.dtype) -> Config:
     """The launch of `kernel`: "forward", "backward" or "decode".
 
-    The two matrices are 8d² fp32 values: 32 KB at d = 32, 128 KB at d = 64 (half of a register file), 288 KB at d = 96. The backward
-    pass holds their cotangents instead. Whether they stay in registers is decided by what else must be there: tiles of 4d·b values.
-    Eight warps spill least: with sixteen, what every warp holds of the d·b tiles takes a larger share of half as many registers.
+    The two matrices are 8d² fp32 values: 32 KB at d = 32, 128 KB at d = 64 (half of a register file), 288 KB at d = 96.
+    The backward pass holds their cotangents instead. Whether they stay in registers is decided by what else must be
+    there: tiles of 4d·b values. Eight warps spill least: with sixteen, what every warp holds of the d·b tiles takes a
+        larger share of half as many registers.
     Prefetching is done by hand; `num_stages` above 1 adds buffers that the register allocation pays for.
     """
     known = OVERRIDES.get((kernel, d, b, dtype.itemsize))
@@ -51,10 +55,16 @@ def config(kernel: str, d: int, b: int, dtype: torch.dtype) -> Config:
 
 
 def variants(width: int, size: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
-    """Other launches for a benchmark to try: a name, and a function that makes the change and returns the one that undoes it."""
+    """Other launches for a benchmark to try: a name, and a function that makes the change and returns the one that
+    undoes it."""
     for kernel in ("forward", "backward"):
         used = config(kernel, width, size, dtype)
-        tries = (used._replace(num_stages=2), used._replace(num_warps=2 * used.num_warps), Config(2 * width, 8, 1), Config(width, 4, 1))
+        tries = (
+            used._replace(num_stages=2),
+            used._replace(num_warps=2 * used.num_warps),
+            Config(2 * width, 8, 1),
+            Config(width, 4, 1),
+        )
         for other in tries:
             if other != used:
                 name = f"{kernel}: tiles of {other.tile}, {other.num_warps} warps, {other.num_stages} stages"

@@ -39,27 +39,37 @@ class GivenWeight(Weight):
 class ModuleLearner(Learner):
     """`f` is a module of PyTorch or of yours; its trainable parameters are W0, one copy for each head.
 
-    The module maps tokens `[N, d_in]` to predictions `[N, d_out]`, d the head width. What it does with its parameters is translated to
-    the accessor's primitives, so that the dual form is exact: linear maps, convolutions, embeddings, normalisations with an affine,
-    sums and products with vectors. A module that does more with a parameter gets another form (`layer.form=auto`), in which it runs
-    once for each sequence and head. Buffers and frozen parameters are shared by all heads and stay as they are.
+    The module maps tokens `[N, d_in]` to predictions `[N, d_out]`, d the head width. What it does with its parameters
+    is translated to the accessor's primitives, so that the dual form is exact: linear maps, convolutions, embeddings,
+    normalisations with an affine, sums and products with vectors. A module that does more with a parameter gets another
+    form (`layer.form=auto`), in which it runs once for each sequence and head. Buffers and frozen parameters are shared
+    by all heads and stay as they are.
 
     Args:
         module: copied when the layer is built.
         residual, norm: use `x + LN(f(x))`.
         learn_init: train W0 in the outer loop.
-        mixes_tokens: declare that the module looks at several tokens. It then sees those of one mini-batch, `[n, d_in]`, and must be
-            causal.
+        mixes_tokens: declare that the module looks at several tokens. It then sees those of one mini-batch,
+            `[n, d_in]`, and must be causal.
 
     Raises:
-        MetaTTTError: when the layer is built, for a module without trainable parameters, of another width, with dropout, batch
-            statistics, or parameters that cannot be replaced.
+        MetaTTTError: when the layer is built, for a module without trainable parameters, of another width, with
+            dropout, batch statistics, or parameters that cannot be replaced.
     """
 
-    def __init__(self, module: nn.Module, residual: bool = False, norm: bool = False, learn_init: bool = True, mixes_tokens: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        residual: bool = False,
+        norm: bool = False,
+        learn_init: bool = True,
+        mixes_tokens: bool = False,
+    ):
         super().__init__(residual=residual, norm=norm, learn_init=learn_init)
         if not isinstance(module, nn.Module):
-            raise MetaTTTError(f"learner.module={module!r} is not a torch.nn.Module: set learner.module._target_ to its class")
+            raise MetaTTTError(
+                f"learner.module={module!r} is not a torch.nn.Module: set learner.module._target_ to its class"
+            )
         self.module, self.mixes_tokens = module, mixes_tokens
         self.refusal: str | None = None  # why the module cannot run on all sequences and heads at once
         self.batched = True  # whether torch.vmap can run it, where it cannot
@@ -98,11 +108,17 @@ class ModuleLearner(Learner):
         name = type(self.module).__name__
         for part in self.module.modules():
             if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-                raise MetaTTTError(f"{name} has {part}, which would differ between training and reading a token: set its p to 0")
+                raise MetaTTTError(
+                    f"{name} has {part}, which would differ between training and reading a token: set its p to 0"
+                )
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                raise MetaTTTError(f"{name} has {type(part).__name__}, which mixes tokens and sequences: use a LayerNorm or GroupNorm")
+                raise MetaTTTError(
+                    f"{name} has {type(part).__name__}, which mixes tokens and sequences: use a LayerNorm or GroupNorm"
+                )
             if isinstance(part, nn.RNNBase):
-                raise MetaTTTError(f"{name} has {type(part).__name__}, whose parameters cannot be replaced: write it with nn.Linear")
+                raise MetaTTTError(
+                    f"{name} has {type(part).__name__}, whose parameters cannot be replaced: write it with nn.Linear"
+                )
         self.module = copy.deepcopy(self.module)
         self._slots, self._shapes = {}, {}
         found: dict[str, Weight] = {}
@@ -160,7 +176,8 @@ class ModuleLearner(Learner):
         return self.batched
 
     def _own(self) -> nn.Module:
-        """The module for one call to put its weights in: a copy that no other thread sees. (A compiler has one thread.)"""
+        """The module for one call to put its weights in: a copy that no other thread sees. (A compiler has one
+        thread.)"""
         return self.module if torch.compiler.is_compiling() else replica(self.module)
 
     def _run(self, module: nn.Module, values: Mapping[str, Any], x: Tensor) -> Tensor:
@@ -168,7 +185,9 @@ class ModuleLearner(Learner):
             y = module(x)
         if not isinstance(y, Tensor) or y.ndim != 2 or y.shape[0] != x.shape[0]:
             found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise MetaTTTError(f"{type(self.module).__name__} maps {list(x.shape)} to {found}: expected [{x.shape[0]}, d_out]")
+            raise MetaTTTError(
+                f"{type(self.module).__name__} maps {list(x.shape)} to {found}: expected [{x.shape[0]}, d_out]"
+            )
         return y
 
     @contextmanager
@@ -193,13 +212,13 @@ class ModuleLearner(Learner):
             for (holder, attribute, _), value in zip(places, before, strict=True):
                 holder[attribute] = value
 
-    # -- once, when the layer is built ----------------------------------------------------------------------------------------------
+    # -- once, when the layer is built ---------------------------------------------------------------------------------
 
     def _examine(self, num_heads: int, d_in: int, d_out: int) -> None:
         """Finds out how the module can be run, on random weights and tokens.
 
-        A translation counts only if it gives what the module gives for one sequence and head at a time: this finds modules whose
-        batch axis is not the first one, and those that look at other tokens.
+        A translation counts only if it gives what the module gives for one sequence and head at a time: this finds
+        modules whose batch axis is not the first one, and those that look at other tokens.
         """
         name = type(self.module).__name__
         fast = {key: torch.randn(1, *value.shape, dtype=torch.float64) / 2 for key, value in self.init.items()}
@@ -208,9 +227,13 @@ class ModuleLearner(Learner):
             x = torch.randn(1, num_heads, count, d_in, dtype=torch.float64)
             expected = self._try_apart(plain, x)
             if expected.shape[-1] != d_out:
-                raise MetaTTTError(f"{name} gives predictions of width {expected.shape[-1]}: they must have the head width {d_out}")
+                raise MetaTTTError(
+                    f"{name} gives predictions of width {expected.shape[-1]}: they must have the head width {d_out}"
+                )
             if expected.requires_grad:
-                raise MetaTTTError(f"{name} keeps its parameters in places where they cannot be replaced: use them as attributes")
+                raise MetaTTTError(
+                    f"{name} keeps its parameters in places where they cannot be replaced: use them as attributes"
+                )
             if self.mixes_tokens:
                 self._check_causal(plain, x)
             elif self.refusal is None:
@@ -237,7 +260,9 @@ class ModuleLearner(Learner):
             return str(error)
         except (MetaTTTError, RuntimeError, TypeError, AttributeError) as error:
             return f"{type(self.module).__name__} does not run on stand-ins for its parameters: {_first_line(error)}"
-        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item()):
+        if found.shape == expected.shape and torch.allclose(
+            found, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item()
+        ):
             return None
         return f"{type(self.module).__name__} does not keep the tokens of a batch apart"
 
@@ -248,7 +273,9 @@ class ModuleLearner(Learner):
             for t in range(x.shape[2] - 1):
                 (grad,) = torch.autograd.grad(y[:, :, t].sum(), x, retain_graph=True)
                 if grad[:, :, t + 1 :].any():
-                    raise MetaTTTError(f"{type(self.module).__name__} lets a token see later ones of its mini-batch: make it causal")
+                    raise MetaTTTError(
+                        f"{type(self.module).__name__} lets a token see later ones of its mini-batch: make it causal"
+                    )
 
 
 def _constants(module: nn.Module) -> Iterator[Tensor]:

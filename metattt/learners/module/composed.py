@@ -37,7 +37,9 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | N
     return _affine(y, weight, None)
 
 
-def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True) -> Tensor:
+def group_norm(
+    x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+) -> Tensor:
     y = standardize(x.unflatten(1, (groups, -1)).flatten(2), eps).view(x.shape)
     return _affine(y.movedim(1, -1), weight, bias).movedim(-1, 1)
 

@@ -85,7 +85,9 @@ class StandIn:
         return self.shape.numel()
 
     def _with(self, **changes: Any) -> StandIn:
-        kept = {key: getattr(self, key) for key in ("owner", "name", "shape", "dtype", "device", "transposed", "functions")}
+        kept = {
+            key: getattr(self, key) for key in ("owner", "name", "shape", "dtype", "device", "transposed", "functions")
+        }
         return StandIn(**{**kept, **changes})
 
     def then(self, function: Callable[[Tensor], Tensor]) -> StandIn:

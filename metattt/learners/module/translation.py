@@ -1,6 +1,8 @@
-"""An unmodified module on fast weights: its parameters are replaced by stand-ins, whose uses become accessor primitives.
+"""An unmodified module on fast weights: its parameters are replaced by stand-ins, whose uses become accessor
+primitives.
 
-The module sees the tokens of all sequences and heads as one batch `[N, ...]`, N = B·H·T; the accessor knows which of them share weights.
+The module sees the tokens of all sequences and heads as one batch `[N, ...]`, N = B·H·T; the accessor knows which of
+them share weights.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Translation(Normalize):
             raise standin.refusal(name)
         return handlers[name](*args, **kwargs)
 
-    # -- the primitives -------------------------------------------------------------------------------------------------------------
+    # -- the primitives ------------------------------------------------------------------------------------------------
 
     def split(self, x: Any, standin: StandIn, operation: str) -> Tensor:
         """`[N, ...]` to `[B, H, T, ...]`."""
@@ -106,7 +108,13 @@ class Translation(Normalize):
         return self.matmul(mat1, mat2) + input if isinstance(mat2, StandIn) else mat1 @ mat2 + input
 
     def embedding(
-        self, input: Any, weight: StandIn, padding_idx: int | None = None, max_norm: Any = None, *options: Any, **named: Any
+        self,
+        input: Any,
+        weight: StandIn,
+        padding_idx: int | None = None,
+        max_norm: Any = None,
+        *options: Any,
+        **named: Any,
     ) -> Tensor:
         if (padding_idx is not None and padding_idx >= 0) or max_norm is not None or weight.transposed:
             raise weight.refusal("embedding with padding_idx or max_norm")
@@ -114,20 +122,38 @@ class Translation(Normalize):
         return self.w.embedding(index, self.use(weight, "matrix")).flatten(0, 2)
 
     def conv1d(
-        self, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+        self,
+        input: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
     ) -> Tensor:
         stride, padding, dilation = (
-            (x if isinstance(x, str) else (1, x) if isinstance(x, int) else (1, *x)) for x in (stride, padding, dilation)
+            (x if isinstance(x, str) else (1, x) if isinstance(x, int) else (1, *x))
+            for x in (stride, padding, dilation)
         )
         if not isinstance(padding, str):
             padding = (0, padding[1])
-        return self._convolution(input.unsqueeze(-2), weight, bias, stride, padding, dilation, groups, "conv1d").squeeze(-2)
+        return self._convolution(
+            input.unsqueeze(-2), weight, bias, stride, padding, dilation, groups, "conv1d"
+        ).squeeze(-2)
 
     def conv2d(
-        self, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+        self,
+        input: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
     ) -> Tensor:
         stride, padding, dilation = (
-            (x if isinstance(x, str) else (x, x) if isinstance(x, int) else tuple(x)) for x in (stride, padding, dilation)
+            (x if isinstance(x, str) else (x, x) if isinstance(x, int) else tuple(x))
+            for x in (stride, padding, dilation)
         )
         return self._convolution(input, weight, bias, stride, padding, dilation, groups, "conv2d")
 
@@ -144,12 +170,19 @@ class Translation(Normalize):
         size = (1, *weight.shape[2:])[-2:]
         if padding == "same":
             total = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
-            x, padding = F.pad(x, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2)), (0, 0)
+            x, padding = (
+                F.pad(x, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2)),
+                (0, 0),
+            )
         elif padding == "valid":
             padding = (0, 0)
         windows = F.unfold(x, size, dilation, padding, stride).mT  # [N, places, C·k]
-        z = self.w.linear(self.split(windows, weight, operation), self.use(weight, "matrix"), transpose=True).flatten(0, 2)
-        height, width = ((x.shape[i + 2] + 2 * padding[i] - dilation[i] * (size[i] - 1) - 1) // stride[i] + 1 for i in (0, 1))
+        z = self.w.linear(self.split(windows, weight, operation), self.use(weight, "matrix"), transpose=True).flatten(
+            0, 2
+        )
+        height, width = (
+            (x.shape[i + 2] + 2 * padding[i] - dilation[i] * (size[i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
+        )
         z = z if bias is None else z + bias
         return z.mT.unflatten(-1, (height, width))
 
