@@ -10,12 +10,11 @@ this, never less.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from metattt.bench.published_style import gelu_slope, inner_gradient, norm
 from metattt.layer import TTTLayer
@@ -94,9 +93,9 @@ def _layer(layer: TTTLayer, x: Tensor, cache: Tensors, position: int) -> Tensor:
     inputs = {"q": q, "k": k, "v": v} | _steps(rule, x, place)
     inputs = {name: z.reshape(batch, heads, 1, 1, -1).permute(2, 0, 1, 3, 4) for name, z in inputs.items()}
     out = torch.empty_like(inputs["q"])
-    take = _mlp if "w2" in cache else _linear
+    take, slow = (_mlp if "w2" in cache else _linear), layer.learner.slow
     for i in range(out.shape[0]):
-        out[i], after = take({name: z[i] for name, z in inputs.items()}, cache, dict(layer.learner.slow.items()))
+        out[i], after = take({name: z[i] for name, z in inputs.items()}, cache, slow)
     for name, (weight, gradient) in after.items():
         if place == size - 1:
             cache[name].copy_(weight)
@@ -138,14 +137,14 @@ def _rotate(q: Tensor, k: Tensor, position: Tensor, theta: float) -> tuple[Tenso
 Taken = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]  # y, and by name the token's weights and accumulated gradients
 
 
-def _linear(x: Tensors, cache: Tensors, slow: Mapping[str, Tensor]) -> Taken:
+def _linear(x: Tensors, cache: Tensors, slow: nn.ParameterDict) -> Taken:
     affine = slow["norm_scale"].unsqueeze(1), slow["norm_bias"].unsqueeze(1)
     g = inner_gradient(x["k"] @ cache["w1"] + cache["b1"].unsqueeze(2), x["v"] - x["k"], *affine)
     z, after = _read(x["q"], x["k"], g, x, cache, "1")
     return x["q"] + norm(z, *affine), after
 
 
-def _mlp(x: Tensors, cache: Tensors, slow: Mapping[str, Tensor]) -> Taken:
+def _mlp(x: Tensors, cache: Tensors, slow: nn.ParameterDict) -> Taken:
     affine = slow["norm_scale"].unsqueeze(1), slow["norm_bias"].unsqueeze(1)
     z1 = x["k"] @ cache["w1"] + cache["b1"].unsqueeze(2)
     x2 = F.gelu(z1, approximate="tanh")

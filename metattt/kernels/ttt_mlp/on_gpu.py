@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
@@ -32,9 +34,9 @@ class TTTMLPOnGPU(OnGPU):
         w1, b1, w2, b2 = (given.weights.get(name) for name in ("w1", "b1", "w2", "b2"))
         assert w1 is not None and w2 is not None
         norm = given.slow["norm_scale"], given.slow["norm_bias"]
-        sizes = {"tau": given.tau, "mini_batch_size": given.size}
+        sizes: dict[str, Any] = {"tau": given.tau, "mini_batch_size": given.size}
         o, final = ttt_mlp(
-            q, k, v, eta, w1, b1, w2, b2, *norm, **sizes, initial_state=(w1, b1, w2, b2), output_final_state=True  # type: ignore[arg-type]
+            q, k, v, eta, w1, b1, w2, b2, *norm, **sizes, initial_state=(w1, b1, w2, b2), output_final_state=True
         )
         assert final is not None
         return o, [x for x in (final.w1, final.b1, final.w2, final.b2) if x is not None]
