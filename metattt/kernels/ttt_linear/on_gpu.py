@@ -29,7 +29,7 @@ class TTTLinearOnGPU(OnGPU):
 
         w, b = given.weights["w1"], given.weights.get("b1")
         norm = given.slow["norm_scale"], given.slow["norm_bias"]
-        sizes: dict[str, Any] = {"tau": given.tau, "mini_batch_size": given.size}
-        o, final = ttt_linear(q, k, v, eta, w, b, *norm, **sizes, initial_state=(w, b), output_final_state=True)
+        sizes: dict[str, Any] = {"tau": given.tau, "mini_batch_size": given.size, "initial_state": (w, b)}
+        o, final = ttt_linear(q, k, v, eta, w, b, *norm, **sizes, output_final_state=True)
         assert final is not None
         return o, [final.w] if b is None else [final.w, final.b]
