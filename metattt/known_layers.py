@@ -45,7 +45,7 @@ def layers(cfg: DictConfig) -> None:
     for column in ("layer", *GROUPS, "causal", "state of a sequence", "cost of a token"):
         table.add_column(column, overflow="fold", no_wrap=column == "layer")
     for name in known_layers():
-        known = describe(name, cfg.dim, cfg.num_heads)
+        known = examine(name, cfg.dim, cfg.num_heads)
         parts = (
             f"{part}\n[dim]{settings}[/]" if settings else part
             for part, settings in (known.parts[group] for group in GROUPS)
@@ -60,7 +60,7 @@ def layers(cfg: DictConfig) -> None:
 
 @dataclass(frozen=True)
 class KnownLayer:
-    """What `describe` finds out about one layer.
+    """What `examine` finds out about one layer.
 
     Attributes:
         parts: for each of `GROUPS`, the part's name and its settings that differ from the defaults.
@@ -89,7 +89,7 @@ def known_layers() -> list[str]:
     return sorted(set(choices("layer")) - {"custom"})
 
 
-def describe(name: str, dim: int, num_heads: int) -> KnownLayer:
+def examine(name: str, dim: int, num_heads: int) -> KnownLayer:
     """A known layer's parts, and what a few tokens tell about its state and cost.
 
     Raises:

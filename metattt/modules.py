@@ -30,6 +30,11 @@ def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
+def spread(factor: Tensor, like: Tensor) -> Tensor:
+    """`[B]` or `[B, H]` with trailing axes, to broadcast against `[B, H, *shape]`."""
+    return factor[(...,) + (None,) * (like.ndim - factor.ndim)]
+
+
 def exact(device: str) -> AbstractContextManager[object]:
     """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is
     entered then.)"""

@@ -14,10 +14,10 @@ from metattt.bench.delta import Delta
 from metattt.bench.published_decoding import PublishedDecoding
 from metattt.bench.report import Check, Panel, Report, markdown_table
 from metattt.bench.state import StateAndCost
-from metattt.bench.timing import in_turn, ratios, spread
+from metattt.bench.timing import in_turn, ratios, summary
 from metattt.cli import main
 from metattt.errors import MetaTTTError
-from metattt.known_layers import describe, known_layers, readable
+from metattt.known_layers import examine, known_layers, readable
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from metattt.known_layers import describe, known_layers, readable
     ],
 )
 def test_what_is_known_of_a_layer(name: str, causal: bool, state: str | None, growth: int) -> None:
-    known = describe(name, 16, 2)
+    known = examine(name, 16, 2)
     assert (known.causal, known.cost_growth) == (causal, growth)
     if state is not None:
         assert known.state == state
@@ -103,7 +103,7 @@ def test_timing_in_turn() -> None:
     seconds = in_turn({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=1)
     assert "".join(calls) == "abababab" and len(seconds["a"]) == 3
     assert ratios([2.0, 6.0], [1.0, 2.0]) == (2.0, 2.5, 3.0)
-    assert str(spread([1.0, 2.0, 4.0])) == "2 (1 to 4)"
+    assert str(summary([1.0, 2.0, 4.0])) == "2 (1 to 4)"
 
 
 def test_reports(tmp_path: Path) -> None:

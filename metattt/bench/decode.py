@@ -13,7 +13,7 @@ from torch import Tensor
 from metattt.bench.base import Benchmark, require
 from metattt.bench.published_decoding import PublishedDecoding
 from metattt.bench.report import Check, Report, Row
-from metattt.bench.timing import in_turn, ratios, spread
+from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError, check_choice
@@ -183,5 +183,5 @@ class DecodeBenchmark(Benchmark):
                 _, state = layer(token, state, in_place=index > 0)
 
     def _milliseconds(self, took: Sequence[float]) -> dict[str, Any]:
-        found = spread([1000 * second / self.tokens for second in took])
+        found = summary([1000 * second / self.tokens for second in took])
         return {f"ms per token, {key}": value for key, value in found._asdict().items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Report, Row
-from metattt.bench.timing import in_turn, ratios, spread
+from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
@@ -56,7 +56,7 @@ class Delta(Benchmark):
             solved = seconds["solved"]
             for way, took in seconds.items():
                 ratio = ratios(took, solved)
-                milliseconds = spread([1000 * second for second in took])
+                milliseconds = summary([1000 * second for second in took])
                 row: Row = {"layer": name, "way": way}
                 row |= {f"ms, {key}": value for key, value in milliseconds._asdict().items()}
                 row |= {f"times solved, {key}": value for key, value in ratio._asdict().items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from metattt.bench.base import Benchmark
 from metattt.bench.peers import Peer, missing, peers
 from metattt.bench.report import Check, Panel, Report, Row
-from metattt.bench.timing import in_turn, ratios, spread
+from metattt.bench.timing import in_turn, ratios, summary
 from metattt.errors import MetaTTTError
 from metattt.registry import register
 
@@ -267,7 +267,7 @@ class GPU(Benchmark):
         ceilings: Row,
     ) -> Row:
         row: Row = {"operation": name, "T": length, "pass": title}
-        row |= {f"ms, {key}": 1000 * value for key, value in spread(took)._asdict().items()}
+        row |= {f"ms, {key}": 1000 * value for key, value in summary(took)._asdict().items()}
         for ours in OPERATIONS:
             row[f"times {ours}, median"] = ratios(took, all_[ours]).median if ours in all_ else None
             row[f"times {ours}, least to most"] = (
@@ -297,8 +297,8 @@ class GPU(Benchmark):
             took = in_turn({"decode": problem.step}, 3 * self.rounds, warmup=3)["decode"]
             moved = problem.bytes_moved
             row: Row = {"operation": operation, "sequences": self.decode_batch, "state, MB": problem.state_bytes / 1e6}
-            row |= {f"µs, {key}": 1e6 * value for key, value in spread(took)._asdict().items()}
-            rate = moved / spread(took).median / 1e9
+            row |= {f"µs, {key}": 1e6 * value for key, value in summary(took)._asdict().items()}
+            rate = moved / summary(took).median / 1e9
             rows.append(row | {"GB/s": rate, "share of copy bandwidth": rate / ceilings["copy, GB/s"]})
         return rows
 
@@ -331,7 +331,7 @@ class GPU(Benchmark):
                 if len(seconds) == 2:
                     ratio = ratios(seconds[name], seconds["used"])
                     rows.append({
-                        "operation": operation, "T": length, "change": name, "ms, median": 1000 * spread(seconds[name]).median,
+                        "operation": operation, "T": length, "change": name, "ms, median": 1000 * summary(seconds[name]).median,
                         "times used, least": ratio.least, "times used, median": ratio.median, "times used, most": ratio.most,
                     })  # fmt: skip
         return rows

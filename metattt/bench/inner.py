@@ -19,7 +19,7 @@ from metattt.bench.base import Benchmark, require
 from metattt.bench.memory import forget_peak, resident
 from metattt.bench.published_style import published_style
 from metattt.bench.report import Check, Panel, Report, Row
-from metattt.bench.timing import in_turn, measure, ratios, spread
+from metattt.bench.timing import in_turn, measure, ratios, summary
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
@@ -131,7 +131,7 @@ class Inner(Benchmark):
             with _threads(self.threads[0]):
                 seconds = in_turn(problem.training(), min(3, self.rounds))
             for way, took in seconds.items():
-                each = spread([1e6 * s / length for s in took])._asdict()
+                each = summary([1e6 * s / length for s in took])._asdict()
                 rows.append(
                     {"learner": learner, "T": length, "way": way}
                     | {f"µs per token, {key}": x for key, x in each.items()}
@@ -154,7 +154,7 @@ class Inner(Benchmark):
         for way, took in seconds.items():
             ratio = ratios(took, seconds["fused"])
             row: Row = {"learner": learner, "pass": title, "threads": threads, "way": way}
-            row |= {f"ms, {key}": value for key, value in spread([1000 * s for s in took])._asdict().items()}
+            row |= {f"ms, {key}": value for key, value in summary([1000 * s for s in took])._asdict().items()}
             yield row | {f"times fused, {key}": value for key, value in ratio._asdict().items()}
 
     def _ceiling(self, learner: str, title: str, threads: int, problem: Problem, best: float) -> Row:

@@ -14,7 +14,7 @@ from metattt.bench.base import Benchmark, require
 from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.peers import Peer, peers
 from metattt.bench.report import Check, Panel, Report, Row
-from metattt.bench.timing import in_turn, ratios, spread
+from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import build
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice
@@ -265,7 +265,7 @@ class LayerBenchmark(Benchmark):
         operations: int | None,
         ceiling: Ceilings,
     ) -> Row:
-        milliseconds = spread([1000 * second for second in took])
+        milliseconds = summary([1000 * second for second in took])
         row: Row = {"layer": way[0], "form": way[1], "pass": title, "T": length}
         row |= {f"ms, {key}": value for key, value in milliseconds._asdict().items()}
         row["tokens/s"] = 1000 * self.batch * length / milliseconds.median

@@ -13,7 +13,7 @@ from torch import Tensor
 from metattt.bench.base import Benchmark, require
 from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.report import Check, Panel, Report, Row
-from metattt.bench.timing import in_turn, ratios, spread
+from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.composition.settings import pick_device
@@ -228,7 +228,7 @@ class ModelBenchmark(Benchmark):
             parameters = sum(parameter.numel() for parameter in models[name].parameters()) * self.operand.itemsize
             for length, state in found.items():
                 took = seconds[f"{name} {length}"]
-                milliseconds = spread([1000 * second / self.decode_tokens for second in took])
+                milliseconds = summary([1000 * second / self.decode_tokens for second in took])
                 carried = sum(layer.nbytes for layer in state.layers)
                 row: Row = {"layer": name, "after tokens": length}
                 row |= {f"ms per token, {key}": value for key, value in milliseconds._asdict().items()} | {
@@ -262,7 +262,7 @@ class ModelBenchmark(Benchmark):
         rows: list[Row] = []
         versus: list[Row] = []
         for name, took in seconds.items():
-            found = spread(took)
+            found = summary(took)
             row: Row = {"layer": name, "T": length} | {f"s, {key}": value for key, value in found._asdict().items()}
             share = ceiling.share(found.median, passes * self._operations(name, length, logits))
             rows.append(row | {"tokens/s": length / found.median, "share of ceiling": share})

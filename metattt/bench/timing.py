@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 
-class Spread(NamedTuple):
+class Summary(NamedTuple):
     """Smallest, middle and largest of several measurements."""
 
     least: float
@@ -21,8 +21,8 @@ class Spread(NamedTuple):
         return f"{self.median:.3g} ({self.least:.3g} to {self.most:.3g})"
 
 
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(min(values), statistics.median(values), max(values))
+def summary(values: Sequence[float]) -> Summary:
+    return Summary(min(values), statistics.median(values), max(values))
 
 
 def in_turn(functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -51,9 +51,9 @@ def measure(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def ratios(slower: Sequence[float], faster: Sequence[float]) -> Spread:
+def ratios(slower: Sequence[float], faster: Sequence[float]) -> Summary:
     """How many times longer the one took than the other, round by round."""
-    return spread([a / b for a, b in zip(slower, faster, strict=True)])
+    return summary([a / b for a, b in zip(slower, faster, strict=True)])
 
 
 def _wait() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from metattt.data.manifest import FILE_NAME as MANIFEST
+from metattt.data.manifest import MANIFEST
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 

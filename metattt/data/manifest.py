@@ -10,7 +10,7 @@ from typing import Any
 
 from metattt.errors import MetaTTTError
 
-FILE_NAME = "manifest.json"
+MANIFEST = "manifest.json"
 FORMAT = "metattt shards"
 VERSION = 1
 
@@ -21,7 +21,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     Raises:
         MetaTTTError: a file of that name that is not a manifest of ours.
     """
-    file = folder / FILE_NAME
+    file = folder / MANIFEST
     if not file.is_file():
         return None
     try:

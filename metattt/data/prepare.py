@@ -27,12 +27,19 @@ from rich.table import Table
 
 from metattt.composition.settings import settings
 from metattt.data.documents import Document
-from metattt.data.manifest import FILE_NAME as MANIFEST
-from metattt.data.manifest import FORMAT, VERSION, check_shard, partial, read_manifest, refuse_strangers, write_json
+from metattt.data.manifest import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    check_shard,
+    partial,
+    read_manifest,
+    refuse_strangers,
+    write_json,
+)
 from metattt.data.progress import BytesProgress
 from metattt.data.sources import Source, is_local, open_source
-from metattt.data.tokenizers import FILE_NAME as TOKENIZER
-from metattt.data.tokenizers import FileTokenizer, describe, load_tokenizer
+from metattt.data.tokenizers import TOKENIZER, FileTokenizer, fingerprint, load_tokenizer
 from metattt.data.windows import Tokenizer
 from metattt.errors import MetaTTTError
 
@@ -127,7 +134,7 @@ def _begin(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, source: 
         "validation_fraction": chosen.validation_fraction,
         "seed": chosen.seed,
         "shard_bytes": chosen.shard_bytes,
-        "tokenizer": describe(tokenizer),
+        "tokenizer": fingerprint(tokenizer),
     }
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from metattt.data.manifest import check_shard, read_manifest, refuse_strangers
-from metattt.data.tokenizers import FILE_NAME as TOKENIZER
-from metattt.data.tokenizers import describe, load_tokenizer
+from metattt.data.tokenizers import TOKENIZER, fingerprint, load_tokenizer
 from metattt.data.windows import Split, WindowArray, WindowData
 from metattt.errors import MetaTTTError
 from metattt.registry import register
@@ -112,7 +111,7 @@ class ShardData(WindowData):
         self.tokenizer = load_tokenizer(
             str(file) if manifest["settings"]["tokenizer"]["kind"] == TOKENIZER else "bytes"
         )
-        if describe(self.tokenizer) != manifest["settings"]["tokenizer"]:
+        if fingerprint(self.tokenizer) != manifest["settings"]["tokenizer"]:
             raise MetaTTTError(f"{file} is not the tokenizer of these shards: it has been changed")
         self.manifest = manifest
 

@@ -18,7 +18,7 @@ from metattt.data.windows import Tokenizer
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 
-FILE_NAME = "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 STARTS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]")
 
@@ -97,12 +97,12 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    file = path / FILE_NAME if path.is_dir() else path
+    file = path / TOKENIZER if path.is_dir() else path
     if file.is_file():
         return FileTokenizer(file.read_text(encoding="utf-8"), name)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".json":
         raise MetaTTTError(
-            f"tokenizer={name} does not exist: give bytes, a {FILE_NAME} or a name on the Hugging Face Hub"
+            f"tokenizer={name} does not exist: give bytes, a {TOKENIZER} or a name on the Hugging Face Hub"
         )
     try:
         found = _library().Tokenizer.from_pretrained(name)
@@ -133,11 +133,11 @@ def tokenizer_of(
     elif content == "bytes" or (content is None and vocab_size == ByteTokenizer.vocab_size):
         found = ByteTokenizer()
     elif content is not None:
-        found = FileTokenizer(content, f"{model}/{FILE_NAME}")
+        found = FileTokenizer(content, f"{model}/{TOKENIZER}")
     else:
         raise MetaTTTError(
-            f"{model} has {vocab_size} tokens, and no {FILE_NAME} says which: "
-            f"add tokenizer=<its {FILE_NAME}, or a name on the Hugging Face Hub>"
+            f"{model} has {vocab_size} tokens, and no {TOKENIZER} says which: "
+            f"add tokenizer=<its {TOKENIZER}, or a name on the Hugging Face Hub>"
         )
     if found.vocab_size > vocab_size:
         raise MetaTTTError(
@@ -146,11 +146,11 @@ def tokenizer_of(
     return found
 
 
-def describe(tokenizer: Tokenizer) -> dict[str, Any]:
+def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:
     """What identifies a tokenizer: plain data for a manifest."""
     kind = {"kind": "bytes"}
     if isinstance(tokenizer, FileTokenizer):
-        kind = {"kind": FILE_NAME, "sha256": hashlib.sha256(tokenizer.content.encode()).hexdigest()}
+        kind = {"kind": TOKENIZER, "sha256": hashlib.sha256(tokenizer.content.encode()).hexdigest()}
     return {**kind, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator, "end": tokenizer.end}
 
 

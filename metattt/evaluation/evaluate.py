@@ -18,11 +18,10 @@ from metattt.checkpoints.files import LAST, SAFETENSORS, find_checkpoint
 from metattt.checkpoints.trained import Trained, load_model, open_trained
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
-from metattt.data.manifest import FILE_NAME as MANIFEST
+from metattt.data.manifest import MANIFEST
 from metattt.data.shards import ShardData
 from metattt.data.text import TextData
-from metattt.data.tokenizers import describe as describe_tokenizer
-from metattt.data.tokenizers import tokenizer_of
+from metattt.data.tokenizers import fingerprint, tokenizer_of
 from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, check_choice
 from metattt.evaluation import by_position
@@ -92,7 +91,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
-        if describe_tokenizer(tokenizer) != describe_tokenizer(tokenizers[0]):
+        if fingerprint(tokenizer) != fingerprint(tokenizers[0]):
             raise MetaTTTError(f"{names[0]} and {name} have different tokenizers: they cannot be compared by position")
     for name, text in zip(names[1:], texts[1:], strict=True):
         _check_same_text(texts[0], text, names[0], name, split)
@@ -208,7 +207,7 @@ def _data(text: dict[str, Any], tokenizer: Tokenizer) -> WindowData:
         data.tokenizer = tokenizer
     else:
         data.setup()
-        if describe_tokenizer(data.tokenizer) != describe_tokenizer(tokenizer):
+        if fingerprint(data.tokenizer) != fingerprint(tokenizer):
             raise MetaTTTError(
                 f"the shards of {data.source} have other tokens than the model: prepare them with the model's tokenizer"
             )

@@ -13,7 +13,7 @@ from metattt.generation.sampling import generate
 from metattt.models.language_model import LanguageModel
 
 
-class Tokenizer(Protocol):
+class TextTokenizer(Protocol):
     """What generation asks of a tokenizer."""
 
     separator: int  #: the token before every document; drawn, it ends a text
@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
         """The text of the tokens as UTF-8; it may end inside a character."""
 
 
-def ends(tokenizer: Tokenizer) -> list[int]:
+def ends(tokenizer: TextTokenizer) -> list[int]:
     """The tokens that end a text."""
     return [token for token in (tokenizer.separator, tokenizer.end) if token is not None]
 
@@ -44,7 +44,7 @@ class Continuation:
         ended: a token that ends texts, or a stop string, has come.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()):
         if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
             raise MetaTTTError(f"stop={stop!r} is not allowed: give a list of texts that are not empty, stop=[...]")
         self.tokenizer, self.stop = tokenizer, [one.encode() for one in stop]
@@ -84,7 +84,7 @@ class Continuation:
 
 def generate_text(
     model: LanguageModel,
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     prompts: Sequence[str],
     max_new_tokens: int,
     temperature: float = 1.0,

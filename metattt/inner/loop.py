@@ -18,9 +18,10 @@ from metattt.inner.forms import CHUNKS
 from metattt.inner.packing import Packing, make_frame, mask_gates
 from metattt.inner.recompute import recomputed
 from metattt.inner.replay import tail, with_tail
-from metattt.inner.tokens import Block, Carry, Tokens, spread, where
+from metattt.inner.tokens import Block, Carry, Tokens, where
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import spread
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metattt.modules import spread
 from metattt.state import Tensors
 
 Carry = dict[str, Tensors]
@@ -75,11 +76,6 @@ class MiniBatches(NamedTuple):
 
 
 Scan = Callable[[MiniBatches], tuple[Tensor, Tensors]]
-
-
-def spread(factor: Tensor, like: Tensor) -> Tensor:
-    """`[B]` or `[B, H]` with trailing axes, to broadcast against `[B, H, *shape]`."""
-    return factor[(...,) + (None,) * (like.ndim - factor.ndim)]
 
 
 def rated(factor: Tensor, rates: Tensor | None, index: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.modules import spread
 from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
 from metattt.optimizers.gradient_descent import StepSize
 from metattt.optimizers.momentum import Gate
@@ -210,7 +211,7 @@ class BlockMomentum(BlockRule):
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
         memory = dict(carry["update"])
         if beta is not None and "momentum" in carry:
-            memory = {name: _spread(beta, x) * carry["momentum"][name] + x for name, x in memory.items()}
+            memory = {name: spread(beta, x) * carry["momentum"][name] + x for name, x in memory.items()}
         after = {}
         for name, weight in carry["commit"].items():
             step, factors = memory[name], carry.get("factors", {})
@@ -218,7 +219,7 @@ class BlockMomentum(BlockRule):
                 step = newton_schulz_factored(factors[f"{name}.left"], factors[f"{name}.right"])
             elif self.orthogonalize and weight.ndim == 4:
                 step = newton_schulz(step)
-            moved = (weight if alpha is None else _spread(alpha, weight) * weight) + step
+            moved = (weight if alpha is None else spread(alpha, weight) * weight) + step
             if self.row_norm and weight.ndim == 4:
                 moved = moved * (_output_norms(carry["origin"][name]) / _output_norms(moved))
             after[name] = moved
@@ -313,7 +314,3 @@ def newton_schulz_factored(left: Tensor, right: Tensor, steps: int = 5, eps: flo
 def _output_norms(matrix: Tensor) -> Tensor:
     """Norm of the weights into every output of `[..., d_in, d_out]`."""
     return (matrix.square().sum(-2, keepdim=True) + 1e-12).sqrt()
-
-
-def _spread(gate: Tensor, like: Tensor) -> Tensor:
-    return gate.view(*gate.shape, *(1,) * (like.ndim - 2))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import Carry, Tokens, rated, spread
+from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import ReadRows, Record, Site, matmul, needs_probes
+from metattt.modules import spread
 from metattt.optimizers.base import Coefficients, Gates, clip_factor
 from metattt.state import Tensors
 

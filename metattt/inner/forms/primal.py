@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from metattt.inner.gradients import vjp
-from metattt.inner.tokens import Carry, Tokens, rated, spread
+from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import spread
 from metattt.state import Tensors
 
 if TYPE_CHECKING:

@@ -183,14 +183,22 @@ class Layout:
         }
         return blank._replace(**named)
 
-    def spread(self, x: Tensor) -> Tensor:
+    def for_every_learner(self, x: Tensor) -> Tensor:
         """Numbers of a head `[1 or H, ...]` for every learner: `[B·H, ...]`."""
         return x.to(self.dtype).expand(self.heads, *x.shape[1:]).repeat(self.batch, *(1,) * (x.ndim - 1))
 
     def group(self, place: slice) -> Group:
-        mix, rows = self.coefficients(self.gates(place), None if self.tau is None else self.spread(self.tau))
+        mix, rows = self.coefficients(self.gates(place), None if self.tau is None else self.for_every_learner(self.tau))
         k, v, q = (self.take(x, place) for x in self.tokens[:3])
-        return Group(k, v, q, mix, rows, self.spread(self.scale).unsqueeze(1), self.spread(self.shift).unsqueeze(1))
+        return Group(
+            k,
+            v,
+            q,
+            mix,
+            rows,
+            self.for_every_learner(self.scale).unsqueeze(1),
+            self.for_every_learner(self.shift).unsqueeze(1),
+        )
 
     def packed(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """`[B, H, *shape]` to `[B·H, d_in, d_out]`, or `[B·H, 1, d]` for biases."""
@@ -219,7 +227,7 @@ class Layout:
             total += part.unflatten(0, (self.batch, self.heads)).sum((0, 2))
         with torch.enable_grad():  # through a few numbers per token: not through the scan
             gates = self.gates(place).map(lambda x: x.detach().requires_grad_())
-            steps = None if self.tau is None else self.spread(self.tau.detach()).requires_grad_()
+            steps = None if self.tau is None else self.for_every_learner(self.tau.detach()).requires_grad_()
             made = [x for x in self.coefficients(gates, steps) if x is not None]
             inputs = {name: x for name, x in gates._asdict().items() if x is not None} | (
                 {} if steps is None else {"tau": steps}

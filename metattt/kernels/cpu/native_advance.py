@@ -16,10 +16,10 @@ from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.threads import divide
 from metattt.state import Tensors
 
-WEIGHTS = 4  #: most weights of a learner
+MOST_WEIGHTS = 4  #: most weights of a learner
 SMALLEST_SHARE = 2**20  #: numbers of the state that are worth a thread
 
-_pack = struct.Struct(f"={5 + 5 * 4 + 4 + 4 * WEIGHTS}q").pack  # `struct Advance`
+_pack = struct.Struct(f"={5 + 5 * 4 + 4 + 4 * MOST_WEIGHTS}q").pack  # `struct Advance`
 
 
 def advance(
@@ -92,4 +92,4 @@ def _pointer(x: Tensor | None) -> int:
 
 def _pointers(tensors: list[Tensor] | None) -> list[int]:
     found = [] if tensors is None else [x.data_ptr() for x in tensors]
-    return found + [0] * (WEIGHTS - len(found))
+    return found + [0] * (MOST_WEIGHTS - len(found))
