@@ -35,11 +35,15 @@ def spread(factor: Tensor, like: Tensor) -> Tensor:
     return factor[(...,) + (None,) * (like.ndim - factor.ndim)]
 
 
+def rounds(device: str) -> bool:
+    """Whether autocast is on for a type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def exact(device: str) -> AbstractContextManager[object]:
     """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is
     entered then.)"""
-    on = torch.compiler.is_compiling() or torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
+    return torch.autocast(device, enabled=False) if torch.compiler.is_compiling() or rounds(device) else nullcontext()
 
 
 class CausalConv(nn.Module):
@@ -114,7 +118,7 @@ class CausalConv(nn.Module):
     def _plain(self, x: Tensor) -> bool:
         """Whether nothing but this module decides in which type the taps of `x` are added up."""
         wide = x.dtype in (torch.float32, torch.float64) and x.dtype == self.weight.dtype
-        return wide and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        return wide and x.device.type == "cpu" and not rounds("cpu")
 
 
 def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:

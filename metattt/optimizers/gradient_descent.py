@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.modules import exact
+from metattt.modules import exact, rounds
 from metattt.optimizers.base import Anchor, Gates, InnerOptimizer, Read
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -63,7 +63,7 @@ class StepSize(InnerOptimizer):
         if self.lr == "constant":
             eta = x.new_full((1, 1, 1), self.scale, dtype=wide)
             return Gates(eta.expand(x.shape[0], self.num_heads, x.shape[1])), state
-        if x.shape[1] == 1 and x.dtype == self.lr_weight.dtype == wide and not torch.is_autocast_enabled(x.device.type):
+        if x.shape[1] == 1 and x.dtype == self.lr_weight.dtype == wide and not rounds(x.device.type):
             # for one token the number of operations counts
             eta = (torch.sigmoid(F.linear(x, self.lr_weight, self.lr_bias)) * self.scale).mT
             return Gates(eta if len(self.lr_weight) == self.num_heads else eta.expand(-1, self.num_heads, -1)), state
