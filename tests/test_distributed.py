@@ -35,6 +35,7 @@ TINY = (
     "dim=16", "num_heads=2", "model.num_layers=2", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu",
     "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8", "training.lr=5e-3",
 )  # fmt: skip
+LEFT_BEHIND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK")
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 
@@ -61,9 +62,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def metattt(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "metattt.cli", "train", *overrides]
-    return subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
+    # Lightning leaves the port of a run in this process (another test's) in its environment, and the port in use.
+    clean = {name: value for name, value in os.environ.items() if name not in LEFT_BEHIND}
+    return subprocess.run(command, env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
 
 
 def one_of_two(rank: int, port: int, folder: str, overrides: tuple[str, ...], kill_at: int) -> None:
