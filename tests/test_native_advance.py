@@ -295,3 +295,14 @@ def test_what_is_not_accepted() -> None:
         source_of_tokens = None
 
     assert "whole mini-batches" in str(Whole().advances(x))
+
+
+def test_a_state_of_another_type_is_not_misread() -> None:
+    """The kernel is handed addresses: an update that somebody has widened is read as what it is."""
+    x = given("linear", n=4)
+    first, weights, update = KERNELS["linear"].advance(part(x, 0, 2), None, 0, False)
+    assert update is not None
+    expected = KERNELS["linear"].advance(part(x, 2, 4, weights), update, 2, False)[0]
+    wide = {name: value.double() for name, value in update.items()}
+    assert torch.equal(KERNELS["linear"].advance(part(x, 2, 4, weights), wide, 2, False)[0], expected)
+    assert first.isfinite().all()

@@ -33,7 +33,7 @@ def advance(
     completes = aligned and phase + count == given.size
     names = list(weights)
     start = [_dense(x) for x in weights.values()]
-    before = None if update is None else [_dense(update[name]) for name in names]
+    before = None if update is None else [_dense(update[name].to(x.dtype)) for name, x in weights.items()]
     committed: list[Tensor] | None = None
     if completes or not aligned:
         committed = start if own else [torch.empty_like(x) for x in start]
