@@ -279,6 +279,18 @@ class TTTLayer(nn.Module):
                 raise MetaTTTError(
                     f"the state is from another layer: it carries {role} {found}, this layer {plan.roles} {wanted}"
                 )
+        # Kernels are handed addresses: what they read there must be what they take it for.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        types = {w.dtype for role, weights in state.weights.items() if role != "pool" for w in weights.values()}
+        if state.pos.dtype != torch.long or types - {wide}:
+            raise MetaTTTError(
+                f"the state has positions of {state.pos.dtype} and weights of {types}, expected torch.int64 and {wide}: "
+                "move it with State.to, which keeps integers, or start with state=None"
+            )
+        if state.phase is not None and (type(state.phase) is not int or state.phase < 0):
+            raise MetaTTTError(
+                f"the state stands at token {state.phase!r} of a mini-batch: it must be an integer from 0 on, or None"
+            )
         if state.phase is not None and state.phase >= self.optimizer.mini_batch_size:
             raise MetaTTTError(
                 f"the state is from another layer: it stands at token {state.phase} of {self.optimizer.mini_batch_size}"
