@@ -15,6 +15,9 @@ import torch
 from omegaconf import OmegaConf
 
 import metattt.configs
+from metattt.checkpoints.disk import digest
+from metattt.checkpoints.files import find_checkpoint
+from metattt.checkpoints.folder import CONTENT, canonical
 from metattt.checkpoints.naming import to_names, to_targets
 from metattt.checkpoints.record import VERSION, make_record
 from metattt.checkpoints.trained import load_model, read_checkpoint
@@ -63,10 +66,11 @@ def registered() -> Iterator[None]:
 
 def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """The checkpoint with another record."""
-    file = path / "last.ckpt"
-    content = torch.load(file, weights_only=True)
-    change(content["metattt"])
-    torch.save(content, file)
+    file = find_checkpoint(path) / CONTENT
+    content = json.loads(file.read_text())
+    del content["checksum"]
+    change(content)
+    file.write_text(json.dumps({"checksum": digest(canonical(content)), **content}))
     return path
 
 
@@ -120,8 +124,8 @@ def test_versions_of_a_component(registered: None) -> None:
         MetaTTTError, match=r"here has version 1 of learner=mlp, and here is version 2: nothing brings it up"
     ):
         to_targets(node, "here")
-    VERSIONS["learner", "mlp"] = 2, lambda parameters, version: {"new": parameters["old"] + version}
-    assert to_targets(node, "here") == {"_target_": REGISTERED["learner", "mlp"], "new": 4}
+    VERSIONS["learner", "mlp"] = 2, lambda parameters, version: {"depth": parameters["old"] + version}
+    assert to_targets(node, "here") == {"_target_": REGISTERED["learner", "mlp"], "depth": 4}
     for version in (3, "x", None, True):
         with pytest.raises(MetaTTTError, match="of learner=mlp, and here is version 2"):
             to_targets(node | {"_version_": version}, "here")

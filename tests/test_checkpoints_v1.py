@@ -56,7 +56,7 @@ def test_a_resumed_run_logs_the_same_losses(name: str, tmp_path: Path, capsys: p
         losses = {row["step"]: float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
     assert losses == pytest.approx(FIGURES[name]["resumed"], rel=CLOSE)
     record = read_checkpoint(tmp_path / name)["metattt"]
-    assert record["version"] == 2 and record["config"]["layer"]["_component_"] == "layer=ttt_layer"
+    assert record["version"] == 3 and record["config"]["layer"]["_component_"] == "layer=ttt_layer"
     assert '"_target_": "metattt' not in json.dumps(record)
 
 
@@ -108,6 +108,7 @@ def test_a_class_that_is_gone_is_named(tmp_path: Path) -> None:
     content["metattt"] = torch.load(HERE / "linear" / "last.ckpt", weights_only=True)["metattt"]
     content["metattt"]["config"]["learner"]["_target_"] = "metattt.learners.old.Forgotten"
     torch.save(content, tmp_path / "last.ckpt")
-    assert open_trained(tmp_path).config.dim == 8
+    with pytest.raises(MetaTTTError, match=r"'metattt\.learners\.old\.Forgotten', which is no registered component"):
+        open_trained(tmp_path)
     with pytest.raises(MetaTTTError, match=r"metattt\.learners\.old\.Forgotten` cannot be imported"):
-        load_model(tmp_path)
+        load_model(tmp_path, trust=["metattt.learners.old"])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from metattt.checkpoints.files import TOKENIZER, check_new, write_folder
-from metattt.checkpoints.record import CONFIG, PUBLISHED_CONFIG, write_config
+from metattt.checkpoints.disk import write_text
+from metattt.checkpoints.files import SAFETENSORS, check_new
+from metattt.checkpoints.folder import TOKENIZER
+from metattt.checkpoints.record import PUBLISHED_CONFIG, make_record
+from metattt.checkpoints.tensors import write_tensors
 from metattt.checkpoints.trained import Weights, read_weights
+from metattt.checkpoints.trust import modules
+from metattt.checkpoints.writing import new_folder, write_model
 from metattt.errors import MetaTTTError, check_choice
 from metattt.models.published import from_ours, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty
@@ -31,7 +37,7 @@ def convert(cfg: DictConfig) -> None:
             raise MetaTTTError(f"no {key} is given: metattt convert source=<folder or file> target=<new folder>")
     check_choice("direction", cfg.direction, DIRECTIONS)
     target = check_new(cfg.target)
-    found = read_weights(cfg.source)
+    found = read_weights(cfg.source, modules(cfg.trust))
     file, side = found.about.path, found.side
     if side == "ours" and not cfg.direction.startswith("to_"):
         raise MetaTTTError(f"{file} is a checkpoint of ours: give direction=to_published or direction=to_jax")
@@ -40,10 +46,10 @@ def convert(cfg: DictConfig) -> None:
     tokenizer = None if found.about.tokenizer == "bytes" else found.about.tokenizer  # bytes need no file
     if side == "ours":
         tensors, text = _published(found, cfg.direction == "to_jax")
-        write_folder(target, tensors, {PUBLISHED_CONFIG: text, TOKENIZER: tokenizer})
+        _write_published(target, tensors, {PUBLISHED_CONFIG: text, TOKENIZER: tokenizer})
     else:
         tensors = found.tensors
-        write_folder(target, tensors, {CONFIG: write_config(found.about.config), TOKENIZER: tokenizer})
+        write_model(target, make_record(found.about.config), tensors, tokenizer)
     count = sum(tensor.numel() for tensor in tensors.values())
     print(f"{target}  {len(tensors)} tensors, {count:,} parameters")
 
@@ -55,3 +61,11 @@ def _published(found: Weights, jax: bool) -> tuple[dict[str, Tensor], str]:
     keys = config.jax() if jax else config.published()
     tensors = from_ours(to_ours(found.tensors, model, "ours"), "jax" if jax else "published")
     return tensors, json.dumps(keys, indent=2) + "\n"
+
+
+def _write_published(target: Path, tensors: dict[str, Tensor], texts: dict[str, str | None]) -> None:
+    """Writes weights and texts by their names (None: no such file) as a release has them; the weights carry the
+    checksums of all."""
+    with new_folder(target) as folder:
+        beside = {name: write_text(folder / name, text) for name, text in texts.items() if text is not None}
+        write_tensors(folder / SAFETENSORS, tensors, beside=beside)

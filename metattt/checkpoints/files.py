@@ -1,69 +1,82 @@
-"""Files that hold weights: found, read and written; tensors and plain data, never code."""
+"""Which checkpoint a path means, and what is in it: ours of any version, or a published one."""
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import shutil
-import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from metattt.checkpoints.sharded import NEW, is_sharded, read_plain, read_sharded, remove, standing
+from metattt.checkpoints import folder as ours
+from metattt.checkpoints import version2
+from metattt.checkpoints.disk import check_own, digest, read_json
+from metattt.checkpoints.folder import standing
+from metattt.checkpoints.record import RECORD
+from metattt.checkpoints.rolling import CHECKPOINTS, steps
+from metattt.checkpoints.tensors import open_tensors
 from metattt.errors import MetaTTTError
 
 Tensors = Literal["all", "weights", "none"]
-LAST = "last.ckpt"  # of a run: a file; a folder, where the processes of the run wrote their parts
+LAST = "last.ckpt"  # of a run before version 3: a file; a folder, where the processes of the run wrote their parts
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it
 PUBLISHED = (
     f"{SAFETENSORS}.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )  # other names that releases have
-TOKENIZER = "tokenizer.json"  # of the `tokenizers` library, beside the weights
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path names: a file, or what is in a folder: a run's `last.ckpt`, or a model's weights.
+    """The checkpoint that a path names: itself, or what is in a folder: the newest of a run, or a model's weights.
 
     Returns:
-        A file, or the folder of a sharded checkpoint.
+        A folder (`metattt.checkpoints.folder`); of other programs and earlier versions a file, or the folder of a
+        sharded checkpoint.
 
     Raises:
         MetaTTTError: no such path, or a folder with no such file or with several.
     """
     given = standing(Path(path).expanduser())
-    if given.is_file() or is_sharded(given):
+    if given.is_file() or _is_folder(given):
         return given
     if not given.is_dir():
         raise MetaTTTError(
-            f"no checkpoint: {path} does not exist; give a run's folder, its {LAST}, or a folder or file of weights"
+            f"no checkpoint: {path} does not exist; give a run's folder, a checkpoint in it, or a folder or file of weights"
         )
+    if found := steps(given):
+        return found[0][1]
     for name in (LAST, SAFETENSORS, *PUBLISHED):
-        if (found := standing(given / name)).is_file() or is_sharded(found):
-            return found
+        if (one := standing(given / name)).is_file() or _is_folder(one):
+            return one
     files = sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
     if len(files) == 1:
         return files[0]
     if not files:
-        raise MetaTTTError(f"no checkpoint: the folder {given} holds no {LAST}, and none of {', '.join(SUFFIXES)}")
+        raise MetaTTTError(
+            f"no checkpoint: the folder {given} holds no {CHECKPOINTS}, and none of {', '.join(SUFFIXES)}"
+        )
     several = ", ".join(file.name for file in files)
     raise MetaTTTError(
         f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
     )
 
 
+def _is_folder(path: Path) -> bool:
+    return ours.is_checkpoint(path) or version2.is_parts(path)
+
+
+def home(checkpoint: Path) -> Path:
+    """The folder of the run or of the model that a checkpoint belongs to."""
+    if ours.is_checkpoint(checkpoint) and not ours.is_of_run(checkpoint):
+        return checkpoint
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
+
+
 def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds, plain data and tensors only. A sharded one, or one with an index, is put together.
+    """What a checkpoint holds, plain data and tensors only. One with an index, or of several processes, is put
+    together; what has checksums is compared with them.
 
     Args:
         file: as `find_checkpoint` found it.
@@ -73,33 +86,17 @@ def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> di
     Raises:
         MetaTTTError: a file that is truncated, damaged, of another kind, or holds code; a part that is missing.
     """
-    if is_sharded(file):
-        return read_plain(file) if tensors == "none" else read_sharded(file, weights_only=tensors != "all")
+    if ours.is_checkpoint(file):
+        content = ours.read_content(file)
+        record = {key: value for key, value in content.items() if key not in ("format", "files", "content")}
+        return {RECORD: record} | ours.read_checkpoint(file, content, tensors != "none", tensors == "all")
+    if version2.is_parts(file):
+        return version2.read_plain(file) if tensors == "none" else version2.read_parts(file, tensors != "all")
     if file.name.endswith(".index.json"):
-        parts = sorted(set(read_json(file).get("weight_map", {}).values()))
-        missing = [part for part in parts if not (file.parent / part).is_file()]
-        if missing or not parts:
-            raise MetaTTTError(f"{file} names parts that are not there: {', '.join(missing) or 'no weight_map'}")
-        return {name: tensor for part in parts for name, tensor in read_content(file.parent / part).items()}
+        return _read_index(file)
     if file.suffix == ".safetensors":
-        try:
-            return load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise MetaTTTError(
-                f"{file} cannot be read as safetensors: it is truncated, damaged or of another kind ({error})"
-            ) from error
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of old pickle formats: what cannot be read is said below
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-            raise MetaTTTError(
-                f"{file} holds pickled objects, which could run any code when loaded; only tensors are read.\n"
-                "Save the state dict alone where the file comes from: torch.save(model.state_dict(), ...)"
-            ) from error
-        raise MetaTTTError(
-            f"{file} cannot be read as a checkpoint: it is truncated, damaged or of another kind"
-        ) from error
+        return dict(_read_alone(file))
+    content = version2.read_file(file, mmap)
     if not isinstance(content, Mapping):
         held = type(content).__name__
         raise MetaTTTError(
@@ -108,39 +105,41 @@ def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> di
     return dict(content)
 
 
-def write_file(file: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes a run's checkpoint in place of what has this name, a file or a folder: a kill leaves the old one or the
-    new one.
-
-    Raises:
-        MetaTTTError: it cannot be written.
-    """
-    new = file.with_name(file.name + NEW)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(dict(checkpoint), new)
-        if file.is_dir():  # of a run that went on from a sharded one
-            remove(file)
-        new.replace(file)
-    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when the disk is full
-        raise MetaTTTError(f"{file} cannot be written: {error}") from error
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a run's weights by name; those of a checkpoint of this version without reading them."""
+    if ours.is_checkpoint(file):
+        return ours.shapes(file)
+    return {
+        name: tuple(tensor.shape) for name, tensor in read_content(file, "weights", mmap=True)[ours.WEIGHTS].items()
+    }
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file with an object.
+def _read_index(file: Path) -> dict[str, Any]:
+    """The tensors of several files of weights, from the index that names them."""
+    names = read_json(file).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(part, str) for part in names.values()):
+        raise MetaTTTError(f"{file} names parts that are not there: no weight_map")
+    parts = sorted(set(names.values()))
+    for part in parts:
+        if Path(part).name != part or part.endswith(".index.json"):
+            raise MetaTTTError(f"{file} names the part {part[:80]!r}: names of files beside it are allowed")
+    missing = [part for part in parts if not (file.parent / part).is_file()]
+    if missing or not parts:
+        raise MetaTTTError(f"{file} names parts that are not there: {', '.join(missing) or 'no weight_map'}")
+    return {name: tensor for part in parts for name, tensor in read_content(file.parent / part).items()}
 
-    Raises:
-        MetaTTTError: no such file, or it is not JSON.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise MetaTTTError(f"{file} does not exist: the configuration has to stand beside the weights") from error
-    except (ValueError, OSError) as error:
-        raise MetaTTTError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise MetaTTTError(f"{file} holds no configuration, but {type(content).__name__}")
-    return content
+
+def _read_alone(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of safetensors, which may carry checksums of its own and of what stands beside it."""
+    check_own(file)
+    with open_tensors(file) as opened:
+        for name, checksum in opened.beside.items():
+            other = file.parent / Path(name).name
+            if not other.is_file() or digest(other.read_bytes()) != checksum:
+                raise MetaTTTError(
+                    f"{other} is not the one that was written with {file.name} (checksum): take it from the same place"
+                )
+        return {name: opened[name] for name in opened.names}
 
 
 def check_new(target: str | Path) -> Path:
@@ -152,38 +151,6 @@ def check_new(target: str | Path) -> Path:
     path = Path(target).expanduser()
     if path.suffix in SUFFIXES:
         raise MetaTTTError(f"target={target} is the name of a file: give a folder, {SAFETENSORS} is written in it")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise MetaTTTError(f"target={target} exists and is not empty: give another folder, or remove it")
     return path
-
-
-def read_tokenizer(folder: Path) -> str | None:
-    """The text of the tokenizer.json in a folder; None if there is none.
-
-    Raises:
-        MetaTTTError: it cannot be read.
-    """
-    file = folder / TOKENIZER
-    try:
-        return file.read_text(encoding="utf-8") if file.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise MetaTTTError(f"{file} cannot be read: {error}") from error
-
-
-def write_folder(target: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str | None]) -> None:
-    """Writes weights and files of text by their names (None: no such file), all or nothing: interrupted, it leaves no
-    folder `target`."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-        save_file(dict(tensors), partial / SAFETENSORS, metadata={"format": "pt"})
-        for name, text in texts.items():
-            if text is not None:
-                (partial / name).write_text(text, encoding="utf-8")
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except (OSError, SafetensorError) as error:
-        raise MetaTTTError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

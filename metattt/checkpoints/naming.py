@@ -12,6 +12,7 @@ from collections.abc import Collection
 from importlib.metadata import entry_points
 from typing import Any
 
+from metattt.checkpoints.trust import check_keys, check_target
 from metattt.composition.components import load_components
 from metattt.errors import MetaTTTError
 from metattt.registry import REGISTERED, version_of
@@ -47,23 +48,27 @@ def _named(node: Any, names: dict[str, tuple[str, str]]) -> Any:
     return written
 
 
-def to_targets(node: Any, origin: object, skip: Collection[str] = ()) -> Any:
+def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Collection[str] = ()) -> Any:
     """The configuration that `to_names` wrote, ready to be instantiated.
 
     Args:
         node: a plain configuration.
         origin: the file it comes from, for messages.
         skip: groups whose components stay names: they are not going to be instantiated.
+        trust: modules of the user's whose classes the file may name.
 
     Raises:
-        MetaTTTError: a component that nothing registers, or of a version that cannot be read.
+        MetaTTTError: a component that nothing registers, or of a version that cannot be read; a class that is no
+            component and not trusted; a key or a value that its constructor does not take.
     """
     if isinstance(node, list):
-        return [to_targets(one, origin, skip) for one in node]
+        return [to_targets(one, origin, skip, trust) for one in node]
     if not isinstance(node, dict):
         return node
     if COMPONENT not in node:
-        return {key: to_targets(value, origin, skip) for key, value in node.items()}
+        if "_target_" in node:
+            check_target(node["_target_"], node, origin, trust)
+        return {key: to_targets(value, origin, skip, trust) for key, value in node.items()}
     group, equals, name = str(node[COMPONENT]).partition("=")
     if not equals or "_target_" in node:
         raise MetaTTTError(f"{origin} names a component as {node[COMPONENT]!r}: it must be group=name, and alone")
@@ -72,7 +77,8 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = ()) -> Any:
     version = node.get(COMPONENT_VERSION)
     rest = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
     target, parameters = _found(group, name, origin), _current(group, name, version, rest, origin)
-    return {"_target_": target} | to_targets(parameters, origin, skip)
+    check_keys(f"{group}={name}", target, parameters, origin)
+    return {"_target_": target} | to_targets(parameters, origin, skip, trust)
 
 
 def _found(group: str, name: str, origin: object) -> str:

@@ -1,5 +1,4 @@
-"""What stands beside the weights: version, configuration, tokenizer. In a run's checkpoint under `RECORD`, in a folder
-as `CONFIG`."""
+"""What stands beside the weights: version and configuration. In what is read and written it is the entry `RECORD`."""
 
 from __future__ import annotations
 
@@ -11,14 +10,17 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from metattt.checkpoints.disk import read_text
 from metattt.checkpoints.naming import to_names, to_targets
+from metattt.checkpoints.trust import REFERENCE, check_plain
 from metattt.checkpoints.version1 import from_version1
 from metattt.errors import MetaTTTError
 
 RECORD = "metattt"  # the entry of a run's checkpoint
-CONFIG = "config.yaml"  # the record of a model in a folder of its own
+CONFIG = "config.yaml"  # the record of a model in a folder of its own, before version 3
 PUBLISHED_CONFIG = "config.json"  # the configuration of a published model
-VERSION = 2  # 1 named components by dotted paths
+VERSION = 3  # 1 named components by dotted paths; 2 was kept in files of torch.save, or as config.yaml beside weights
+LONGEST_YAML = 2**20  # bytes
 
 
 def make_record(cfg: DictConfig, **others: Any) -> dict[str, Any]:
@@ -28,7 +30,29 @@ def make_record(cfg: DictConfig, **others: Any) -> dict[str, Any]:
         cfg: as it was composed.
         others: what else is to be kept, plain data.
     """
-    return {"version": VERSION, "config": to_names(OmegaConf.to_container(cfg)), **others}
+    return {"version": VERSION, "config": to_names(_computed(cfg)), **others}
+
+
+def _computed(cfg: DictConfig) -> Any:
+    """The plain configuration, with values in the place of what resolvers compute: `${oc.env:...}` means nothing
+    elsewhere, and a file may not say what is computed. References from key to key stay."""
+    container = OmegaConf.to_container(cfg)
+
+    def walk(node: Any, live: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: walk(value, (live, key)) for key, value in node.items()}
+        if isinstance(node, list):
+            return [walk(value, (live, index)) for index, value in enumerate(node)]
+        if isinstance(node, str) and "${" in REFERENCE.sub("", node):
+            return _at(cfg, live)
+        return node
+
+    return walk(container, ())
+
+
+def _at(cfg: Any, place: Any) -> Any:
+    """The resolved value at a place, given as nested pairs of (owner, key)."""
+    return _at(cfg, place[0])[place[1]] if place else cfg
 
 
 def checked_record(record: Any, origin: Path) -> dict[str, Any]:
@@ -40,12 +64,13 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
     if not isinstance(record, Mapping) or not isinstance(record.get("config"), Mapping):
         raise MetaTTTError(f"{origin} is not a checkpoint of metattt train: it holds no configuration")
     version = record.get("version")
-    if version not in range(1, VERSION + 1):
+    if type(version) is not int or not 1 <= version <= VERSION:
         newer = type(version) is int and version > VERSION
         remedy = "update metattt" if newer else "it is damaged, or of another program"
         raise MetaTTTError(
             f"{origin} has checkpoint version {version}; this release reads versions 1 to {VERSION}: {remedy}"
         )
+    check_plain(record["config"], origin)
     return {
         **record,
         "version": VERSION,
@@ -53,38 +78,54 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
     }
 
 
-def record_config(record: Mapping[str, Any], origin: Path, skip: Collection[str] = ()) -> DictConfig:
+def record_config(
+    record: Mapping[str, Any], origin: Path, skip: Collection[str] = (), trust: Collection[str] = ()
+) -> DictConfig:
     """The configuration of a checked record, ready to be instantiated but for the components of the groups in `skip`.
 
+    Args:
+        record: as `checked_record` returns it.
+        origin: the file that it is from.
+        skip: groups whose components need not be known here.
+        trust: modules of the user's whose classes it may name (`metattt.checkpoints.trust`).
+
     Raises:
-        MetaTTTError: a component that is not known here, or values that are no configuration.
+        MetaTTTError: a component that is not known here or not allowed, or values that are no configuration.
     """
     try:
-        config = OmegaConf.create(to_targets(record["config"], origin, skip))
-    except OmegaConfBaseException as error:
-        raise MetaTTTError(f"{origin} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
+        config = OmegaConf.create(to_targets(record["config"], origin, skip, trust))
+        OmegaConf.to_container(
+            config, resolve=True, throw_on_missing=False
+        )  # references that lead nowhere, or in a circle
+    except (OmegaConfBaseException, RecursionError) as error:
+        reason = (str(error).splitlines() or ["values refer to each other in a circle"])[0]
+        raise MetaTTTError(f"{origin} cannot be read as a configuration: {reason}") from error
     assert isinstance(config, DictConfig)
     return config
 
 
-def write_config(cfg: DictConfig) -> str:
-    """The text of a folder's `CONFIG`."""
-    text: str = yaml.safe_dump(make_record(cfg), sort_keys=False, allow_unicode=True)
-    return text
-
-
 def read_config(folder: Path) -> dict[str, Any]:
-    """The checked record in a folder's `CONFIG`; version 1 wrote the configuration alone.
+    """The checked record in a folder's `CONFIG`, of version 1 or 2; the former wrote the configuration alone.
 
     Raises:
         MetaTTTError: it is not there or cannot be read.
     """
     path = folder / CONFIG
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise MetaTTTError(f"{path} does not exist: the configuration has to stand beside the weights") from error
-    except (yaml.YAMLError, ValueError, OSError) as error:
-        raise MetaTTTError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}") from error
+        content = yaml.load(read_text(path, LONGEST_YAML), Loader=_NoAliases)
+    except MetaTTTError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MetaTTTError(f"{path} cannot be read as a configuration: {reason}") from error
     bare = isinstance(content, dict) and "version" not in content and "model" in content
     return checked_record({"version": 1, "config": content} if bare else content, path)
+
+
+class _NoAliases(yaml.SafeLoader):
+    """Plain data without `*aliases`: a few lines of them can stand for more values than fit in memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("it has *aliases, which are not read")
+        return super().compose_node(parent, index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from metattt.checkpoints.files import Tensors, find_checkpoint, read_content, read_json, read_tokenizer
+from metattt.checkpoints.disk import read_json
+from metattt.checkpoints.files import Tensors, find_checkpoint, read_content, read_shapes
+from metattt.checkpoints.folder import WEIGHTS, is_checkpoint, read_tokenizer
 from metattt.checkpoints.naming import OF_TRAINING
 from metattt.checkpoints.record import CONFIG, PUBLISHED_CONFIG, RECORD, checked_record, read_config, record_config
-from metattt.checkpoints.sharded import WEIGHTS, is_sharded
+from metattt.checkpoints.trust import check_amounts
+from metattt.checkpoints.version2 import is_parts
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
@@ -30,7 +33,7 @@ class Trained(NamedTuple):
     """What is known of a model without its weights.
 
     Attributes:
-        path: the checkpoint: a file, or the folder of a sharded one.
+        path: the checkpoint: a folder, or a file.
         config: of the run; of the model alone, where it does not come from a run of ours.
         tokenizer: `bytes`, or the text of its tokenizer.json; None: not known.
     """
@@ -71,27 +74,32 @@ def read_checkpoint(path: str | Path, tensors: Tensors = "all", mmap: bool | Non
     return _checked(file, read_content(file, tensors, tensors != "all" if mmap is None else mmap))
 
 
-def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING) -> Trained:
+def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: Collection[str] = ()) -> Trained:
     """Configuration and tokenizer of a model on disk; no weights are read.
 
     Args:
         path: as for `find_checkpoint`.
         skip: groups whose components need not be known here (`metattt.checkpoints.naming`).
+        trust: modules of the user's whose classes it may name (`metattt.checkpoints.trust`).
 
     Raises:
-        MetaTTTError: no checkpoint, or one that cannot be read; a component that is not known.
+        MetaTTTError: no checkpoint, or one that cannot be read; a component that is not known or not allowed.
     """
     file = find_checkpoint(path)
     beside = [name for name in (CONFIG, PUBLISHED_CONFIG) if (file.parent / name).is_file()]
-    if not beside or is_sharded(file) or zipfile.is_zipfile(file):
+    if not beside or is_checkpoint(file) or is_parts(file) or zipfile.is_zipfile(file):
         content = read_content(file, "none", mmap=True)
         if RECORD in content or not beside:
-            return _of_run(file, _checked(file, content)[RECORD], skip)
-    return _ours(file, skip) if CONFIG in beside else _theirs(file)
+            return _of_run(file, _checked(file, content), skip, trust)
+    return _ours(file, skip, trust) if CONFIG in beside else _theirs(file)
 
 
-def read_weights(path: str | Path) -> Weights:
+def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
     """A model on disk with its weights.
+
+    Args:
+        path: as for `find_checkpoint`.
+        trust: modules of the user's whose classes it may name.
 
     Raises:
         MetaTTTError: as `open_trained`; names or shapes that are neither ours nor published.
@@ -99,11 +107,14 @@ def read_weights(path: str | Path) -> Weights:
     file = find_checkpoint(path)
     content = read_content(file, "weights", mmap=True)
     if RECORD in content:
-        record = _checked(file, content)[RECORD]
+        about = _of_run(file, _checked(file, content), (*OF_TRAINING, "data"), trust)
+        of_run = "global_step" in content
         tensors = {
-            name.removeprefix(PREFIX): value for name, value in content[WEIGHTS].items() if name.startswith(PREFIX)
+            name.removeprefix(PREFIX): value
+            for name, value in content[WEIGHTS].items()
+            if not of_run or name.startswith(PREFIX)
         }
-        return Weights(_of_run(file, record, (*OF_TRAINING, "data")), tensors, "ours", True)
+        return Weights(about, tensors, "ours", of_run)
     if set(content) == {WEIGHTS} and isinstance(content[WEIGHTS], Mapping):
         content = dict(content[WEIGHTS])
     side = guess_side(_paths(content))
@@ -114,18 +125,21 @@ def read_weights(path: str | Path) -> Weights:
             f"nor ours: it holds {names}"
         )
     if side == "ours":
-        return Weights(_ours(file, OF_TRAINING), content, side, False)
+        return Weights(_ours(file, OF_TRAINING, trust), content, side, False)
     about = _theirs(file)
     return Weights(about, to_ours(content, build_empty(about.config), side), side, False)
 
 
-def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[LanguageModel, DictConfig]:
+def load_model(
+    path: str | Path, device: torch.device | str = "cpu", trust: Collection[str] = ()
+) -> tuple[LanguageModel, DictConfig]:
     """A trained model and its configuration: `model, config = metattt.load_model("runs/…")`.
 
     Args:
         path: a run's folder or its `last.ckpt`, a folder of `metattt convert`, or a published checkpoint with its
             `config.json`.
         device: where the model goes.
+        trust: modules of yours whose classes the checkpoint may name: `trust=["my_learner"]`.
 
     Returns:
         The model in evaluation mode, and the configuration: of the run, or of the model alone where there was no run.
@@ -135,14 +149,16 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[La
     Raises:
         MetaTTTError: no checkpoint, one that cannot be read, or parameters that are not those of the configured model.
     """
-    found = read_weights(path)
+    found = read_weights(path, trust)
+    complaint = f"{path} does not fit the model of its own configuration"
+    check_shapes(found, complaint)
     with torch.random.fork_rng(
         devices=[]
     ):  # not on the meta device: a layer may compute buffers, which no checkpoint holds
         model = instantiate_model(found.about.config)
     if not found.of_run:
         _take_types(model, found.tensors)
-    fill(model, found, f"{path} does not fit the model of its own configuration")
+    fill(model, found, complaint)
     return model.to(device).eval(), found.about.config
 
 
@@ -153,38 +169,90 @@ def fill(model: LanguageModel, found: Weights, complaint: str) -> None:
     Raises:
         MetaTTTError: `complaint`, and the names or shapes that do not fit.
     """
-    given: dict[str, Any] = dict(found.tensors)
-    state = model.state_dict()
-    if not found.of_run:  # a tied parameter is saved once there
-        given |= _tied(model, given)
-    absent = state.keys() - given.keys()
-    missing = absent - {name for name, _ in model.named_buffers()}
-    problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []
-    problems += [f"unknown: {', '.join(sorted(unknown))}"] if (unknown := given.keys() - state.keys()) else []
-    shapes = [(name, list(given[name].shape), list(state[name].shape)) for name in state if name in given]
-    problems += [f"{name} is {found} and not {wanted}" for name, found, wanted in shapes if found != wanted]
-    if problems:
-        raise MetaTTTError(f"{complaint}: {'; '.join(problems[:3])}")
+    given = _compared(model, found, complaint)
+    check_numbers(((name, given[name]) for name, _ in model.named_parameters() if name in given), found.about.path)
+    absent = model.state_dict().keys() - given.keys()
     if isinstance(model, FSDPModule):
         set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=True, strict=not absent))
     else:
         model.load_state_dict(given, strict=not absent)
 
 
+def _compared(model: LanguageModel, found: Weights, complaint: str) -> dict[str, Any]:
+    """The weights by every name that the model has for them."""
+    given: dict[str, Any] = dict(found.tensors)
+    state = model.state_dict()
+    if not found.of_run:  # a tied parameter is saved once there
+        given |= _tied(model, given)
+    missing = state.keys() - given.keys() - {name for name, _ in model.named_buffers()}
+    problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []
+    problems += [f"unknown: {', '.join(sorted(unknown))}"] if (unknown := given.keys() - state.keys()) else []
+    shapes = [(name, list(given[name].shape), list(state[name].shape)) for name in state if name in given]
+    problems += [f"{name} is {found} and not {wanted}" for name, found, wanted in shapes if found != wanted]
+    if problems:
+        raise MetaTTTError(f"{complaint}: {'; '.join(problems[:3])}")
+    return given
+
+
+def check_resumed(file: Path, config: DictConfig) -> None:
+    """Compares a run's configuration with the shapes of the weights in its checkpoint; no tensors are read.
+
+    Raises:
+        MetaTTTError: sizes that they do not have.
+    """
+    shapes = read_shapes(file)
+    tensors = {
+        name.removeprefix(PREFIX): torch.empty(shape, device="meta")
+        for name, shape in shapes.items()
+        if name.startswith(PREFIX)
+    }
+    found = Weights(Trained(file, config, None), tensors, "ours", True)
+    check_shapes(found, f"{file} does not fit the model of its own configuration")
+
+
+def check_shapes(found: Weights, complaint: str) -> None:
+    """Compares the shapes that a configuration asks for with those of the weights beside it, before any is allocated.
+
+    Raises:
+        MetaTTTError: `complaint`, and what does not fit.
+    """
+    check_amounts(found.about.config, found.about.path, len(found.tensors))
+    with torch.random.fork_rng(devices=[]):
+        empty = build_empty(found.about.config)
+    _compared(empty, found, complaint)
+
+
+def check_numbers(tensors: Iterable[tuple[str, Tensor]], origin: object) -> None:
+    """Refuses weights that are no finite real numbers.
+
+    Raises:
+        MetaTTTError: naming the first of them.
+    """
+    for name, tensor in tensors:
+        if not tensor.is_floating_point():
+            raise MetaTTTError(f"{origin} holds {name} as {tensor.dtype}: weights are floating-point numbers")
+        if tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all():
+            raise MetaTTTError(
+                f"{origin} holds numbers in {name} that are not finite: its run diverged, or it is damaged"
+            )
+
+
 def _checked(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     """A run's checkpoint, its record brought to this version."""
-    if not isinstance(content.get(WEIGHTS), Mapping) and not is_sharded(file):
+    if not isinstance(content.get(WEIGHTS), Mapping) and not (is_checkpoint(file) or is_parts(file)):
         raise MetaTTTError(f"{file} is not a checkpoint of metattt train: it holds no weights of a run")
     return {**content, RECORD: checked_record(content.get(RECORD), file)}
 
 
-def _of_run(file: Path, record: Mapping[str, Any], skip: Collection[str]) -> Trained:
-    return Trained(file, record_config(record, file, skip), record.get("tokenizer") or "bytes")
+def _of_run(file: Path, content: Mapping[str, Any], skip: Collection[str], trust: Collection[str]) -> Trained:
+    config = record_config(content[RECORD], file, skip, trust)
+    text = read_tokenizer(file) if is_checkpoint(file) else content[RECORD].get("tokenizer")
+    return Trained(file, config, text or ("bytes" if "global_step" in content else None))
 
 
-def _ours(file: Path, skip: Collection[str]) -> Trained:
-    """A model of ours that was saved alone."""
-    config = record_config(read_config(file.parent), file.parent / CONFIG, skip)
+def _ours(file: Path, skip: Collection[str], trust: Collection[str]) -> Trained:
+    """A model of ours that was saved alone, before version 3."""
+    config = record_config(read_config(file.parent), file.parent / CONFIG, skip, trust)
     return Trained(file, config, read_tokenizer(file.parent))
 
 

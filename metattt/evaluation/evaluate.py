@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from metattt.checkpoints.files import LAST, SAFETENSORS, find_checkpoint
+from metattt.checkpoints.files import LAST, SAFETENSORS, find_checkpoint, home
 from metattt.checkpoints.trained import Trained, load_model, open_trained
+from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.manifest import MANIFEST
@@ -65,6 +66,7 @@ class EvalSettings:
     inner_loss_windows: int = 32
     tokenizer: str | None = None
     output_dir: str | None = None
+    trust: Any = None
     data: EvalData = field(default_factory=EvalData)
 
 
@@ -87,7 +89,8 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     files = checkpoints(chosen.checkpoint)
     names = labels(files, chosen.labels)
     console = Console(highlight=False, soft_wrap=True)
-    known = [open_trained(file) for file in files]  # all of them: a mistake shows before the work
+    trust = modules(chosen.trust)
+    known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
@@ -101,7 +104,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     scores: dict[str, Scores] = {}
     curves: dict[str, dict[int, inner_loss.Curves]] = {}
     for name, file, text in zip(names, files, texts, strict=True):
-        model, _ = load_model(file, device)
+        model, _ = load_model(file, device, trust)
         start = data.tokenizer.separator if text.get("document_reset") else None
         scores[name] = score(
             model, data.loader(split), data.tokenizer.token_bytes, chosen.segment, start, progress=True
@@ -116,7 +119,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
         for name, one in zip(names, known, strict=True)
         if "data" in one.config
     }
-    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else files[0].parent / "eval"
+    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
     try:
         written = _write(folder, scores, edges, chosen.bins, trained, curves)
     except OSError as error:
@@ -156,7 +159,8 @@ def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
                 f"labels=[{','.join(given)}] must be {len(files)} different names, one for every checkpoint"
             )
         return list(given)
-    names = [file.absolute().parent.name if file.name in (LAST, SAFETENSORS) else file.stem for file in files]
+    alone = [file.is_file() and file.name not in (LAST, SAFETENSORS) for file in files]
+    names = [file.stem if one else home(file).absolute().name for file, one in zip(files, alone, strict=True)]
     return _numbered(names)
 
 
@@ -172,7 +176,7 @@ def _text(model: Trained, changes: EvalData) -> dict[str, Any]:
     if changes.path is None:
         if not run:
             raise MetaTTTError(
-                f"{model.path.parent} comes with no text: add data.path=<shards of metattt prepare, or a file or folder of text>"
+                f"{home(model.path)} comes with no text: add data.path=<shards of metattt prepare, or a file or folder of text>"
             )
     else:
         shards = isinstance(changes.path, str) and (Path(changes.path).expanduser() / MANIFEST).is_file()
@@ -197,7 +201,7 @@ def _tokenizer(model: Trained, given: str | None) -> Tokenizer:
     """
     if "vocab_size" not in model.config.model:
         raise MetaTTTError(f"{model.path} was trained on images, not on text: metattt eval takes language models")
-    return tokenizer_of(str(model.path.parent), model.tokenizer, int(model.config.model.vocab_size), given)
+    return tokenizer_of(str(home(model.path)), model.tokenizer, int(model.config.model.vocab_size), given)
 
 
 def _data(text: dict[str, Any], tokenizer: Tokenizer) -> WindowData:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from metattt.checkpoints.naming import OF_TRAINING
 from metattt.checkpoints.trained import load_model, open_trained
+from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import tokenizer_of
 from metattt.errors import MetaTTTError
@@ -32,6 +34,7 @@ class GenerateSettings:
     seed: int | None = None
     tokenizer: str | None = None
     device: str = "auto"
+    trust: Any = None
 
 
 def generate(cfg: DictConfig) -> None:
@@ -44,12 +47,13 @@ def generate(cfg: DictConfig) -> None:
         MetaTTTError: a checkpoint or a setting that cannot be used.
     """
     chosen = settings(GenerateSettings, cfg, checkpoint=NO_CHECKPOINT)
-    found = open_trained(chosen.checkpoint, (*OF_TRAINING, "data"))
+    trust = modules(chosen.trust)
+    found = open_trained(chosen.checkpoint, (*OF_TRAINING, "data"), trust)
     if "vocab_size" not in found.config.model:
         raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt generate takes language models")
     tokenizer = tokenizer_of(chosen.checkpoint, found.tokenizer, found.config.model.vocab_size, chosen.tokenizer)
     text = Continuation(tokenizer, chosen.stop)
-    model, _ = load_model(chosen.checkpoint, pick_device(chosen.device))
+    model, _ = load_model(chosen.checkpoint, pick_device(chosen.device), trust)
     ids = [tokenizer.separator, *tokenizer.encode(chosen.prompt).tolist()]
     tokens = sample_tokens(
         model,

@@ -11,6 +11,7 @@ from torch import nn
 
 from metattt.checkpoints.naming import COMPONENT, OF_TRAINING, to_names
 from metattt.checkpoints.trained import fill, open_trained, read_weights
+from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_model
 from metattt.models.language_model import LanguageModel
 
@@ -67,7 +68,7 @@ class Builder:
             MetaTTTError: weights that do not fit.
         """
         if self.weights is not None:
-            fill(model, read_weights(self.weights), f"init_from={self.weights} does not fit this model")
+            fill(model, read_weights(self.weights, modules(self.cfg.trust)), f"init_from={self.weights} does not fit this model")
         if self.cfg.compile:
             for block in model.blocks:  # alike, so compiled once
                 block.compile()
@@ -84,7 +85,7 @@ def differences(cfg: DictConfig, weights: str) -> str | None:
         cfg: the configuration of the run.
         weights: the checkpoint that it starts from.
     """
-    found = [_settings(one) for one in (cfg, open_trained(weights, (*OF_TRAINING, "data")).config)]
+    found = [_settings(one) for one in (cfg, open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config)]
     changed = []
     for part in PARTS:
         ours, theirs = (one[part] for one in found)

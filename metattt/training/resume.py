@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from metattt.checkpoints.files import home
 from metattt.composition.choices import choices
 from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
@@ -21,7 +22,7 @@ from metattt.errors import MetaTTTError
 
 RESUMABLE = ("trainer", "callbacks", "logger", "sample")  # parts of the configuration that a resumed run may change
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
-OF_THE_COMMAND = ("resume", "output_dir", "given", "name")
+OF_THE_COMMAND = ("resume", "output_dir", "given", "name", "trust")
 PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what a choice of trainer=<name> is about
 
 
@@ -62,7 +63,8 @@ def resumed(given: DictConfig, saved: DictConfig, checkpoint: Path) -> tuple[Dic
             OmegaConf.update(saved, owner, OmegaConf.select(given, owner), merge=False, force_add=True)
         OmegaConf.update(saved, key, value, force_add=True)
     OmegaConf.update(saved, "given", [*(saved.get("given") or []), *given.given], force_add=True)
-    saved.resume, saved.output_dir = str(checkpoint), given.output_dir or str(checkpoint.parent)
+    OmegaConf.update(saved, "trust", given.get("trust"), force_add=True)  # never from the file
+    saved.resume, saved.output_dir = str(checkpoint), given.output_dir or str(home(checkpoint))
     return saved, moved
 
 

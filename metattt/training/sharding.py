@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,11 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.sharded import STATES, WEIGHTS, is_sharded, load_sharded, remove, split_state, write_sharded
+from metattt.checkpoints.folder import MODEL, STATES, TRAINING, WEIGHTS, is_checkpoint, load_parts, read_content, verify
+from metattt.checkpoints.plain import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
+from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.registry import register
 from metattt.training.building import Builder
+from metattt.training.checkpoint_files import write_run
 
 
 def build_divided(build: Builder, mesh: DeviceMesh) -> LanguageModel:
@@ -51,8 +56,8 @@ def divided(model: torch.nn.Module) -> bool:
 class FullyShardedData(ModelParallelStrategy):
     """FSDP2 over all processes, on GPUs or CPUs; `configure_model` of the module decides what is divided.
 
-    Every process writes its own part of a checkpoint, `last.ckpt` is then a folder (`metattt.checkpoints.sharded`). It
-    is read by any number of processes under any strategy, and so are the files of other strategies here.
+    Every process writes its own part of a checkpoint (`metattt.checkpoints.folder`). It is read by any number of
+    processes under any strategy, and so are the checkpoints of other strategies here.
     """
 
     def __init__(self) -> None:
@@ -74,12 +79,12 @@ class FullyShardedData(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Every process writes its parts of the tensors, one of them the rest."""
-        write_sharded(Path(self.broadcast(str(filepath))), checkpoint)
+        write_run(Path(self.broadcast(str(filepath))), checkpoint, together=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and number of processes; every process keeps its part."""
         path = Path(self.broadcast(str(checkpoint_path)))
-        if is_sharded(path):
+        if is_checkpoint(path):
             return self._load_parts(path)
         content = read_checkpoint(path, mmap=True)
         options = self._options(full_state_dict=True)
@@ -88,23 +93,34 @@ class FullyShardedData(ModelParallelStrategy):
             self._set_state(optimizer, saved["state"], saved["param_groups"], options)
         return content
 
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            remove(Path(filepath))
-
     def _load_parts(self, folder: Path) -> dict[str, Any]:
-        content = read_checkpoint(folder, "none")
+        """Every process compares a share of the files with their checksums, then reads its part of the tensors."""
+        self._verify_together(folder)
+        content, plain = read_checkpoint(folder, "none"), read_content(folder)
         options = self._options()
         model = get_model_state_dict(self._module, options=options)
-        load_sharded(folder, {WEIGHTS: model})
+        load_parts(folder, plain, MODEL, cast(dict[str, Tensor], model))
         set_model_state_dict(self._module, model, options=options)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, content.pop(STATES, []), strict=False)):
-            state = self.optimizer_state(optimizer)["state"]  # before its first step too: zeros then
-            values, _ = split_state(state)
-            load_sharded(folder, {STATES: {str(index): values}})
-            state = {number: {**values.get(str(number), {}), **saved["state"].get(number, {})} for number in state}
+            tensors: dict[str, Tensor] = {}  # before its first step too: zeros then
+            take_apart(self.optimizer_state(optimizer)["state"], tensors, f"{STATES}/{index}/state")
+            load_parts(folder, plain, TRAINING, tensors)
+            state = put_together(plain["content"][STATES][index]["state"], tensors)
             self._set_state(optimizer, state, saved["param_groups"], options)
         return content
+
+    def _verify_together(self, folder: Path) -> None:
+        problem = None
+        try:
+            verify(folder, (self.global_rank, self.world_size))
+        except MetaTTTError as error:
+            problem = str(error)
+        problems: list[Any] = [problem]
+        if dist.is_initialized():
+            problems = [None] * self.world_size
+            dist.all_gather_object(problems, problem)
+        if found := next((one for one in problems if one), None):
+            raise MetaTTTError(found)
 
     def _set_state(
         self,

@@ -20,7 +20,8 @@ from rich.console import Console
 
 from metattt.checkpoints.files import LAST, find_checkpoint
 from metattt.checkpoints.record import RECORD, record_config
-from metattt.checkpoints.trained import read_checkpoint
+from metattt.checkpoints.trained import check_resumed, read_checkpoint
+from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
@@ -68,12 +69,14 @@ def train(cfg: DictConfig) -> int:
     if checkpoint is not None:
         content = read_checkpoint(checkpoint, tensors="none")
         record, done = content[RECORD], int(content["global_step"])
-        cfg, moved = resumed(cfg, record_config(record, checkpoint), checkpoint)
+        cfg, moved = resumed(cfg, record_config(record, checkpoint, trust=modules(cfg.trust)), checkpoint)
         if 0 < cfg.trainer.get("max_steps", -1) <= done:
             raise MetaTTTError(
                 f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>"
             )
     check_before_training(cfg)
+    if checkpoint is not None:
+        check_resumed(checkpoint, cfg)
     cfg.output_dir = cfg.output_dir or _new_folder(cfg)
     folder = open_folder(cfg)
 
