@@ -22,10 +22,12 @@ from tokenizer_for_tests import trained_tokenizer
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data.documents import find_files, iterate_documents
+from metattt.data.manifest import write_signed
 from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData, ShardWindows
 from metattt.data.sources import open_source
 from metattt.data.tokenizers import load_tokenizer
+from metattt.data.units import cut, digest
 from metattt.errors import MetaTTTError
 
 SMALL = ("shard_bytes=4000", "validation_fraction=0.2", "workers=1")
@@ -125,17 +127,15 @@ def begun(corpus: Path, prepared: Path, folder: Path) -> None:
         shards.sort(key=lambda shard: str(shard["split"]))
         documents = sum(int(str(shard["documents"])) for shard in shards)
         record = {"unit": unit, "input": fingerprint(corpus, unit), "documents": documents, "shards": shards}
-        (folder / f"unit-{unit:06d}.json").write_text(json.dumps(record))
+        write_signed(folder / f"unit-{unit:06d}.json", record)
     unfinished = {key: value for key, value in manifest.items() if key not in ("splits", "shards")} | {
         "complete": False
     }
-    (folder / "manifest.json").write_text(json.dumps(unfinished))
+    write_signed(folder / "manifest.json", unfinished)
 
 
 def fingerprint(corpus: Path, unit: int) -> str:
-    from metattt.data.prepare import _fingerprint, _units
-
-    return [_fingerprint(one) for one in _units(iterate_documents(find_files(str(corpus)), "text"), 4000)][unit]
+    return [digest(one) for one in cut(iterate_documents(find_files(str(corpus)), "text"), 4000)][unit]
 
 
 def test_half_written_and_foreign_shards_are_refused(corpus: Path, prepared: Path, tmp_path: Path) -> None:
@@ -296,9 +296,8 @@ def test_shards_are_checked_before_training(prepared: Path, tmp_path: Path) -> N
         (folder / name).write_bytes(data)
     shard = sorted(folder.glob("train-*.bin"))[0]
     shard.write_bytes(b"xx" + shard.read_bytes()[2:])
-    ShardData(str(folder)).setup()
     with pytest.raises(MetaTTTError, match="checksum"):
-        ShardData(str(folder), verify=True).setup()
+        ShardData(str(folder), context_length=64).loader("train")
     shard.write_bytes(b"xx")
     with pytest.raises(MetaTTTError, match="half-written"):
         ShardData(str(folder)).setup()

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from metattt.errors import MetaTTTError
+
 
 class Trainer(Protocol):
     """How far a run has come, and who takes part; `lightning.Trainer` is one."""
@@ -24,6 +26,14 @@ class Trainer(Protocol):
 
     @property
     def global_step(self) -> int: ...
+
+
+class ReadError(MetaTTTError):
+    """Data that cannot be read, found while batches are made."""
+
+    def __init__(self, message: str):
+        # A data worker hands its error on as a traceback in text: the last line is ours.
+        super().__init__(message.strip().splitlines()[-1].rpartition(f"{type(self).__name__}: ")[2])
 
 
 class Data:

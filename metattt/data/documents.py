@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,9 +46,14 @@ class Document(NamedTuple):
     key: str
     text: bytes
 
+    @property
+    def name(self) -> bytes:
+        """The key as bytes: names of files need not be UTF-8."""
+        return self.key.encode(errors="surrogateescape")
+
     def share(self, seed: int) -> float:
         """A number in [0, 1) that depends on the key and the seed alone: it orders and splits documents."""
-        digest = hashlib.sha256(f"{seed}:{self.key}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}:".encode() + self.name).digest()
         return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -91,9 +97,17 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in root.rglob("*.py") if not STANDARD_LIBRARY_SKIPS & set(file.relative_to(root).parts)]
         return [(file, root) for file in sorted(files)]
-    return [
-        found for one in ([path] if isinstance(path, str) else path) for found in _find(Path(one).expanduser(), key)
-    ]
+    given = [path] if isinstance(path, str) else path
+    if not isinstance(given, Sequence) or not given or not all(isinstance(one, str) and one.strip() for one in given):
+        raise MetaTTTError(f"{key}={path} is no path: give a file, a folder or a list of these")
+    try:
+        return [found for one in given for found in _find(Path(one).expanduser(), key)]
+    except OSError as error:  # a name that is too long, a folder without rights
+        raise MetaTTTError(f"{key}={error.filename} cannot be read: {error.strerror or error}") from error
+    except (RuntimeError, ValueError) as error:  # ~nobody, a name with a zero byte
+        if isinstance(error, MetaTTTError):
+            raise
+        raise MetaTTTError(f"{key}={path} is no path: {error}") from error
 
 
 def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
@@ -108,14 +122,21 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if (root / MANIFEST).is_file():
         way = "add data=shards" if key == "data.path" else f"metattt train data=shards data.path={root} reads them"
         raise MetaTTTError(f"{key}={root} holds shards of metattt prepare, not text: {way}")
-    files = sorted(
-        file
-        for file in root.rglob("*")
-        if file.suffix in SUFFIXES and file.is_file() and not SKIPPED_FOLDERS & set(file.relative_to(root).parts)
-    )
+    files = sorted(file for file in _walk(root) if file.suffix in SUFFIXES and file.is_file())
     if not files:
         raise MetaTTTError(f"{key}={root} holds no files that can be read: use {', '.join(SUFFIXES)}")
     return [(file, root) for file in files]
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Every file in a folder and those in it; a folder that cannot be read is an error, not an empty one."""
+    for folder, inner, names in os.walk(root, onerror=_raise):
+        inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]
+        yield from (Path(folder, name) for name in names if name not in SKIPPED_FOLDERS)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _other_way(file: Path) -> str:
@@ -141,6 +162,8 @@ def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
                 yield Document(f"{name}:{row}", text.encode())
     except OSError as error:
         raise MetaTTTError(f"{file} cannot be read: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise MetaTTTError(f"{file} does not fit into memory: cut it into several files") from error
 
 
 def _jsonl(file: Path, text_key: str) -> Iterator[str]:
@@ -154,6 +177,8 @@ def _jsonl(file: Path, text_key: str) -> Iterator[str]:
                 raise MetaTTTError(
                     f"{file}:{number} is not a line of JSON: {error.msg} at column {error.colno}"
                 ) from error
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+                raise MetaTTTError(f"{file}:{number} cannot be read: {str(error).splitlines()[0]}") from error
             except (KeyError, TypeError, IndexError) as error:
                 raise MetaTTTError(
                     f"{file}:{number} has no key {text_key!r}: name the key with data.text_key=..."
@@ -162,7 +187,20 @@ def _jsonl(file: Path, text_key: str) -> Iterator[str]:
                 raise MetaTTTError(
                     f"{file}:{number}: {text_key!r} holds {type(text).__name__}, not text: set data.text_key=..."
                 )
+            if place := half_a_character(text):
+                raise MetaTTTError(
+                    f"{file}:{number}: {text_key!r} holds half a pair of surrogates {place}: mend the line"
+                )
             yield text
+
+
+def half_a_character(text: str) -> str:
+    """Where a text has half a pair of surrogates, which JSON allows and UTF-8 does not; empty for one that is whole."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"(\\u{ord(text[error.start]):04x}, character {error.start})"
+    return ""
 
 
 def _parquet(file: Path, text_key: str) -> Iterator[str]:
@@ -180,5 +218,6 @@ def _parquet(file: Path, text_key: str) -> Iterator[str]:
                         f"{file}: column {text_key!r} holds {type(text).__name__}, not text: set data.text_key=..."
                     )
                 yield text or ""
-    except pyarrow.ArrowInvalid as error:
-        raise MetaTTTError(f"{file} is not a parquet file that can be read: {str(error).splitlines()[0]}") from error
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:  # pages that are damaged among them
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MetaTTTError(f"{file} is not a parquet file that can be read: {reason}") from error

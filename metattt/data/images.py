@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from metattt.data.base import Data
+from metattt.data.base import Data, ReadError
 from metattt.data.windows import batches_in_order, batches_of_run, process
 from metattt.errors import MetaTTTError, check_choice
 from metattt.extras import need
@@ -52,12 +52,8 @@ class Images(Data):
         raise NotImplementedError
 
 
-class CorruptImage(MetaTTTError):
+class CorruptImage(ReadError):
     """An image file that cannot be read."""
-
-    def __init__(self, message: str):
-        # A data worker hands its error on as a traceback in text: the last line is ours.
-        super().__init__(message.strip().splitlines()[-1].rpartition("CorruptImage: ")[2])
 
 
 class CheckedImages(Dataset[tuple[Any, int]]):

@@ -1,48 +1,114 @@
-"""The record of a folder of shards: what is in every file, and from which text and settings it was made."""
+"""The record of a folder of shards: what is in every file, and from which text and settings it was made.
+
+It is data: names without folders, numbers of the right kind, checksums of the shards and one of its own. Whatever was
+changed in it is found before a file that it names is opened.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
+
+from metattt.data.plain import inside, parse, read_text
 from metattt.errors import MetaTTTError
 
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
 FORMAT = "metattt shards"
-VERSION = 1
+VERSION = 2
+CHECKSUMS = {1: "sha256", VERSION: "xxh3_128"}
+"""Version -> the checksum of a shard. Version 1 has none of the manifest itself."""
+DIGITS = {"sha256": 64, "xxh3_128": 32}  # of a checksum, in hexadecimal
+SPLITS = ("train", "validation")
+COUNTS = ("documents", "bytes", "tokens")
+RECORD_BYTES = 1024  # of a shard in a manifest, at most; ours have 250
+SETTINGS_BYTES = 2**20  # of everything else in it, at most: a source may be a long list of files
+
+Check = Callable[[Any], bool]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder; None if there is none.
+    """The manifest of a folder; None if there is none. The files that it names are not looked at.
 
     Raises:
-        MetaTTTError: a file of that name that is not a manifest of ours.
+        MetaTTTError: a file of that name that is not a manifest of ours, or not as it was written.
     """
-    file = folder / MANIFEST
+    file = inside(folder, MANIFEST)
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise MetaTTTError(f"{file} is damaged: {error}") from error
+    content = parse(read_text(file, SETTINGS_BYTES + RECORD_BYTES * _count(folder)), str(file))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise MetaTTTError(f"{file} was not written by metattt prepare")
-    if content.get("version") != VERSION:
-        raise MetaTTTError(f"{file} has version {content.get('version')}; this release reads version {VERSION}")
+    version = content.get("version")
+    if type(version) is not int or version not in CHECKSUMS:
+        raise MetaTTTError(
+            f"{file} has version {version!r:.40}; this release reads versions {', '.join(map(str, CHECKSUMS))}"
+        )
+    _check_own(file, content, needed=version > 1)
+    _check_manifest(file, content)
     return content
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Writes a file that is there as a whole or not at all, whatever happens meanwhile."""
+def read_record(file: Path) -> dict[str, Any]:
+    """The record of a unit, of a preparation that is not complete.
+
+    Raises:
+        MetaTTTError: it is not as it was written.
+    """
+    advice = "to write its shards again, remove it and them"
+    content = parse(read_text(inside(file.parent, file.name), SETTINGS_BYTES), str(file))
+    if not isinstance(content, dict):
+        raise MetaTTTError(f"{file} is not the record of a unit: {advice}")
+    _check_own(file, content, needed=True)
+    _check_fields(file, "", content, {
+        "unit": lambda value: _is_count(value) and file.name == record_name(value), "input": _is_hex(64),
+        "documents": _is_count, "shards": lambda value: isinstance(value, list) and 0 < len(value) <= len(SPLITS),
+    })  # fmt: skip
+    _check_shards(file, content["shards"], CHECKSUMS[VERSION])
+    return content
+
+
+def record_name(unit: int) -> str:
+    """The name of the file with the record of a unit."""
+    return f"unit-{unit:06d}.json"
+
+
+def write_signed(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes plain data with its own checksum."""
+    signed = {**content, "checksum": _own_checksum(content)}
+    write_whole(file, json.dumps(signed, indent=1).encode())
+
+
+def write_whole(file: Path, content: bytes | memoryview) -> None:
+    """Writes a file that is there as a whole or not at all, whatever happens meanwhile, a loss of power included."""
     part = partial(file)
-    with part.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(file)
+    try:
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes new names in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def partial(file: Path) -> Path:
@@ -50,33 +116,19 @@ def partial(file: Path) -> Path:
     return file.with_name(f"{file.name}.{os.getpid()}.part")
 
 
-def check_shard(folder: Path, shard: dict[str, Any], item_size: int, checksum: bool) -> None:
-    """Compares a file with its record.
+def dtype_of(vocab_size: int) -> np.dtype:
+    """The type of number that tokens are written in: unsigned, of two bytes where they suffice."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
-    Args:
-        folder: the folder of shards.
-        shard: the record: file, tokens, sha256.
-        item_size: bytes per token.
-        checksum: compare what is in it too, not its size alone.
 
-    Raises:
-        MetaTTTError: a file that is missing, half-written or not the one of the record.
-    """
-    file = folder / shard["file"]
-    if not file.is_file():
-        raise MetaTTTError(f"{file} is missing: run metattt prepare again with another target")
-    size, expected = file.stat().st_size, shard["tokens"] * item_size
-    if size != expected:
-        raise MetaTTTError(
-            f"{file} has {size} bytes and not the {expected} of its record: it is half-written or of another run; remove it"
-        )
-    if checksum:
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != shard["sha256"]:
-            raise MetaTTTError(
-                f"{file} is not the shard of its record (checksum): it is half-written or of another run; remove it"
-            )
+def checksum_of(shard: Mapping[str, Any]) -> str:
+    """The checksum in the record of a shard, of whatever version."""
+    return next(str(shard[kind]) for kind in CHECKSUMS.values() if kind in shard)
+
+
+def hasher_of(shard: Mapping[str, Any]) -> Any:
+    """What computes the checksum in the record of a shard: an object as those of `hashlib`."""
+    return xxhash.xxh3_128() if CHECKSUMS[VERSION] in shard else hashlib.sha256()
 
 
 def refuse_strangers(folder: Path, known: set[str]) -> None:
@@ -90,3 +142,105 @@ def refuse_strangers(folder: Path, known: set[str]) -> None:
             raise MetaTTTError(
                 f"{file} is in no record of this folder: it is of another run; remove it, or choose another target"
             )
+
+
+# -- what may be in them -----------------------------------------------------------------------------------------------
+
+
+def _count(folder: Path) -> int:
+    """Files in the folder: a manifest has no more shards than that."""
+    with os.scandir(folder) as files:
+        return sum(1 for _ in files)
+
+
+def _own_checksum(content: Mapping[str, Any]) -> str:
+    """Of the data, not of the text: white space and the order of keys do not count."""
+    plain = {key: value for key, value in content.items() if key != "checksum"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check_own(file: Path, content: dict[str, Any], needed: bool) -> None:
+    given = content.pop("checksum", None)
+    if needed and given != _own_checksum(content):
+        raise MetaTTTError(f"{file} is not as metattt prepare wrote it (checksum): it is damaged or was edited")
+
+
+def _check_manifest(file: Path, content: dict[str, Any]) -> None:
+    complete = content.get("complete")
+    held = {"splits": _is_object, "shards": lambda value: isinstance(value, list)} if complete is True else {}
+    _check_fields(file, "", content, {
+        "format": _is_text, "version": _is_count, "complete": lambda value: type(value) is bool, "dtype": _is_text,
+        "settings": _is_object, **held,
+    })  # fmt: skip
+    settings, tokenizer = content["settings"], content["settings"].get("tokenizer")
+    _check_fields(file, "settings.", settings, {
+        "source": _is_text, "text_key": _is_text, "seed": lambda value: type(value) is int, "shard_bytes": _is_count,
+        "validation_fraction": lambda value: type(value) in (int, float) and 0 <= value < 1, "tokenizer": _is_object,
+    })  # fmt: skip
+    sha = {"sha256": _is_hex(64)} if tokenizer.get("kind") == TOKENIZER else {}
+    _check_fields(file, "settings.tokenizer.", tokenizer, {
+        "kind": lambda value: value in ("bytes", TOKENIZER), "vocab_size": lambda value: _is_count(value) and 0 < value <= 2**32,
+        "separator": lambda value: _is_count(value) and value < tokenizer["vocab_size"],
+        "end": lambda value: value is None or (_is_count(value) and value < tokenizer["vocab_size"]), **sha,
+    })  # fmt: skip
+    if content["dtype"] != dtype_of(tokenizer["vocab_size"]).name:
+        _refuse(file, "dtype", content["dtype"])
+    if complete:
+        _check_shards(file, content["shards"], CHECKSUMS[content["version"]])
+        _check_fields(file, "splits.", content["splits"], dict.fromkeys(SPLITS, _is_object))
+        for split, counts in content["splits"].items():
+            for key in (*COUNTS, *counts):
+                total = (
+                    sum(shard[key] for shard in content["shards"] if shard["split"] == split) if key in COUNTS else -1
+                )
+                if counts.get(key) != total:
+                    _refuse(file, f"splits.{split}.{key}", counts.get(key))
+
+
+def _check_shards(file: Path, shards: list[Any], checksum: str) -> None:
+    """The records of shards: each complete, no name twice, in the order of their names."""
+    fields: dict[str, Check] = {
+        "file": _is_text, "split": lambda value: value in SPLITS, **dict.fromkeys(COUNTS, _is_count),
+        checksum: _is_hex(DIGITS[checksum]),
+    }  # fmt: skip
+    before = ""
+    for place, shard in enumerate(shards):
+        where = f"shards[{place}]"
+        if not isinstance(shard, dict):
+            _refuse(file, where, shard)
+        _check_fields(file, f"{where}.", shard, fields)
+        if not re.fullmatch(rf"{shard['split']}-[0-9]{{6,}}\.bin", shard["file"]) or shard["file"] <= before:
+            _refuse(file, f"{where}.file", shard["file"])
+        before = shard["file"]
+
+
+def _check_fields(file: Path, where: str, content: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
+    """Refuses keys that are missing, not known, or have a value that cannot be."""
+    for key in sorted(set(content) | set(checks)):
+        if key not in content:
+            raise MetaTTTError(f"{file} is damaged: it has no {where}{key}")
+        if key not in checks:
+            raise MetaTTTError(f"{file} is damaged: {where}{key[:40]} is not one of its keys")
+    for key, check in checks.items():
+        if not check(content[key]):
+            _refuse(file, where + key, content[key])
+
+
+def _refuse(file: Path, key: str, value: Any) -> None:
+    raise MetaTTTError(f"{file} is damaged or was not written by metattt prepare: {key}={value!r:.80} cannot be")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_hex(digits: int) -> Check:
+    return lambda value: isinstance(value, str) and re.fullmatch(rf"[0-9a-f]{{{digits}}}", value) is not None

@@ -7,15 +7,17 @@ of a unit is written before its shards get their names: a shard without a record
 
 from __future__ import annotations
 
-import hashlib
-import json
+import errno
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,26 +26,32 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from metattt.composition.settings import settings
-from metattt.data.documents import Document
 from metattt.data.manifest import (
+    COUNTS,
     FORMAT,
     MANIFEST,
+    SPLITS,
+    TOKENIZER,
     VERSION,
-    check_shard,
-    partial,
+    dtype_of,
     read_manifest,
     refuse_strangers,
-    write_json,
+    write_signed,
+    write_whole,
 )
 from metattt.data.progress import BytesProgress
+from metattt.data.shard_file import ShardFile
 from metattt.data.sources import Source, is_local, open_source
-from metattt.data.tokenizers import TOKENIZER, FileTokenizer, fingerprint, load_tokenizer
+from metattt.data.tokenizers import FileTokenizer, fingerprint, load_tokenizer, read_tokenizer
+from metattt.data.units import Work, cut, digest, finished_units, size, start_worker, write_unit
 from metattt.data.windows import Tokenizer
 from metattt.errors import MetaTTTError
+from metattt.locking import LOCK, FolderLock
 
-SPLITS = ("train", "validation")
+LIMITS = {"shard_bytes": 2**40, "workers": 1024}
 
 
 @dataclass
@@ -70,33 +78,54 @@ def prepare(cfg: DictConfig) -> int:
         cfg: the configuration of the job `prepare`.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C.
+        The exit code: 0, or 130 after Ctrl-C, 143 after SIGTERM: then the same command goes on.
 
     Raises:
-        MetaTTTError: a setting, a source or a tokenizer that cannot be used, or a folder with files of another run.
+        MetaTTTError: a setting, a source or a tokenizer that cannot be used, a folder that holds other things or that
+            another process writes to, a full disk.
     """
     chosen = _settings(cfg)
     console = Console(highlight=False, soft_wrap=True)
-    folder = Path(chosen.target).expanduser()
+    try:
+        folder = Path(chosen.target).expanduser()
+        with _stopped_by(signal.SIGTERM):
+            return _prepare(chosen, folder, console)
+    except KeyboardInterrupt as error:
+        console.print(f"stopped. To go on: the same command again, target={_shown(folder)}", markup=False)
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
+    except OSError as error:
+        advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
+        raise MetaTTTError(f"{error.filename or folder}: {error.strerror or error}{advice}") from error
+    except BrokenProcessPool as error:
+        raise MetaTTTError(
+            "a process that tokenises was ended: too little memory? Set workers= or shard_bytes= to less; the same command goes on"
+        ) from error
+
+
+def _prepare(chosen: PrepareSettings, folder: Path, console: Console) -> int:
     tokenizer = load_tokenizer(chosen.tokenizer)
     if isinstance(chosen.source, str) and chosen.dataset_files is None and not is_local(chosen.source):
         console.print(f"there is no {chosen.source} here: asking the Hugging Face Hub for a dataset of that name")
     source = open_source(
         chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, chosen.dataset_files
     )
-    manifest = _begin(folder, chosen, tokenizer, source)
-    if manifest["complete"]:
-        console.print(f"{folder} is complete already")
-    else:
-        try:
-            units = _write_units(folder, chosen, tokenizer, source)
-        except KeyboardInterrupt:
-            console.print(f"stopped. To go on: the same command again, target={folder}")
-            return 130
-        manifest = _finish(folder, manifest, units)
-    table = Table(
-        "split", *(f"{column:>10}" for column in ("documents", "MB of text", "M tokens", "shards")), title=str(folder)
-    )
+    _check_free(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FolderLock(folder, "metattt prepare"):
+        manifest = _begin(folder, chosen, tokenizer, source)
+        if manifest["complete"]:
+            console.print(f"{_shown(folder)} is complete already", markup=False)
+        else:
+            work = Work(folder, manifest["settings"]["tokenizer"], chosen.validation_fraction, chosen.seed)
+            manifest = _finish(folder, manifest, _write_units(work, chosen, source))
+    console.print(_table(_shown(folder), manifest))
+    return 0
+
+
+def _table(title: str, manifest: dict[str, Any]) -> Table:
+    """What is in the shards."""
+    columns = (f"{column:>10}" for column in ("documents", "MB of text", "M tokens", "shards"))
+    table = Table("split", *columns, title=Text(title))
     for split, counts in manifest["splits"].items():
         number = sum(shard["split"] == split for shard in manifest["shards"])
         table.add_row(
@@ -106,8 +135,29 @@ def prepare(cfg: DictConfig) -> int:
             f"{counts['tokens'] / 1e6:>10,.2f}",
             f"{number:>10}",
         )
-    console.print(table)
-    return 0
+    return table
+
+
+def _shown(path: Path) -> str:
+    """A path as text that can be printed: its name need not be UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+@contextmanager
+def _stopped_by(one: signal.Signals) -> Iterator[None]:
+    """A signal counts as Ctrl-C meanwhile. In the main thread only: no other may say what a signal does."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        signal.signal(one, before)
 
 
 def _settings(cfg: DictConfig) -> PrepareSettings:
@@ -116,10 +166,34 @@ def _settings(cfg: DictConfig) -> PrepareSettings:
         raise MetaTTTError(
             f"validation_fraction={chosen.validation_fraction} is not allowed: it must be at least 0 and less than 1"
         )
-    for key in ("shard_bytes", "workers"):
-        if getattr(chosen, key) is not None and getattr(chosen, key) < 1:
-            raise MetaTTTError(f"{key}={getattr(chosen, key)} is not allowed: it must be at least 1")
+    for key, most in LIMITS.items():
+        value = getattr(chosen, key)
+        if value is not None and not 1 <= value <= most:
+            raise MetaTTTError(f"{key}={value} is not allowed: it must be at least 1, and at most {most}")
+    if not -(2**63) <= chosen.seed < 2**63:
+        raise MetaTTTError("seed is not allowed: it must have 64 bits at most")
     return chosen
+
+
+def _check_free(folder: Path) -> None:
+    """Refuses a folder that holds other things, before anything is written into it.
+
+    Raises:
+        MetaTTTError: it does.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise MetaTTTError(f"target={folder} exists and is no folder: choose a new one")
+    if read_manifest(folder) is None and any(file.name != LOCK and not _is_part(file) for file in folder.iterdir()):
+        raise MetaTTTError(f"target={folder} exists and holds something else: choose a new folder")
+
+
+def _is_part(file: Path) -> bool:
+    """Whether a file is one of ours that was being written when its process was killed."""
+    return (
+        re.fullmatch(r"(manifest\.json|tokenizer\.json|unit-\d+\.json|\w+-\d+\.bin)\.\d+\.part", file.name) is not None
+    )
 
 
 def _begin(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, source: Source) -> dict[str, Any]:
@@ -128,7 +202,7 @@ def _begin(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, source: 
     Raises:
         MetaTTTError: a folder that holds other things, or shards of other settings.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "source": source.name,
         "text_key": chosen.text_key,
         "validation_fraction": chosen.validation_fraction,
@@ -136,62 +210,78 @@ def _begin(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, source: 
         "shard_bytes": chosen.shard_bytes,
         "tokenizer": fingerprint(tokenizer),
     }
-    manifest = read_manifest(folder) if folder.is_dir() else None
+    _check_free(folder)  # once more: nobody else writes here now
+    for file in folder.iterdir():
+        if _is_part(file):
+            file.unlink()
+    manifest = read_manifest(folder)
     if manifest is None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise MetaTTTError(f"target={folder} exists and holds something else: choose a new folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        dtype = dtype_of(tokenizer.vocab_size).name
         manifest = {"format": FORMAT, "version": VERSION, "complete": False, "dtype": dtype, "settings": settings}
-        write_json(folder / MANIFEST, manifest)
+        write_signed(folder / MANIFEST, manifest)
     for key, value in settings.items():
         before = manifest["settings"].get(key)
         if before != value:
             raise MetaTTTError(
                 f"target={folder} was begun with {key}={before}, not {value}: say the same again, or choose a new folder"
             )
-    if isinstance(tokenizer, FileTokenizer) and not (folder / TOKENIZER).is_file():
-        part = partial(folder / TOKENIZER)
-        part.write_text(tokenizer.content, encoding="utf-8")
-        part.replace(folder / TOKENIZER)
-    for leftover in folder.glob("*.part"):  # of a run that was killed
-        leftover.unlink(missing_ok=True)
     if manifest["complete"]:
-        for record in folder.glob("unit-*.json"):
-            record.unlink()
-        refuse_strangers(folder, {shard["file"] for shard in manifest["shards"]})
-        for shard in manifest["shards"]:
-            check_shard(folder, shard, np.dtype(manifest["dtype"]).itemsize, checksum=True)
+        _check_complete(folder, manifest)
+    elif manifest["version"] != VERSION:
+        raise MetaTTTError(f"target={folder} was begun by an older release: choose a new folder")
+    elif isinstance(tokenizer, FileTokenizer) and not os.path.lexists(folder / TOKENIZER):
+        write_whole(folder / TOKENIZER, tokenizer.content.encode())
+    read_tokenizer(folder, settings["tokenizer"])  # it is what the workers read
     return manifest
 
 
-def _write_units(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, source: Source) -> list[dict[str, Any]]:
+def _check_complete(folder: Path, manifest: dict[str, Any]) -> None:
+    """Compares all files with the manifest; records of units are in it and go.
+
+    Raises:
+        MetaTTTError: a file that is missing, damaged, or of another run.
+    """
+    _remove_records(folder)
+    refuse_strangers(folder, {shard["file"] for shard in manifest["shards"]})
+    vocab_size = manifest["settings"]["tokenizer"]["vocab_size"]
+    for shard in manifest["shards"]:
+        ShardFile.of(folder, shard, np.dtype(manifest["dtype"]), vocab_size, whole=True).check()
+
+
+def _remove_records(folder: Path) -> None:
+    for file in folder.iterdir():
+        if re.fullmatch(r"unit-\d{6,}\.json", file.name):
+            file.unlink()
+
+
+def _write_units(work: Work, chosen: PrepareSettings, source: Source) -> list[dict[str, Any]]:
     """Tokenises all units that are not there yet; the records of all."""
-    item_size = 2 if tokenizer.vocab_size <= 2**16 else 4
-    records = _finished_units(folder, item_size)
+    records = finished_units(work)
     leading = next(index for index in range(len(records) + 1) if index not in records)
     skipped = leading if source.can_skip else 0
     documents = source.documents(sum(records[index]["documents"] for index in range(skipped)))
     workers = chosen.workers or os.cpu_count() or 1
-    arguments = (chosen.tokenizer, str(folder), chosen.validation_fraction, chosen.seed, np.dtype(f"u{item_size}").name)
     pending: deque[tuple[int, Future[dict[str, Any]]]] = deque()
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=arguments
-    )
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(work,))
     try:
-        with BytesProgress(source.num_bytes, sum(_bytes(record) for record in records.values())) as progress:
-            for index, unit in enumerate(_units(documents, chosen.shard_bytes), start=skipped):
+        with BytesProgress(source.num_bytes, sum(map(size, records.values()))) as progress:
+            for index, unit in enumerate(cut(documents, chosen.shard_bytes), start=skipped):
                 if index in records:
-                    if records[index]["input"] != _fingerprint(unit):
+                    if records[index]["input"] != digest(unit):
                         raise MetaTTTError(
-                            f"source={source.name} has changed since {folder} was begun: choose a new folder"
+                            f"source={source.name} has changed since {work.folder} was begun: choose a new folder"
                         )
                     continue
-                pending.append((index, pool.submit(_write_unit, index, unit)))
+                pending.append((index, pool.submit(write_unit, index, unit)))
                 while len(pending) > workers:  # one unit waits for every worker
                     _collect(pending, records, progress)
             while pending:
                 _collect(pending, records, progress)
+    except BaseException:  # nobody waits for units that are being written: they are there as a whole or not at all
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
     return [records[index] for index in sorted(records)]
@@ -202,53 +292,7 @@ def _collect(
 ) -> None:
     index, future = pending.popleft()
     records[index] = future.result()
-    progress.advance(_bytes(records[index]))
-
-
-def _bytes(record: dict[str, Any]) -> int:
-    return sum(shard["bytes"] for shard in record["shards"])
-
-
-def _units(documents: Iterator[Document], size: int) -> Iterator[list[Document]]:
-    """Consecutive documents with at least `size` bytes together, but for the last."""
-    unit: list[Document] = []
-    held = 0
-    for document in documents:
-        unit.append(document)
-        held += len(document.text)
-        if held >= size:
-            yield unit
-            unit, held = [], 0
-    if unit:
-        yield unit
-
-
-def _fingerprint(unit: list[Document]) -> str:
-    digest = hashlib.sha256()
-    for document in unit:
-        digest.update(f"{document.key}\n{len(document.text)}\n".encode())
-        digest.update(document.text)
-    return digest.hexdigest()
-
-
-def _finished_units(folder: Path, item_size: int) -> dict[int, dict[str, Any]]:
-    """The records of units whose shards are all there.
-
-    Raises:
-        MetaTTTError: a shard that is not as its record says, or without a record.
-    """
-    records: dict[int, dict[str, Any]] = {}
-    known: set[str] = set()
-    for file in sorted(folder.glob("unit-*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        known |= {shard["file"] for shard in record["shards"]}
-        present = [shard for shard in record["shards"] if (folder / shard["file"]).is_file()]
-        for shard in present:
-            check_shard(folder, shard, item_size, checksum=True)
-        if len(present) == len(record["shards"]):  # else it was killed between two names: once more
-            records[record["unit"]] = record
-    refuse_strangers(folder, known)
-    return records
+    progress.advance(size(records[index]))
 
 
 def _finish(folder: Path, manifest: dict[str, Any], units: list[dict[str, Any]]) -> dict[str, Any]:
@@ -265,10 +309,7 @@ def _finish(folder: Path, manifest: dict[str, Any], units: list[dict[str, Any]])
                 f"no document is in the {split} split: set validation_fraction (now {fraction}) or seed, and another target"
             )
     splits = {
-        split: {
-            key: sum(shard[key] for shard in shards if shard["split"] == split)
-            for key in ("documents", "bytes", "tokens")
-        }
+        split: {key: sum(shard[key] for shard in shards if shard["split"] == split) for key in COUNTS}
         for split in SPLITS
     }
     manifest = {
@@ -277,67 +318,6 @@ def _finish(folder: Path, manifest: dict[str, Any], units: list[dict[str, Any]])
         "splits": splits,
         "shards": sorted(shards, key=lambda shard: shard["file"]),
     }
-    write_json(folder / MANIFEST, manifest)
-    for record in folder.glob("unit-*.json"):
-        record.unlink()
+    write_signed(folder / MANIFEST, manifest)
+    _remove_records(folder)
     return manifest
-
-
-# -- in the workers ----------------------------------------------------------------------------------------------------
-
-_work: dict[str, Any] = {}
-
-
-def _start_worker(tokenizer: str, folder: str, validation_fraction: float, seed: int, dtype: str) -> None:
-    """What every unit needs; and a watch, so that no worker outlives a main process that is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
-    threading.Thread(target=_die_with_the_main_process, daemon=True).start()
-    file = Path(folder) / TOKENIZER
-    _work.update(
-        tokenizer=load_tokenizer(str(file) if file.is_file() else tokenizer),
-        folder=Path(folder), validation_fraction=validation_fraction, seed=seed, dtype=np.dtype(dtype),
-    )  # fmt: skip
-
-
-def _die_with_the_main_process() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _write_unit(index: int, unit: list[Document]) -> dict[str, Any]:
-    """Tokenises a unit, writes its shards, and returns its record."""
-    tokenizer: Tokenizer = _work["tokenizer"]
-    dtype, folder = _work["dtype"], _work["folder"]
-    start = np.array([tokenizer.separator], dtype)
-    end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype)
-    record: dict[str, Any] = {"unit": index, "input": _fingerprint(unit), "documents": len(unit), "shards": []}
-    parts: list[tuple[Path, Path]] = []
-    for split in SPLITS:
-        held_out = split == "validation"
-        chosen = [
-            document for document in unit if (document.share(_work["seed"]) < _work["validation_fraction"]) == held_out
-        ]
-        if not chosen:
-            continue
-        tokens = np.concatenate(
-            [piece for document in chosen for piece in (start, tokenizer.encode(document.text).astype(dtype), end)]
-        )
-        file = folder / f"{split}-{index:06d}.bin"
-        part = partial(file)
-        with part.open("wb") as stream:
-            tokens.tofile(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        parts.append((part, file))
-        record["shards"].append(
-            {
-                "file": file.name, "split": split, "documents": len(chosen), "bytes": sum(len(document.text) for document in chosen),
-                "tokens": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
-            }
-        )  # fmt: skip
-    write_json(folder / f"unit-{index:06d}.json", record)
-    for part, file in parts:
-        part.replace(file)
-    return record

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from metattt.data.manifest import check_shard, read_manifest, refuse_strangers
-from metattt.data.tokenizers import TOKENIZER, fingerprint, load_tokenizer
+from metattt.data.manifest import read_manifest, refuse_strangers
+from metattt.data.shard_file import Seen, ShardFile, check_together, trust
+from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Split, WindowArray, WindowData
 from metattt.errors import MetaTTTError
 from metattt.registry import register
@@ -20,18 +22,16 @@ class ShardWindows:
     """Windows `[N, width]` of the tokens of several files, as if they were one, read from the disk as they are needed.
 
     Args:
-        files: the files, flat arrays of tokens.
-        dtype: of the tokens.
+        pieces: the files.
         width: tokens per window.
         rows: the windows to take; None takes all.
     """
 
-    def __init__(self, files: Sequence[Path], dtype: np.dtype, width: int, rows: np.ndarray | None = None):
-        self.pieces = [np.memmap(file, dtype, mode="r") for file in files]
-        self.ends = np.cumsum([len(piece) for piece in self.pieces])
-        self.width, self.dtype = width, dtype
-        self.num_windows = int(self.ends[-1]) // width if files else 0
-        self.rows = rows
+    def __init__(self, pieces: Sequence[ShardFile], width: int, rows: np.ndarray | None = None):
+        self.pieces, self.width, self.rows = list(pieces), width, rows
+        self.ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+        self.num_windows = int(self.ends[-1]) // width if pieces else 0
+        self._seen: list[Seen] = []
 
     def __len__(self) -> int:
         return self.num_windows if self.rows is None else len(self.rows)
@@ -40,17 +40,33 @@ class ShardWindows:
         rows = index if self.rows is None else self.rows[index]
         return np.stack([self.tokens(int(row) * self.width, self.width) for row in rows])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:  # in a process that makes batches
+        self.__dict__.update(state)
+        trust(self._seen)
+
     @property
     def size(self) -> int:
         return len(self) * self.width
 
+    def check(self) -> None:
+        """Checks the files now, and not where they are read first.
+
+        Raises:
+            DamagedShard: one that is not as its record says.
+        """
+        self._seen = [piece.check() for piece in self.pieces if piece.whole]
+
     def tokens(self, start: int, count: int) -> np.ndarray:
-        """Consecutive tokens, whatever files they are in."""
+        """Consecutive tokens, whatever files they are in.
+
+        Raises:
+            DamagedShard: a file that is not as its record says.
+        """
         found: list[np.ndarray] = []
         piece = int(np.searchsorted(self.ends, start, side="right"))
         while count > 0 and piece < len(self.pieces):
             offset = start - int(self.ends[piece]) + len(self.pieces[piece])
-            found.append(self.pieces[piece][offset : offset + count])
+            found.append(self.pieces[piece].read(offset, count))
             start, count, piece = start + len(found[-1]), count - len(found[-1]), piece + 1
         return np.concatenate(found)
 
@@ -67,7 +83,8 @@ class ShardData(WindowData):
         seed: of the order of the windows.
         num_workers: processes that make batches; 0 makes them in the training process.
         document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
-        verify: compare the checksums of all shards first, not their sizes alone.
+        verify: check every shard against its checksum before its first token is read (`metattt.data.shard_file` has the
+            price). False: sizes alone, and that the tokenizer has the tokens that are read.
 
     Raises:
         MetaTTTError: a size that is not allowed; from `setup`: a folder that is not complete, or files that are not its
@@ -83,7 +100,7 @@ class ShardData(WindowData):
         seed: int = 0,
         num_workers: int = 0,
         document_reset: bool = False,
-        verify: bool = False,
+        verify: bool = True,
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
         self.path, self.validation_max_tokens, self.verify = path, validation_max_tokens, verify
@@ -91,9 +108,14 @@ class ShardData(WindowData):
         self._windows: dict[Split, ShardWindows] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the manifest and checks the files, once."""
-        if hasattr(self, "manifest"):
-            return
+        """Reads the manifest, once; for a run, checks all shards, together with its other processes."""
+        if not hasattr(self, "manifest"):
+            self._read()
+        if self.verify and self.trainer is not None:  # now, and not at the first validation
+            check_together(list(self._shards.values()))
+
+    def _read(self) -> None:
+        """The manifest, the tokenizer, and what can be said of the shards without reading them."""
         manifest = read_manifest(self.folder)
         if manifest is None:
             raise MetaTTTError(
@@ -103,16 +125,13 @@ class ShardData(WindowData):
             raise MetaTTTError(
                 f"the shards of data.path={self.path} are not complete: run the same metattt prepare again"
             )
-        self.dtype = np.dtype(manifest["dtype"])
         refuse_strangers(self.folder, {shard["file"] for shard in manifest["shards"]})
-        for shard in manifest["shards"]:
-            check_shard(self.folder, shard, self.dtype.itemsize, self.verify)
-        file = self.folder / TOKENIZER
-        self.tokenizer = load_tokenizer(
-            str(file) if manifest["settings"]["tokenizer"]["kind"] == TOKENIZER else "bytes"
-        )
-        if fingerprint(self.tokenizer) != manifest["settings"]["tokenizer"]:
-            raise MetaTTTError(f"{file} is not the tokenizer of these shards: it has been changed")
+        self.tokenizer = read_tokenizer(self.folder, manifest["settings"]["tokenizer"])
+        dtype = np.dtype(manifest["dtype"])
+        self._shards = {
+            shard["file"]: ShardFile.of(self.folder, shard, dtype, self.tokenizer.vocab_size, self.verify)
+            for shard in manifest["shards"]
+        }
         self.manifest = manifest
 
     @property
@@ -128,22 +147,27 @@ class ShardData(WindowData):
         if name not in self._windows:
             self.setup()
             width = self.context_length + 1
-            files = [
-                self.folder / shard["file"] for shard in self.manifest["shards"] if name in (shard["split"], "all")
+            pieces = [
+                self._shards[shard["file"]] for shard in self.manifest["shards"] if name in (shard["split"], "all")
             ]
-            windows = ShardWindows(files, self.dtype, width)
+            windows = ShardWindows(pieces, width)
             count = len(windows)
             if not count:
-                tokens = int(windows.ends[-1]) if files else 0
+                tokens = int(windows.ends[-1]) if pieces else 0
                 raise MetaTTTError(
                     f"the {name} shards of data.path={self.path} have {tokens} tokens, fewer than the {width} of one window: "
                     f"set data.context_length={max(1, tokens - 1)} or less, or prepare more text"
                 )
             if name != "train" and self.validation_max_tokens is not None:
                 keep = min(count, max(1, self.validation_max_tokens // width))
-                windows = ShardWindows(files, self.dtype, width, np.arange(keep) * count // keep)
+                windows = ShardWindows(pieces, width, np.arange(keep) * count // keep)
             self._windows[name] = windows
         return self._windows[name]
+
+    def before_reading(self, windows: WindowArray) -> None:
+        """Checks the files that the windows are in."""
+        if isinstance(windows, ShardWindows):
+            windows.check()
 
     def sample_document(self) -> bytes:
         windows = self.windows("validation")

@@ -8,7 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from metattt.data.documents import FOREIGN, SUFFIXES, Document, find_files, iterate_documents
+from metattt.data.documents import FOREIGN, SUFFIXES, Document, find_files, half_a_character, iterate_documents
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 
@@ -95,6 +95,8 @@ class Stream(Source):
                 raise MetaTTTError(
                     f"source={self.name}: row {row} has no text in {self.text_key!r}, only {', '.join(content)}: set text_key="
                 )
+            if place := half_a_character(content[self.text_key]):
+                raise MetaTTTError(f"source={self.name}: row {row} holds half a pair of surrogates {place}")
             yield Document(f"{self.name}:{row}", content[self.text_key].encode())  # empty ones too: rows stay countable
 
 
@@ -106,7 +108,16 @@ def open_source(
     Raises:
         MetaTTTError: neither.
     """
+    if source is not None and not isinstance(source, Sequence):
+        raise MetaTTTError(f"source={source} is no path: give files or folders, or the name of a dataset")
+    if isinstance(source, str) and not source.strip():
+        raise MetaTTTError(
+            "source= is empty: give files or folders, or the name of a dataset; null is the standard library"
+        )
     if files is not None:
+        listed = [files] if isinstance(files, str) else files
+        if not isinstance(listed, Sequence) or not all(isinstance(file, str) and file.strip() for file in listed):
+            raise MetaTTTError(f"dataset_files={files} is no list of paths")
         if not isinstance(source, str):
             raise MetaTTTError(
                 f"dataset_files={files} needs their format or a dataset: add source=json, text, parquet, csv, ..."

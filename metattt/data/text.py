@@ -27,8 +27,15 @@ class ByteTokenizer:
         return torch.tensor([1] * 256 + [0])
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids, uint16, without a separator."""
-        data = text.encode() if isinstance(text, str) else text
+        """Token ids, uint16, without a separator. Bytes of the command line that are no text count as bytes.
+
+        Raises:
+            MetaTTTError: a text with half a pair of surrogates.
+        """
+        try:
+            data = text.encode(errors="surrogateescape") if isinstance(text, str) else text
+        except UnicodeEncodeError as error:
+            raise MetaTTTError(f"a text holds half a pair of surrogates at character {error.start}") from error
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
     def decode(self, ids: Sequence[int]) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metattt.data.manifest import TOKENIZER
+from metattt.data.plain import inside, read_text
 from metattt.data.text import ByteTokenizer
+from metattt.data.tokenizer_probe import GROWTH, growth_of, try_tokenizer
 from metattt.data.windows import Tokenizer
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 
-TOKENIZER = "tokenizer.json"
+MOST_BYTES = 2**27  # of a tokenizer.json; those of 256,000 tokens have a quarter of it
+FREE_IDS = 1024
 STARTS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]")
 
@@ -33,25 +38,44 @@ class FileTokenizer:
         content: the text of a tokenizer.json.
         name: where it is from, for messages.
 
+    What may do harm is refused: the file may come from anybody. Texts are never cut or filled up, whatever the file
+    says of that.
+
     Raises:
-        MetaTTTError: the library is not installed, the text is no tokenizer, or it has none of the special tokens.
+        MetaTTTError: the library is not installed, the text is no tokenizer, it has none of the special tokens, its ids
+            are not those of a list of tokens, it draws lots, or it takes too much time or memory.
     """
 
     def __init__(self, content: str, name: str):
         library = _library()
+        self.content, self.name = content, name
+        if len(content) > MOST_BYTES:
+            raise MetaTTTError(f"tokenizer={name} has more than {MOST_BYTES:,} bytes: it is damaged")
         try:
-            self.tokenizer = library.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises Exception itself
-            raise MetaTTTError(f"tokenizer={name} is not a tokenizer of the tokenizers library: {error}") from error
+            parsed = json.loads(content)
+            growth, self._decoder = growth_of(parsed.get("normalizer")), json.dumps(parsed.get("decoder"))
+        except (ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise MetaTTTError(
+                f"tokenizer={name} is not a tokenizer of the tokenizers library: {_first_line(error)}"
+            ) from error
+        if growth > GROWTH:
+            raise MetaTTTError(
+                f"tokenizer={name} replaces one character by {growth:.3g}; at most {GROWTH} are allowed: it is damaged"
+            )
+        try_tokenizer(content, name)
+        self.tokenizer = library.Tokenizer.from_str(content)
         self.tokenizer.encode_special_tokens = True
-        self.content = content
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        if parsed["model"].get("dropout"):
+            raise MetaTTTError(f"tokenizer={name} draws lots (dropout): set model.dropout to null in it")
         start, end = (_first(self.tokenizer, names) for names in (STARTS, ENDS))
         separator = end if start is None else start
         if separator is None:
             raise MetaTTTError(
                 f"tokenizer={name} has no token for the start or end of a document: {', '.join(STARTS + ENDS)}"
             )
-        self.vocab_size: int = max(self.tokenizer.get_vocab().values()) + 1
+        self.vocab_size: int = _size(self.tokenizer.get_vocab(), name)
         self.separator: int = separator
         self.end: int | None = end if start is not None else None
 
@@ -59,12 +83,11 @@ class FileTokenizer:
     def texts(self) -> list[bytes]:
         """What each token stands for; nothing, for special tokens."""
         special = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
-        decoder = json.dumps(json.loads(self.content).get("decoder"))
         read = (
             _bytes_of_characters
-            if "ByteLevel" in decoder
+            if "ByteLevel" in self._decoder
             else _word_piece
-            if "WordPiece" in decoder
+            if "WordPiece" in self._decoder
             else _sentence_piece
         )
         texts = [b""] * self.vocab_size
@@ -78,9 +101,21 @@ class FileTokenizer:
         return torch.tensor([len(text) for text in self.texts])
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids of a text, uint32, without special tokens."""
+        """Token ids of a text, uint32, without special tokens.
+
+        Raises:
+            MetaTTTError: a text that it cannot encode.
+        """
         string = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return np.array(self.tokenizer.encode(string, add_special_tokens=False).ids, np.uint32)
+        try:
+            ids = self.tokenizer.encode(string, add_special_tokens=False).ids
+        except BaseException as error:  # the library raises Exception itself, and where it breaks a BaseException
+            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
+            # half a character is not a str for the library
+            reason = "it holds half a pair of surrogates" if isinstance(error, TypeError) else _first_line(error)
+            raise MetaTTTError(f"tokenizer={self.name} cannot encode a text: {reason}") from error
+        return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """The text of the tokens as UTF-8, without special tokens and those that a model has beyond ours; it may end in
@@ -96,10 +131,12 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
+    if not name.strip():
+        raise MetaTTTError(f"tokenizer= is empty: give bytes, a {TOKENIZER} or a name on the Hugging Face Hub")
     path = Path(name).expanduser()
     file = path / TOKENIZER if path.is_dir() else path
     if file.is_file():
-        return FileTokenizer(file.read_text(encoding="utf-8"), name)
+        return FileTokenizer(read_text(file, MOST_BYTES), name)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".json":
         raise MetaTTTError(
             f"tokenizer={name} does not exist: give bytes, a {TOKENIZER} or a name on the Hugging Face Hub"
@@ -109,9 +146,32 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
     except MetaTTTError:
         raise
     except Exception as error:  # no network, no such name, or no permission: the library raises Exception itself
-        reason = str(error).strip().splitlines()[0]
-        raise MetaTTTError(f"tokenizer={name} cannot be fetched from the Hugging Face Hub: {reason}") from error
+        raise MetaTTTError(
+            f"tokenizer={name} cannot be fetched from the Hugging Face Hub: {_first_line(error)}"
+        ) from error
     return FileTokenizer(found.to_str(), name)
+
+
+def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | FileTokenizer:
+    """The tokenizer of a folder of shards, compared with what their manifest says of it before it is used.
+
+    Args:
+        folder: of the shards.
+        known: its fingerprint.
+
+    Raises:
+        MetaTTTError: it is missing or another.
+    """
+    if known["kind"] != TOKENIZER:
+        tokenizer: ByteTokenizer | FileTokenizer = ByteTokenizer()
+    else:
+        content = read_text(inside(folder, TOKENIZER), MOST_BYTES)
+        if hashlib.sha256(content.encode()).hexdigest() != known["sha256"]:
+            raise MetaTTTError(f"{folder / TOKENIZER} is not the tokenizer of these shards: it has been changed")
+        tokenizer = FileTokenizer(content, str(folder / TOKENIZER))
+    if fingerprint(tokenizer) != known:
+        raise MetaTTTError(f"{folder} has shards of another tokenizer than it says: prepare them again")
+    return tokenizer
 
 
 def tokenizer_of(
@@ -154,6 +214,27 @@ def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:
     return {**kind, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator, "end": tokenizer.end}
 
 
+def _size(vocabulary: Mapping[str, int], name: str) -> int:
+    """The number of ids: one more than the largest. A few may be left free, as in published tokenizers.
+
+    Raises:
+        MetaTTTError: an id that two tokens have, or one far beyond the others.
+    """
+    if not vocabulary:
+        raise MetaTTTError(f"tokenizer={name} has no tokens")
+    size = max(vocabulary.values()) + 1
+    if len(set(vocabulary.values())) != len(vocabulary):
+        raise MetaTTTError(f"tokenizer={name} gives several tokens the same id: it is damaged")
+    if size > 2 * len(vocabulary) + FREE_IDS:
+        raise MetaTTTError(f"tokenizer={name} has {len(vocabulary)} tokens and ids up to {size - 1}: it is damaged")
+    return size
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
 def _first(tokenizer: Any, names: Sequence[str]) -> int | None:
     return next((number for name in names if (number := tokenizer.token_to_id(name)) is not None), None)
 
@@ -177,8 +258,8 @@ def _word_piece(token: str) -> bytes:
 
 
 def _sentence_piece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
+    if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
+        return bytes.fromhex(byte[1])
     return token.replace("▁", " ").encode()
 
 

@@ -182,6 +182,10 @@ class WindowData(Data):
         """The windows of one split, `[N, T + 1]`, one after the other and without overlap."""
         raise NotImplementedError
 
+    def before_reading(self, windows: WindowArray) -> None:
+        """What has to be done before batches of the windows are made, in this process and not in those that make
+        them."""
+
     def sample_document(self) -> bytes:
         """The beginning of a held-out document."""
         raise NotImplementedError
@@ -206,6 +210,7 @@ class WindowData(Data):
         return self._loader(windows, batches_in_order(len(windows), self.batch_size, rank, world_size))
 
     def _loader(self, windows: WindowArray, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
+        self.before_reading(windows)
         # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off
         return DataLoader(
             Windows(windows), batch_size=None, sampler=batches, num_workers=self.num_workers,

@@ -16,6 +16,7 @@ from metattt.composition.choices import choices
 from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
 from metattt.data.images import Images
+from metattt.data.manifest import checksum_of
 from metattt.data.shards import ShardData
 from metattt.data.windows import WindowData
 from metattt.errors import MetaTTTError
@@ -113,7 +114,7 @@ def fingerprint(data: Any) -> str | None:
         A short text; None for data that is always the same, and for kinds that are not known.
     """
     if isinstance(data, ShardData):  # the checksums of all shards
-        known = [(shard["split"], shard["tokens"], shard["sha256"]) for shard in data.manifest["shards"]]
+        known = [(shard["split"], shard["tokens"], checksum_of(shard)) for shard in data.manifest["shards"]]
         return _digest(json.dumps(known).encode())
     if isinstance(data, WindowData):
         return _digest(*(data.windows(name)[:] for name in ("train", "validation")))  # type: ignore[index]
