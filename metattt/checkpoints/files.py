@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from metattt.checkpoints import rolling
 from metattt.checkpoints.sharded import NEW, is_sharded, read_plain, read_sharded, remove, standing
 from metattt.errors import MetaTTTError
 
@@ -48,6 +49,9 @@ def find_checkpoint(path: str | Path) -> Path:
         raise MetaTTTError(
             f"no checkpoint: {path} does not exist; give a run's folder, its {LAST}, or a folder or file of weights"
         )
+    run = given.parent if given.name == rolling.FOLDER else given
+    if rolling.steps(run):
+        return rolling.newest_good(run, lambda path: read_content(path, "none", mmap=True))
     for name in (LAST, SAFETENSORS, *PUBLISHED):
         if (found := standing(given / name)).is_file() or is_sharded(found):
             return found
