@@ -9,11 +9,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from metattt.checkpoints import folder as ours
-from metattt.checkpoints import version2
+from metattt.checkpoints import rolling, version2
 from metattt.checkpoints.disk import check_own, digest, read_json
 from metattt.checkpoints.folder import standing
 from metattt.checkpoints.record import RECORD
-from metattt.checkpoints.rolling import CHECKPOINTS, steps
 from metattt.checkpoints.tensors import open_tensors
 from metattt.errors import MetaTTTError
 
@@ -28,8 +27,13 @@ PUBLISHED = (
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path, whole: bool = False) -> Path:
     """The checkpoint that a path names: itself, or what is in a folder: the newest of a run, or a model's weights.
+
+    Args:
+        path: a checkpoint, or a folder with some.
+        whole: a run's checkpoints are compared with their checksums, all of them, and the newest that is not damaged is
+            taken; else what is damaged in its tensors is found when it is read.
 
     Returns:
         A folder (`metattt.checkpoints.folder`); of other programs and earlier versions a file, or the folder of a
@@ -45,8 +49,9 @@ def find_checkpoint(path: str | Path) -> Path:
         raise MetaTTTError(
             f"no checkpoint: {path} does not exist; give a run's folder, a checkpoint in it, or a folder or file of weights"
         )
-    if found := steps(given):
-        return found[0][1]
+    run = given.parent if given.name == rolling.FOLDER else given
+    if rolling.steps(run):
+        return rolling.newest_good(run, _verify if whole else lambda path: read_content(path, "none", mmap=True))
     for name in (LAST, SAFETENSORS, *PUBLISHED):
         if (one := standing(given / name)).is_file() or _is_folder(one):
             return one
@@ -55,7 +60,7 @@ def find_checkpoint(path: str | Path) -> Path:
         return files[0]
     if not files:
         raise MetaTTTError(
-            f"no checkpoint: the folder {given} holds no {CHECKPOINTS}, and none of {', '.join(SUFFIXES)}"
+            f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
         )
     several = ", ".join(file.name for file in files)
     raise MetaTTTError(
@@ -67,11 +72,19 @@ def _is_folder(path: Path) -> bool:
     return ours.is_checkpoint(path) or version2.is_parts(path)
 
 
+def _verify(path: Path) -> None:
+    """Reads all of a checkpoint."""
+    if ours.is_checkpoint(path):
+        ours.verify(path)
+    else:
+        read_content(path)
+
+
 def home(checkpoint: Path) -> Path:
     """The folder of the run or of the model that a checkpoint belongs to."""
     if ours.is_checkpoint(checkpoint) and not ours.is_of_run(checkpoint):
         return checkpoint
-    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
+    return rolling.run_of(checkpoint)
 
 
 def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from metattt.registry import REGISTERED, version_of
 COMPONENT, COMPONENT_VERSION = "_component_", "_version_"
 HOMES = {
     "model": "metattt.models", "data": "metattt.data", "training": "metattt.training", "callback": "metattt.training",
-    "strategy": "metattt.training", "benchmark": "metattt.bench",
+    "strategy": "metattt.training", "logger": "metattt.training", "benchmark": "metattt.bench",
 }  # fmt: skip
 """Group -> our package whose modules register it, where that is not one of the parts of a layer."""
 
-OF_TRAINING = ("training", "callback", "strategy")
+OF_TRAINING = ("training", "callback", "logger", "strategy")
 """Groups that a model is trained with, and that nothing else needs."""
 
 

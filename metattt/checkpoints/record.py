@@ -20,6 +20,7 @@ RECORD = "metattt"  # the entry of a run's checkpoint
 CONFIG = "config.yaml"  # the record of a model in a folder of its own, before version 3
 PUBLISHED_CONFIG = "config.json"  # the configuration of a published model
 VERSION = 3  # 1 named components by dotted paths; 2 was kept in files of torch.save, or as config.yaml beside weights
+PARTS = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer", "callbacks", "logger")
 LONGEST_YAML = 2**20  # bytes
 
 
@@ -71,6 +72,9 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
             f"{origin} has checkpoint version {version}; this release reads versions 1 to {VERSION}: {remedy}"
         )
     check_plain(record["config"], origin)
+    for part in PARTS:
+        if not isinstance(record["config"].get(part), dict | None):
+            raise MetaTTTError(f"{origin} has a configuration whose `{part}` is no part of one: it is damaged")
     return {
         **record,
         "version": VERSION,
@@ -111,15 +115,24 @@ def read_config(folder: Path) -> dict[str, Any]:
         MetaTTTError: it is not there or cannot be read.
     """
     path = folder / CONFIG
+    content = read_yaml(path)
+    bare = isinstance(content, dict) and "version" not in content and "model" in content
+    return checked_record({"version": 1, "config": content} if bare else content, path)
+
+
+def read_yaml(path: Path) -> Any:
+    """The plain data of a short YAML file.
+
+    Raises:
+        MetaTTTError: it cannot be read, is too long, or refers to parts of itself.
+    """
     try:
-        content = yaml.load(read_text(path, LONGEST_YAML), Loader=_NoAliases)
+        return yaml.load(read_text(path, LONGEST_YAML), Loader=_NoAliases)
     except MetaTTTError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MetaTTTError(f"{path} cannot be read as a configuration: {reason}") from error
-    bare = isinstance(content, dict) and "version" not in content and "model" in content
-    return checked_record({"version": 1, "config": content} if bare else content, path)
 
 
 class _NoAliases(yaml.SafeLoader):

@@ -1,19 +1,157 @@
-"""The checkpoints of a run: `<run>/checkpoints/step-00000100`."""
+"""The checkpoints of a run, `<run>/checkpoints/step-00000100`: found, the damaged passed over, the old removed."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
-CHECKPOINTS = "checkpoints"  # the folder in a run's folder
-NAME = re.compile(r"step-(\d{8,})")
+from metattt.checkpoints.folder import CONTENT
+from metattt.checkpoints.version2 import is_parts
+from metattt.errors import MetaTTTError
+
+FOLDER = "checkpoints"  # in the folder of a run
+DAMAGED = ".damaged"  # after the name of a checkpoint that was set aside
+LAST = "last.ckpt"  # the one checkpoint of a run of earlier versions
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(part|old|gone)")
+
+Verify = Callable[[Path], object]
+Say = Callable[[str], None]
 
 
-def steps(run: Path) -> list[tuple[int, Path]]:
-    """The checkpoints of a run with the steps that it had made, the newest first."""
-    found = []
-    for path in (run / CHECKPOINTS).glob("step-*"):
-        match = NAME.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+def path_of(run_folder: Path, step: int) -> Path:
+    """The checkpoint of a run at a step."""
+    return run_folder / FOLDER / f"step-{step:08}"
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint is of; earlier versions wrote it there itself."""
+    if len(checkpoint.parts) < 3:  # as seen from inside the run's folder
+        checkpoint = checkpoint.absolute()
+    return checkpoint.parent.parent if step_of(checkpoint) is not None else checkpoint.parent
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step of a checkpoint by where it is; None: it has another name, or is in another folder."""
+    found = _NAME.fullmatch(checkpoint.name)
+    return int(found[1]) if found and checkpoint.absolute().parent.name == FOLDER else None
+
+
+def steps(run_folder: Path) -> list[tuple[int, Path]]:
+    """Steps and paths of a run's checkpoints, whole or damaged, newest first."""
+    folder = run_folder / FOLDER
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    return sorted(((step, path) for path in entries if (step := step_of(path)) is not None), reverse=True)
+
+
+def to_stderr(line: str) -> None:
+    """One line for the user."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def newest_good(run_folder: Path, verify: Verify, say: Say = to_stderr) -> Path:
+    """The newest checkpoint of a run that is not damaged.
+
+    Args:
+        run_folder: the folder of the run, with at least one checkpoint.
+        verify: raises MetaTTTError for a checkpoint that cannot be used.
+        say: is told in a line of every newer one that was passed over.
+
+    Raises:
+        MetaTTTError: all of them are damaged.
+    """
+    reason: MetaTTTError | None = None
+    passed: list[str] = []
+    for _, path in steps(run_folder):
+        try:
+            verify(path)
+        except MetaTTTError as error:
+            passed.append(path.name)
+            reason = reason or error
+            continue
+        if passed:
+            say(f"damaged: {', '.join(passed)} in {path.parent} ({reason}); {path.name} is taken instead")
+        return path
+    raise MetaTTTError(
+        f"no checkpoint of {run_folder} can be used, of {len(passed)}: {reason or 'there is none'}"
+    ) from reason
+
+
+def prune(run_folder: Path, keep: int, best: int | None = None) -> None:
+    """Removes all checkpoints but the newest `keep` and that of step `best`; nothing that is not surely one of ours.
+
+    Raises:
+        OSError: one that cannot be removed.
+    """
+    for step, path in steps(run_folder)[keep:]:
+        if step != best and is_ours(path):
+            remove_checkpoint(path)
+
+
+def remove_leftovers(run_folder: Path) -> None:
+    """Removes what a killed process left half written. Only for who holds the run's lock: another may be writing.
+
+    Raises:
+        OSError: one that cannot be removed.
+    """
+    folder = run_folder / FOLDER
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        if _LEFTOVER.fullmatch(path.name) and not path.is_symlink():
+            remove_checkpoint(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged file or folder to `<name>.damaged-<n>`, the first that is free. It is not removed.
+
+    Returns:
+        Its new name.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    number = 1
+    while (target := path.with_name(f"{path.name}{DAMAGED}-{number}")).exists() or target.is_symlink():
+        number += 1
+    path.rename(target)
+    return target
+
+
+def remove_newer(run_folder: Path, step: int) -> None:
+    """Removes the checkpoints after a step that are surely ours; −1 removes all of them.
+
+    Raises:
+        OSError: one that cannot be removed.
+    """
+    for newer, path in steps(run_folder):
+        if newer > step and is_ours(path):
+            remove_checkpoint(path)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a path is a checkpoint that a run of ours wrote, and not reached by a link."""
+    if path.is_symlink() or (path.parent.name == FOLDER and path.parent.is_symlink()):
+        return False
+    return (path / CONTENT).is_file() or is_parts(path) or (path.is_file() and zipfile.is_zipfile(path))
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint that is ours. Renamed first: what is removed half is no checkpoint any more.
+
+    Links in it are removed, and never what they lead to.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if not path.is_dir():
+        path.unlink()
+        return
+    gone = path.with_name(f"{path.name.partition('.')[0]}.gone")
+    if gone != path:
+        if gone.exists():
+            shutil.rmtree(gone)
+        path.rename(gone)
+    shutil.rmtree(gone)

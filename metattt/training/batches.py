@@ -95,3 +95,24 @@ def validate_between_steps(trainer: lightning.Trainer) -> None:
         interval = max(1, int(interval * trainer.max_steps))
     if trainer.max_steps > 0 and isinstance(interval, int):
         trainer.val_check_interval = min(interval, trainer.max_steps) * trainer.accumulate_grad_batches
+
+
+def at_end_of_step(checkpoint: dict[str, Any], validate_again: bool) -> None:
+    """Sets the counts of a checkpoint that is taken at the beginning of a batch to those after the batch before: all
+    done.
+
+    Args:
+        checkpoint: of Lightning; changed in place.
+        validate_again: the validation after that batch was begun and is to be done again, from its first batch.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    progress = loops["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts.update(dict.fromkeys(counts, counts["completed"]))
+    progress["is_last_batch"] = False
+    if validate_again:  # what Lightning takes for an evaluation that was cut off in its first batch
+        validation = loops["epoch_loop.val_loop.batch_progress"]
+        done = validation["total"]["completed"]
+        validation["total"].update(ready=done + 1, started=done + 1, processed=done)
+        validation["current"].update(dict.fromkeys(validation["current"], 0))
+        validation["is_last_batch"] = False

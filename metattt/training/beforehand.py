@@ -1,16 +1,32 @@
-"""What is checked before anything of a run is read or made, and the record of its configuration."""
+"""What is checked before anything of a run is read or made."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from metattt.errors import MetaTTTError
 
-CONFIGURATION = "run.yaml"
-"""In the folder of a run: its configuration, for people. `config.yaml` beside weights is that of a converted model."""
+NEEDED = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer")  # parts of the configuration
+
+AUTO = "auto"  # resume=auto
+
+
+def check_given(cfg: DictConfig) -> None:
+    """Refuses a configuration of which a part is missing, and words about the run's folder that do not go together.
+
+    Raises:
+        MetaTTTError: such a configuration.
+    """
+    for part in NEEDED:
+        if cfg.get(part) is None:
+            raise MetaTTTError(f"there is no run without {part}: leave out ~{part}")
+    for key in ("resume", "output_dir"):
+        if cfg[key] == "":
+            raise MetaTTTError(f"{key}= is empty: give a folder, or leave it out (an empty variable of the shell?)")
+    if cfg.resume == AUTO and not cfg.output_dir:
+        raise MetaTTTError(f"resume={AUTO} goes on with the run in output_dir, or begins it there: add output_dir=<folder>")
+    if cfg.resume == AUTO and cfg.overwrite:
+        raise MetaTTTError(f"resume={AUTO} keeps the run in output_dir, and overwrite=true does not: give one of them")
 
 
 def check_before_training(cfg: DictConfig) -> None:
@@ -28,20 +44,3 @@ def check_before_training(cfg: DictConfig) -> None:
         raise MetaTTTError(
             f"trainer.overfit_batches={trainer.overfit_batches} is not supported: data.max_bytes=<few> trains on little text"
         )
-
-
-def open_folder(cfg: DictConfig) -> Path:
-    """Makes the folder of a run and writes its configuration there, resolved, as `run.yaml`.
-
-    Raises:
-        MetaTTTError: a folder that cannot be made or written.
-    """
-    folder = Path(cfg.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not getattr(rank_zero_only, "rank", 0):  # one of several processes
-            (folder / CONFIGURATION).write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
-    except OSError as error:
-        reason = "it is a file" if folder.is_file() else error.strerror
-        raise MetaTTTError(f"output_dir={folder} cannot be used: {reason}; choose another folder") from error
-    return folder

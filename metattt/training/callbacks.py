@@ -1,17 +1,14 @@
-"""What happens around the training steps: progress, loss curve, Ctrl-C."""
+"""What is shown of a run while it trains: progress, and the curve of the loss."""
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from metattt.checkpoints.files import LAST
 from metattt.registry import register
 from metattt.training.step_statistics import Pace
 
@@ -166,64 +163,3 @@ def plot(points: dict[str, list[list[float]]], baseline: float | None, path: Pat
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(path)
-
-
-class Interrupted(Exception):
-    """Raised between two steps after Ctrl-C, when the checkpoint is written."""
-
-
-@register(group="callback", name="stop_on_interrupt")
-class StopOnInterrupt(lightning.Callback):
-    """Ctrl-C finishes the step and its logging, writes `last.ckpt` and raises `Interrupted`; a second Ctrl-C stops at
-    once.
-
-    Args:
-        folder: where the checkpoint goes.
-    """
-
-    def __init__(self, folder: str):
-        self.folder = Path(folder)
-        self.requested = self.saved = False
-        self.previous: Any = None
-
-    def _request(self, signum: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print(
-            "\nstopping after this step; Ctrl-C again stops at once, without a checkpoint", file=sys.stderr, flush=True
-        )
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        try:
-            self.previous = signal.signal(signal.SIGINT, self._request)
-        except ValueError:  # not in the main thread: there Python allows no handlers, and delivers no Ctrl-C
-            self.previous = None
-
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
-        # Ctrl-C reaches the processes of a run at different moments: they stop together
-        if trainer.strategy.reduce_boolean_decision(self.requested, all=False):
-            trainer.save_checkpoint(self.folder / LAST)
-            self.saved = True
-
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self.saved:  # not earlier: Lightning logs a step after its last hook
-            raise Interrupted
-
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._restore()
-
-    def on_exception(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
-    ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        if self.previous is not None:
-            signal.signal(signal.SIGINT, self.previous)
-            self.previous = None

@@ -55,8 +55,9 @@ class InnerLossCurves(lightning.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if batch_idx or not trainer.is_global_zero or any(point[0] == trainer.global_step for point in self.points):
+        if batch_idx or not trainer.is_global_zero:
             return
+        self.points = [point for point in self.points if point[0] != trainer.global_step]  # one that was cut off
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # the permutations drawn here are none of the run's
             curves = inner_losses_by_layer(pl_module.model, batch[0][: self.images])  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from metattt.registry import register
+from metattt.training.launchers import Launcher
 
 
 @register(group="strategy", name="replicated_data")
@@ -24,6 +25,10 @@ class ReplicatedData(DDPStrategy):
 
     def __init__(self) -> None:
         super().__init__()
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def configure_ddp(self) -> None:
         module: Any = self.lightning_module

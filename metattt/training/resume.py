@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from metattt.checkpoints.files import home
+from metattt.checkpoints.naming import COMPONENT, to_names
 from metattt.composition.choices import choices
 from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
@@ -23,11 +23,12 @@ from metattt.errors import MetaTTTError
 
 RESUMABLE = ("trainer", "callbacks", "logger", "sample")  # parts of the configuration that a resumed run may change
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
-OF_THE_COMMAND = ("resume", "output_dir", "given", "name", "trust")
+OF_THE_COMMAND = ("resume", "overwrite", "output_dir", "given", "name", "trust")
+WRITE = ("trainer", "callbacks", "logger")  # parts that write files
 PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what a choice of trainer=<name> is about
 
 
-def resumed(given: DictConfig, saved: DictConfig, checkpoint: Path) -> tuple[DictConfig, bool]:
+def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
     """The configuration of the run, with what the command line changes.
 
     What was given (`given.given`) counts, even where it equals a default; so does what a choice such as `layer=ttt_mlp`
@@ -63,10 +64,59 @@ def resumed(given: DictConfig, saved: DictConfig, checkpoint: Path) -> tuple[Dic
         if key.endswith("._target_"):  # another component: nothing of the old one stays
             OmegaConf.update(saved, owner, OmegaConf.select(given, owner), merge=False, force_add=True)
         OmegaConf.update(saved, key, value, force_add=True)
-    OmegaConf.update(saved, "given", [*(saved.get("given") or []), *given.given], force_add=True)
+    before_now = [one for one in saved.get("given") or [] if one not in given.given]
+    OmegaConf.update(saved, "given", [*before_now, *given.given], force_add=True)
     OmegaConf.update(saved, "trust", given.get("trust"), force_add=True)  # never from the file
-    saved.resume, saved.output_dir = str(checkpoint), given.output_dir or str(home(checkpoint))
     return saved, moved
+
+
+def modernised(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a run with the parts of this version that write its checkpoints and its log, in the place of those
+    of Lightning and of ours that did so before."""
+    config = dict(record["config"])
+    default = to_names(OmegaConf.to_container(compose(job="train")))
+    callbacks = config.get("callbacks") or {}
+    kept = {name: one for name, one in callbacks.items() if not _wrote_last(one)}
+    if len(kept) < len(callbacks):
+        config["callbacks"] = {name: default["callbacks"][name] for name in ("checkpoint", "watch")} | kept
+    loggers = config.get("logger") or {}
+    config["logger"] = {name: default["logger"]["csv"] if _wrote_log(one) else one for name, one in loggers.items()}
+    return {**record, "config": config}
+
+
+def _wrote_last(callback: Any) -> bool:
+    """Whether a callback of an earlier version wrote `last.ckpt`."""
+    if not isinstance(callback, Mapping):
+        return False
+    ours = callback.get(COMPONENT) == "callback=stop_on_interrupt"
+    return ours or (str(callback.get("_target_")).endswith(".ModelCheckpoint") and callback.get("filename") == "last")
+
+
+def _wrote_log(logger: Any) -> bool:
+    """Whether a logger is Lightning's, as earlier versions set it."""
+    if not isinstance(logger, Mapping):
+        return False
+    lightnings = str(logger.get("_target_")).endswith(".CSVLogger")
+    return lightnings and logger.get("save_dir") == "${output_dir}" and logger.get("name") == logger.get("version") == ""
+
+
+def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
+    """Refuses to write where a file of the run says, unless that is in the run's folder or given on the command line.
+
+    Args:
+        cfg: of a run that goes on.
+        overrides: of this command.
+
+    Raises:
+        MetaTTTError: naming the path.
+    """
+    keys, _, _ = _said(overrides)
+    home = Path(cfg.output_dir).resolve()
+    for part in WRITE:
+        for key, value in leaves(OmegaConf.to_container(cfg.get(part) or {}, resolve=True), part).items():
+            outside = isinstance(value, str) and "/" in value and not Path(value).resolve().is_relative_to(home)
+            if outside and not _inside(key, keys):
+                raise MetaTTTError(f"{key}={value} of the run leads out of its folder {home}: if it may, give it again")
 
 
 def _check_resumable(key: str, said: str) -> None:

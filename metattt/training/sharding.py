@@ -30,6 +30,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.registry import register
 from metattt.training.building import Builder
 from metattt.training.checkpoint_files import write_run
+from metattt.training.launchers import Launcher
 
 
 def build_divided(build: Builder, mesh: DeviceMesh) -> LanguageModel:
@@ -62,6 +63,11 @@ class FullyShardedData(ModelParallelStrategy):
 
     def __init__(self) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes

@@ -6,40 +6,44 @@ from __future__ import annotations
 import copy
 import csv
 import logging
+import re
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from rich.console import Console
 
-from metattt.checkpoints.files import LAST, find_checkpoint
-from metattt.checkpoints.record import RECORD, record_config
-from metattt.checkpoints.trained import check_resumed, read_checkpoint
-from metattt.checkpoints.trust import modules
+from metattt.checkpoints.record import RECORD
+from metattt.checkpoints.rolling import path_of
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
-from metattt.training.beforehand import check_before_training, open_folder
+from metattt.training.beforehand import check_given
 from metattt.training.building import Builder, differences
-from metattt.training.callbacks import Interrupted, LossCurve
+from metattt.training.callbacks import LossCurve
 from metattt.training.checkpoint_files import CheckpointFiles
+from metattt.training.csv_log import CSVLog
 from metattt.training.data_module import ForLightning
 from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
-from metattt.training.launchers import processes
-from metattt.training.resume import check_same_data, resumed
+from metattt.training.launchers import follow_the_starter, is_first, processes, started_by_the_run
+from metattt.training.resume import check_same_data
+from metattt.training.saving import Checkpoints, validates_again
 from metattt.training.sharding import FullyShardedData
+from metattt.training.signals import Interrupted
+from metattt.training.start import Start, open_run, start
 from metattt.training.text_job import TextJob
+from metattt.training.watch import Watch
 
-NEEDED = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer")  # parts of the configuration
-
+C = TypeVar("C")
+LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pipe", re.I)
+"""In the message of an error that comes when another process is lost."""
 
 def train(cfg: DictConfig) -> int:
     """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`).
@@ -48,38 +52,33 @@ def train(cfg: DictConfig) -> int:
         cfg: the configuration, as `metattt.composition.compose.compose(job="train")` makes it.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C.
+        The exit code: 0; 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1, with a checkpoint written.
 
     Raises:
         MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a loss that is not finite.
     """
-    console = Console(
-        highlight=False, soft_wrap=True, quiet=bool(getattr(rank_zero_only, "rank", 0))
-    )  # one of several processes speaks
+    first = is_first()
+    console = Console(highlight=False, soft_wrap=True, quiet=not first)  # one of several processes speaks
+    if started_by_the_run():
+        follow_the_starter()
     _quiet_lightning()
-    for part in NEEDED:
-        if cfg.get(part) is None:
-            raise MetaTTTError(f"there is no run without {part}: leave out ~{part}")
+    check_given(cfg)
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
     for key in ("path", "validation_path"):
         if key in cfg.data:
             cfg.data[key] = _absolute(cfg.data[key])  # so that the checkpoint can be used from another folder
-    checkpoint = find_checkpoint(cfg.resume) if cfg.resume else None
-    done, record, moved = 0, None, False
-    if checkpoint is not None:
-        content = read_checkpoint(checkpoint, tensors="none")
-        record, done = content[RECORD], int(content["global_step"])
-        cfg, moved = resumed(cfg, record_config(record, checkpoint, trust=modules(cfg.trust)), checkpoint)
-        if 0 < cfg.trainer.get("max_steps", -1) <= done:
-            raise MetaTTTError(
-                f"the run {checkpoint} is complete at step {done}: to train on, add trainer.max_steps=<more>"
-            )
-    check_before_training(cfg)
-    if checkpoint is not None:
-        check_resumed(checkpoint, cfg)
-    cfg.output_dir = cfg.output_dir or _new_folder(cfg)
-    folder = open_folder(cfg)
+    opened = open_run(cfg, first)
+    try:
+        begin = start(cfg, opened, console.print)
+        return 0 if begin.complete else _run(begin, console)
+    finally:
+        if opened.lock is not None:
+            opened.lock.release()
 
+
+def _run(begin: Start, console: Console) -> int:
+    """The run from where it begins; its exit code."""
+    cfg, folder, checkpoint, done = begin.cfg, begin.folder, begin.checkpoint, begin.done
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
     job: Job[Any, Any] = ImageJob(cfg, data) if isinstance(data, Images) else TextJob(cfg, data)
@@ -92,29 +91,44 @@ def train(cfg: DictConfig) -> int:
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)
-    if checkpoint is not None:
-        _replay_log(trainer, done)
+    notes: list[str | None] = [*_take_up_logs(trainer, begin)]
     job.header(console, trainer, model, done)
-    if record is not None and (note := check_same_data(record, data, moved)):
-        console.print(note)
-    if record is None and cfg.init_from and (note := differences(cfg, cfg.init_from)):
-        console.print(note)
+    if checkpoint is not None:
+        notes.append(check_same_data(begin.content[RECORD], data, begin.moved))
+    elif cfg.init_from:
+        notes.append(differences(cfg, cfg.init_from))
+    for note in notes:
+        if note:
+            console.print(note)
 
-    started = time.monotonic()
+    watch = _callback(trainer, Watch)
+    if watch is not None:
+        watch.folder = str(folder)
+    started, ended_well = time.monotonic(), False
     try:
         trainer.fit(
             module, datamodule=ForLightning(data), ckpt_path=checkpoint, weights_only=True if checkpoint else None
         )
-    except Interrupted:
-        console.print(f"stopped at step {trainer.global_step}. To go on: metattt train resume={folder}")
-        return 130
-    trainer.save_checkpoint(folder / LAST)
-    seconds = time.monotonic() - started
-    if not _validated_last(trainer):
-        trainer.validate(module, datamodule=ForLightning(data), verbose=False)
-    job.report(console, trainer, seconds)
-    _files(console, trainer, folder)
-    job.sample(console, module)
+        if _callback(trainer, Checkpoints) is None:
+            trainer.save_checkpoint(path_of(folder, trainer.global_step))
+        seconds = time.monotonic() - started
+        if not _validated_last(trainer, done):
+            trainer.validate(module, datamodule=ForLightning(data), verbose=False)
+        job.report(console, trainer, seconds)
+        _files(console, trainer, folder, seconds)
+        job.sample(console, module)
+        ended_well = True
+    except Interrupted as stop:
+        ended_well = True
+        console.print(f"stopped at step {trainer.global_step} ({stop}). To go on: metattt train resume={folder}")
+        return 0 if started_by_the_run() else stop.exit_code
+    except RuntimeError as error:
+        if watch is not None and LOST.search(str(error)):
+            watch.wait()
+        raise
+    finally:
+        if watch is not None:
+            watch.close(failed=not ended_well)
     return 0
 
 
@@ -127,16 +141,6 @@ def _absolute(path: Any) -> Any:
     return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
 
 
-def _new_folder(cfg: DictConfig) -> str:
-    """`runs/<time>-<name>`, a folder that does not exist yet."""
-    name = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.get('name') or 'run'}"
-    folder, count = name, 1
-    while folder.exists():
-        count += 1
-        folder = name.with_name(f"{name.name}-{count}")
-    return str(folder)
-
-
 def _trainer(cfg: DictConfig) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
     callbacks = [instantiate_part(cfg.callbacks, name) for name in cfg.get("callbacks") or {}]
@@ -147,33 +151,53 @@ def _trainer(cfg: DictConfig) -> lightning.Trainer:
     return trainer
 
 
-def _replay_log(trainer: lightning.Trainer, done: int) -> None:
-    """Logs again what the run had logged up to step `done`: Lightning's CSV log starts as an empty file."""
+def _take_up_logs(trainer: lightning.Trainer, begin: Start) -> list[str | None]:
+    """Brings the logs to the step that the run begins at; lines for the user."""
+    notes: list[str | None] = []
     for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger):
-            file = Path(logger.log_dir) / "metrics.csv"
-            rows = list(csv.DictReader(file.open(newline=""))) if file.is_file() else []
-            for row in rows:
-                if int(row["step"]) <= done:
-                    metrics: dict[str, torch.Tensor | float] = {
-                        key: float(value) for key, value in row.items() if value and key != "step"
-                    }
-                    logger.log_metrics(metrics, step=int(row["step"]))
-            logger.save()
+        if isinstance(logger, CSVLog):
+            notes.append(logger.go_on_from(begin.done, validates_again(begin.content)))
+        elif isinstance(logger, CSVLogger) and begin.checkpoint is not None:
+            _replay_log(logger, begin.done)
+    return notes
 
 
-def _validated_last(trainer: lightning.Trainer) -> bool:
-    """Whether the last validation was after the last step."""
+def _replay_log(logger: CSVLogger, done: int) -> None:
+    """Logs again what the run had logged up to step `done`: Lightning's CSV log starts as an empty file."""
+    file = Path(logger.log_dir) / "metrics.csv"
+    rows = list(csv.DictReader(file.open(newline=""))) if file.is_file() else []
+    for row in rows:
+        if int(row["step"]) <= done:
+            metrics: dict[str, torch.Tensor | float] = {
+                key: float(value) for key, value in row.items() if value and key != "step"
+            }
+            logger.log_metrics(metrics, step=int(row["step"]))
+    logger.save()
+
+
+def _callback(trainer: lightning.Trainer, kind: type[C]) -> C | None:
+    """The callback of a kind, if there is one."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+
+
+def _validated_last(trainer: lightning.Trainer, done: int) -> bool:
+    """Whether this process has validated after the last step."""
     interval = trainer.val_check_batch
     batches = trainer.global_step * trainer.accumulate_grad_batches
-    return isinstance(interval, int) and interval > 0 and batches % interval == 0
+    return trainer.global_step > done and isinstance(interval, int) and interval > 0 and batches % interval == 0
 
 
-def _files(console: Console, trainer: lightning.Trainer, folder: Path) -> None:
+def _files(console: Console, trainer: lightning.Trainer, folder: Path, seconds: float) -> None:
     """Where the results are."""
-    console.print(f"checkpoint  {folder / LAST}")
+    saving = _callback(trainer, Checkpoints)
+    console.print(f"checkpoint  {path_of(folder, trainer.global_step)}{saving.cost(seconds) if saving else ''}")
+    if saving is not None and saving.best_step is not None:
+        console.print(f"best        {path_of(folder, saving.best_step)}  ({saving.best} {saving.best_value:.4f})")
     for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger):
+        if isinstance(logger, CSVLog):
+            console.print(f"log         {logger.path}")
+        elif isinstance(logger, CSVLogger):
             console.print(f"log         {Path(logger.log_dir) / 'metrics.csv'}")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (LossCurve, InnerLossCurves)) and callback.path.is_file():
@@ -185,7 +209,7 @@ def _quiet_lightning() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     unneeded = (
-        "The dirpath has changed",  # a run whose folder has moved
+        "callbacks used to create the checkpoint",  # of a run of an earlier version
         "does not have many workers", "dataloader is not resumable", "exists and is not empty", "isinstance.treespec",
         "IterableDataset.? has",  # a length, which timm knows
     )  # fmt: skip

@@ -1,0 +1,189 @@
+"""`metrics.csv`: rows are appended as they come; a kill, at any moment, loses none that a checkpoint counts on."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from metattt.checkpoints.rolling import set_aside
+from metattt.errors import MetaTTTError
+from metattt.registry import register
+
+STEP = "step"
+Row = dict[str, str]
+
+
+@register(group="logger", name="csv_log")
+class CSVLog(Logger):
+    """A row for every step and every validation that is logged, with `step` and the metrics as columns, by name.
+
+    The file is never changed in place but for rows that are added: with a new column, and where a resumed run goes on
+    before its last rows, a new file takes the place of the old one. Of several processes the first writes.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = Path(path)
+        self.columns: list[str] = []  # of the file; none: it is not there yet
+        self._file: io.TextIOWrapper | None = None
+
+    @property
+    def name(self) -> str:
+        return "csv_log"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """They are in `run.yaml`."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Adds a row.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        row = {STEP: str(step), **{name: str(_number(value)) for name, value in metrics.items()}}
+        if not set(row) <= set(self.columns):
+            self._write_anew(sorted({*self.columns, *row}), read_rows(self.path)[0] if self.columns else [])
+        if self._file is None:
+            self._file = self.path.open("a", newline="", encoding="utf-8")
+        self._file.write(_line([row.get(name, "") for name in self.columns]))
+        self._file.flush()
+
+    def sync(self) -> None:
+        """The rows so far are on the disk when this returns: for before a checkpoint that counts on them.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def finalize(self, status: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @rank_zero_only
+    def go_on_from(self, step: int, validate_again: bool = False) -> str | None:
+        """Takes up the file of a run that goes on: rows after `step` are dropped, they come again.
+
+        A file that is damaged is set aside, whole, and its good rows are kept.
+
+        Args:
+            step: of the checkpoint.
+            validate_again: the validation at `step` comes again, too.
+
+        Returns:
+            A line for the user, if rows were lost.
+
+        Raises:
+            OSError: it cannot be read or written.
+        """
+        if not os.path.lexists(self.path):
+            return None
+        rows, damage = read_rows(self.path)
+        last = [row for row in rows if int(row[STEP]) == step and not (validate_again and _of_validation(row))]
+        kept = [row for row in rows if int(row[STEP]) < step] + last
+        note = None
+        if damage:
+            aside = set_aside(self.path)
+            note = f"log     {self.path} was damaged ({damage}) and is now {aside.name}; {len(kept)} rows of it are kept"
+        self.columns = []
+        if kept:
+            self._write_anew(list(kept[0]), kept)
+        elif not damage:
+            self.path.unlink()
+        return note
+
+    def validated(self, step: int) -> bool:
+        """Whether the file has a row of the validation at a step."""
+        rows = read_rows(self.path)[0] if self.path.is_file() else []
+        return any(int(row[STEP]) == step and _of_validation(row) for row in rows)
+
+    def _write_anew(self, columns: Sequence[str], rows: Sequence[Row]) -> None:
+        """A new file takes the place of the old one."""
+        self.finalize("")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_name(f"{self.path.name}.new")
+        with new.open("w", newline="", encoding="utf-8") as file:
+            file.write(_line(columns))
+            file.writelines(_line([row.get(name, "") for name in columns]) for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self.columns = list(columns)
+
+
+def read_rows(path: Path) -> tuple[list[Row], str]:
+    """The rows of a log that can be read, and what is wrong with the others: empty, or a reason.
+
+    A last line that a kill cut off is left out, and nothing is wrong with that.
+    """
+    content = path.read_bytes()
+    content = content[: content.rfind(b"\n") + 1]
+    text, damage = content.decode("utf-8", "replace"), ""
+    lines = [line for line in csv.reader(text.replace("\0", "\ufffd").splitlines()) if line]
+    if not lines:
+        return [], ""
+    columns, rows = lines[0], []
+    if STEP not in columns or len(set(columns)) < len(columns):
+        return [], "its first line does not name the columns"
+    for number, line in enumerate(lines[1:], 2):
+        row = dict(zip(columns, line, strict=False))
+        if len(line) == len(columns) and row[STEP].isdecimal() and all(_is_number(value) for value in line):
+            rows.append(row)
+        else:
+            damage = damage or f"line {number} is no row of it"
+    return rows, damage
+
+
+def check_log(path: Path) -> None:
+    """Refuses a file of somebody else's in the place of a log.
+
+    Raises:
+        MetaTTTError: it is no log of a run.
+    """
+    rows, damage = read_rows(path)
+    if damage and not rows:
+        raise MetaTTTError(f"{path} is no log of a run ({damage}): move it, or choose another output_dir")
+
+
+def _of_validation(row: Row) -> bool:
+    """Whether a row is of a validation: a step has metrics of the training, a validation none."""
+    return not any(value for name, value in row.items() if name.startswith("train/"))
+
+
+def _number(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _is_number(value: str) -> bool:
+    try:
+        return not value or float(value) is not None
+    except ValueError:
+        return False
+
+
+def _line(values: Sequence[str]) -> str:
+    line = io.StringIO(newline="")
+    csv.writer(line).writerow(values)
+    return line.getvalue()

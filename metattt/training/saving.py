@@ -1,0 +1,231 @@
+"""When a run writes checkpoints, which it keeps, and how it stops between two steps when a signal asks for it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+
+from metattt.checkpoints.rolling import path_of, prune
+from metattt.errors import MetaTTTError
+from metattt.registry import register
+from metattt.training.batches import at_end_of_step
+from metattt.training.csv_log import CSVLog
+from metattt.training.random_state import RandomState, set_random_state
+from metattt.training.signals import Interrupted, StopRequests, silence_lightning
+
+MUCH = 0.1  # of the time of a run, for checkpoints
+
+
+@register(group="callback", name="checkpoints")
+class Checkpoints(lightning.Callback):
+    """Writes `checkpoints/step-<n>` every so many steps, every so many minutes, at the best validation, at the end, and
+    when a signal asks the run to stop.
+
+    A checkpoint is taken between two steps, when the log has the step and its validation, so that a run that goes on
+    from it does and logs what it would have. Ctrl-C, SIGTERM and SIGUSR1 finish the step, write a checkpoint and raise
+    `Interrupted`; in the middle of a validation they do not wait for it: it is done again.
+
+    Args:
+        folder: of the run.
+        every_steps: steps between two checkpoints; null: only the minutes count.
+        every_minutes: minutes between two checkpoints, at most; null: only the steps count.
+        keep: number of the last checkpoints that are kept.
+        best: the metric of the validation whose lowest value makes a checkpoint that is kept as well; null: none.
+
+    Raises:
+        MetaTTTError: a number that is not allowed; after a validation: a metric that nobody logs.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        every_steps: int | None = 100,
+        every_minutes: float | None = 10.0,
+        keep: int = 2,
+        best: str | None = "validation/loss",
+    ):
+        for name, value, least in (("every_steps", every_steps, 1), ("every_minutes", every_minutes, 0.01), ("keep", keep, 1)):
+            if value is not None and not value >= least:
+                raise MetaTTTError(f"callbacks.checkpoint.{name}={value} is not allowed: it must be at least {least}")
+        self.folder, self.every_steps, self.every_minutes = Path(folder), every_steps, every_minutes
+        self.keep, self.best = keep, best
+        self.best_step: int | None = None
+        self.best_value = math.inf
+        self.last: Path | None = None  # that this run has written
+        self.seconds: list[float] = []  # that each took
+        self.validate_again = False  # of the checkpoint that is being written: the validation at its step is not done
+        self._saved_step = self._validated_step = -1
+        self._saved_at = 0.0
+        self._between_steps = False
+        self._running = False
+        self._random: RandomState | None = None
+        self._found_random: list[Mapping[str, Any]] = []  # in the checkpoint that the run goes on from, by process
+        self._group: Any = None  # for flags and plain data, on the CPU: no step waits for the GPU
+        self._requests = StopRequests(self._kept)
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        self._group = dist.new_group(backend="gloo") if trainer.world_size > 1 and dist.is_initialized() else None
+        silence_lightning(trainer)
+        self._requests.listen()
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.global_rank < len(self._found_random):
+            set_random_state(self._found_random[trainer.global_rank], trainer.strategy.root_device)
+        self._found_random = []
+        self._running, self._saved_step, self._saved_at = True, trainer.global_step, time.monotonic()
+        self._take_random(trainer)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._take_random(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if self._running:
+            self._validated_step = trainer.global_step
+            self._take_random(trainer)
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Between two steps: the log has the last one, and its validation. (Not earlier: Lightning logs a step after
+        its last hook.)"""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        # Lightning's own count of steps, by which it logs every n-th, slips when a run goes on at a validation
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        signal, due = self._together((self._requests.received, self._is_due(trainer)))
+        if due or (signal and trainer.global_step > self._saved_step):
+            self._save(trainer, between_steps=True)
+        if signal:
+            raise Interrupted(signal)
+
+    def on_validation_batch_start(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not self._running:
+            return
+        (signal,) = self._together((self._requests.received,))
+        if signal:
+            if trainer.global_step > self._saved_step:
+                self._save(trainer, between_steps=True, validate_again=True)
+            raise Interrupted(signal)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._is_best(trainer)
+        if trainer.global_step > self._saved_step:
+            self._save(trainer)
+        self._running = False
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        self._running = False
+        self._requests.stop_listening()
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        self._requests.stop_listening()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all processes together: the best validation, and where every process's generators stand."""
+        random: list[Any] = [self._random.data() if self._random else None]
+        if self._group is not None:
+            mine, random = random[0], [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(random, mine, self._group)
+        return {
+            "best_step": self.best_step, "best_value": self.best_value, "random": random, "validate_again": self.validate_again,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_step, self.best_value = state_dict["best_step"], state_dict["best_value"]
+        self._found_random = [one for one in state_dict["random"] if one is not None]
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._between_steps:
+            at_end_of_step(checkpoint, self.validate_again)
+
+    def cost(self, seconds: float) -> str:
+        """What the checkpoints took of a run of so many seconds, for people; and what to do if it was much."""
+        if not self.seconds:
+            return ""
+        share = sum(self.seconds) / seconds
+        advice = "; less often: callbacks.checkpoint.every_steps=<more>" if share > MUCH else ""
+        each = sum(self.seconds) / len(self.seconds)
+        return f"  ({len(self.seconds)} written in {each:.2f} s each, {share:.0%} of the run{advice})"
+
+    def _take_random(self, trainer: lightning.Trainer) -> None:
+        self._random = RandomState.now(trainer.strategy.root_device)
+
+    def _is_due(self, trainer: lightning.Trainer) -> bool:
+        """Whether a checkpoint is to be written now; what the first process thinks of it counts."""
+        step, better = trainer.global_step, self._is_best(trainer)
+        if step <= self._saved_step:
+            return False
+        minutes = (time.monotonic() - self._saved_at) / 60
+        steps = self.every_steps is not None and step % self.every_steps == 0
+        due = better or steps or (self.every_minutes is not None and minutes >= self.every_minutes)
+        return due and trainer.is_global_zero
+
+    def _is_best(self, trainer: lightning.Trainer) -> bool:
+        """Whether the validation of this step, if there was one, is the best so far."""
+        if self.best is None or self._validated_step != trainer.global_step:
+            return False
+        known = trainer.callback_metrics
+        if self.best not in known:
+            logged = ", ".join(sorted(name for name in known if name.startswith("validation"))) or "nothing"
+            raise MetaTTTError(f"callbacks.checkpoint.best={self.best} is not logged: the validation logs {logged}")
+        value = float(known[self.best])
+        if better := value < self.best_value:
+            self.best_step, self.best_value = trainer.global_step, value
+        return better
+
+    def _together(self, flags: tuple[int | bool, ...]) -> tuple[int, ...]:
+        """The largest of each number over all processes, so that all do the same between the same two steps."""
+        if self._group is None:
+            return tuple(int(flag) for flag in flags)
+        numbers = torch.tensor([int(flag) for flag in flags])
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
+        return tuple(numbers.tolist())
+
+    def _save(self, trainer: lightning.Trainer, between_steps: bool = False, validate_again: bool = False) -> None:
+        """Writes a checkpoint; the log reaches the disk before it."""
+        began, path = time.monotonic(), path_of(self.folder, trainer.global_step)
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLog):
+                logger.sync()
+        self._between_steps, self.validate_again = between_steps, validate_again
+        try:
+            trainer.save_checkpoint(path)
+        finally:
+            self._between_steps = self.validate_again = False
+        self.last, self._saved_step, self._saved_at = path, trainer.global_step, time.monotonic()
+        if trainer.is_global_zero:
+            prune(self.folder, self.keep, self.best_step)
+        self.seconds.append(time.monotonic() - began)
+
+    def _kept(self) -> str:
+        return f"the last checkpoint is {self.last}" if self.last else "this run has written no checkpoint yet"
+
+
+def validates_again(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was taken in the middle of a validation, which comes again."""
+    states = checkpoint.get("callbacks")
+    state = states.get(Checkpoints.__qualname__) if isinstance(states, Mapping) else None
+    return bool(state["validate_again"]) if isinstance(state, Mapping) and "validate_again" in state else False

@@ -1,0 +1,107 @@
+"""Signals that ask a run to stop: Ctrl-C, SIGTERM, and SIGUSR1, with which schedulers announce the end of a job's time.
+
+A handler does nothing but to note the signal: the run looks at the note between two steps, in all of its processes
+together. (Lightning's own handler sends messages from within, where another message may be under way, and ends the run
+with exit code 0 and no checkpoint.)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_SIGNAL_SECONDS = 0.5
+
+
+class Interrupted(Exception):
+    """Raised between two steps after a signal, when the checkpoint is written.
+
+    Attributes:
+        signal: the number of the signal.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.signal = number
+
+    @property
+    def exit_code(self) -> int:
+        """As shells have it: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + self.signal
+
+
+class StopRequests:
+    """Notes the first signal that asks the run to stop.
+
+    A second Ctrl-C ends the process at once, also one that waits for another process in a call that Python cannot
+    interrupt. What comes within half a second of the first is the same Ctrl-C by another way (a launcher passes it on).
+
+    Args:
+        last_checkpoint: what the user is told is kept, if a second signal comes.
+    """
+
+    def __init__(self, last_checkpoint: Callable[[], str]):
+        self.received = 0  # number of the first signal; 0: none
+        self.last_checkpoint = last_checkpoint
+        self._previous: dict[int, Any] = {}
+        self._wakeup = self._pipe = -1
+
+    def listen(self) -> None:
+        """Sets the handlers; nothing happens in a thread, where Python allows none."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        read, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._wakeup = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        threading.Thread(target=self._stop_at_once, args=(read,), daemon=True, name="second-ctrl-c").start()
+        self._previous = {number: signal.signal(number, self._note) for number in STOPPING}
+
+    def stop_listening(self) -> None:
+        """Puts back the handlers that were there before."""
+        if not self._previous:
+            return
+        for number, previous in self._previous.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous.clear()
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._pipe)  # the thread ends
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self.received = number
+            # print may be in the middle of a line of its own, which must not be entered twice
+            _say(f"\n{signal.Signals(number).name}: stopping after this step; Ctrl-C again stops at once")
+
+    def _stop_at_once(self, read: int) -> None:
+        """In a thread of its own: the numbers of the signals arrive here whatever the main thread does."""
+        first = None
+        with open(read, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] != signal.SIGINT:
+                    continue
+                now = time.monotonic()
+                if first is None:
+                    first = now
+                elif now - first > SAME_SIGNAL_SECONDS:
+                    _say(f"stopped at once; {self.last_checkpoint()}")
+                    os._exit(128 + signal.SIGINT)
+
+
+def _say(line: str) -> None:
+    os.write(2, f"{line}\n".encode())
+
+
+def silence_lightning(trainer: Any) -> None:
+    """Leaves the handlers of signals to us, and with them the message that looks for a signal before every batch."""
+    trainer._signal_connector.register_signal_handlers = _nothing
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
+
+
+def _nothing() -> None:
+    pass
