@@ -24,6 +24,7 @@ from metattt.errors import MetaTTTError
 RESUMABLE = ("trainer", "callbacks", "logger", "sample")  # parts of the configuration that a resumed run may change
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
 OF_THE_COMMAND = ("resume", "overwrite", "output_dir", "given", "name", "trust")
+PATHS = ("path", "folder", "dirpath", "save_dir", "default_root_dir")  # keys of what they write
 WRITE = ("trainer", "callbacks", "logger")  # parts that write files
 PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what a choice of trainer=<name> is about
 
@@ -114,8 +115,8 @@ def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
     home = Path(cfg.output_dir).resolve()
     for part in WRITE:
         for key, value in leaves(OmegaConf.to_container(cfg.get(part) or {}, resolve=True), part).items():
-            outside = isinstance(value, str) and "/" in value and not Path(value).resolve().is_relative_to(home)
-            if outside and not _inside(key, keys):
+            leads = isinstance(value, str) and (key.rpartition(".")[2] in PATHS or value.startswith(("/", "~")) or ".." in value)
+            if leads and not Path(value).expanduser().resolve().is_relative_to(home) and not _inside(key, keys):
                 raise MetaTTTError(f"{key}={value} of the run leads out of its folder {home}: if it may, give it again")
 
 

@@ -1,0 +1,310 @@
+"""Files made to have something run, read, written or allocated when they are opened. Each is well-formed and signed as
+ours are: a checksum keeps nobody out."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from metattt.checkpoints.disk import digest
+from metattt.checkpoints.files import find_checkpoint
+from metattt.checkpoints.folder import CONTENT, canonical
+
+PAYLOADS: dict[str, dict[str, Any]] = {
+    "os.system": {"_args_": ["touch {canary}"]},
+    "subprocess.run": {"_args_": [["touch", "{canary}"]]},
+    "builtins.open": {"file": "{canary}", "mode": "w"},
+    "builtins.exec": {"_args_": ["open('{canary}', 'w')"]},
+    "pathlib.Path.write_text": {"_args_": [{"_target_": "pathlib.Path", "_args_": ["{canary}"]}, "x"]},
+    "pathlib.Path": {"_args_": ["{canary}"]},
+    "torch.hub.load": {"repo_or_dir": "{folder}", "model": "x", "source": "local"},
+    "torch.load": {"f": "{folder}/pickle.pt", "weights_only": False},
+    "torch.utils.collect_env.run": {"command": "touch {canary}"},
+    "torch.nn.modules.module.torch.os.system": {"_args_": ["touch {canary}"]},
+    "numpy.load": {"file": "{folder}/pickle.npy", "allow_pickle": True},
+    "pandas.read_pickle": {"filepath_or_buffer": "{folder}/pickle.pt"},
+    "metattt.cli.main": {"_args_": [["prepare", "source={folder}", "target={canary}"]]},
+    "hydra.utils.get_method": {"path": "payload.run"},
+    "payload.Learner": {},
+    "importlib.import_module": {"name": "payload"},
+}
+"""What a configuration might have called, and with what."""
+
+PLACES = (
+    ("learner",), ("task",), ("optimizer",), ("layer",), ("model",), ("model", "ffn_dim"), ("layer", "gate"), ("learner", "bias"), ("data",),
+    ("data", "path"), ("training",), ("training", "betas", 0), ("trainer",), ("trainer", "strategy"), ("trainer", "+plugins"),
+    ("trainer", "+profiler"), ("callbacks", "+one"), ("callbacks", "progress", "lines"), ("logger", "+one"), ("+another",), ("seed",),
+)  # fmt: skip
+"""Where in the configuration; `+` adds a key."""
+
+SIZES = (
+    (("model", "vocab_size"), 10**12), (("model", "vocab_size"), 10**25), (("model", "num_layers"), 10**9), (("dim",), 2**40), (("num_heads",), 2**40),
+    (("model", "ffn_dim"), 10**13), (("optimizer", "steps"), 10**9), (("optimizer", "mini_batch_size"), 10**15), (("model", "conv_width"), 10**12),
+    (("data", "num_workers"), 10**6), (("data", "batch_size"), 10**15), (("data", "context_length"), 10**15), (("trainer", "devices"), 10**6),
+    (("model", "num_layers"), -5), (("dim",), 0), (("num_heads",), 0), (("model", "vocab_size"), 2.5), (("dim",), "8; ls"), (("dim",), None),
+    (("task", "conv_width"), 10**9), (("layer",), []), (("callbacks",), 3), (("learner",), "mlp"), (("training", "lr"), float("nan")),
+)  # fmt: skip
+
+TEXTS = (
+    "${oc.env:HOME}", "${oc.decode:'1'}", "${oc.create:{}}", "${hydra:runtime.cwd}", "${dim", "${${dim}}", "${layer}", "x" * 10**6, "${.dim}",
+)  # fmt: skip
+
+
+class Malicious(NamedTuple):
+    """A file made to harm.
+
+    Attributes:
+        kind: the way.
+        name: what exactly.
+        thing: which artifact it is made of.
+        make: changes a copy of the artifact; given the copy and the path that shows that something was run.
+    """
+
+    kind: str
+    name: str
+    thing: str
+    make: Callable[[Path, Path], object]
+
+
+class _Run:
+    """Unpickled, it runs a program."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.system, (self.command,)
+
+
+def malicious(sharded: bool = True) -> Iterator[Malicious]:
+    """Every file."""
+    for index, target in enumerate(PAYLOADS):
+        for place in PLACES[index % 3 :: 3]:
+            def call(copy: Path, canary: Path, target: str = target, place: tuple[Any, ...] = place) -> None:
+                sign(copy, lambda config: put(config, place, payload(target, copy, canary)))
+            yield Malicious("a class in a checkpoint", f"{target} as {_dotted(place)}", "run", call)
+    for target in list(PAYLOADS)[:6]:
+        for thing, kind in (("version 2", "a class in last.ckpt"), ("version 2 converted", "a class in config.yaml"), ("converted", "a class in a model")):
+            def old(copy: Path, canary: Path, target: str = target, change: Any = _CHANGES[thing]) -> None:
+                change(copy, lambda config: put(config, ("learner",), payload(target, copy, canary)))
+            yield Malicious(kind, target, thing, old)
+    for place, value in SIZES:
+        yield Malicious("sizes", f"{_dotted(place)}={value}", "run", lambda copy, _, p=place, v=value: sign(copy, lambda c: put(c, p, v)))
+    for text in TEXTS:
+        yield Malicious("references", text[:30], "run", lambda copy, _, t=text: sign(copy, lambda c: put(c, ("model", "ffn_dim"), t)))
+    for key in ("_args_", "_partial_", "_recursive_", "_convert_", "_target_", "_component_", "__class__"):
+        value: Any = ["x"] if key == "_args_" else "all"
+        yield Malicious("keys with a meaning", key, "run", lambda copy, _, k=key, v=value: sign(copy, lambda c: put(c, ("learner", f"+{k}"), v)))
+    yield from _links()
+    yield from _pickles()
+    yield from _texts()
+    yield from _formats()
+
+
+# -- ways --------------------------------------------------------------------------------------------------------------
+
+
+def _links() -> Iterator[Malicious]:
+    for name in ("model.safetensors", CONTENT):
+        def link(copy: Path, canary: Path, name: str = name) -> None:
+            file = find_checkpoint(copy) / name
+            secret = copy.parent / "secret"
+            file.rename(secret)
+            file.symlink_to(secret)
+        yield Malicious("links", name, "run", link)
+    for thing in ("shards",):
+        def out(copy: Path, canary: Path) -> None:
+            file = next(copy.glob("*.bin"))
+            file.unlink()
+            file.symlink_to("/etc/hostname")
+        yield Malicious("links", "a shard", thing, out)
+    for name in ("../secret", "/etc/hostname", "a/b", "..", ""):
+        def named(copy: Path, canary: Path, name: str = name) -> None:
+            change_content(copy, lambda content: content["files"].update({name: {"bytes": 1, "xxh3": "0"}}))
+        yield Malicious("names of files", repr(name), "run", named)
+    for name in ("../secret.key", "/etc/hostname", "..\\x"):
+        def shard(copy: Path, canary: Path, name: str = name) -> None:
+            file = copy / "manifest.json"
+            content = json.loads(file.read_text())
+            content["shards"][0]["file"] = name
+            file.write_text(json.dumps(content))
+        yield Malicious("names of shards", name, "shards", shard)
+    for key, where in (("callbacks", "progress"), ("logger", "csv")):
+        def path(copy: Path, canary: Path, key: str = key, where: str = where) -> None:
+            sign(copy, lambda c: put(c, (key, where, "+path"), str(canary)))
+        yield Malicious("paths to write to", key, "run", path)
+    def folder(copy: Path, canary: Path) -> None:
+        sign(copy, lambda c: put(c, ("callbacks", "checkpoint", "folder"), str(canary)))
+    yield Malicious("paths to write to", "checkpoints elsewhere", "run", folder)
+
+
+def _pickles() -> Iterator[Malicious]:
+    def in_checkpoint(copy: Path, canary: Path) -> None:
+        torch.save({"state_dict": {}, "metattt": _Run(f"touch {canary}")}, copy / "last.ckpt")
+    yield Malicious("pickles", "last.ckpt", "version 2", in_checkpoint)
+    def bare(copy: Path, canary: Path) -> None:
+        (copy / "last.ckpt").write_bytes(pickle.dumps(_Run(f"touch {canary}")))
+    yield Malicious("pickles", "a bare one", "version 2", bare)
+    def published(copy: Path, canary: Path) -> None:
+        (copy / "model.safetensors").unlink()
+        torch.save({"model.embed_tokens.weight": _Run(f"touch {canary}")}, copy / "pytorch_model.bin")
+    yield Malicious("pickles", "pytorch_model.bin", "published", published)
+    def index(copy: Path, canary: Path) -> None:
+        parts = copy / "last.ckpt"
+        parts.unlink()
+        parts.mkdir()
+        torch.save({"metattt": {}, "optimizer_states": []}, parts / "meta.pt")
+        (parts / ".metadata").write_bytes(pickle.dumps(_Run(f"touch {canary}")))
+    yield Malicious("pickles", "the index of parts", "version 2", index)
+    yield Malicious("pickles", "bytes in an index", "version 2", _bytes_in_index)
+
+
+def _bytes_in_index(copy: Path, canary: Path) -> None:
+    """An entry of a sharded checkpoint that torch unpickles when it loads it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import metadata
+
+    content = torch.load(copy / "last.ckpt", weights_only=True)
+    (copy / "last.ckpt").unlink()
+    dcp.save({"state_dict": content.pop("state_dict")}, checkpoint_id=copy / "last.ckpt", no_dist=True)
+    index = copy / "last.ckpt" / ".metadata"
+    held = pickle.loads(index.read_bytes())
+    name = next(iter(held.state_dict_metadata))
+    held.state_dict_metadata[name] = metadata.BytesStorageMetadata()
+    place = next(place for key, place in held.storage_data.items() if key.fqn == name)
+    part = copy / "last.ckpt" / place.relative_path
+    data = bytearray(part.read_bytes())
+    code = pickle.dumps(_Run(f"touch {canary}"))
+    data[place.offset : place.offset + len(code)] = code
+    part.write_bytes(bytes(data))
+    index.write_bytes(pickle.dumps(held))
+    torch.save({**content, "optimizer_states": []}, copy / "last.ckpt" / "meta.pt")
+
+
+def _texts() -> Iterator[Malicious]:
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
+    documents = {
+        "aliases that multiply": f"version: 2\nconfig: {{}}\n{bomb}",
+        "a tag of Python": "!!python/object/apply:os.system ['touch {canary}']",
+        "nested deeply": "[" * 50_000,
+        "a mapping nested deeply": "version: 2\nconfig: " + "{a: " * 20_000 + "1" + "}" * 20_000,
+        "a circle": "version: 2\nconfig: &a {b: *a}",
+        "ten megabytes": "version: 2\nconfig: {a: '" + "x" * 10**7 + "'}",
+    }
+    for name, document in documents.items():
+        def write(copy: Path, canary: Path, document: str = document) -> None:
+            (copy / "config.yaml").write_text(document.replace("{canary}", str(canary)))
+        yield Malicious("YAML", name, "version 2 converted", write)
+    numbers = {"a long number": '{"version": 3, "checksum": ' + "9" * 10_000 + "}", "nested deeply": '{"a":' * 100_000, "a surrogate": '{"format": "\\ud800"}'}
+    for name, document in numbers.items():
+        yield Malicious("JSON", name, "run", lambda copy, _, d=document: (find_checkpoint(copy) / CONTENT).write_text(d))
+        yield Malicious("JSON", f"{name}, config.json", "published", lambda copy, _, d=document: (copy / "config.json").write_text(d))
+    for mark in ({"$tensor": "nowhere"}, {"$tensor": 3}, {"$tuple": 3}, {"$items": [[{"$items": []}, 1]]}, {"$run": "x"}, {"$items": [[1]]}):
+        yield Malicious("marks", json.dumps(mark), "run", lambda copy, _, m=mark: change_content(copy, lambda c: c["content"].update(loops=m)))
+    for key in ("global_step", "epoch", "loops", "callbacks", "lr_schedulers", "optimizer_states"):
+        for value in (None, "x", -1, [1], {"a": 1}, 10**30):
+            yield Malicious(
+                "state of a run", f"{key}={value}", "run", lambda copy, _, k=key, v=value: change_content(copy, lambda c: c["content"].update({k: v}))
+            )
+
+
+def _formats() -> Iterator[Malicious]:
+    headers = {
+        "a long header": struct.pack("<Q", 2**62) + b"{}", "no header": b"", "a tensor larger than its file": _safetensors({"a": ("F32", [2**40], [0, 2**42])}),
+        "negative": _safetensors({"a": ("F32", [-1], [0, 4])}), "overlapping": _safetensors({"a": ("F32", [1], [0, 4]), "b": ("F32", [1], [0, 4])}, b"1234"),
+        "an unknown type": _safetensors({"a": ("Q99", [1], [0, 4])}, b"1234"),
+    }  # fmt: skip
+    for name, content in headers.items():
+        for thing in ("published", "version 2 converted"):
+            yield Malicious("safetensors", name, thing, lambda copy, _, c=content: (copy / "model.safetensors").write_bytes(c))
+    for parts in ({"a": "../x.safetensors"}, {"a": "model.safetensors.index.json"}, {"a": 3}, [], {"a": "/etc/hostname"}):
+        def index(copy: Path, canary: Path, parts: Any = parts) -> None:
+            (copy / "model.safetensors").unlink()
+            (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+        yield Malicious("an index", json.dumps(parts), "published", index)
+    def zipped(copy: Path, canary: Path) -> None:
+        with zipfile.ZipFile(copy / "last.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", b"\0" * 10**8)
+    yield Malicious("archives", "a zip that unfolds", "version 2", zipped)
+    tokenizers = {
+        "a slow expression": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
+        "no expression": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
+    }
+    for name, splitter in tokenizers.items():
+        def tokenizer(copy: Path, canary: Path, splitter: Any = splitter) -> None:
+            vocabulary = {chr(33 + i): i for i in range(200)} | {"a" * 40 + "b": 256}
+            content = {
+                "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": splitter,
+                "post_processor": None, "decoder": None, "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+            }  # fmt: skip
+            (copy / "tokenizer.json").write_text(json.dumps(content))
+        yield Malicious("tokenizers", name, "published", tokenizer)
+    for content in ("{}", "[]", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}', "\0\0"):
+        yield Malicious("tokenizers", content[:20], "published", lambda copy, _, c=content: (copy / "tokenizer.json").write_text(c))
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def sign(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the configuration of every checkpoint in a copy, and signs it."""
+    change_content(copy, lambda content: change(content["config"]))
+
+
+def change_content(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes what stands beside the weights in every checkpoint of a copy, and signs it."""
+    for file in copy.rglob(CONTENT):
+        content = json.loads(file.read_text())
+        del content["checksum"]
+        change(content)
+        file.write_text(json.dumps({"checksum": digest(canonical(content)), **content}))
+
+
+def _change_yaml(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = copy / "config.yaml"
+    content = yaml.safe_load(file.read_text())
+    change(content["config"])
+    file.write_text(yaml.safe_dump(content))
+
+
+def _change_file(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = torch.load(copy / "last.ckpt", weights_only=True)
+    change(content["metattt"]["config"])
+    torch.save(content, copy / "last.ckpt")
+
+
+_CHANGES = {"version 2": _change_file, "version 2 converted": _change_yaml, "converted": sign}
+
+
+def payload(target: str, copy: Path, canary: Path) -> dict[str, Any]:
+    """A node that would call something."""
+    text = json.dumps({"_target_": target, **PAYLOADS[target]})
+    node: dict[str, Any] = json.loads(text.replace("{canary}", str(canary)).replace("{folder}", str(copy.parent)))
+    return node
+
+
+def put(config: Any, place: tuple[Any, ...], value: Any) -> None:
+    """Puts a value at a place of a configuration."""
+    for key in place[:-1]:
+        config = config[key]
+    key = place[-1]
+    config[key.removeprefix("+") if isinstance(key, str) else key] = value
+
+
+def _dotted(place: tuple[Any, ...]) -> str:
+    return ".".join(map(str, place))
+
+
+def _safetensors(tensors: dict[str, tuple[str, list[int], list[int]]], data: bytes = b"") -> bytes:
+    header = json.dumps({name: {"dtype": kind, "shape": shape, "data_offsets": place} for name, (kind, shape, place) in tensors.items()}).encode()
+    return struct.pack("<Q", len(header)) + header + data
