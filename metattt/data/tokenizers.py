@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from metattt.data.manifest import TOKENIZER
-from metattt.data.plain import inside, read_text
+from metattt.data.plain import inside, path_of, read_text
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizer_probe import GROWTH, growth_of, try_tokenizer
 from metattt.data.windows import Tokenizer
@@ -131,9 +131,7 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    if not name.strip():
-        raise MetaTTTError(f"tokenizer= is empty: give bytes, a {TOKENIZER} or a name on the Hugging Face Hub")
-    path = Path(name).expanduser()
+    path = path_of(name, "tokenizer")
     file = path / TOKENIZER if path.is_dir() else path
     if file.is_file():
         return FileTokenizer(read_text(file, MOST_BYTES), name)
