@@ -33,7 +33,7 @@ class ReadError(MetaTTTError):
 
     def __init__(self, message: str):
         # A data worker hands its error on as a traceback in text: the last line is ours.
-        super().__init__(message.strip().splitlines()[-1].rpartition(f"{type(self).__name__}: ")[2])
+        super().__init__((message.strip().splitlines() or [""])[-1].rpartition(f"{type(self).__name__}: ")[2])
 
 
 class Data:

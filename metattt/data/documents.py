@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metattt.data.manifest import MANIFEST
+from metattt.data.plain import path_of
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 
@@ -98,16 +99,13 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
         files = [file for file in root.rglob("*.py") if not STANDARD_LIBRARY_SKIPS & set(file.relative_to(root).parts)]
         return [(file, root) for file in sorted(files)]
     given = [path] if isinstance(path, str) else path
-    if not isinstance(given, Sequence) or not given or not all(isinstance(one, str) and one.strip() for one in given):
+    if not isinstance(given, Sequence) or not given:
         raise MetaTTTError(f"{key}={path} is no path: give a file, a folder or a list of these")
+    roots = [path_of(one, key) for one in given]
     try:
-        return [found for one in given for found in _find(Path(one).expanduser(), key)]
+        return [found for root in roots for found in _find(root, key)]
     except OSError as error:  # a name that is too long, a folder without rights
         raise MetaTTTError(f"{key}={error.filename} cannot be read: {error.strerror or error}") from error
-    except (RuntimeError, ValueError) as error:  # ~nobody, a name with a zero byte
-        if isinstance(error, MetaTTTError):
-            raise
-        raise MetaTTTError(f"{key}={path} is no path: {error}") from error
 
 
 def _find(root: Path, key: str) -> list[tuple[Path, Path]]:

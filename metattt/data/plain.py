@@ -13,13 +13,29 @@ from metattt.errors import MetaTTTError
 DEPTH = 20  # of nested lists and objects in a record of ours; real ones have three
 
 
+def path_of(given: Any, key: str) -> Path:
+    """The path that a user gives for a key, `~` written out.
+
+    Raises:
+        MetaTTTError: it is no path: empty, as from a shell variable without a value, or `~` of nobody.
+    """
+    if not isinstance(given, str) or not given.strip() or "\0" in given:
+        raise MetaTTTError(
+            f"{key}={'' if given is None else given!s:.80} is no path: give the name of a file or folder"
+        )
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise MetaTTTError(f"{key}={given} is no path: {error}") from error
+
+
 def inside(folder: Path, name: str) -> Path:
     """The file of that name in a folder, which need not exist.
 
     Raises:
         MetaTTTError: the name leads to another folder, or is a link that does.
     """
-    if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+    if Path(name).name != name or name in ("", "..") or "\\" in name or "\0" in name:
         raise MetaTTTError(f"{folder} names {name[:80]!r}, which is not the name of a file in it")
     file = folder / name
     if file.is_symlink() and file.resolve().parent != folder.resolve():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import re
 import signal
 import threading
 from collections import deque
@@ -22,34 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from metattt.composition.settings import settings
-from metattt.data.manifest import (
-    COUNTS,
-    FORMAT,
-    MANIFEST,
-    SPLITS,
-    TOKENIZER,
-    VERSION,
-    dtype_of,
-    read_manifest,
-    refuse_strangers,
-    write_signed,
-    write_whole,
-)
+from metattt.data.plain import path_of
 from metattt.data.progress import BytesProgress
-from metattt.data.shard_file import ShardFile
 from metattt.data.sources import Source, is_local, open_source
-from metattt.data.tokenizers import FileTokenizer, fingerprint, load_tokenizer, read_tokenizer
+from metattt.data.target import begin, check_free, finish
+from metattt.data.tokenizers import load_tokenizer
 from metattt.data.units import Work, cut, digest, finished_units, size, start_worker, write_unit
-from metattt.data.windows import Tokenizer
 from metattt.errors import MetaTTTError
-from metattt.locking import LOCK, FolderLock
+from metattt.locking import FolderLock
 
 LIMITS = {"shard_bytes": 2**40, "workers": 1024}
 
@@ -86,8 +71,8 @@ def prepare(cfg: DictConfig) -> int:
     """
     chosen = _settings(cfg)
     console = Console(highlight=False, soft_wrap=True)
+    folder = path_of(chosen.target, "target")
     try:
-        folder = Path(chosen.target).expanduser()
         with _stopped_by(signal.SIGTERM):
             return _prepare(chosen, folder, console)
     except KeyboardInterrupt as error:
@@ -109,15 +94,16 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console) -> int:
     source = open_source(
         chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, chosen.dataset_files
     )
-    _check_free(folder)
+    check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder, "metattt prepare"):
-        manifest = _begin(folder, chosen, tokenizer, source)
+        same = {key: getattr(chosen, key) for key in ("text_key", "validation_fraction", "seed", "shard_bytes")}
+        manifest = begin(folder, {"source": source.name, **same}, tokenizer)
         if manifest["complete"]:
             console.print(f"{_shown(folder)} is complete already", markup=False)
         else:
             work = Work(folder, manifest["settings"]["tokenizer"], chosen.validation_fraction, chosen.seed)
-            manifest = _finish(folder, manifest, _write_units(work, chosen, source))
+            manifest = finish(folder, manifest, _write_units(work, chosen, source))
     console.print(_table(_shown(folder), manifest))
     return 0
 
@@ -175,85 +161,6 @@ def _settings(cfg: DictConfig) -> PrepareSettings:
     return chosen
 
 
-def _check_free(folder: Path) -> None:
-    """Refuses a folder that holds other things, before anything is written into it.
-
-    Raises:
-        MetaTTTError: it does.
-    """
-    if not os.path.lexists(folder):
-        return
-    if not folder.is_dir():
-        raise MetaTTTError(f"target={folder} exists and is no folder: choose a new one")
-    if read_manifest(folder) is None and any(file.name != LOCK and not _is_part(file) for file in folder.iterdir()):
-        raise MetaTTTError(f"target={folder} exists and holds something else: choose a new folder")
-
-
-def _is_part(file: Path) -> bool:
-    """Whether a file is one of ours that was being written when its process was killed."""
-    return (
-        re.fullmatch(r"(manifest\.json|tokenizer\.json|unit-\d+\.json|\w+-\d+\.bin)\.\d+\.part", file.name) is not None
-    )
-
-
-def _begin(folder: Path, chosen: PrepareSettings, tokenizer: Tokenizer, source: Source) -> dict[str, Any]:
-    """The manifest of the folder: as it is, if the settings are the same, or a new one.
-
-    Raises:
-        MetaTTTError: a folder that holds other things, or shards of other settings.
-    """
-    settings: dict[str, Any] = {
-        "source": source.name,
-        "text_key": chosen.text_key,
-        "validation_fraction": chosen.validation_fraction,
-        "seed": chosen.seed,
-        "shard_bytes": chosen.shard_bytes,
-        "tokenizer": fingerprint(tokenizer),
-    }
-    _check_free(folder)  # once more: nobody else writes here now
-    for file in folder.iterdir():
-        if _is_part(file):
-            file.unlink()
-    manifest = read_manifest(folder)
-    if manifest is None:
-        dtype = dtype_of(tokenizer.vocab_size).name
-        manifest = {"format": FORMAT, "version": VERSION, "complete": False, "dtype": dtype, "settings": settings}
-        write_signed(folder / MANIFEST, manifest)
-    for key, value in settings.items():
-        before = manifest["settings"].get(key)
-        if before != value:
-            raise MetaTTTError(
-                f"target={folder} was begun with {key}={before}, not {value}: say the same again, or choose a new folder"
-            )
-    if manifest["complete"]:
-        _check_complete(folder, manifest)
-    elif manifest["version"] != VERSION:
-        raise MetaTTTError(f"target={folder} was begun by an older release: choose a new folder")
-    elif isinstance(tokenizer, FileTokenizer) and not os.path.lexists(folder / TOKENIZER):
-        write_whole(folder / TOKENIZER, tokenizer.content.encode())
-    read_tokenizer(folder, settings["tokenizer"])  # it is what the workers read
-    return manifest
-
-
-def _check_complete(folder: Path, manifest: dict[str, Any]) -> None:
-    """Compares all files with the manifest; records of units are in it and go.
-
-    Raises:
-        MetaTTTError: a file that is missing, damaged, or of another run.
-    """
-    _remove_records(folder)
-    refuse_strangers(folder, {shard["file"] for shard in manifest["shards"]})
-    vocab_size = manifest["settings"]["tokenizer"]["vocab_size"]
-    for shard in manifest["shards"]:
-        ShardFile.of(folder, shard, np.dtype(manifest["dtype"]), vocab_size, whole=True).check()
-
-
-def _remove_records(folder: Path) -> None:
-    for file in folder.iterdir():
-        if re.fullmatch(r"unit-\d{6,}\.json", file.name):
-            file.unlink()
-
-
 def _write_units(work: Work, chosen: PrepareSettings, source: Source) -> list[dict[str, Any]]:
     """Tokenises all units that are not there yet; the records of all."""
     records = finished_units(work)
@@ -266,20 +173,22 @@ def _write_units(work: Work, chosen: PrepareSettings, source: Source) -> list[di
     pool = ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(work,))
     try:
         with BytesProgress(source.num_bytes, sum(map(size, records.values()))) as progress:
+            changed = f"source={source.name} has changed since {work.folder} was begun: choose a new folder"
+            index = skipped - 1
             for index, unit in enumerate(cut(documents, chosen.shard_bytes), start=skipped):
                 if index in records:
                     if records[index]["input"] != digest(unit):
-                        raise MetaTTTError(
-                            f"source={source.name} has changed since {work.folder} was begun: choose a new folder"
-                        )
+                        raise MetaTTTError(changed)
                     continue
                 pending.append((index, pool.submit(write_unit, index, unit)))
                 while len(pending) > workers:  # one unit waits for every worker
                     _collect(pending, records, progress)
+            if max(records, default=-1) > index:  # there were more documents
+                raise MetaTTTError(changed)
             while pending:
                 _collect(pending, records, progress)
     except BaseException:  # nobody waits for units that are being written: they are there as a whole or not at all
-        for process in list(pool._processes.values()):
+        for process in list((pool._processes or {}).values()):
             process.kill()
         raise
     finally:
@@ -293,31 +202,3 @@ def _collect(
     index, future = pending.popleft()
     records[index] = future.result()
     progress.advance(size(records[index]))
-
-
-def _finish(folder: Path, manifest: dict[str, Any], units: list[dict[str, Any]]) -> dict[str, Any]:
-    """The complete manifest, written; the records of units are in it and go.
-
-    Raises:
-        MetaTTTError: a split without documents.
-    """
-    shards = [shard for unit in units for shard in unit["shards"]]
-    fraction = manifest["settings"]["validation_fraction"]
-    for split in SPLITS if fraction > 0 else SPLITS[:1]:
-        if not any(shard["split"] == split for shard in shards):
-            raise MetaTTTError(
-                f"no document is in the {split} split: set validation_fraction (now {fraction}) or seed, and another target"
-            )
-    splits = {
-        split: {key: sum(shard[key] for shard in shards if shard["split"] == split) for key in COUNTS}
-        for split in SPLITS
-    }
-    manifest = {
-        **manifest,
-        "complete": True,
-        "splits": splits,
-        "shards": sorted(shards, key=lambda shard: shard["file"]),
-    }
-    write_signed(folder / MANIFEST, manifest)
-    _remove_records(folder)
-    return manifest

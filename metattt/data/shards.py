@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from metattt.data.manifest import read_manifest, refuse_strangers
+from metattt.data.plain import path_of
 from metattt.data.shard_file import Seen, ShardFile, check_together, trust
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Split, WindowArray, WindowData
@@ -104,7 +104,7 @@ class ShardData(WindowData):
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
         self.path, self.validation_max_tokens, self.verify = path, validation_max_tokens, verify
-        self.folder = Path(path).expanduser()
+        self.folder = path_of(path, "data.path")
         self._windows: dict[Split, ShardWindows] = {}
 
     def setup(self, stage: str | None = None) -> None:

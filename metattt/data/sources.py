@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 from metattt.data.documents import FOREIGN, SUFFIXES, Document, find_files, half_a_character, iterate_documents
+from metattt.data.plain import path_of
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 
@@ -47,7 +47,7 @@ class Files(Source):
     def __init__(self, path: str | Sequence[str] | None, text_key: str):
         self.files, self.text_key = find_files(path, "source"), text_key
         given = [] if path is None else [path] if isinstance(path, str) else path
-        self.name = ", ".join(str(Path(one).expanduser().absolute()) for one in given) or "the Python standard library"
+        self.name = ", ".join(str(path_of(one, "source").absolute()) for one in given) or "the Python standard library"
         self.num_bytes = sum(file.stat().st_size for file, _ in self.files)
 
     def documents(self, skip: int = 0) -> Iterator[Document]:
@@ -110,10 +110,6 @@ def open_source(
     """
     if source is not None and not isinstance(source, Sequence):
         raise MetaTTTError(f"source={source} is no path: give files or folders, or the name of a dataset")
-    if isinstance(source, str) and not source.strip():
-        raise MetaTTTError(
-            "source= is empty: give files or folders, or the name of a dataset; null is the standard library"
-        )
     if files is not None:
         listed = [files] if isinstance(files, str) else files
         if not isinstance(listed, Sequence) or not all(isinstance(file, str) and file.strip() for file in listed):
@@ -130,7 +126,7 @@ def open_source(
 
 def is_local(source: str) -> bool:
     """Whether a source is a path, even if nothing is there, and not the name of a dataset on the Hub."""
-    path = Path(source).expanduser()
+    path = path_of(source, "source")
     named = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or source.endswith("/")
     beside = "/" in source and path.parent.is_dir()  # data/typo, where there is a folder data
     return path.exists() or named or beside or path.suffix in (*SUFFIXES, *FOREIGN)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from metattt.data.manifest import TOKENIZER
-from metattt.data.plain import inside, read_text
+from metattt.data.plain import inside, path_of, read_text
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizer_probe import GROWTH, growth_of, try_tokenizer
 from metattt.data.windows import Tokenizer
@@ -63,10 +64,11 @@ class FileTokenizer:
                 f"tokenizer={name} replaces one character by {growth:.3g}; at most {GROWTH} are allowed: it is damaged"
             )
         try_tokenizer(content, name)
-        self.tokenizer = library.Tokenizer.from_str(content)
-        self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        with _in_one_line(f"tokenizer={name} is not a tokenizer of the tokenizers library"):
+            self.tokenizer = library.Tokenizer.from_str(content)
+            self.tokenizer.encode_special_tokens = True
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
         if parsed["model"].get("dropout"):
             raise MetaTTTError(f"tokenizer={name} draws lots (dropout): set model.dropout to null in it")
         start, end = (_first(self.tokenizer, names) for names in (STARTS, ENDS))
@@ -107,14 +109,8 @@ class FileTokenizer:
             MetaTTTError: a text that it cannot encode.
         """
         string = text.decode(errors="replace") if isinstance(text, bytes) else text
-        try:
+        with _in_one_line(f"tokenizer={self.name} cannot encode a text"):
             ids = self.tokenizer.encode(string, add_special_tokens=False).ids
-        except BaseException as error:  # the library raises Exception itself, and where it breaks a BaseException
-            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-                raise
-            # half a character is not a str for the library
-            reason = "it holds half a pair of surrogates" if isinstance(error, TypeError) else _first_line(error)
-            raise MetaTTTError(f"tokenizer={self.name} cannot encode a text: {reason}") from error
         return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> bytes:
@@ -131,9 +127,7 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    if not name.strip():
-        raise MetaTTTError(f"tokenizer= is empty: give bytes, a {TOKENIZER} or a name on the Hugging Face Hub")
-    path = Path(name).expanduser()
+    path = path_of(name, "tokenizer")
     file = path / TOKENIZER if path.is_dir() else path
     if file.is_file():
         return FileTokenizer(read_text(file, MOST_BYTES), name)
@@ -228,6 +222,19 @@ def _size(vocabulary: Mapping[str, int], name: str) -> int:
     if size > 2 * len(vocabulary) + FREE_IDS:
         raise MetaTTTError(f"tokenizer={name} has {len(vocabulary)} tokens and ids up to {size - 1}: it is damaged")
     return size
+
+
+@contextmanager
+def _in_one_line(message: str) -> Iterator[None]:
+    """What the library raises becomes one line: Exception itself, and where it breaks a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        # half a character is not a str for the library
+        reason = "it holds half a pair of surrogates" if isinstance(error, TypeError) else _first_line(error)
+        raise MetaTTTError(f"{message}: {reason}") from error
 
 
 def _first_line(error: BaseException) -> str:
