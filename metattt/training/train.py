@@ -33,6 +33,7 @@ from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
 from metattt.training.launchers import processes
+from metattt.training.replay import replay
 from metattt.training.resume import check_same_data, resumed
 from metattt.training.sharding import FullyShardedData
 from metattt.training.text_job import TextJob
@@ -50,8 +51,10 @@ def train(cfg: DictConfig) -> int:
         The exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a loss that is not finite.
+        MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a run that diverges.
     """
+    if cfg.replay is not None:
+        return replay(cfg.replay)
     console = Console(
         highlight=False, soft_wrap=True, quiet=bool(getattr(rank_zero_only, "rank", 0))
     )  # one of several processes speaks
