@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a user can make and mend."""
+"""The one exception for mistakes that a user can make and mend, and its kind for numbers that are none."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,6 +10,10 @@ class MetaTTTError(ValueError):
     The message is one or two lines: what was wrong, the value, what is allowed, and the override that fixes it. The
     command line prints it as `error: ...` and exits with code 2, without a traceback.
     """
+
+
+class NotFinite(MetaTTTError):
+    """Numbers that are NaN or infinite where a result needs others."""
 
 
 def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:

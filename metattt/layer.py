@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, NotFinite
 from metattt.inner.inspect import make_plan
 from metattt.inner.loop import InnerLoop, Result
 from metattt.inner.packing import Packing, pack
@@ -102,6 +102,10 @@ class TTTLayer(nn.Module):
     gate: nn.Linear | None
     _plan: Plan
 
+    refuse_nan = (
+        True  #: NaN in `x` is a mistake; False where somebody looks at what comes out (a training run at its loss)
+    )
+
     @property
     def causal(self) -> bool:
         """Whether no output depends on a later token, as the parts declare it."""
@@ -134,7 +138,7 @@ class TTTLayer(nn.Module):
 
         Raises:
             MetaTTTError: shapes that do not fit, a state of another layer or batch size, or NaN in `x` (checked on
-                CPU).
+                CPU, if `refuse_nan`).
         """
         self._check_tokens(x, mask, reset)
         placed = packing is not None
@@ -259,11 +263,16 @@ class TTTLayer(nn.Module):
 
     def _check_values(self, x: Tensor) -> None:
         # In a transform the values are not at hand; whoever differentiates through us sees NaN in the result.
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or interpreter_stack() is not None:
+        if (
+            not self.refuse_nan
+            or x.device.type != "cpu"
+            or torch.compiler.is_compiling()
+            or interpreter_stack() is not None
+        ):
             return
         # One pass over x as a rule: only a sum that overflows needs a second look.
         if not math.isfinite(x.sum().item()) and not bool(x.isfinite().all()):
-            raise MetaTTTError("x contains NaN or infinite values: look for the first layer or loss that produced them")
+            raise NotFinite("x contains NaN or infinite values: look for the first layer or loss that produced them")
 
     def _check_state(self, x: Tensor, state: State) -> None:
         batch = x.shape[0]

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, NotFinite, check_choice
 from metattt.extras import need
 from metattt.models.language_model import LanguageModel
 
@@ -92,7 +92,7 @@ def score(
         progress: show a progress bar on a terminal (stderr).
 
     Raises:
-        MetaTTTError: a segment that is not positive.
+        MetaTTTError: a segment that is not positive; `NotFinite`, a loss that is none.
     """
     if segment < 1:
         raise MetaTTTError(f"segment={segment} is not allowed: a call of the model reads at least 1 token")
@@ -106,6 +106,12 @@ def score(
     ):
         losses = _losses(model, batch.to(device), segment, document_start)
         nats.append(losses.double().sum(0).cpu())
+        if not bool(nats[-1].isfinite().all()):
+            place = int((~nats[-1].isfinite()).int().argmax())
+            raise NotFinite(
+                f"the loss is {nats[-1][place].item()} from position {place + 1} on: the weights, or what the inner loop makes of them "
+                "on this text, have diverged; take an earlier checkpoint"
+            )
         num_bytes.append(token_bytes[batch[:, 1:]].sum(0))
         windows += len(batch)
     return Scores(torch.stack(nats).sum(0).numpy(), torch.stack(num_bytes).sum(0).numpy(), windows)

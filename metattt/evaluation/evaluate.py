@@ -24,7 +24,7 @@ from metattt.data.shards import ShardData
 from metattt.data.text import TextData
 from metattt.data.tokenizers import fingerprint, tokenizer_of
 from metattt.data.windows import Split, Tokenizer, WindowData
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, NotFinite, check_choice
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.extras import absence
@@ -106,13 +106,16 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     for name, file, text in zip(names, files, texts, strict=True):
         model, _ = load_model(file, device, trust)
         start = data.tokenizer.separator if text.get("document_reset") else None
-        scores[name] = score(
-            model, data.loader(split), data.tokenizer.token_bytes, chosen.segment, start, progress=True
-        )
-        if chosen.inner_loss and _can_measure(console, name, model):
-            curves[name] = inner_loss.average(
-                model, data.loader(split), chosen.inner_loss_windows, chosen.segment, progress=True
+        try:
+            scores[name] = score(
+                model, data.loader(split), data.tokenizer.token_bytes, chosen.segment, start, progress=True
             )
+            if chosen.inner_loss and _can_measure(console, name, model):
+                curves[name] = inner_loss.average(
+                    model, data.loader(split), chosen.inner_loss_windows, chosen.segment, progress=True
+                )
+        except NotFinite as error:
+            raise MetaTTTError(f"{file}: {error}") from error
     _print(console, scores, edges, f"{split} text of {data.source}")
     trained = {
         name: int(one.config.data.context_length)

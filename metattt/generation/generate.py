@@ -15,7 +15,7 @@ from metattt.checkpoints.trained import load_model, open_trained
 from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import tokenizer_of
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, NotFinite
 from metattt.generation.sampling import generate as sample_tokens
 from metattt.generation.text import Continuation, ends
 
@@ -44,7 +44,7 @@ def generate(cfg: DictConfig) -> None:
         cfg: the configuration of the job `generate`.
 
     Raises:
-        MetaTTTError: a checkpoint or a setting that cannot be used.
+        MetaTTTError: a checkpoint or a setting that cannot be used; predictions that are not finite.
     """
     chosen = settings(GenerateSettings, cfg, checkpoint=NO_CHECKPOINT)
     trust = modules(chosen.trust)
@@ -68,13 +68,17 @@ def generate(cfg: DictConfig) -> None:
     _write(chosen.prompt)
     started = first = time.perf_counter()
     count = 0
-    for token in tokens:
-        if not count:
-            first = time.perf_counter()
-        count += 1
-        _write(text.add(int(token)))
-        if text.ended:
-            break
+    try:
+        for token in tokens:
+            if not count:
+                first = time.perf_counter()
+            count += 1
+            _write(text.add(int(token)))
+            if text.ended:
+                break
+    except NotFinite as error:
+        _write("\n")
+        raise MetaTTTError(f"{chosen.checkpoint}, after {count} tokens: {error}") from error
     ended = time.perf_counter()
     _write(text.finish() + "\n")
     speed = f", then {(count - 1) / (ended - first):.1f} tokens/s" if count > 1 else ""

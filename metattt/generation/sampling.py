@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, NotFinite
 from metattt.models.language_model import LanguageModel
 
 
@@ -26,7 +26,16 @@ def sample(
         top_k: draw from the k most probable tokens only.
         top_p: draw from the smallest set of tokens that holds this probability (nucleus sampling, arXiv 1904.09751).
         generator: source of randomness, on the device of `logits`; None is torch's own.
+
+    Raises:
+        NotFinite: logits of NaN or +inf, or a row of nothing but −inf. (On a GPU, torch's own draw would end the
+            process.)
     """
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
+        raise NotFinite(
+            "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, have diverged; "
+            "take an earlier checkpoint"
+        )
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
@@ -70,7 +79,7 @@ def generate(
 
     Raises:
         MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, or a setting that
-            is not allowed.
+            is not allowed; while it generates, `NotFinite` as `sample`.
     """
     _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask)
     return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask)

@@ -23,7 +23,7 @@ class TextTokenizer(Protocol):
         """Token ids, a sequence or an array of integers, without a separator."""
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """The text of the tokens as UTF-8; it may end inside a character."""
+        """The text of the tokens as UTF-8, that of one after that of the other; it may end inside a character."""
 
 
 def ends(tokenizer: TextTokenizer) -> list[int]:
@@ -48,8 +48,7 @@ class Continuation:
         if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
             raise MetaTTTError(f"stop={stop!r} is not allowed: give a list of texts that are not empty, stop=[...]")
         self.tokenizer, self.stop = tokenizer, [one.encode() for one in stop]
-        self.ids: list[int] = []
-        self.shown = 0  # bytes that have been handed out
+        self.held = b""  # what may yet be the beginning of a stop string
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.ended = False
 
@@ -59,27 +58,21 @@ class Continuation:
             return ""
         if token in ends(self.tokenizer):
             return self.finish()
-        self.ids.append(token)
-        data = self.tokenizer.decode(self.ids)
+        data = self.held + self.tokenizer.decode([token])
         found = [place for one in self.stop if (place := data.find(one)) >= 0]
         if found:
-            self.ended = True
-            return self._upto(min(found), data)
-        held = (size for one in self.stop for size in range(1, len(one)) if data.endswith(one[:size]))
-        return self._upto(len(data) - max(held, default=0), data)
+            self.held, self.ended = b"", True
+            return self.decoder.decode(data[: min(found)], final=True)
+        held = max((size for one in self.stop for size in range(1, len(one)) if data.endswith(one[:size])), default=0)
+        self.held = data[len(data) - held :]
+        return self.decoder.decode(data[: len(data) - held])
 
     def finish(self) -> str:
         """What was held back, when no more tokens come."""
         if self.ended:
             return ""
-        self.ended = True
-        data = self.tokenizer.decode(self.ids)
-        return self._upto(len(data), data)
-
-    def _upto(self, end: int, data: bytes) -> str:
-        text = self.decoder.decode(data[self.shown : end], final=self.ended)
-        self.shown = max(self.shown, end)
-        return text
+        data, self.held, self.ended = self.held, b"", True
+        return self.decoder.decode(data, final=True)
 
 
 def generate_text(
@@ -120,12 +113,12 @@ def generate_text(
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths.unsqueeze(1)
     device = model.embedding.weight.device
-    drawn = ["" for _ in prompts]
+    drawn: list[list[str]] = [[] for _ in prompts]
     for tokens in generate(
         model, ids.to(device), max_new_tokens, temperature, top_k, top_p, ends(tokenizer), seed, mask.to(device)
     ):
         for index, token in enumerate(tokens.tolist()):
-            drawn[index] += texts[index].add(token)
+            drawn[index].append(texts[index].add(token))
         if all(text.ended for text in texts):
             break
-    return [before + text.finish() for before, text in zip(drawn, texts, strict=True)]
+    return ["".join(before) + text.finish() for before, text in zip(drawn, texts, strict=True)]

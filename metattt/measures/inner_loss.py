@@ -16,7 +16,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, NotFinite
 from metattt.extras import need
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
@@ -109,6 +109,9 @@ def average(
         windows: number of windows to read, at most.
         segment: tokens per call of the model.
         progress: show a progress bar on a terminal (stderr).
+
+    Raises:
+        NotFinite: a curve that is not finite; else as `inner_loss_curves`.
     """
     device, console = next(model.parameters()).device, Console(stderr=True)
     sums: dict[int, Curves] = {}
@@ -120,6 +123,8 @@ def average(
         for index, curves in inner_loss_curves(model, batch[:, :-1].to(device), segment).items():
             known = sums.get(index, {})
             sums[index] = {name: known.get(name, 0) + len(batch) * values.double() for name, values in curves.items()}
+            if not all(bool(values.isfinite().all()) for values in curves.values()):
+                raise NotFinite(f"the inner loss of layer {index} is not finite: its inner loop diverges on this text")
         total += len(batch)
         if total >= windows:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def plot(points: dict[str, list[list[float]]], baseline: float | None, path: Pat
     if baseline is not None:
         axes.axhline(baseline, linestyle="--", color="gray", label="order-2 byte model")
     axes.set(xlabel="outer-loop steps", ylabel=label, title=title)
-    values = [value for curve in points.values() for _, value in curve]
+    values = [value for curve in points.values() for _, value in curve if math.isfinite(value)]
     if values:  # the first steps would squeeze the rest
         low, high = min([*values, baseline or values[0]]), max(sorted(values)[: max(1, int(0.97 * len(values)))])
         axes.set_ylim(low - 0.1, max(high, baseline or 0.0) + 0.1)

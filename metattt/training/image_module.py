@@ -50,8 +50,10 @@ class TimmRecipe:
         mixup: float = 0.0,
     ):
         need("timm", extra="images", what="training=timm")
-        if not lr > 0:
-            raise MetaTTTError(f"training.lr={lr} is not allowed: it must be positive")
+        if not 0 < lr < 1e36:
+            raise MetaTTTError(
+                f"training.lr={lr} is not allowed: it must be positive, and a step of it a number in fp32"
+            )
         for name, value in (("warmup_steps", warmup_steps), ("mixup", mixup), ("weight_decay", weight_decay)):
             if value < 0:
                 raise MetaTTTError(f"training.{name}={value} is not allowed: it must not be negative")
@@ -107,17 +109,23 @@ class ImageClassification(lightning.LightningModule):
         image = torch.zeros(1, embed.proj.in_channels, *embed.img_size, device=self.device)
         return self.model(image).float().logsumexp(1).sum()
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def batch_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of a batch, as a training step takes it: the mean over its images (nats)."""
+        return self._cross_entropy(batch, "mean")
+
+    def item_losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of every image of a batch, after mixup: `[B]` nats."""
+        return self._cross_entropy(batch, "none")
+
+    def _cross_entropy(self, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
         images, labels = batch
         self._check(labels, least=0)
-        if self.mixup is not None:
-            images, labels = self.mixup(images, labels)  # labels become probabilities [B, classes]
-        loss = F.cross_entropy(self.model(images).float(), labels)
-        if not torch.isfinite(loss):  # before the update: the parameters and the last checkpoint stay good
-            raise MetaTTTError(
-                f"the loss is {loss.item()} at step {self.global_step + 1}: lower training.lr (now {self.recipe.lr}) "
-                "or the inner learning rate optimizer.base_lr"
-            )
+        if self.mixup is not None:  # it works in place; labels become probabilities [B, classes]
+            images, labels = self.mixup(images.clone(), labels)
+        return F.cross_entropy(self.model(images).float(), labels, reduction=reduction)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.batch_loss(batch)
         per_step = self.trainer.accumulate_grad_batches
         self.step_loss = loss.detach() + (self.step_loss if batch_idx % per_step else 0)
         if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes

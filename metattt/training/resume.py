@@ -21,9 +21,15 @@ from metattt.data.shards import ShardData
 from metattt.data.windows import WindowData
 from metattt.errors import MetaTTTError
 
-RESUMABLE = ("trainer", "callbacks", "logger", "sample")  # parts of the configuration that a resumed run may change
+RESUMABLE = (
+    "trainer",
+    "callbacks",
+    "logger",
+    "sample",
+    "on_divergence",
+)  # parts of the configuration that a resumed run may change
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
-OF_THE_COMMAND = ("resume", "overwrite", "output_dir", "given", "name", "trust")
+OF_THE_COMMAND = ("resume", "replay", "overwrite", "output_dir", "given", "name", "trust")
 PATHS = ("path", "folder", "dirpath", "save_dir", "default_root_dir")  # keys of what they write
 WRITE = ("trainer", "callbacks", "logger")  # parts that write files
 PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what a choice of trainer=<name> is about
@@ -122,7 +128,9 @@ def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
 
 def _check_resumable(key: str, said: str) -> None:
     if key.partition(".")[0] not in RESUMABLE:
-        allowed = ", ".join([*(part if part == "sample" else f"{part}.*" for part in RESUMABLE), *MOVABLE])
+        allowed = ", ".join(
+            [*(part if part in ("sample", "on_divergence") else f"{part}.*" for part in RESUMABLE), *MOVABLE]
+        )
         raise MetaTTTError(f"{said} would change the run that resume goes on with: only {allowed} may be given")
 
 

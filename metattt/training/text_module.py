@@ -47,8 +47,10 @@ class AdamW:
         warmup_fraction: float = 0.1,
         min_lr: float = 1e-5,
     ):
-        if not lr > 0:
-            raise MetaTTTError(f"training.lr={lr} is not allowed: it must be positive")
+        if not 0 < lr < 1e36:
+            raise MetaTTTError(
+                f"training.lr={lr} is not allowed: it must be positive, and a step of it a number in fp32"
+            )
         if not 0 <= warmup_fraction <= 1:
             raise MetaTTTError(f"training.warmup_fraction={warmup_fraction} is not allowed: it must be between 0 and 1")
         self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
@@ -130,12 +132,27 @@ class LanguageModeling(lightning.LightningModule):
 
         The first T tokens are read. Labels that are `NO_TOKEN` do not count.
         """
-        read, labels = ids[:, :-1].clamp(min=0), ids[:, 1:]
-        reset = None if self.document_start is None else read == self.document_start
+        read, reset, labels = self._windows(ids)
         nats, _ = self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
         real = labels != NO_TOKEN
         counts = torch.stack((real.sum(), (self.token_bytes[labels.clamp(min=0)] * real).sum()))
         return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
+
+    def _windows(self, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What is read `[B, T]`, where documents start, and the labels."""
+        read = ids[:, :-1].clamp(min=0)
+        return read, None if self.document_start is None else read == self.document_start, ids[:, 1:]
+
+    def batch_loss(self, ids: Tensor) -> Tensor:
+        """The loss of a batch, as a training step takes it: the mean over its predicted tokens (nats)."""
+        sums = self.sums(ids)
+        return sums[0] / sums[1]
+
+    def item_losses(self, ids: Tensor) -> Tensor:
+        """The loss of every token of a batch `[B, T + 1]`: `[B, T]` nats, 0 where nothing is predicted."""
+        read, reset, labels = self._windows(ids)
+        losses, _ = self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN, reduction="none")
+        return losses
 
     def shortest_loss(self) -> Tensor:
         """The loss of one token: what it does not depend on, a step may leave without a gradient."""
@@ -145,11 +162,6 @@ class LanguageModeling(lightning.LightningModule):
         with torch.set_grad_enabled(not self.recipe.forward_only):
             sums = self.sums(ids)
         loss = sums[0] / sums[1]
-        if not torch.isfinite(loss):  # before the update: the parameters and the last checkpoint stay good
-            raise MetaTTTError(
-                f"the loss is {loss.item()} at step {self.global_step + 1}: lower training.lr (now {self.recipe.lr}) "
-                "or the inner learning rate optimizer.base_lr"
-            )
         per_step = self.trainer.accumulate_grad_batches
         self.step_sums = sums.detach().double() + (self.step_sums if batch_idx % per_step else 0)
         if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes

@@ -34,6 +34,7 @@ from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
 from metattt.training.launchers import follow_the_starter, is_first, processes, started_by_the_run
+from metattt.training.replay import replay
 from metattt.training.resume import check_same_data
 from metattt.training.saving import Checkpoints, validates_again
 from metattt.training.sharding import FullyShardedData
@@ -56,8 +57,10 @@ def train(cfg: DictConfig) -> int:
         The exit code: 0; 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1, with a checkpoint written.
 
     Raises:
-        MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a loss that is not finite.
+        MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a run that diverges.
     """
+    if cfg.replay is not None:
+        return replay(cfg.replay)
     first = is_first()
     console = Console(highlight=False, soft_wrap=True, quiet=not first)  # one of several processes speaks
     if started_by_the_run():

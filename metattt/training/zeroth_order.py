@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -72,7 +73,8 @@ class RandomDirections(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> float:  # type: ignore[override]
-        """Estimates, moves, and returns the mean loss of the points that were tried."""
+        """Estimates, moves, and returns the mean loss of the points that were tried; NaN, if one of them has no finite
+        loss: then the parameters stay."""
         assert closure is not None
         parameters = [p for group in self.param_groups for p in group["params"]]
         first = self.seed * 1_000_003 + self.param_groups[0]["step"] * self.directions
@@ -80,6 +82,9 @@ class RandomDirections(torch.optim.Optimizer):
         found = [two_sided(closure, parameters, seed, self.epsilon) for seed in seeds]
         for group in self.param_groups:
             group["step"] += 1
+        if not all(math.isfinite(slope) for slope, _ in found):  # no direction to go: the weights stay
+            return math.nan
+        for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
         lr = self.param_groups[0]["lr"]

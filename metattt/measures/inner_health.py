@@ -1,0 +1,144 @@
+"""Whether the inner loop of a layer learns: does a token's own step lower its loss, and are the gates alive?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from metattt.inner.loop import Work
+from metattt.inner.tokens import Tokens
+from metattt.layer import TTTLayer
+from metattt.learners.fast_weights import FastWeights
+from metattt.measures.inner_steps import inner_losses
+from metattt.state import State, Tensors
+
+TOKENS = 32  # looked at in each sequence: whole mini-batches, spread over it
+
+
+class Health(NamedTuple):
+    """What was seen of one layer. A gate that the rule does not have is None.
+
+    Attributes:
+        before: `[H, n]` ℓ(W_{t−1}), the loss of a token before its own step, by its place in the mini-batch: mean over
+            sequences and mini-batches. Where weights move once per mini-batch: with those at its start.
+        after: `[H, n]` ℓ(W_t); with those at the end of the mini-batch.
+        rising: `[H, n]` share of tokens whose loss is larger after than before.
+        eta: `[H]` largest |η| of a token.
+        alpha: `[H]` largest α of a token.
+        tau: `[1 or H, b]` token steps.
+    """
+
+    before: Tensor
+    after: Tensor
+    rising: Tensor
+    eta: Tensor
+    alpha: Tensor | None
+    tau: Tensor | None
+
+
+def inner_health(model: nn.Module, run: Callable[[], Any]) -> dict[int, Health]:
+    """Looks at every layer with an inner loop while a model runs.
+
+    Args:
+        model: with `blocks`, whose layer is `block.layer`, or of timm's models `block.attn.layer`.
+        run: runs the model once, without derivatives.
+
+    Returns:
+        By index of the block. Left out: layers without weights to train.
+    """
+    found: dict[int, Health] = {}
+    hooks = []
+    for index, block in enumerate(getattr(model, "blocks", ())):
+        layer = getattr(block, "layer", None) or getattr(getattr(block, "attn", None), "layer", None)
+        if isinstance(layer, TTTLayer) and layer.learner.has_weights:
+
+            def look(module: Any, arguments: tuple[Any, ...], index: int = index) -> None:
+                found[index] = layer_health(module, arguments[0])
+
+            hooks.append(layer.register_forward_pre_hook(look))
+    try:
+        if hooks:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@torch.no_grad()
+def layer_health(layer: TTTLayer, x: Tensor) -> Health:
+    """Looks at one layer.
+
+    Args:
+        layer: with weights to train.
+        x: `[B, T, D]`, its input, read from W0 on as one sequence.
+    """
+    rule = layer.optimizer
+    state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
+    context, _ = layer.context(x, state)
+    views, gates, *_ = layer.observe(x, state, context)
+    eta = gates.eta if gates.rates is None else gates.eta * gates.rates.abs().amax(-1)
+    gate = getattr(rule, "decay_gate", None)  # some rules hand on its logits
+    alpha = gate(x) if gate is not None else None
+    alpha = gates.alpha if alpha is None else alpha
+    if rule.read == "final":
+        losses = inner_losses(layer, x).unsqueeze(-1)  # [steps + 1, H, 1]
+        before, after = losses[0], losses[-1]
+        rising = (after > before).to(after.dtype)
+    else:
+        before, after, rising = _by_place(layer, Tokens(*views, *gates), context)  # type: ignore[arg-type]
+    largest = eta.abs().amax((0, 2)), None if alpha is None else alpha.amax((0, 2))
+    return Health(before, after, rising, *largest, rule.token_steps())
+
+
+def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`before`, `after` and `rising` of `Health`, of `TOKENS` tokens of every sequence."""
+    rule, loop = layer.optimizer, layer.inner
+    wide, operand = tokens.eta.dtype, tokens.k.dtype
+    slow = {name: value.to(wide) for name, value in layer.learner.slow.items()}
+    work = Work(layer.task, layer.learner, rule, layer.plan, slow, operand)
+    batch, count = tokens.k.shape[0], tokens.k.shape[2]
+    size = min(rule.mini_batch_size, count)
+    looked = _spread(count // size, max(1, TOKENS // size))
+    by_token = rule.read in ("inclusive", "exclusive") and not layer.learner.mixes_tokens
+    state = State(tokens.k.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
+    now = rule.current(loop.start(batch, wide), 0)
+    befores, afters = [], []  # [B, H, n] of the mini-batches that are looked at
+    first = 0
+    for index in looked:
+        lengths = [1] * size if by_token else [size]
+        losses: list[tuple[Tensor, Tensor]] = []
+        for width in ([index * size - first] if index * size > first else []) + lengths:
+            token = tokens.map(partial(_slice, first, first + width))
+            here = context._replace(positions=context.positions[:, first : first + width])
+            first += width
+            read = loop.read(token, state, state.pos + width, here, None)
+            old, state = now, State(state.pos + width, read.phase, read.weights, {}, {}, read.learner)
+            now = rule.current(read.weights, read.phase or 0)
+            if first > index * size:  # before that, what lies between two mini-batches is read at once
+                losses.append((_losses(work, old, token, wide), _losses(work, now, token, wide)))
+        befores.append(torch.cat([before for before, _ in losses], 2))
+        afters.append(torch.cat([after for _, after in losses], 2))
+    before, after = torch.stack(befores), torch.stack(afters)  # [mini-batches, B, H, n]
+    rising = ~(after <= before)  # NaN is no progress either
+    return before.mean((0, 1)), after.mean((0, 1)), rising.to(wide).mean((0, 1))
+
+
+def _slice(start: int, stop: int, value: Tensor) -> Tensor:
+    return value[:, :, start:stop]
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """At most `wanted` of `count` places, the first and the last among them if there are two."""
+    wanted = min(count, wanted)
+    return [place * (count - 1) // max(1, wanted - 1) for place in range(wanted)]
+
+
+def _losses(work: Work, weights: Tensors, tokens: Tokens, wide: torch.dtype) -> Tensor:
+    """ℓ of every token under one set of weights per sequence, `[B, H, n]`."""
+    with torch.autocast(tokens.k.device.type, enabled=False):
+        return work.losses(FastWeights(weights, work.slow, work.operand), tokens.k.to(wide), tokens.v.to(wide))

@@ -1,0 +1,141 @@
+"""A line where an inner loop learns nothing or its gates have died, while the outer loop trains on as if all were
+well."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.measures.inner_health import Health, inner_health
+from metattt.registry import register
+from metattt.training.finite import listed
+
+DEAD_RATE = 1e-7  # an η below moves no weight that fp32 would show
+FORGETTING = 0.5  # an α below halves the weights with every token
+
+
+@register(group="callback", name="inner_health")
+class InnerHealth(lightning.Callback):
+    """Looks at the inner loops of every layer on the first windows of a validation run, and says once, by kind and
+    layer, what is wrong and which override helps. The run goes on.
+
+    The price, at each look: the model reads these windows once more, and 32 tokens of each one by one (or by
+    mini-batches, where weights move once in each).
+
+    Args:
+        every: validation runs between two looks; 0 never looks.
+        windows: of the first validation batch (or images).
+
+    Raises:
+        MetaTTTError: a number that is not allowed.
+    """
+
+    def __init__(self, every: int = 1, windows: int = 2):
+        for key, value, least in (("every", every, 0), ("windows", windows, 1)):
+            if value < least:
+                raise MetaTTTError(f"callbacks.inner_health.{key}={value} is not allowed: it must be at least {least}")
+        self.every, self.windows = every, windows
+        self.runs = 0  # validations so far
+        self.said: list[str] = []  # kind and layer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"runs": self.runs, "said": list(self.said)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.runs, self.said = state_dict["runs"], list(state_dict["said"])
+
+    def on_validation_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if batch_idx or not self.every:
+            return
+        self.runs += 1
+        if (self.runs - 1) % self.every:
+            return
+        for line in self._news(self.look(trainer, pl_module, batch), pl_module):
+            if trainer.is_global_zero:
+                print(f"step {trainer.global_step}: {line}", file=sys.stderr, flush=True)
+
+    def look(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> dict[int, Health]:
+        """The health of every layer on the first windows or images of a batch. Every process of a run takes part."""
+        few = batch[: self.windows] if isinstance(batch, Tensor) else tuple(part[: self.windows] for part in batch)
+        devices = [pl_module.device] if pl_module.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"), torch.no_grad():
+            return inner_health(pl_module.model, lambda: pl_module.item_losses(few))
+
+    def _news(self, found: dict[int, Health], pl_module: Any) -> Iterator[str]:
+        for index, health in found.items():
+            block = pl_module.model.blocks[index]
+            layer = getattr(block, "layer", None) or block.attn.layer
+            for kind, line in complaints(health, layer):
+                if f"{kind} {index}" not in self.said:
+                    self.said.append(f"{kind} {index}")
+                    yield f"layer {index}, {line}"
+
+
+def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
+    """What is wrong with an inner loop: its kind, and a line with the override that helps."""
+    rule: Any = layer.optimizer
+    rate = getattr(rule, "base_lr", None)
+    # gradients at the weights that a sequence began with promise nothing of those at W_{t−1}
+    bad = health.rising.mean(1) > 0.5
+    if rule.anchor != "batch" and health.rising.numel() and bad.any():
+        rising = health.rising[bad]
+        places = (rising.mean(0) > 0.5).nonzero().flatten().tolist()
+        shorter = (
+            f"optimizer.base_lr={rate / 4:.2g} (now {rate:g})" if rate and rate > 0 else "a positive optimizer.base_lr"
+        )
+        yield (
+            "rising",
+            f"{_heads(bad)} learns nothing: the inner loss of {rising.mean():.0%} of the tokens is larger after their own step, "
+            f"ℓ(W_t) > ℓ(W_t−1){_places(places, health.rising.shape[1])}: try {shorter}, or a lower training.lr",
+        )
+    if (bad := health.eta < DEAD_RATE).any():
+        yield (
+            "eta",
+            f"{_heads(bad)} learns nothing: η is at most {health.eta[bad].max():.1g} for every token: "
+            f"try {f'optimizer.base_lr=1 (now {rate:g})' if not rate else 'a lower training.lr, or a larger optimizer.base_lr'}",
+        )
+    if health.alpha is not None and (bad := health.alpha < FORGETTING).any():
+        kept = "optimizer.decay_init=0.99" if hasattr(rule, "decay_init") else "a decay nearer to 1"
+        yield (
+            "alpha",
+            f"{_heads(bad)} forgets: α is at most {health.alpha[bad].max():.2g} for every token: try {kept}, or a lower training.lr",
+        )
+    if health.tau is not None and (dead := health.tau == 0).any():
+        bad = dead.any(1) if len(dead) > 1 else torch.ones(layer.num_heads, dtype=torch.bool)
+        places = dead.any(0).nonzero().flatten().tolist()
+        yield (
+            "tau",
+            f"{_heads(bad)} learns nothing{_places(places, dead.shape[1])}: the token step τ is 0 there, and has no gradient: "
+            "try a lower training.lr, or optimizer.token_steps=none",
+        )
+
+
+def _heads(bad: Tensor) -> str:
+    numbers = bad.nonzero().flatten().tolist()
+    if len(numbers) == len(bad):
+        return "every head" if len(bad) > 1 else "head 0"
+    return f"head{'s' * (len(numbers) > 1)} {listed(numbers)}"
+
+
+def _places(places: list[int], size: int) -> str:
+    """Places in the mini-batch, counted from 1; nothing, if it is all of them."""
+    return (
+        ""
+        if len(places) in (0, size)
+        else f" at places {listed(place + 1 for place in places)} of {size} in the mini-batch"
+    )
