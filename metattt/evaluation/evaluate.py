@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from metattt.checkpoints.files import LAST, SAFETENSORS, find_checkpoint
+from metattt.checkpoints.rolling import run_of, step_of
 from metattt.checkpoints.trained import Trained, load_model, open_trained
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
@@ -116,7 +117,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
         for name, one in zip(names, known, strict=True)
         if "data" in one.config
     }
-    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else files[0].parent / "eval"
+    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else run_of(files[0]) / "eval"
     try:
         written = _write(folder, scores, edges, chosen.bins, trained, curves)
     except OSError as error:
@@ -156,8 +157,12 @@ def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
                 f"labels=[{','.join(given)}] must be {len(files)} different names, one for every checkpoint"
             )
         return list(given)
-    names = [file.absolute().parent.name if file.name in (LAST, SAFETENSORS) else file.stem for file in files]
-    return _numbered(names)
+    return _numbered([_name(file.absolute()) for file in files])
+
+
+def _name(file: Path) -> str:
+    """The name of a checkpoint: that of its run's folder, where its own says nothing of the model."""
+    return run_of(file).name if step_of(file) is not None or file.name in (LAST, SAFETENSORS) else file.stem
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig
 from rich.console import Console
@@ -145,8 +146,12 @@ def _trainer(cfg: DictConfig) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
     callbacks = [instantiate_part(cfg.callbacks, name) for name in cfg.get("callbacks") or {}]
     loggers = [instantiate_part(cfg.logger, name) for name in cfg.get("logger") or {}]
-    many = processes(cfg.trainer)
-    trainer: lightning.Trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **many)
+    settings = processes(cfg.trainer)
+    if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
+        settings["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    trainer: lightning.Trainer = instantiate_part(
+        cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings
+    )
     trainer.strategy.checkpoint_io = CheckpointFiles()
     return trainer
 
