@@ -10,8 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,9 +202,10 @@ def test_killed_and_resumed_with_the_same_command(
     run = tmp_path / "run"
     draw(monkeypatch)
     command = tiny(text, run, "callbacks.checkpoint.best=null", "resume=auto")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         kill_at(patch, step)
-        train(command)
+        with pytest.raises(Killed):
+            train(command)
     kept = {2: [], 5: [3], 8: [6, 3]}[step]
     assert steps(run) == kept
     assert train(command if resume == "auto" else compose(f"resume={run}")) == 0
@@ -225,9 +224,10 @@ def test_killed_between_the_last_checkpoint_and_the_last_validation(
     def killed(*_: Any, **__: Any) -> None:
         raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr("lightning.Trainer.validate", killed)
-        train(tiny(text, run, *settings))
+        with pytest.raises(Killed):
+            train(tiny(text, run, *settings))
     assert steps(run)[0] == 8 and log(run) != log(whole)
     assert train(compose(f"resume={run}")) == 0  # it is complete but for that
     assert log(run) == log(whole) and "bits per byte" in capsys.readouterr().out
@@ -251,14 +251,20 @@ def test_the_last_ones_and_the_best_are_kept(text: Path, tmp_path: Path, monkeyp
         patch.setattr(LanguageModeling, "on_validation_epoch_end", validated)
         assert train(tiny(text, tmp_path / "run", *settings)) == 0
     assert steps(tmp_path / "run") == [8, 7, 4]
-    with pytest.raises(MetaTTTError, match=r"best=validation/nothing is not logged: the validation logs .*validation/loss"):
+    with pytest.raises(
+        MetaTTTError, match=r"best=validation/nothing is not logged: the validation logs .*validation/loss"
+    ):
         train(tiny(text, tmp_path / "other", "callbacks.checkpoint.best=validation/nothing"))
 
 
 def test_minutes_count_as_well_as_steps(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minutes = iter(range(10_000))
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: 60.0 * next(minutes)))
-    settings = ("callbacks.checkpoint.every_steps=null", "callbacks.checkpoint.best=null", "callbacks.checkpoint.keep=9")
+    settings = (
+        "callbacks.checkpoint.every_steps=null",
+        "callbacks.checkpoint.best=null",
+        "callbacks.checkpoint.keep=9",
+    )
     assert train(tiny(text, tmp_path / "run", *settings, "callbacks.checkpoint.every_minutes=3")) == 0
     assert steps(tmp_path / "run") == [8, 7, 5, 3]  # the clock is asked once a step, and three times while it writes
 
@@ -287,7 +293,9 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 def test_a_folder_with_a_run_is_refused(text: Path, copied: Path) -> None:
     before = {file: file.read_bytes() for file in copied.rglob("*") if file.is_file()}
-    with pytest.raises(MetaTTTError, match=r"holds a run: .*resume=.*resume=auto.*overwrite=true.*another folder") as said:
+    with pytest.raises(
+        MetaTTTError, match=r"holds a run: .*resume=.*resume=auto.*overwrite=true.*another folder"
+    ) as said:
         train(tiny(text, copied))
     assert "\n" not in str(said.value)
     assert {file: file.read_bytes() for file in copied.rglob("*") if file.is_file()} == before
@@ -341,7 +349,9 @@ def test_one_run_at_a_time(text: Path, copied: Path) -> None:
         for given in (tiny(text, copied, "overwrite=true"), compose(f"resume={copied}", "trainer.max_steps=9")):
             with pytest.raises(MetaTTTError, match="is in use by process"):
                 train(given)
-    assert train(compose(f"resume={copied}", "trainer.max_steps=9")) == 0  # and the lock is given back, also after errors
+    assert (
+        train(compose(f"resume={copied}", "trainer.max_steps=9")) == 0
+    )  # and the lock is given back, also after errors
 
 
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
@@ -378,9 +388,10 @@ def test_a_run_that_was_begun_goes_on_with_its_own_configuration(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         kill_at(patch, 2)
-        train(tiny(text, run, "training.lr=1e-4"))
+        with pytest.raises(Killed):
+            train(tiny(text, run, "training.lr=1e-4"))
     with pytest.raises(MetaTTTError, match="holds a run"):
         train(tiny(text, run))  # its log has a row
     run.rename(tmp_path / "moved")
@@ -388,7 +399,7 @@ def test_a_run_that_was_begun_goes_on_with_its_own_configuration(
         train(compose(f"resume={tmp_path / 'moved'}", "dim=16"))
     assert train(compose(f"resume={tmp_path / 'moved'}", "trainer.max_steps=3")) == 0
     assert "begins again" in capsys.readouterr().out and not run.exists()
-    assert steps(tmp_path / "moved") == [3]
+    assert steps(tmp_path / "moved")[0] == 3
     assert read_checkpoint(tmp_path / "moved")["metattt"]["config"]["training"]["lr"] == 1e-4
 
 
@@ -411,7 +422,7 @@ def test_the_newest_good_one_is_taken_and_said(
     assert log(copied) == log(finished)
     for path in (newest, older):
         damage(path)
-    with pytest.raises(MetaTTTError, match="no checkpoint of .* can be used, of 2"):
+    with pytest.raises(MetaTTTError, match=r"no checkpoint of .* can be used, of 2"):
         train(compose(f"resume={copied}"))
     assert steps(copied) == [8, 6]
 
@@ -445,7 +456,7 @@ def test_a_damaged_log_does_not_keep_a_run_from_going_on(
     rows = log(copied)
     assert sum(bool(row["train/loss"]) for row in rows) == kept + 1 and rows[-1]["step"] == "9"
     aside = copied / "metrics.csv.damaged-1"
-    assert aside.exists() == ("damaged" in said) == (b"garbage" in content or b"no number" in content)
+    assert aside.exists() == ("was damaged" in said) == (b"garbage" in content or b"no number" in content)
     assert not aside.exists() or aside.read_bytes() == content
 
 
@@ -462,13 +473,13 @@ def test_the_log_is_whole_whenever_it_is_killed(tmp_path: Path, monkeypatch: pyt
     def killed(*_: Any) -> None:
         raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
-        first.log_metrics({"a_new_column": 1.0}, 4)
-    assert path.read_bytes() == before
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Path, "replace", killed)
-        CSVLog(str(path)).go_on_from(2)
+        with pytest.raises(Killed):
+            first.log_metrics({"a_new_column": 1.0}, 4)
+        assert path.read_bytes() == before
+        with pytest.raises(Killed):
+            CSVLog(str(path)).go_on_from(2)
     assert path.read_bytes() == before
     again = CSVLog(str(path))
     again.go_on_from(3, validate_again=True)
@@ -496,7 +507,9 @@ def test_lightnings_own_log_can_be_chosen(text: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("given", ["trainer.devices=1", "trainer.max_steps=320"])
-def test_an_explicit_value_counts_though_it_is_the_default(given: str, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_value_counts_though_it_is_the_default(
+    given: str, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from metattt.training.resume import resumed
 
     saved = OmegaConf.create(OmegaConf.to_container(compose("trainer.devices=2", "trainer.max_steps=8")))

@@ -89,7 +89,9 @@ def _wrote_last(callback: Any) -> bool:
 def _wrote_log(logger: Any) -> bool:
     """Whether a logger is Lightning's, as earlier versions set it."""
     lightnings = str(logger.get("_target_")).endswith(".CSVLogger")
-    return lightnings and logger.get("save_dir") == "${output_dir}" and logger.get("name") == logger.get("version") == ""
+    return (
+        lightnings and logger.get("save_dir") == "${output_dir}" and logger.get("name") == logger.get("version") == ""
+    )
 
 
 def _check_resumable(key: str, said: str) -> None:

@@ -41,7 +41,9 @@ def new_folder(name: str) -> Path:
                 count += 1
                 folder = first.with_name(f"{first.name}-{count}")
     except OSError as error:
-        raise MetaTTTError(f"{folder} cannot be made: {error.strerror}; choose another with output_dir=<folder>") from error
+        raise MetaTTTError(
+            f"{folder} cannot be made: {error.strerror}; choose another with output_dir=<folder>"
+        ) from error
 
 
 def lock_folder(folder: Path) -> FolderLock:

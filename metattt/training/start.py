@@ -116,9 +116,7 @@ def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
         done = int(content["global_step"])
         if here and lock is not None:
             _end_at(done, given, folder)
-        cfg, moved = resumed(
-            given, record_config(modernised(content[RECORD]), checkpoint)
-        )
+        cfg, moved = resumed(given, record_config(modernised(content[RECORD]), checkpoint))
         cfg.resume = str(checkpoint)
     elif source is not None and cfg.resume != AUTO:
         cfg, moved = resumed(given, read_configuration(source))
