@@ -86,7 +86,7 @@ def test_no_configuration_of_ours_is_stored_with_a_path_of_ours() -> None:
     assert len(found) > 5 and found <= set(REGISTERED.values())
     for case in ("layer=nested_ttt callbacks=inner_warmup", "experiment=digits_pixel trainer=fsdp"):
         stored = json.dumps(make_record(compose(*case.split()))["config"])
-        assert '"_target_": "metattt' not in stored and '"_component_": "callback=stop_on_interrupt"' in stored
+        assert '"_target_": "metattt' not in stored and '"_component_": "callback=checkpoints"' in stored
 
 
 def test_names_and_targets_are_there_and_back() -> None:
@@ -187,7 +187,7 @@ def test_load_model_is_public(run: Path) -> None:
     torch.manual_seed(3)
     drawn = torch.rand(1)
     torch.manual_seed(3)
-    metattt.load_model(str(run / "run" / "last.ckpt"))
+    metattt.load_model(str(find_checkpoint(run / "run")))
     assert torch.equal(torch.rand(1), drawn)  # the global generator is left as it was
 
 
@@ -262,7 +262,7 @@ def test_defaults_given_for_what_may_change_are_applied(run: Path, copy: Path) -
         and config["trainer"]["max_steps"] == 3
         and config["trainer"]["strategy"] == "auto"
     )
-    assert "loss_curve" not in config["callbacks"] and "interrupt" in config["callbacks"]
+    assert "loss_curve" not in config["callbacks"] and "checkpoint" in config["callbacks"]
 
 
 # -- weights that start another run ------------------------------------------------------------------------------------
@@ -277,6 +277,7 @@ def test_init_from_says_what_the_weights_do_not_show(
         f"init_from={run / 'run'}",
         "trainer.max_steps=1",
         f"output_dir={tmp_path}",
+        "overwrite=true",
     )
     assert train(compose(*start)) == 0
     assert "but here with" not in capsys.readouterr().out

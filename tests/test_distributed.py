@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from metattt.checkpoints.convert import convert
+from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
@@ -27,7 +28,7 @@ from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.training.batches import plan_batches
 from metattt.training.building import Builder
-from metattt.training.callbacks import StopOnInterrupt
+from metattt.training.callbacks import LossCurve
 from metattt.training.launchers import processes
 from metattt.training.train import train
 
@@ -76,14 +77,14 @@ def one_of_two(rank: int, port: int, folder: str, overrides: tuple[str, ...], ki
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     torch.set_num_threads(1)
-    start = StopOnInterrupt.on_train_batch_start
+    end = LossCurve.on_train_batch_end
 
-    def killed(self: StopOnInterrupt, trainer: Any, *rest: Any) -> None:
+    def killed(self: LossCurve, trainer: Any, *rest: Any) -> None:
         if trainer.global_step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        start(self, trainer, *rest)
+        end(self, trainer, *rest)
 
-    StopOnInterrupt.on_train_batch_start = killed  # type: ignore[method-assign]
+    LossCurve.on_train_batch_end = killed  # type: ignore[method-assign]
     sys.exit(main(["train", *overrides]))
 
 
@@ -170,11 +171,11 @@ def test_killed_and_resumed_logs_the_same_losses(
     run = tmp_path / "run"
     settings = (
         *TINY, f"data.path={runs / 'corpus'}", f"output_dir={run}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2",
-        "callbacks.checkpoint.every_n_train_steps=2",
+        "callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.best=null",
     )  # fmt: skip
     codes, output = torchrun(tmp_path, *settings, kill_at=5)
     assert codes == [-signal.SIGKILL] * 2, output
-    assert read_checkpoint(run)["global_step"] == 4 and (run / "last.ckpt").is_dir() == (strategy == "fsdp")
+    assert read_checkpoint(run)["global_step"] == 4 and find_checkpoint(run).is_dir() == (strategy == "fsdp")
     codes, output = torchrun(tmp_path, f"resume={run}")
     assert codes == [0, 0] and "from step 4" in output, output
     undisturbed = together[strategy][0]
@@ -216,13 +217,13 @@ def test_a_sharded_checkpoint_is_read_by_everything(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fsdp, ddp = together["fsdp"][0], together["ddp"][0]
-    assert len(list((fsdp / "last.ckpt").glob("*.distcp"))) == 2 and (ddp / "last.ckpt").is_file()
+    assert len(list(find_checkpoint(fsdp).glob("*.distcp"))) == 2 and find_checkpoint(ddp).is_file()
     shutil.copytree(fsdp, tmp_path / "run")
     scores = [
         evaluate(
             compose(f"checkpoint={folder}", "labels=[one]", f"output_dir={tmp_path / 'eval'}", "device=cpu", job="eval")
         )["one"].loss
-        for folder in (tmp_path / "run", tmp_path / "run" / "last.ckpt", ddp)
+        for folder in (tmp_path / "run", find_checkpoint(tmp_path / "run"), ddp)
     ]
     assert scores[0] == scores[1] == pytest.approx(scores[2], abs=1e-5)
     generate(compose(f"checkpoint={fsdp}", "prompt=alpha", "max_new_tokens=3", "device=cpu", job="generate"))
@@ -233,7 +234,7 @@ def test_a_sharded_checkpoint_is_read_by_everything(
 
     codes, output = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "trainer=ddp", "trainer.max_steps=11")
     assert codes == [0, 0] and "from step 10" in output, output
-    assert (tmp_path / "run" / "last.ckpt").is_file() and read_checkpoint(tmp_path / "run")["global_step"] == 11
+    assert find_checkpoint(tmp_path / "run").is_file() and read_checkpoint(tmp_path / "run")["global_step"] == 11
     settings = (
         *TINY,
         f"data.path={runs / 'corpus'}",
@@ -257,13 +258,13 @@ def test_damaged_shards_are_one_line(
         ("code", lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(print))),
     ):
         shutil.copytree(together["fsdp"][0], tmp_path / name)
-        damage(tmp_path / name / "last.ckpt")
+        damage(find_checkpoint(tmp_path / name))
         with pytest.raises(MetaTTTError, match="cannot be read as a sharded checkpoint"):
             read_checkpoint(tmp_path / name)
     shutil.copytree(together["fsdp"][0], tmp_path / "run")
-    (tmp_path / "run" / "last.ckpt").rename(
-        tmp_path / "run" / "last.ckpt.old"
-    )  # killed while the new one took its place
+    old = tmp_path / "run" / "last.ckpt.old"  # of an earlier version, killed while the new one took its place
+    find_checkpoint(tmp_path / "run").rename(old)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert read_checkpoint(tmp_path / "run")["global_step"] == 10
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
@@ -352,7 +353,7 @@ def test_several_checkpoints_on_one_plot(runs: Path, tmp_path: Path, capsys: pyt
 
 
 def test_one_checkpoint_writes_beside_itself(runs: Path) -> None:
-    found = evaluate(compose(f"checkpoint={runs / 'linear' / 'last.ckpt'}", "bins=none", "device=cpu", job="eval"))
+    found = evaluate(compose(f"checkpoint={find_checkpoint(runs / 'linear')}", "bins=none", "device=cpu", job="eval"))
     assert list(found) == ["linear"] and len(rows(runs / "linear" / "eval" / "by_position.csv")) == 24
     again = evaluate(compose(f"checkpoint=[{runs / 'linear'},{runs / 'linear'}]", "device=cpu", job="eval"))
     assert (

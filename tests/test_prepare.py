@@ -336,11 +336,7 @@ def test_a_run_on_shards_resumes_bitwise(prepared: Path, tmp_path: Path) -> None
         "data.validation_max_tokens=500",
     )  # fmt: skip
     assert train(compose(*tiny, f"output_dir={tmp_path / 'whole'}")) == 0
-    stopping = (
-        "+callbacks.checkpoint.save_last=false",
-        "callbacks.checkpoint.every_n_train_steps=4",
-        f"output_dir={tmp_path / 'cut'}",
-    )
+    stopping = ("callbacks.checkpoint.every_steps=4", "callbacks.checkpoint.best=null", f"output_dir={tmp_path / 'cut'}")
     stop = compose(*tiny, *stopping)
     with pytest.MonkeyPatch.context() as patch:
 
@@ -348,7 +344,7 @@ def test_a_run_on_shards_resumes_bitwise(prepared: Path, tmp_path: Path) -> None
             if trainer.global_step == 5:
                 raise KeyError("killed")
 
-        patch.setattr("metattt.training.callbacks.StopOnInterrupt.on_train_batch_end", killed)
+        patch.setattr("metattt.training.callbacks.LossCurve.on_train_batch_end", killed)
         with pytest.raises(KeyError):
             train(stop)
     assert read_checkpoint(tmp_path / "cut")["global_step"] == 4

@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.composition.compose import compose
 from metattt.data.text import TextData
@@ -68,7 +69,7 @@ def test_a_run_leaves_its_files_and_prints_the_comparison(
 ) -> None:
     assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=4")) == 0
     assert {file.name for file in (tmp_path / "run").iterdir()} == {
-        "last.ckpt",
+        "checkpoints",
         "metrics.csv",
         "loss_curve.png",
         "run.yaml",
@@ -85,7 +86,7 @@ def test_a_run_leaves_its_files_and_prints_the_comparison(
         "model / order-2",
         "parameters",
         "4 steps of 128 tokens",
-        "last.ckpt",
+        "checkpoints/step-00000004",
         "sample",
     ):
         assert words in output.out
@@ -139,7 +140,8 @@ def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) ->
     with pytest.raises(MetaTTTError, match="dim=64 would change the run"):
         train(compose(f"resume={run}", "dim=64", "trainer.max_steps=4"))
     repeated = (*TINY, f"data.path={corpus}")  # what the run has already may be said again
-    assert train(compose(f"resume={run / 'last.ckpt'}", "trainer.max_steps=5", "+trainer.min_steps=1", *repeated)) == 0
+    last = run / "checkpoints" / "step-00000002"
+    assert train(compose(f"resume={last}", "trainer.max_steps=5", "+trainer.min_steps=1", *repeated)) == 0
     assert read_checkpoint(run)["metattt"]["config"]["trainer"]["min_steps"] == 1
     assert read_checkpoint(run)["global_step"] == 5
     assert [int(row["step"]) for row in log(run) if row["train/loss"]] == [1, 2, 3, 4, 5]
@@ -154,7 +156,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -
 
 
 def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_path: Path) -> None:
-    whole = (finished / "last.ckpt").read_bytes()
+    whole = find_checkpoint(finished).read_bytes()
     cases = {"cut.ckpt": whole[: len(whole) // 2], "empty.ckpt": b"", "text.ckpt": b"hello, this is no checkpoint"}
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
@@ -177,7 +179,7 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_
 
 
 def test_a_checkpoint_holds_plain_data_only(finished: Path) -> None:
-    content = torch.load(finished / "last.ckpt", weights_only=True)
+    content = torch.load(find_checkpoint(finished), weights_only=True)
     assert content["metattt"]["config"]["dim"] == 16
     model, config = load_model(finished)
     assert config.model.num_layers == 1 and not model.training

@@ -71,7 +71,7 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ):
         with monkeypatch.context() as patch:
             patch.setattr("lightning.Trainer.save_checkpoint", fault)
-            assert main([*TINY, "data.path=text", "output_dir=run"]) == 2
+            assert main([*TINY, "data.path=text", "output_dir=run", "overwrite=true"]) == 2
         error = capsys.readouterr().err
         assert f"error: {error.rpartition('error: ')[2]}" in error and expected in error and "Traceback" not in error
 
@@ -98,7 +98,7 @@ def test_the_folder_of_a_run(given: list[str], name: str, here: Path, capsys: py
     assert "${" not in (folder / "run.yaml").read_text()
     capsys.readouterr()
     assert main(["eval", f"checkpoint={folder}"]) == 0  # it is a run's folder, whatever else lies in it
-    (folder / "last.ckpt").unlink()
+    (folder / "checkpoints" / "step-00000001").unlink()
     assert main(["eval", f"checkpoint={folder}"]) == 2
     assert "holds no last.ckpt" in capsys.readouterr().err
 

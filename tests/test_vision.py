@@ -14,6 +14,7 @@ import torch
 from timm.optim import create_optimizer_v2
 
 import metattt
+from metattt.checkpoints.files import find_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
@@ -317,7 +318,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_its_files(finished: Path) -> None:
     names = {file.name for file in finished.iterdir()}
-    assert names == {"last.ckpt", "run.yaml", "metrics.csv", "loss_curve.png", "inner_loss.png", "inner_loss.csv"}
+    assert names == {"checkpoints", "run.yaml", "metrics.csv", "loss_curve.png", "inner_loss.png", "inner_loss.csv"}
     with (finished / "inner_loss.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["step"] for row in rows} == {"2", "4"} and [row["inner_step"] for row in rows[:5]] == list("01234")
@@ -330,7 +331,7 @@ def test_a_run_goes_on_with_more_steps(finished: Path, tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     for words in ("scikit-learn's digits", "GFLOPs per image of 64 tokens", "from step 4", "top-1", "inner loss"):
         assert words in out
-    assert (run / "last.ckpt").is_file()
+    assert find_checkpoint(run).is_file()
 
 
 def test_sizes_of_data_and_model_are_compared(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from metattt.checkpoints.files import find_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
@@ -148,6 +149,6 @@ def test_metattt_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         *TINY,
     ]
     assert main(arguments) == 0, capsys.readouterr().err
-    assert (tmp_path / "run" / "last.ckpt").is_file()
+    assert find_checkpoint(tmp_path / "run").is_file()
     assert main([*arguments, "trainer.accumulate_grad_batches=2", f"output_dir={tmp_path / 'other'}"]) == 2
     assert "trainer.accumulate_grad_batches=1" in capsys.readouterr().err

@@ -24,7 +24,9 @@ def check_given(cfg: DictConfig) -> None:
         if cfg[key] == "":
             raise MetaTTTError(f"{key}= is empty: give a folder, or leave it out (an empty variable of the shell?)")
     if cfg.resume == AUTO and not cfg.output_dir:
-        raise MetaTTTError(f"resume={AUTO} goes on with the run in output_dir, or begins it there: add output_dir=<folder>")
+        raise MetaTTTError(
+            f"resume={AUTO} goes on with the run in output_dir, or begins it there: add output_dir=<folder>"
+        )
     if cfg.resume == AUTO and cfg.overwrite:
         raise MetaTTTError(f"resume={AUTO} keeps the run in output_dir, and overwrite=true does not: give one of them")
 

@@ -101,7 +101,9 @@ class CSVLog(Logger):
         note = None
         if damage:
             aside = set_aside(self.path)
-            note = f"log     {self.path} was damaged ({damage}) and is now {aside.name}; {len(kept)} rows of it are kept"
+            note = (
+                f"log     {self.path} was damaged ({damage}) and is now {aside.name}; {len(kept)} rows of it are kept"
+            )
         self.columns = []
         if kept:
             self._write_anew(list(kept[0]), kept)

@@ -104,7 +104,9 @@ def _wrote_log(logger: Any) -> bool:
     if not isinstance(logger, Mapping):
         return False
     lightnings = str(logger.get("_target_")).endswith(".CSVLogger")
-    return lightnings and logger.get("save_dir") == "${output_dir}" and logger.get("name") == logger.get("version") == ""
+    return (
+        lightnings and logger.get("save_dir") == "${output_dir}" and logger.get("name") == logger.get("version") == ""
+    )
 
 
 def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -42,7 +43,9 @@ def new_folder(name: str) -> Path:
                 count += 1
                 folder = first.with_name(f"{first.name}-{count}")
     except OSError as error:
-        raise MetaTTTError(f"{folder} cannot be made: {error.strerror}; choose another with output_dir=<folder>") from error
+        raise MetaTTTError(
+            f"{folder} cannot be made: {error.strerror}; choose another with output_dir=<folder>"
+        ) from error
 
 
 def lock_folder(folder: Path) -> FolderLock:
@@ -77,13 +80,13 @@ def check_free(folder: Path) -> None:
     Raises:
         MetaTTTError: such a folder.
     """
-    held = has_checkpoint(folder) or bool(_logged(folder))
-    if held:
+    foreign = _not_ours(folder)
+    if not foreign and (has_checkpoint(folder) or _logged(folder)):
         raise MetaTTTError(
             f"output_dir={folder} holds a run: go on with it (resume={folder}; resume=auto goes on or begins), "
             "begin it anew (overwrite=true), or choose another folder"
         )
-    foreign = [name for name in PICTURES if (folder / name).exists()] + _not_ours(folder)
+    foreign += [name for name in PICTURES if os.path.lexists(folder / name)]
     if foreign:
         raise MetaTTTError(
             f"output_dir={folder} holds {', '.join(foreign)}, which the run would write over: choose another folder"

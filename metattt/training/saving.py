@@ -51,7 +51,11 @@ class Checkpoints(lightning.Callback):
         keep: int = 2,
         best: str | None = "validation/loss",
     ):
-        for name, value, least in (("every_steps", every_steps, 1), ("every_minutes", every_minutes, 0.01), ("keep", keep, 1)):
+        for name, value, least in (
+            ("every_steps", every_steps, 1),
+            ("every_minutes", every_minutes, 0.01),
+            ("keep", keep, 1),
+        ):
             if value is not None and not value >= least:
                 raise MetaTTTError(f"callbacks.checkpoint.{name}={value} is not allowed: it must be at least {least}")
         self.folder, self.every_steps, self.every_minutes = Path(folder), every_steps, every_minutes

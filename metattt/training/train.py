@@ -47,6 +47,7 @@ C = TypeVar("C")
 LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pipe", re.I)
 """In the message of an error that comes when another process is lost."""
 
+
 def train(cfg: DictConfig) -> int:
     """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`).
 
