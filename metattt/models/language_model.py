@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,16 @@ class LanguageModelState(NamedTuple):
 
 
 torch.serialization.add_safe_globals([LanguageModelState])
+
+
+class Relay(Protocol):
+    """Where the states of the blocks come from and go to, when other processes read the tokens before and after."""
+
+    def receive(self, number: int, x: Tensor) -> tuple[Tensor, Any, Any]:
+        """The input `x` `[B, T, D]` of a block, the state of its layer and the tail of its convolution."""
+
+    def send(self, number: int, x: Tensor, state: Any, tail: Any) -> Tensor:
+        """The output `x` of a block, when its state and its tail are handed on."""
 
 
 class SwiGLU(nn.Module):
@@ -233,6 +243,7 @@ class LanguageModel(nn.Module):
         *,
         ignore_index: int = -100,
         reduction: str = "sum",
+        relay: Relay | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """Cross-entropy of the predictions, and the state after the last token. The logits of all tokens are never
         there at once.
@@ -244,9 +255,10 @@ class LanguageModel(nn.Module):
             reset: as in `forward`.
             ignore_index: a label that does not count.
             reduction: `sum`, or `none` for `[B, T]` losses (nats).
+            relay: takes the place of `state`: block by block, states come from another process and go to one.
         """
         self._require_causal()
-        features, state = self.features(ids, state, None, reset)
+        features, state = self.features(ids, state, None, reset, relay=relay)
         rows = features.flatten(0, 1)
         losses = linear_cross_entropy(
             rows, self.head.weight, labels.flatten(), ignore_index=ignore_index, reduction=reduction
@@ -260,6 +272,7 @@ class LanguageModel(nn.Module):
         mask: Tensor | None = None,
         reset: Tensor | None = None,
         in_place: bool = False,
+        relay: Relay | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """As `step`, with what the head reads in place of logits: `[B, T, D]`, normed."""
         packing = None if mask is None and reset is None else pack(mask, reset)
@@ -274,11 +287,15 @@ class LanguageModel(nn.Module):
             raise MetaTTTError(f"the state is of a model with {len(before.layers)} blocks, this one has {count}")
         x = self.embedding(ids)
         layers, tails = [], []
-        for block, layer_state, tail in zip(self.blocks, before.layers, before.tails, strict=True):
+        for number, (block, layer_state, tail) in enumerate(zip(self.blocks, *before, strict=True)):
+            if relay is not None:
+                x, layer_state, tail = relay.receive(number, x)
             if self.checkpoint_blocks and torch.is_grad_enabled():
                 x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, packing, use_reentrant=False)
             else:
                 x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place)
+            if relay is not None:
+                x = relay.send(number, x, layer_state, tail)
             layers.append(layer_state)
             tails.append(tail)
         features = self.final_norm(x)
