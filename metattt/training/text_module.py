@@ -14,6 +14,8 @@ from metattt.checkpoints.record import RECORD
 from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.line import Line
+from metattt.parallel.relay import Relay
 from metattt.registry import register
 from metattt.training.batches import recount_batches
 from metattt.training.building import Builder
@@ -109,6 +111,7 @@ class LanguageModeling(lightning.LightningModule):
         self.recipe = recipe
         self.record = record
         self.document_start = document_start
+        self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so
@@ -118,7 +121,9 @@ class LanguageModeling(lightning.LightningModule):
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
             assert self.build is not None
-            self.model = build_divided(self.build, self.trainer.strategy.device_mesh["data_parallel"])
+            self.model = build_divided(
+                self.build, self.trainer.strategy.device_mesh["data_parallel"], self.trainer.strategy.on_block
+            )
 
     def on_fit_start(self) -> None:
         if not divided(self.model):  # else it was checked while it was made; a part of a model cannot run
@@ -128,11 +133,19 @@ class LanguageModeling(lightning.LightningModule):
         """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes:
         `[3]`.
 
-        The first T tokens are read. Labels that are `NO_TOKEN` do not count.
+        The first T tokens are read, or the part of them that is this process's own. Labels that are `NO_TOKEN` do not
+        count.
         """
-        read, labels = ids[:, :-1].clamp(min=0), ids[:, 1:]
-        reset = None if self.document_start is None else read == self.document_start
-        nats, _ = self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
+        read, labels, relay, parts = ids[:, :-1].clamp(min=0), ids[:, 1:], None, 1
+        if self.line is not None:
+            read, labels, relay = self.line.own(read), self.line.own(labels), Relay(self.line)
+            parts = self.line.count_parts(len(ids))
+        losses = []
+        for own, following in zip(read.tensor_split(parts), labels.tensor_split(parts), strict=True):
+            reset = None if self.document_start is None else own == self.document_start
+            nats, _ = self.model.cross_entropy(own, following, reset=reset, ignore_index=NO_TOKEN, relay=relay)
+            losses.append(nats)
+        nats = torch.stack(losses).sum()
         real = labels != NO_TOKEN
         counts = torch.stack((real.sum(), (self.token_bytes[labels.clamp(min=0)] * real).sum()))
         return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
@@ -144,7 +157,9 @@ class LanguageModeling(lightning.LightningModule):
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         with torch.set_grad_enabled(not self.recipe.forward_only):
             sums = self.sums(ids)
-        loss = sums[0] / sums[1]
+        # divided by what the processes read on average: of one window, some may have a token more than others
+        whole = 1 if self.line is None else self.line.size
+        loss = sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
         if not torch.isfinite(loss):  # before the update: the parameters and the last checkpoint stay good
             raise MetaTTTError(
                 f"the loss is {loss.item()} at step {self.global_step + 1}: lower training.lr (now {self.recipe.lr}) "
