@@ -31,6 +31,7 @@ from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line, dump, fill, frame_of
 from metattt.parallel.relay import Relay
+from metattt.parallel.scan import may_scan, scannable
 from metattt.training.train import train
 
 WORLD = 4
@@ -46,6 +47,7 @@ RUNS = {
 TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
 LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "linear_attention", "hybrid")
+SCANNED = ("linear_attention", "mamba2", "retnet")
 OTHERS = ("mamba2", "titans", "nested_transformer")
 
 
@@ -61,6 +63,7 @@ class Case(NamedTuple):
         sharded: parameters are divided among the processes of the data axis.
         settings: of the model.
         dtype: of parameters.
+        scan: states that can be scanned are.
     """
 
     layer: str
@@ -72,6 +75,7 @@ class Case(NamedTuple):
     sharded: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     dtype: torch.dtype = torch.float64
+    scan: bool = False
 
 
 CASES = (
@@ -84,6 +88,11 @@ CASES = (
     Case("ttt_mlp", 1, 4, reset=True),
     Case("hybrid", 2, 2, settings=(("checkpoint_blocks", True),)),
     Case("ttt_linear", 2, 2, settings=(("pre_conv", False), ("tie_embeddings", False))),
+    *(Case(layer, 1, 4, scan=True) for layer in SCANNED),
+    *(Case(layer, 2, 2, scan=True, reset=True) for layer in SCANNED),
+    Case("linear_attention", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
+    Case("hybrid", 1, 4, scan=True, tokens=50, reset=True),
+    Case("hybrid", 2, 2, scan=True, sharded=True),
     Case("hybrid", 2, 2, sharded=True),
     Case("ttt_mlp", 4, 1, sharded=True),
 )  # fmt: skip
@@ -124,6 +133,8 @@ def part_of(case: Case) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (case.data, case.time), mesh_dim_names=("data", "time"))
     line = Line(mesh["time"], in_flight=case.in_flight)
     model = make_model(case)
+    scanned = [number for number, block in enumerate(model.blocks) if case.scan and scannable(block.layer, 16)]
+    assert may_scan(model, case.tokens // case.time) or not case.scan
     if case.sharded:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["data"])
@@ -134,7 +145,7 @@ def part_of(case: Case) -> dict[str, Any]:
     count, losses = line.count_parts(len(ids)), []
     for own, following in zip(read.tensor_split(count), labels.tensor_split(count), strict=True):
         reset = own == 3 if case.reset else None
-        losses.append(model.cross_entropy(own, following, reset=reset, relay=Relay(line))[0])
+        losses.append(model.cross_entropy(own, following, reset=reset, relay=Relay(line, scanned))[0])
     loss = torch.stack(losses).sum() / (WINDOWS * case.tokens / WORLD)  # of what a process reads on average
     loss.backward()
     line.finish()

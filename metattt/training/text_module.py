@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import lightning
@@ -16,6 +17,7 @@ from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.line import Line
 from metattt.parallel.relay import Relay
+from metattt.parallel.scan import may_scan
 from metattt.registry import register
 from metattt.training.batches import recount_batches
 from metattt.training.building import Builder
@@ -112,6 +114,7 @@ class LanguageModeling(lightning.LightningModule):
         self.record = record
         self.document_start = document_start
         self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
+        self.scanned: Collection[int] = ()  # blocks whose states need not wait for each other there
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so
@@ -136,12 +139,13 @@ class LanguageModeling(lightning.LightningModule):
         The first T tokens are read, or the part of them that is this process's own. Labels that are `NO_TOKEN` do not
         count.
         """
-        read, labels, relay, parts = ids[:, :-1].clamp(min=0), ids[:, 1:], None, 1
+        read, labels, parts, scanned = ids[:, :-1].clamp(min=0), ids[:, 1:], 1, self.scanned
         if self.line is not None:
-            read, labels, relay = self.line.own(read), self.line.own(labels), Relay(self.line)
-            parts = self.line.count_parts(len(ids))
+            scanned = scanned if may_scan(self.model, read.shape[1] // self.line.size) else ()
+            read, labels, parts = self.line.own(read), self.line.own(labels), self.line.count_parts(len(ids))
         losses = []
         for own, following in zip(read.tensor_split(parts), labels.tensor_split(parts), strict=True):
+            relay = None if self.line is None else Relay(self.line, scanned)
             reset = None if self.document_start is None else own == self.document_start
             nats, _ = self.model.cross_entropy(own, following, reset=reset, ignore_index=NO_TOKEN, relay=relay)
             losses.append(nats)

@@ -22,6 +22,7 @@ from metattt.models.language_model import Block
 from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line
+from metattt.parallel.scan import scannable
 from metattt.registry import register
 from metattt.training.batches import shares
 from metattt.training.sharding import FullyShardedData, divided
@@ -37,11 +38,15 @@ class OverTime(ParallelStrategy):
         time_ranks: processes that read one sequence.
         in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
         line: the processes of this one's sequences, once they have started.
+        scanned: numbers of the blocks whose states need not wait for each other.
+        made: number of blocks so far.
     """
 
     time_ranks: int
     in_flight: int | None
     line: Line
+    scanned: list[int]
+    made: int
 
     def check(self, context_length: int, batch_size: int) -> None:
         """Refuses windows that cannot be divided; called before anything is read.
@@ -74,16 +79,22 @@ class OverTime(ParallelStrategy):
         module: Any = self.lightning_module
         if not isinstance(module, LanguageModeling):
             raise MetaTTTError("trainer=time_parallel divides the tokens of a text: for images, set trainer=ddp")
-        module.line = self.line
+        module.line, module.scanned = self.line, self.scanned
         if not divided(module.model):  # else every block was looked at while it was made
+            self.scanned.clear()
+            self.made = 0
             for block in module.model.blocks:
                 self.on_block(block)
         super().setup(trainer)
 
     def on_block(self, block: nn.Module) -> None:
-        """Refuses a layer that needs whole sequences."""
+        """Looks at the layer: refuses one that needs whole sequences, and finds out whether its state is a scan."""
         assert isinstance(block, Block)
-        check_cut(block.layer, len(block.layer_norm.weight))
+        dim = len(block.layer_norm.weight)
+        check_cut(block.layer, dim)
+        if scannable(block.layer, dim):
+            self.scanned.append(self.made)
+        self.made += 1
 
     def optimizer_step(
         self,
@@ -126,6 +137,7 @@ class ReplicatedOverTime(OverTime, DDPStrategy):
     def __init__(self, time_ranks: int = 2, in_flight: int | None = None) -> None:
         super().__init__()
         self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
+        self.scanned, self.made = [], 0
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped: every process makes the same model, and gradients are averaged once a step."""
@@ -151,6 +163,7 @@ class ShardedOverData(OverTime, FullyShardedData):
     def __init__(self, time_ranks: int = 2, in_flight: int | None = None) -> None:
         super().__init__()
         self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
+        self.scanned, self.made = [], 0
 
     def _use(self, mesh: DeviceMesh) -> None:
         self._device_mesh = mesh
