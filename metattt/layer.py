@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class TTTLayer(nn.Module):
         reset: Tensor | None = None,
         packing: Packing | None = None,
         in_place: bool = False,
+        start: Callable[[TTTLayer, Tokens, State, Context, Packing | None], tuple[Tokens, State]] | None = None,
     ) -> tuple[Tensor, State]:
         """Reads the tokens `x` and returns the outputs and the state to go on from.
 
@@ -132,6 +134,8 @@ class TTTLayer(nn.Module):
             packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is
                 the output.
             in_place: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
+            start: finds the weights to go on from when views and gates are known (another process may have them);
+                `state` then only says where the tokens stand.
 
         Returns:
             Outputs `[B, T, D]` and the new state.
@@ -152,7 +156,7 @@ class TTTLayer(nn.Module):
         if state is None:
             pos = x.new_zeros(x.shape[0], dtype=torch.long) if packing is None else packing.start
             state = State(pos, 0, {}, {}, {}, {})
-        else:
+        elif start is None:
             self._check_state(x, state)
         ctx, pos = self.context(x, state, packing)
         views, gates, task_state, rule_state = self.observe(x, state, ctx)
@@ -162,7 +166,10 @@ class TTTLayer(nn.Module):
             y, data = self.learner.scan(views, state.learner, ctx)
             read = Result(y, {}, 0, data)
         else:
-            read = self.inner.read(Tokens(*views, *gates), state, pos, ctx, packing, in_place)  # type: ignore[arg-type]
+            tokens = Tokens(*views, *gates)  # type: ignore[arg-type]
+            if start is not None:
+                tokens, state = start(self, tokens, state, ctx, packing)
+            read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
         y = read.y.transpose(1, 2).flatten(2).to(x.dtype)
         if self.norm is not None:
             y = self.norm(y)

@@ -24,7 +24,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from metattt.composition.aliases import NOT_SET_THERE, NUMBERS, OUTER_OPTIMIZERS, alias, inner_counterpart
+from metattt.composition.aliases import IN_FULL, NOT_SET_THERE, NUMBERS, OUTER_OPTIMIZERS, alias, inner_counterpart
 from metattt.composition.choices import choice_of_schema, groups
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, REGISTERED
@@ -61,6 +61,8 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
     and the same name, or nearly so, in another part.
     """
     owner, _, key = full_key.rpartition(".")
+    if full_key in IN_FULL.values():
+        return f"`trainer.{key}` belongs to trainer=time_parallel, where several processes read one sequence: choose that."
     fields = [field for field in _fields(parent) if field != key and f"{owner}.{field}" not in NOT_SET_THERE]
     command = "metattt.build()" if job == "build" else f"`metattt {job}`"
     where = f"a field of {owner}" if owner else f"a key of {command}"

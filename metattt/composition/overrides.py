@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
-from metattt.composition.aliases import NOT_SET_THERE
+from metattt.composition.aliases import IN_FULL, NOT_SET_THERE
 from metattt.composition.choices import groups, unchosen
 from metattt.composition.components import TRAINER
 from metattt.composition.messages import refused_value, unreadable
@@ -40,7 +40,7 @@ def prepare(overrides: Sequence[str], job: str) -> list[str]:
     Raises:
         MetaTTTError: an override that cannot be read, names several values, or chooses a group that the job has not.
     """
-    named = [NOTHING.get(override, override) for override in overrides]
+    named = [_in_full(NOTHING.get(override, override)) for override in overrides]
     prepared = [_search_path(quote_free_text(override)) for override in named if override]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
@@ -75,6 +75,11 @@ def quote_free_text(override: str) -> str:
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
     return f"{prefix}{key}={_quoted(value)}"
+
+
+def _in_full(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return f"{IN_FULL.get(key, key)}{equals}{value}"
 
 
 def _quoted(text: str) -> str:

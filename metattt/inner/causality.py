@@ -98,7 +98,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 def _outputs(layer: nn.Module, x: Tensor) -> Tensor:
     """The outputs for `x` `[B, T, D]`. The layer stays as it is, buffers and the state of the random generators
     included."""
-    values = {name: _visible(parameter) for name, parameter in layer.named_parameters()}
+    values = {name: visible(parameter) for name, parameter in layer.named_parameters()}
     values |= {name: buffer.clone() for name, buffer in layer.named_buffers()}
     devices = [x.device] if x.is_cuda else []
     with torch.random.fork_rng(devices=devices):
@@ -107,7 +107,7 @@ def _outputs(layer: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def _visible(parameter: Tensor) -> Tensor:
+def visible(parameter: Tensor) -> Tensor:
     """A parameter, or small numbers in place of zeros, behind which a layer (an output projection, a gate) would
     hide everything."""
     if parameter.any():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import Causality
 from metattt.inner.packing import Packing, pack
+from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
-from metattt.state import Context, count_bytes, map_tensors, move_tensors
+from metattt.state import Context, State, count_bytes, map_tensors, move_tensors
 
 INIT_STD = 0.02  # of embeddings and projections, as in the published models
 
@@ -59,6 +60,31 @@ class LanguageModelState(NamedTuple):
 torch.serialization.add_safe_globals([LanguageModelState])
 
 
+class Early(Protocol):
+    """Finds what a block goes on from while the block runs: for layers whose states need not wait for each other."""
+
+    def tail(self, conv: CausalConv, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
+        """The input `x` `[B, T, D]` of the block's convolution, and the tail to go on from."""
+
+    def start(
+        self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
+    ) -> tuple[Tokens, State]:
+        """What the block's layer reads, and the state to go on from: see `TTTLayer.forward`."""
+
+
+class Relay(Protocol):
+    """Where the states of the blocks come from and go to, when other processes read the tokens before and after."""
+
+    def receive(self, number: int, x: Tensor, packing: Packing | None) -> tuple[Tensor, Any, Any]:
+        """The input `x` `[B, T, D]` of a block, the state of its layer and the tail of its convolution."""
+
+    def early(self, number: int) -> Early | None:
+        """What finds them while the block runs; None: what `receive` has returned holds."""
+
+    def send(self, number: int, x: Tensor, state: Any, tail: Any) -> Tensor:
+        """The output `x` of a block, when its state and its tail are handed on."""
+
+
 class SwiGLU(nn.Module):
     """`W_down(silu(W_gate x) ∘ W_up x)`, without biases (arXiv 2002.05202)."""
 
@@ -96,16 +122,21 @@ class Block(nn.Module):
         ctx: Context,
         packing: Packing | None = None,
         in_place: bool = False,
+        early: Early | None = None,
     ) -> tuple[Tensor, Any, Tensor | None]:
         """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later.
 
-        `packing`: of the model's call; `in_place`: the state may be written over.
+        `packing`: of the model's call; `in_place`: the state may be written over; `early`: of a relay.
         """
         if self.conv is not None and self.conv_norm is not None:
-            y, tail = self.conv(self.conv_norm(x), tail, ctx)
+            z = self.conv_norm(x)
+            if early is not None:
+                z, tail = early.tail(self.conv, z, ctx)
+            y, tail = self.conv(z, tail, ctx)
             x = x + y
         if self.ours:
-            y, state = self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place)
+            start = None if early is None else early.start
+            y, state = self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, start=start)
         else:
             y, state = self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
         x = x + y
@@ -233,6 +264,7 @@ class LanguageModel(nn.Module):
         *,
         ignore_index: int = -100,
         reduction: str = "sum",
+        relay: Relay | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """Cross-entropy of the predictions, and the state after the last token. The logits of all tokens are never
         there at once.
@@ -244,9 +276,10 @@ class LanguageModel(nn.Module):
             reset: as in `forward`.
             ignore_index: a label that does not count.
             reduction: `sum`, or `none` for `[B, T]` losses (nats).
+            relay: takes the place of `state`: block by block, states come from another process and go to one.
         """
         self._require_causal()
-        features, state = self.features(ids, state, None, reset)
+        features, state = self.features(ids, state, None, reset, relay=relay)
         rows = features.flatten(0, 1)
         losses = linear_cross_entropy(
             rows, self.head.weight, labels.flatten(), ignore_index=ignore_index, reduction=reduction
@@ -260,6 +293,7 @@ class LanguageModel(nn.Module):
         mask: Tensor | None = None,
         reset: Tensor | None = None,
         in_place: bool = False,
+        relay: Relay | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """As `step`, with what the head reads in place of logits: `[B, T, D]`, normed."""
         packing = None if mask is None and reset is None else pack(mask, reset)
@@ -274,11 +308,17 @@ class LanguageModel(nn.Module):
             raise MetaTTTError(f"the state is of a model with {len(before.layers)} blocks, this one has {count}")
         x = self.embedding(ids)
         layers, tails = [], []
-        for block, layer_state, tail in zip(self.blocks, before.layers, before.tails, strict=True):
+        for number, (block, layer_state, tail) in enumerate(zip(self.blocks, *before, strict=True)):
+            early = None
+            if relay is not None:
+                x, layer_state, tail = relay.receive(number, x, packing)
+                early = relay.early(number)
             if self.checkpoint_blocks and torch.is_grad_enabled():
                 x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, packing, use_reentrant=False)
             else:
-                x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place)
+                x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place, early)
+            if relay is not None:
+                x = relay.send(number, x, layer_state, tail)
             layers.append(layer_state)
             tails.append(tail)
         features = self.final_norm(x)

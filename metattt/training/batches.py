@@ -83,6 +83,30 @@ def recount_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
         counts.update({name: count + shift for name, count in counts.items()})
 
 
+def batch_share(trainer: lightning.Trainer) -> tuple[int, int]:
+    """This process's place among those that read different windows, and their number.
+
+    Raises:
+        MetaTTTError: as `shares`.
+    """
+    together = getattr(trainer.strategy, "time_ranks", 1)
+    return trainer.global_rank // together, shares(trainer.world_size, together)
+
+
+def shares(world_size: int, time_ranks: int) -> int:
+    """How many processes' worth of different windows there is.
+
+    Raises:
+        MetaTTTError: `time_ranks` does not divide the number of processes.
+    """
+    if world_size % time_ranks:
+        raise MetaTTTError(
+            f"trainer.time_ranks={time_ranks} does not divide the {world_size} processes of the run: "
+            f"set trainer.devices to a multiple of {time_ranks}, or trainer.time_ranks"
+        )
+    return world_size // time_ranks
+
+
 def validate_between_steps(trainer: lightning.Trainer) -> None:
     """Takes `trainer.val_check_interval` as steps (or a share of them), not batches: the same whatever the processes.
 

@@ -8,6 +8,28 @@ import lightning
 from torch.utils.data import DataLoader
 
 from metattt.data.base import Data
+from metattt.training.batches import batch_share
+
+
+class Share:
+    """A trainer as a data set sees it: of its processes, only those that read different windows.
+
+    Args:
+        trainer: of the run.
+    """
+
+    def __init__(self, trainer: lightning.Trainer):
+        self.trainer = trainer
+        self.global_rank, self.world_size = batch_share(trainer)
+        self.accumulate_grad_batches = trainer.accumulate_grad_batches
+
+    @property
+    def max_steps(self) -> int:
+        return self.trainer.max_steps
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step
 
 
 class ForLightning(lightning.LightningDataModule):
@@ -18,7 +40,8 @@ class ForLightning(lightning.LightningDataModule):
         self.data = data
 
     def setup(self, stage: str) -> None:
-        self.data.trainer = self.trainer
+        assert self.trainer is not None
+        self.data.trainer = Share(self.trainer)
         self.data.setup(stage)
 
     def train_dataloader(self) -> DataLoader[Any]:

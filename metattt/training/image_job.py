@@ -18,6 +18,7 @@ from metattt.training.image_module import ImageClassification, TimmRecipe
 from metattt.training.job import Job
 from metattt.training.resume import fingerprint
 from metattt.training.sharding import FullyShardedData
+from metattt.training.time_parallel import OverTime
 
 if TYPE_CHECKING:
     from metattt.models.vision import ImageTransformer
@@ -60,8 +61,10 @@ class ImageJob(Job["ImageTransformer", ImageClassification]):
         """Divides the batch among the trainer's processes, and counts the steps between validations over all passes."""
         if self.cfg.batch_tokens is not None:
             raise MetaTTTError("batch_tokens is for text: set data.batch_size and trainer.accumulate_grad_batches")
-        if isinstance(trainer.strategy, FullyShardedData):
-            raise MetaTTTError("trainer=fsdp is for text: models for images fit on one device, set trainer=ddp")
+        if isinstance(trainer.strategy, FullyShardedData | OverTime):
+            raise MetaTTTError(
+                "trainer=fsdp is for text, and so is trainer=time_parallel: models for images fit on one device, set trainer=ddp"
+            )
         plan = plan_images(self.data.batch_size, trainer.accumulate_grad_batches, trainer.world_size)
         self.data.batch_size, trainer.accumulate_grad_batches = plan
         if self.mixup and plan.batch_size % 2:

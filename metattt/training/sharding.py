@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,14 +33,27 @@ from metattt.training.checkpoint_files import write_run
 from metattt.training.launchers import Launcher
 
 
-def build_divided(build: Builder, mesh: DeviceMesh) -> LanguageModel:
+def build_divided(
+    build: Builder, mesh: DeviceMesh, on_block: Callable[[nn.Module], object] | None = None
+) -> LanguageModel:
     """Makes a model block by block, each divided among the processes before the next is made: none ever holds the
     whole.
 
     The parameters are those of one process, as all draw the same random numbers in the same order.
+
+    Args:
+        build: makes the model.
+        mesh: the processes.
+        on_block: called with every block before it is divided.
     """
     divide = partial(fully_shard, mesh=mesh)
-    model = build.in_parts(divide)
+
+    def divided_block(block: nn.Module) -> None:
+        if on_block is not None:
+            on_block(block)
+        divide(block)
+
+    model = build.in_parts(divided_block)
     divide(model)  # embedding, final norm and head
     for method in ("step", "cross_entropy"):  # generation and training call them in place of forward
         register_fsdp_forward_method(model, method)
@@ -48,7 +61,7 @@ def build_divided(build: Builder, mesh: DeviceMesh) -> LanguageModel:
     return model
 
 
-def divided(model: torch.nn.Module) -> bool:
+def divided(model: nn.Module) -> bool:
     """Whether a model is divided among processes already."""
     return isinstance(model, FSDPModule)
 
@@ -72,6 +85,9 @@ class FullyShardedData(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+    def on_block(self, block: nn.Module) -> None:
+        """A block has been made, and is not yet divided."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process

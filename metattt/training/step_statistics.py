@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from metattt.registry import register
+from metattt.training.batches import batch_share
 
 
 class Pace:
@@ -83,7 +84,7 @@ class StepStatistics(lightning.Callback):
         self.pace.step()
         if self.pace.seconds is not None:
             unit, count = _volume(batch)
-            total = count * trainer.accumulate_grad_batches * trainer.world_size
+            total = count * trainer.accumulate_grad_batches * batch_share(trainer)[1]
             pl_module.log(f"{unit}_per_second", total / self.pace.seconds, batch_size=1)
 
 

@@ -18,11 +18,12 @@ from metattt.generation.sampling import generate
 from metattt.generation.text import ends
 from metattt.measures.ngram import NGram
 from metattt.models.language_model import LanguageModel
-from metattt.training.batches import plan_batches, validate_between_steps
+from metattt.training.batches import batch_share, plan_batches, validate_between_steps
 from metattt.training.callbacks import LossCurve
 from metattt.training.job import Job
 from metattt.training.resume import fingerprint
 from metattt.training.text_module import AdamW, LanguageModeling
+from metattt.training.time_parallel import OverTime
 
 SAMPLE_PROMPT_BYTES = 64
 SAMPLE_BYTES = 200
@@ -77,8 +78,10 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
             data.context_length,
             data.batch_size,
             trainer.accumulate_grad_batches,
-            trainer.world_size,
+            batch_share(trainer)[1],
         )
+        if isinstance(trainer.strategy, OverTime):
+            trainer.strategy.check(data.context_length, plan.batch_size)
         data.batch_size, trainer.accumulate_grad_batches = plan
         validate_between_steps(trainer)
         if trainer.is_global_zero and isinstance(data, TextData):  # other tokens are not bytes
@@ -91,7 +94,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
     def header(self, console: Console, trainer: lightning.Trainer, model: LanguageModel, done: int) -> None:
         """What is about to run, in three lines."""
         data = self.data
-        tokens = data.batch_size * data.context_length * trainer.accumulate_grad_batches * trainer.world_size
+        tokens = data.batch_size * data.context_length * trainer.accumulate_grad_batches * batch_share(trainer)[1]
         sizes = [data.windows(name).size / 1e6 for name in SPLITS]
         unit = "MB" if isinstance(data, TextData) else "M tokens"
         processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""

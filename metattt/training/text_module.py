@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import lightning
@@ -14,6 +15,9 @@ from metattt.checkpoints.record import RECORD
 from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.line import Line
+from metattt.parallel.relay import Relay
+from metattt.parallel.scan import may_scan
 from metattt.registry import register
 from metattt.training.batches import recount_batches
 from metattt.training.building import Builder
@@ -111,6 +115,8 @@ class LanguageModeling(lightning.LightningModule):
         self.recipe = recipe
         self.record = record
         self.document_start = document_start
+        self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
+        self.scanned: Collection[int] = ()  # blocks whose states need not wait for each other there
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so
@@ -120,7 +126,9 @@ class LanguageModeling(lightning.LightningModule):
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
             assert self.build is not None
-            self.model = build_divided(self.build, self.trainer.strategy.device_mesh["data_parallel"])
+            self.model = build_divided(
+                self.build, self.trainer.strategy.device_mesh["data_parallel"], self.trainer.strategy.on_block
+            )
 
     def on_fit_start(self) -> None:
         if not divided(self.model):  # else it was checked while it was made; a part of a model cannot run
@@ -130,10 +138,21 @@ class LanguageModeling(lightning.LightningModule):
         """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes:
         `[3]`.
 
-        The first T tokens are read. Labels that are `NO_TOKEN` do not count.
+        The first T tokens are read, or the part of them that is this process's own. Labels that are `NO_TOKEN` do not
+        count.
         """
-        read, reset, labels = self._windows(ids)
-        nats, _ = self.model.cross_entropy(read, labels, reset=reset, ignore_index=NO_TOKEN)
+        (read, reset, labels), parts, scanned = self._windows(ids), 1, self.scanned
+        if self.line is not None:
+            scanned = scanned if may_scan(self.model, read.shape[1] // self.line.size) else ()
+            read, labels, parts = self.line.own(read), self.line.own(labels), self.line.count_parts(len(ids))
+            reset = None if reset is None else self.line.own(reset)
+        resets = [None] * parts if reset is None else reset.tensor_split(parts)
+        losses = []
+        for own, following, starts in zip(read.tensor_split(parts), labels.tensor_split(parts), resets, strict=True):
+            relay = None if self.line is None else Relay(self.line, scanned)
+            nats, _ = self.model.cross_entropy(own, following, reset=starts, ignore_index=NO_TOKEN, relay=relay)
+            losses.append(nats)
+        nats = torch.stack(losses).sum()
         real = labels != NO_TOKEN
         counts = torch.stack((real.sum(), (self.token_bytes[labels.clamp(min=0)] * real).sum()))
         return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
@@ -161,7 +180,9 @@ class LanguageModeling(lightning.LightningModule):
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         with torch.set_grad_enabled(not self.recipe.forward_only):
             sums = self.sums(ids)
-        loss = sums[0] / sums[1]
+        # divided by what the processes read on average: of one window, some may have a token more than others
+        whole = 1 if self.line is None else self.line.size
+        loss = sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
         per_step = self.trainer.accumulate_grad_batches
         self.step_sums = sums.detach().double() + (self.step_sums if batch_idx % per_step else 0)
         if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes

@@ -1,0 +1,57 @@
+"""Whether the layers of a model go on from a state as if they had read everything: found out on a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from metattt.errors import MetaTTTError
+from metattt.inner.causality import same, visible
+
+TOKENS, CUT = 12, 7
+
+
+def check_cut(layer: nn.Module, dim: int) -> None:
+    """Refuses a layer whose sequences cannot be divided among processes.
+
+    A layer that cannot be run here (another device's kernels, parameters without values) is left to its first step.
+
+    Args:
+        layer: called as `y, state = layer(x, state, mask=..., reset=...)`.
+        dim: D, width of its tokens.
+
+    Raises:
+        MetaTTTError: two calls, the second from the state of the first, answer otherwise than one.
+    """
+    parameters = list(layer.parameters())
+    if any(parameter.is_meta for parameter in parameters):
+        return
+    values: dict[str, Tensor] = {name: visible(parameter) for name, parameter in layer.named_parameters()}
+    values |= {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    like = next((one for one in parameters if one.is_floating_point()), torch.empty(0))
+    x = torch.randn(2, TOKENS, dim, generator=torch.Generator().manual_seed(0)).to(like)
+    try:
+        whole, _ = _run(layer, values, x, None)
+        before, state = _run(layer, values, x[:, :CUT], None)
+        after, _ = _run(layer, values, x[:, CUT:], state)
+    except Exception:  # whatever a layer of others raises: it will be raised again where the layer is used
+        return
+    if not same(whole, torch.cat([before, after], dim=1)):
+        raise MetaTTTError(
+            f"{type(layer).__name__} needs all tokens of a sequence in one call: from the state of an earlier call it answers "
+            "otherwise, so trainer.time_ranks=1 is all that it allows"
+        )
+
+
+@torch.no_grad()
+def _run(layer: nn.Module, values: Mapping[str, Tensor], x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Outputs and state, with the layer and the random generators left as they are."""
+    devices = [x.device] if x.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        y, state = functional_call(layer, dict(values), (x, state), {"mask": None, "reset": None})
+    return y, state

@@ -1,0 +1,155 @@
+"""States that need not wait for each other: a segment changes them by a factor and a sum.
+
+Where gradients do not depend on the weights that are carried (linear attention, decays, every rule whose gradients are
+taken at W0), a segment leaves `W' = W'₀ + A (W − W₀)`: W'₀ is what it leaves from W₀, which every process finds out by
+itself, and `A = Π α_t` a number per head. So W goes along the line as fast as it can be multiplied and added, and the
+processes read their segments at the same time. The price is the inner loop of these layers twice, without projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metattt.inner.causality import same
+from metattt.inner.packing import Packing
+from metattt.inner.tokens import Carry, Tokens
+from metattt.layer import TTTLayer
+from metattt.models.language_model import LanguageModel
+from metattt.modules import CausalConv, spread
+from metattt.parallel.line import Line
+from metattt.state import Context, State
+
+COUNT, BEFORE = 9, 5  # tokens that the layer is tried on, and tokens read before them
+FIXED = ("anchor", "origin")  # roles that hold W0 from the first token to the last
+
+
+class Scan:
+    """What one block goes on from, found while it runs.
+
+    Args:
+        line: the processes of the sequences.
+        take, hand_on: of the relay.
+        number: of the block.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        take: Callable[[object, Tensor], tuple[Tensor, Any]],
+        hand_on: Callable[[object, Tensor, Any], Tensor],
+        number: int,
+    ):
+        self.line, self.take, self.hand_on, self.number = line, take, hand_on, number
+
+    def tail(self, conv: CausalConv, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
+        """The last tokens of the process before; this one's go to the next at once."""
+        x = self.hand_on((self.number, "tail"), x, conv.tail(conv.pad(x, None), ctx))
+        return self.take((self.number, "tail"), x)
+
+    def start(
+        self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
+    ) -> tuple[Tokens, State]:
+        """The weights that the process before leaves; this one's go on before anything is read."""
+        origin = layer.inner.start(len(state.pos), tokens.eta.dtype)
+        fresh = {} if self.line.last else left_by(layer, tokens, state._replace(weights=origin), ctx, packing)
+        q, taken = self.take((self.number, "weights"), tokens.q)
+        weights: Carry = origin if taken is None else {**origin, **taken}
+        if not self.line.last:
+            q = self.hand_on((self.number, "weights"), q, moved(fresh, kept(tokens, ctx), weights, origin))
+        return tokens._replace(q=q), state._replace(weights=weights)
+
+
+def left_by(layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None) -> Carry:
+    """The weights after a segment that begins at `state`."""
+    after = state.pos + tokens.q.shape[2] if packing is None else packing.positions(state.pos)[1]
+    return layer.inner.read(tokens, state, after, ctx, packing).weights
+
+
+def kept(tokens: Tokens, ctx: Context) -> Tensor:
+    """A `[B, H]`: what a segment keeps of the weights before it; nothing, where a document starts in it."""
+    factor = torch.ones_like(tokens.eta[..., 0]) if tokens.alpha is None else tokens.alpha.prod(-1)
+    return factor if ctx.first is None else factor.masked_fill(ctx.first.any(1, keepdim=True), 0)
+
+
+def moved(fresh: Carry, factor: Tensor, weights: Carry, origin: Carry) -> Carry:
+    """`W'₀ + A (W − W₀)`, of every tensor that moves; `origin` are those of a fresh sequence."""
+    first = next(iter(origin.values()))
+    return {
+        role: {
+            name: x + spread(factor, x) * (_carried(weights, role)[name] - first[name]) for name, x in named.items()
+        }
+        for role, named in fresh.items()
+        if role not in FIXED
+    }
+
+
+def may_scan(model: LanguageModel, tokens: int) -> bool:
+    """Whether blocks can look for their states while they run: not while they are run again or compiled, nor where the
+    tail of a convolution reaches beyond the process before.
+
+    Args:
+        model: of all blocks.
+        tokens: that every process reads at least.
+    """
+    compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in model.blocks)
+    tails = (block.conv.weight.shape[-1] - 1 for block in model.blocks if isinstance(block.conv, CausalConv))
+    return not (model.checkpoint_blocks or compiled) and tokens >= max(tails, default=0)
+
+
+def scannable(layer: nn.Module, dim: int) -> bool:
+    """Whether a layer's weights are moved by a segment as `moved` says, and whether it carries nothing else: tried on
+    a few tokens, whatever its parts are called.
+
+    Args:
+        layer: of a model.
+        dim: D, width of its tokens.
+    """
+    if not isinstance(layer, TTTLayer) or type(layer).forward is not TTTLayer.forward:
+        return False
+    plan, rule = layer.plan, layer.optimizer
+    if not layer.learner.has_weights or plan.period is not None or plan.replays or not rule.causal or rule.has_momentum:
+        return False
+    if any(parameter.is_meta for parameter in layer.parameters()):
+        return False
+    like = next(layer.parameters())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, BEFORE + COUNT, dim, generator=generator).to(like)
+    with torch.no_grad():
+        _, state = layer(x[:, :BEFORE])
+        if state.task or state.optimizer or state.learner:
+            return False
+        for scale in (0.1, 10.0):  # weights that the layer's own tokens would not lead to
+            weights = {
+                role: named
+                if role in FIXED
+                else {n: w + scale * torch.randn(w.shape, generator=generator).to(w) for n, w in named.items()}
+                for role, named in state.weights.items()
+            }
+            if not _moves_so(layer, x[:, BEFORE:], state._replace(weights=weights)):
+                return False
+    return True
+
+
+def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
+    ctx, _ = layer.context(x, state)
+    views, gates, task, rule = layer.observe(x, state, ctx)
+    if task or rule:
+        return False
+    tokens = Tokens(*views, *gates)  # type: ignore[arg-type]
+    origin = layer.inner.start(len(x), tokens.eta.dtype)
+    found = left_by(layer, tokens, state, ctx, None)
+    fresh = left_by(layer, tokens, state._replace(weights=origin), ctx, None)
+    expected = moved(fresh, kept(tokens, ctx), state.weights, origin)
+    first = next(iter(origin.values()))
+    expected |= {role: first for role in found if role in FIXED}
+    alike = {role: named.keys() for role, named in found.items()} == {role: of.keys() for role, of in expected.items()}
+    return alike and all(same(w, expected[role][n]) for role, named in found.items() for n, w in named.items())
+
+
+def _carried(weights: Carry, role: str) -> dict[str, Tensor]:
+    """The tensors of a role; at the start all roles are W0, and `weights` is not yet there."""
+    return weights[role] if role in weights else next(iter(weights.values()))

@@ -1,0 +1,205 @@
+"""`trainer=time_parallel`: every sequence is read by several processes, each a part of its time.
+
+The processes stand on a mesh [data, time]: those of one row read the same windows, each its own tokens, and hand the
+states of all layers on (`metattt.parallel`); those of one column read the same part of different windows. Over the data
+axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_parallel_fsdp`), over time it is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from metattt.errors import MetaTTTError
+from metattt.models.language_model import Block
+from metattt.parallel.cuts import check_cut
+from metattt.parallel.gradients import average_gradients
+from metattt.parallel.line import Line
+from metattt.parallel.scan import scannable
+from metattt.registry import register
+from metattt.training.batches import shares
+from metattt.training.sharding import FullyShardedData, divided
+from metattt.training.text_module import LanguageModeling
+
+DATA, TIME = "data_parallel", "time"  # axes of the mesh; the first has the name that Lightning gives it
+
+
+class OverTime(ParallelStrategy):
+    """What strategies have in common that divide the time; a mixin before the strategy of the data axis.
+
+    Attributes:
+        time_ranks: processes that read one sequence.
+        in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
+        line: the processes of this one's sequences, once they have started.
+        scanned: numbers of the blocks whose states need not wait for each other.
+        made: number of blocks so far.
+    """
+
+    time_ranks: int
+    in_flight: int | None
+    line: Line
+    scanned: list[int]
+    made: int
+
+    def check(self, context_length: int, batch_size: int) -> None:
+        """Refuses windows that cannot be divided; called before anything is read.
+
+        Args:
+            context_length: tokens per window.
+            batch_size: windows per batch of the processes that read the same ones.
+
+        Raises:
+            MetaTTTError: fewer tokens than processes, or fewer windows than parts in flight.
+        """
+        if context_length < self.time_ranks:
+            raise MetaTTTError(
+                f"data.context_length={context_length} tokens cannot be divided among "
+                f"trainer.time_ranks={self.time_ranks} processes: set one of them"
+            )
+        if self.in_flight is not None and batch_size < self.in_flight:
+            raise MetaTTTError(
+                f"trainer.in_flight={self.in_flight} parts need as many windows, and a batch has {batch_size}: "
+                "set data.batch_size, or trainer.in_flight=null"
+            )
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        mesh = make_mesh(self.root_device.type, self.world_size, self.time_ranks)
+        self.line = Line(mesh[TIME], frames(mesh), self.in_flight)
+        self._use(mesh)
+
+    def setup(self, trainer: lightning.Trainer) -> None:
+        module: Any = self.lightning_module
+        if not isinstance(module, LanguageModeling):
+            raise MetaTTTError("trainer=time_parallel divides the tokens of a text: for images, set trainer=ddp")
+        module.line, module.scanned = self.line, self.scanned
+        if not divided(module.model):  # else every block was looked at while it was made
+            self.scanned.clear()
+            self.made = 0
+            for block in module.model.blocks:
+                self.on_block(block)
+        super().setup(trainer)
+
+    def on_block(self, block: nn.Module) -> None:
+        """Looks at the layer: refuses one that needs whole sequences, and finds out whether its state is a scan."""
+        assert isinstance(block, Block)
+        dim = len(block.layer_norm.weight)
+        check_cut(block.layer, dim)
+        if scannable(block.layer, dim):
+            self.scanned.append(self.made)
+        self.made += 1
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: lightning.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The step of the gradients of all processes: they are put together once, before anybody looks at them."""
+
+        def backward_and_average() -> Any:
+            result = closure()
+            self.line.finish()
+            average_gradients((p for group in optimizer.param_groups for p in group["params"]), self._copies)
+            return result
+
+        return super().optimizer_step(optimizer, backward_and_average, model, **kwargs)
+
+    def _use(self, mesh: DeviceMesh) -> None:
+        """The mesh has been made."""
+
+    @property
+    def _copies(self) -> dist.ProcessGroup:
+        """The processes whose gradients are left to be averaged."""
+        raise NotImplementedError
+
+
+@register(group="strategy", name="replicated_over_time")
+class ReplicatedOverTime(OverTime, DDPStrategy):
+    """A copy of the model in every process.
+
+    Args:
+        time_ranks: processes that read one sequence; must divide their number.
+        in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
+
+    Raises:
+        MetaTTTError: a number below 1.
+    """
+
+    def __init__(self, time_ranks: int = 2, in_flight: int | None = None) -> None:
+        super().__init__()
+        self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
+        self.scanned, self.made = [], 0
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped: every process makes the same model, and gradients are averaged once a step."""
+
+    @property
+    def _copies(self) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+
+@register(group="strategy", name="sharded_over_data")
+class ShardedOverData(OverTime, FullyShardedData):
+    """Parameters, gradients and Adam's moments divided among the processes of the data axis (FSDP2), copied over time.
+
+    Args:
+        time_ranks: processes that read one sequence; must divide their number.
+        in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
+
+    Raises:
+        MetaTTTError: a number below 1.
+    """
+
+    def __init__(self, time_ranks: int = 2, in_flight: int | None = None) -> None:
+        super().__init__()
+        self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
+        self.scanned, self.made = [], 0
+
+    def _use(self, mesh: DeviceMesh) -> None:
+        self._device_mesh = mesh
+        module: Any = self.lightning_module
+        module._device_mesh = mesh
+
+    @property
+    def _copies(self) -> dist.ProcessGroup:
+        return self.line.group
+
+
+def checked(time_ranks: int, in_flight: int | None) -> tuple[int, int | None]:
+    """The two numbers.
+
+    Raises:
+        MetaTTTError: one below 1.
+    """
+    for name, value in (("time_ranks", time_ranks), ("in_flight", in_flight)):
+        if value is not None and value < 1:
+            raise MetaTTTError(f"trainer.{name}={value} is not allowed: it must be at least 1")
+    return time_ranks, in_flight
+
+
+def make_mesh(device: str, world_size: int, time_ranks: int) -> DeviceMesh:
+    """The mesh [data, time]: neighbours in time are neighbours among the processes.
+
+    Raises:
+        MetaTTTError: processes that cannot be divided so.
+    """
+    return init_device_mesh(device, (shares(world_size, time_ranks), time_ranks), mesh_dim_names=(DATA, TIME))
+
+
+def frames(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """A group of the host for every line of a mesh, and this process's one; None where the mesh's own is one."""
+    if mesh.device_type == "cpu":
+        return None
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.tolist(), backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,341 @@
+"""One sequence over two and four processes, against one process: losses and the gradient of every parameter."""
+
+import copy
+import csv
+import multiprocessing
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from metattt.cli import main
+from metattt.composition.compose import build, compose
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.models.language_model import LanguageModel
+from metattt.parallel.cuts import check_cut
+from metattt.parallel.gradients import average_gradients
+from metattt.parallel.line import Line, dump, fill, frame_of
+from metattt.parallel.relay import Relay
+from metattt.parallel.scan import may_scan, scannable
+from metattt.training.train import train
+
+WORLD = 4
+TINY = (
+    "dim=16", "num_heads=2", "model.num_layers=2", "data.context_length=33", "data.batch_size=4", "trainer.accelerator=cpu",
+    "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8", "training.lr=5e-3",
+    "trainer.max_steps=4", "trainer.val_check_interval=2", "sample=false",
+)  # fmt: skip
+RUNS = {
+    "time": ("trainer=time_parallel", "trainer.time_ranks=4"),
+    "both": ("trainer=time_parallel_fsdp", "trainer.time_ranks=2"),
+}
+TOKENS, WINDOWS = 48, 4
+HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
+LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "linear_attention", "hybrid")
+SCANNED = ("linear_attention", "mamba2", "retnet")
+OTHERS = ("mamba2", "titans", "nested_transformer")
+
+
+class Case(NamedTuple):
+    """A model, and how its processes share the windows.
+
+    Attributes:
+        layer: of all blocks, or `hybrid`.
+        data, time: the mesh.
+        tokens: of a window.
+        in_flight: parts of a batch.
+        reset: documents start inside the windows.
+        sharded: parameters are divided among the processes of the data axis.
+        settings: of the model.
+        dtype: of parameters.
+        scan: states that can be scanned are.
+    """
+
+    layer: str
+    data: int
+    time: int
+    tokens: int = TOKENS
+    in_flight: int | None = None
+    reset: bool = False
+    sharded: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    dtype: torch.dtype = torch.float64
+    scan: bool = False
+
+
+CASES = (
+    *(Case(layer, 1, 4) for layer in LAYERS),
+    *(Case(layer, 2, 2) for layer in (*LAYERS, *OTHERS)),
+    Case("ttt_linear", 1, 4, dtype=torch.float32),
+    Case("hybrid", 2, 2, in_flight=1),
+    Case("hybrid", 1, 4, tokens=50, in_flight=3),
+    Case("hybrid", 2, 2, tokens=49, reset=True),
+    Case("ttt_mlp", 1, 4, reset=True),
+    Case("hybrid", 2, 2, settings=(("checkpoint_blocks", True),)),
+    Case("ttt_linear", 2, 2, settings=(("pre_conv", False), ("tie_embeddings", False))),
+    *(Case(layer, 1, 4, scan=True) for layer in SCANNED),
+    *(Case(layer, 2, 2, scan=True, reset=True) for layer in SCANNED),
+    Case("linear_attention", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
+    Case("hybrid", 1, 4, scan=True, tokens=50, reset=True),
+    Case("hybrid", 2, 2, scan=True, sharded=True),
+    Case("hybrid", 2, 2, sharded=True),
+    Case("ttt_mlp", 4, 1, sharded=True),
+)  # fmt: skip
+
+
+def make_model(case: Case) -> LanguageModel:
+    names = iter(HYBRID * 2 if case.layer == "hybrid" else (case.layer,) * 8)
+    blocks = len(HYBRID) if case.layer == "hybrid" else 2
+    torch.manual_seed(0)
+    model = LanguageModel(30, 16, blocks, lambda: copy.deepcopy(layer(next(names))), **dict(case.settings))
+    with torch.no_grad():
+        for parameter in model.parameters():  # nothing is zero, and no two blocks are alike
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.to(case.dtype)
+
+
+@cache
+def layer(name: str) -> TTTLayer:
+    return build(f"layer={name}", "dim=16", "num_heads=2")
+
+
+def make_windows(case: Case) -> Tensor:
+    return torch.randint(30, (WINDOWS, case.tokens + 1), generator=torch.Generator().manual_seed(1))
+
+
+def one_process(case: Case) -> tuple[float, dict[str, Tensor | None]]:
+    """The mean loss, and the gradient of every parameter by name."""
+    model, ids = make_model(case), make_windows(case)
+    reset = ids[:, :-1] == 3 if case.reset else None
+    loss, _ = model.cross_entropy(ids[:, :-1], ids[:, 1:], reset=reset)
+    loss = loss / (WINDOWS * case.tokens)
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def part_of(case: Case) -> dict[str, Any]:
+    """In one of the processes: what `one_process` finds, and what was sent."""
+    mesh = init_device_mesh("cpu", (case.data, case.time), mesh_dim_names=("data", "time"))
+    line = Line(mesh["time"], in_flight=case.in_flight)
+    model = make_model(case)
+    scanned = [number for number, block in enumerate(model.blocks) if case.scan and scannable(block.layer, 16)]
+    assert may_scan(model, case.tokens // case.time) or not case.scan
+    if case.sharded:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        register_fsdp_forward_method(model, "cross_entropy")
+    ids = make_windows(case).tensor_split(case.data)[mesh["data"].get_local_rank()]
+    read, labels = line.own(ids[:, :-1]), line.own(ids[:, 1:])
+    count, losses = line.count_parts(len(ids)), []
+    for own, following in zip(read.tensor_split(count), labels.tensor_split(count), strict=True):
+        reset = own == 3 if case.reset else None
+        losses.append(model.cross_entropy(own, following, reset=reset, relay=Relay(line, scanned))[0])
+    loss = torch.stack(losses).sum() / (WINDOWS * case.tokens / WORLD)  # of what a process reads on average
+    loss.backward()
+    line.finish()
+    average_gradients(model.parameters(), line.group if case.sharded else dist.group.WORLD)
+    total = loss.detach() / WORLD
+    dist.all_reduce(total)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {"loss": total.item(), "gradients": whole, "traffic": vars(line.traffic), "windows": len(ids)}
+
+
+def run(corpus: str, folder: str, *options: str) -> int:
+    """In one of the processes: `metattt train`."""
+    names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "GROUP_RANK": 0, "WORLD_SIZE": WORLD}
+    names |= {"LOCAL_WORLD_SIZE": WORLD}
+    os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RUN_ID": "test"}
+    with open(f"{folder}_{dist.get_rank()}.txt", "w") as output:
+        kept = [os.dup(stream) for stream in (1, 2)]
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        code = main(["train", *TINY, f"data.path={corpus}", f"output_dir={folder}", *options])
+        for stream, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, stream)
+    return code
+
+
+def work(rank: int, port: int, folder: str, jobs: list[tuple[str, Callable[..., Any], tuple[Any, ...]]]) -> None:
+    """In a process of its own: all jobs, each with its result or its error in a file."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    for name, job, arguments in jobs:
+        try:
+            result = job(*arguments)
+        except Exception:
+            result = traceback.format_exc()
+        torch.save(result, Path(folder) / f"{name}_{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Path:
+    """What four processes found in every case, started once."""
+    folder = tmp_path_factory.mktemp("processes")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["metattt.training.train"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs: list[Any] = [(f"case_{number}", part_of, (case,)) for number, case in enumerate(CASES)]
+    jobs += [(f"run_{name}", run, (corpus, str(folder / name), *options)) for name, options in RUNS.items()]
+    processes = [context.Process(target=work, args=(rank, port, str(folder), jobs)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * WORLD
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:3])))
+def test_several_processes_compute_what_one_does(results: Path, case: Case) -> None:
+    loss, gradients = one_process(case)
+    bound = 1e-6 if case.dtype == torch.float32 else 1e-11
+    for rank in range(WORLD):
+        found = torch.load(results / f"case_{CASES.index(case)}_{rank}.pt", weights_only=False)
+        assert isinstance(found, dict), found
+        assert found["loss"] == pytest.approx(loss, abs=bound)
+        assert found["gradients"].keys() == gradients.keys()
+        for name, wanted in gradients.items():
+            got = found["gradients"][name]
+            assert (got is None) == (wanted is None), name
+            if wanted is not None:
+                assert wanted.abs().max() > 0 or not got.any(), name
+                torch.testing.assert_close(got, wanted, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# -- metattt train -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(20):
+        (folder / f"{index}.txt").write_text(f"document {index}\n" + "alpha beta gamma delta " * 30)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert train(compose(*TINY, f"data.path={corpus}", f"output_dir={folder}")) == 0
+    return folder
+
+
+def assert_same_log(folder: Path, expected: Path) -> None:
+    found, wanted = (list(csv.DictReader((one / "metrics.csv").open(newline=""))) for one in (folder, expected))
+    assert len(found) == len(wanted) == 6
+    for row, reference in zip(found, wanted, strict=True):
+        for name in ("train/loss", "train/bits_per_byte", "validation/loss", "gradient_norm"):
+            assert bool(row[name]) == bool(reference[name])
+            if row[name]:
+                assert float(row[name]) == pytest.approx(float(reference[name]), rel=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_of_four_processes_log_the_losses_of_one(results: Path, alone: Path, name: str) -> None:
+    codes = [torch.load(results / f"run_{name}_{rank}.pt") for rank in range(WORLD)]
+    said = (results / f"{name}_0.txt").read_text()
+    assert codes == [0] * WORLD and "4 steps of 264 tokens" in said and "Warning" not in said, said
+    assert_same_log(results / name, alone)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tmp_path: Path) -> None:
+    settings = (*TINY, f"data.path={corpus}", f"output_dir={tmp_path / 'run'}", "trainer.devices=2", "trainer.time_ranks=2")
+    left_behind = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK")
+    clean = {name: value for name, value in os.environ.items() if name not in left_behind}
+    command = [sys.executable, "-m", "metattt.cli", "train", "trainer=time_parallel", *settings]
+    result = subprocess.run(command, env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and "2 processes" in result.stdout, result.stderr[-2000:]
+    assert_same_log(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("trainer.devices=3",), r"trainer.time_ranks=2 does not divide the 3 processes .* trainer.devices"),
+        (("trainer.devices=4", "trainer.time_ranks=4", "data.context_length=3"), "=3 tokens cannot be divided among trainer.time_ranks=4"),
+        (("trainer.devices=2", "trainer.in_flight=5"), "trainer.in_flight=5 parts .* a batch has 4"),
+        (("trainer.devices=2", "trainer.time_ranks=0"), "trainer.time_ranks=0 is not allowed: it must be at least 1"),
+        (("trainer.devices=2", "trainer.time_ranks=two"), "time_ranks=two. is not allowed: expected an integer"),
+        (("trainer=ddp", "trainer.time_ranks=2"), "trainer.time_ranks. belongs to trainer=time_parallel"),
+        (("trainer.devices=2", "data=digits", "experiment=digits_pixel"), "is for text"),
+        (("trainer.devices=2", "layer=self_attention"), "must not see it"),
+    ],
+)
+def test_refusals_are_one_line(corpus: str, tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
+    text = () if "data=digits" in overrides else (*TINY, f"data.path={corpus}")
+    if "layer=self_attention" in overrides:
+        text = tuple(one for one in text if not one.startswith("optimizer."))
+    chosen = () if "trainer=ddp" in overrides else ("trainer=time_parallel",)
+    with pytest.raises(MetaTTTError, match=message) as raised:
+        train(compose(*text, *chosen, f"output_dir={tmp_path}", *overrides))
+    assert len(str(raised.value).splitlines()) <= 2
+
+
+# -- what is handed on -------------------------------------------------------------------------------------------------
+
+
+class Forgetful(nn.Module):
+    """A causal convolution over time that takes no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 3)
+
+    def forward(self, x: Tensor, state: Any = None, mask: Any = None, reset: Any = None) -> tuple[Tensor, Any]:
+        return self.conv(nn.functional.pad(x.mT, (2, 0))).mT, None
+
+
+def test_layers_that_need_whole_sequences_are_refused() -> None:
+    with pytest.raises(MetaTTTError, match=r"Forgetful needs all tokens .* trainer.time_ranks=1"):
+        check_cut(Forgetful(), 16)
+    for name in LAYERS[:-1]:
+        check_cut(layer(name), 16)
+    check_cut(layer("attention"), 16)
+
+
+class Hidden:
+    """A state of others that is no tuple, list or dictionary."""
+
+    def __init__(self) -> None:
+        self.h = torch.zeros(2)
+
+
+def test_frames_hold_no_tensors() -> None:
+    shared = torch.randn(2, 3, requires_grad=True)
+    state = {"a": (shared, None), "b": [shared, torch.arange(3)], "phase": 5}
+    frame, slots, tensors = frame_of(state)
+    assert [slot.differentiable for slot in slots] == [True, False] and len(tensors) == 2
+    again = fill(frame, lambda slot: tensors[slot.place])
+    assert again["a"][0] is again["b"][0] is shared and again["phase"] == 5
+    assert fill(pickled(frame), lambda slot: slot.place) == {"a": (0, None), "b": [0, 1], "phase": 5}
+    with pytest.raises(MetaTTTError, match="keeps a tensor in an object of its own"):
+        pickled(frame_of({"a": Hidden()})[0])
+
+
+def pickled(frame: Any) -> Any:
+    return pickle.loads(dump(frame))
