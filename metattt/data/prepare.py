@@ -41,7 +41,7 @@ from metattt.data.progress import BytesProgress
 from metattt.data.sources import Source, is_local, open_source
 from metattt.data.tokenizers import TOKENIZER, FileTokenizer, fingerprint, load_tokenizer
 from metattt.data.windows import Tokenizer
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 
 SPLITS = ("train", "validation")
 
@@ -117,8 +117,8 @@ def _settings(cfg: DictConfig) -> PrepareSettings:
             f"validation_fraction={chosen.validation_fraction} is not allowed: it must be at least 0 and less than 1"
         )
     for key in ("shard_bytes", "workers"):
-        if getattr(chosen, key) is not None and getattr(chosen, key) < 1:
-            raise MetaTTTError(f"{key}={getattr(chosen, key)} is not allowed: it must be at least 1")
+        if getattr(chosen, key) is not None:
+            check_integer(key, getattr(chosen, key), most=1024 if key == "workers" else 2**40)
     return chosen
 
 
