@@ -155,6 +155,11 @@ def _fault_of_the_surroundings(error: Exception, command: str) -> str | None:
         "inline_container|PytorchStreamWriter", str(error)
     ):  # torch.save, half way
         return "a checkpoint cannot be written whole: the disk is full; free some, or choose a folder on another disk"
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory|not enough memory", str(error)):
+        tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
+        return (
+            f"there is not enough memory{f' for another {tried[1]}' if tried else ''}: make the batch, the sequences or the model smaller"
+        )
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"the configuration has no `{error.full_key}`, which `metattt {command}` needs: `metattt {command} --cfg` shows what it has"
     return None

@@ -1,7 +1,12 @@
 """The one exception for mistakes that a user can make and mend, and its kind for numbers that are none."""
 
 import difflib
+import numbers
 from collections.abc import Iterable
+from typing import Any
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+"""Sizes of numbers that a setting may have beside 0: the inner loop computes with them in float32."""
 
 
 class MetaTTTError(ValueError):
@@ -23,3 +28,61 @@ def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:
         near = difflib.get_close_matches(str(value), map(str, allowed), 1)
         hint = f" Did you mean {key}={near[0]}?" if near else ""
         raise MetaTTTError(f"{key}={value} is not allowed: choose from {', '.join(map(str, allowed))}.{hint}")
+
+
+def check_integer(key: str, value: object, least: int = 1, most: int = 2**63 - 1, advice: str = "") -> None:
+    """Refuses a value that is no integer from `least` to `most`; `key` is the override that sets it.
+
+    Args:
+        advice: what else there is to say, for the end of the line.
+    """
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if whole and least <= value <= most:  # type: ignore[operator]
+        return
+    bounds = f"at least {least}" if most == 2**63 - 1 or (whole and value < least) else f"at most {most:,}"  # type: ignore[operator]
+    raise MetaTTTError(f"{_said(key, value)}: it must be {bounds if whole else 'an integer, ' + bounds}{advice}")
+
+
+def check_number(
+    key: str,
+    value: object,
+    *,
+    least: float = -LARGEST,
+    most: float = LARGEST,
+    above: float | None = None,
+    below: float | None = None,
+    advice: str = "",
+) -> None:
+    """Refuses a value that is no finite number in a range; `key` is the override that sets it.
+
+    Args:
+        least, most: the range with its ends.
+        above, below: ends that are not in it, in their places.
+        advice: what else there is to say, for the end of the line.
+    """
+    number: Any = value
+    low, high = least if above is None else above, most if below is None else below
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if real and low <= number <= high:
+        inside = (above is None or number > above) and (below is None or number < below)
+        if inside and (number == 0 or abs(number) >= SMALLEST):
+            return
+    if low == -LARGEST and high == LARGEST:
+        span = "finite"
+    elif high == LARGEST:
+        span = ("positive" if low == 0 else f"above {low:g}") if above is not None else f"at least {low:g}"
+        span += " and finite"
+    else:
+        span = f"{'above' if above is not None else 'at least'} {low:g} and {'below' if below is not None else 'at most'} {high:g}"
+    raise MetaTTTError(f"{_said(key, value)}: it must be {'' if real else 'a number, '}{span}{advice}")
+
+
+def check_flag(key: str, value: object) -> None:
+    """Refuses a value that is neither True nor False; `key` is the override that sets it."""
+    if not isinstance(value, bool):
+        raise MetaTTTError(f"{_said(key, value)}: it must be true or false")
+
+
+def _said(key: str, value: object) -> str:
+    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{key}={shown[:100]} is not allowed"

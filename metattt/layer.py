@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, NotFinite
+from metattt.errors import MetaTTTError, NotFinite, check_flag, check_integer
+from metattt.inner.faults import FAILURES, explain
 from metattt.inner.inspect import make_plan
 from metattt.inner.loop import InnerLoop, Result
-from metattt.inner.packing import Packing, pack
+from metattt.inner.packing import Packing, check_flags, pack
 from metattt.inner.plan import Plan
 from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
@@ -21,6 +22,7 @@ from metattt.learners.base import Learner, NonParametric
 from metattt.modules import projection
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.part import unchanged_on_error
+from metattt.room import check_room
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task, Views
 from metattt.torch_private import interpreter_stack
@@ -69,14 +71,20 @@ class TTTLayer(nn.Module):
         group_size: int | None = None,
     ):
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
+        check_integer("dim", dim)
+        check_integer("num_heads", num_heads)
+        check_room(dim * dim, f"a layer of dim={dim}", "lower dim")
+        for name, flag in (("output_norm", output_norm), ("gate", gate), ("output_bias", output_bias)):
+            check_flag(f"layer.{name}", flag)
+        for key, part, kind in (("task", task, Task), ("learner", learner, Learner), ("optimizer", optimizer, InnerOptimizer)):
+            if not isinstance(part, kind):
+                raise MetaTTTError(f"layer.{key} is a {type(part).__name__}: it must be a {kind.__name__}, set {key}=<name>")
+        if dim % num_heads:
             raise MetaTTTError(
                 f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {_divisors(dim)}"
             )
-        if group_size is not None and group_size < 0:
-            raise MetaTTTError(
-                f"layer.group_size={group_size} is not allowed: null chooses, 0 stores everything, n recomputes n mini-batches"
-            )
+        if group_size is not None:
+            check_integer("layer.group_size", group_size, 0, advice=" (0 stores everything, null chooses)")
         if learner.has_weights != optimizer.updates:
             wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
             right = "minibatch" if learner.has_weights else "append"
@@ -141,9 +149,25 @@ class TTTLayer(nn.Module):
             Outputs `[B, T, D]` and the new state.
 
         Raises:
-            MetaTTTError: shapes that do not fit, a state of another layer or batch size, or NaN in `x` (checked on
-                CPU, if `refuse_nan`).
+            MetaTTTError: shapes, types or devices that do not fit, a state of another layer or batch size, or NaN in
+                `x` (checked on CPU, if `refuse_nan`).
         """
+        try:
+            return self._read(x, state, mask, reset, packing, in_place, start)
+        except FAILURES as error:
+            explain(error, x, self.parameters(), state, {"mask": mask, "reset": reset})
+            raise
+
+    def _read(
+        self,
+        x: Tensor,
+        state: State | None,
+        mask: Tensor | None,
+        reset: Tensor | None,
+        packing: Packing | None,
+        in_place: bool,
+        start: Callable[[TTTLayer, Tokens, State, Context, Packing | None], tuple[Tokens, State]] | None,
+    ) -> tuple[Tensor, State]:
         self._check_tokens(x, mask, reset)
         placed = packing is not None
         if packing is not None:
@@ -262,11 +286,8 @@ class TTTLayer(nn.Module):
     def _check_tokens(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
             raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
-        for name, flags in (("mask", mask), ("reset", reset)):
-            if flags is not None and (flags.shape != x.shape[:2] or flags.dtype != torch.bool):
-                raise MetaTTTError(
-                    f"{name} is {flags.dtype} of shape {list(flags.shape)}, expected torch.bool of shape {list(x.shape[:2])}"
-                )
+        if mask is not None or reset is not None:
+            check_flags(x, mask, reset)
 
     def _check_values(self, x: Tensor) -> None:
         # In a transform the values are not at hand; whoever differentiates through us sees NaN in the result.

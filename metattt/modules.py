@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.room import check_room
 from metattt.state import Context
 
 
@@ -56,6 +57,7 @@ class CausalConv(nn.Module):
 
     def __init__(self, dim: int, width: int = 4):
         super().__init__()
+        check_room(dim * width, f"a convolution of {width} taps", "lower conv_width, or dim")
         self.weight = nn.Parameter(torch.empty(dim, 1, width))
         self.bias = nn.Parameter(torch.zeros(dim))
         self.reset_parameters()

@@ -34,6 +34,9 @@ SCALARS = (int, float, bool, str)
 PARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {}
 """`_target_` -> parameter -> the values that its `Literal` annotation allows, or () if it is not a Literal."""
 
+SCHEMAS: dict[str, type] = {}
+"""`_target_` -> the dataclass that a configuration of it must fit."""
+
 REGISTERED: dict[tuple[str, str], str] = {}
 """(group, name) -> `_target_` of the class registered under it."""
 
@@ -114,6 +117,7 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
     )  # not before: a class that is refused leaves nothing behind
     module, _, cls = target.rpartition(".")
     node = dataclasses.make_dataclass(cls, fields)
+    SCHEMAS[target] = node
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from metattt.bench.report import Check, Report
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 
 
 class Benchmark(ABC):
@@ -19,6 +19,27 @@ class Benchmark(ABC):
         Raises:
             MetaTTTError: a check failed.
         """
+
+
+MOST = 2**24
+"""Tokens, rounds and widths that a benchmark may be asked for: more are a slip, and would not end."""
+
+
+def check_counts(**settings: object) -> None:
+    """Refuses settings that are no numbers of something; of a list, each.
+
+    Args:
+        settings: by the name that they have under `benchmark`.
+
+    Raises:
+        MetaTTTError: one that is no integer from 1 to `MOST`, or an empty list.
+    """
+    for name, value in settings.items():
+        values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if not values:
+            raise MetaTTTError(f"benchmark.{name}=[] is not allowed: give one or more")
+        for one in values:
+            check_integer(f"benchmark.{name}", one, most=MOST)
 
 
 def require(name: str, error: float, bound: float) -> Check:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metattt.bench.base import Benchmark, require
+from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.published_decoding import PublishedDecoding
 from metattt.bench.report import Check, Report, Row
 from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.registry import register
@@ -58,11 +58,11 @@ class DecodeBenchmark(Benchmark):
     ):
         for name in layers:
             check_choice("benchmark.layers", name, ("ttt_linear", "ttt_mlp"))
-        sizes = {"num_layers": num_layers, "vocab_size": vocab_size, "tokens": tokens, "rounds": rounds}
-        for key, value in sizes.items():
-            if value < 1:
-                raise MetaTTTError(f"benchmark.{key}={value} is not allowed: it must be at least 1")
-        if not layers or not contexts or min(contexts) < 4:
+        check_counts(dim=dim, num_heads=num_heads, num_layers=num_layers, vocab_size=vocab_size, layer_dim=layer_dim)
+        check_counts(contexts=contexts, tokens=tokens, rounds=rounds)
+        for key, value in (("at_most", at_most), ("at_most_attention", at_most_attention)):
+            check_number(f"benchmark.{key}", value, above=0)
+        if not layers or min(contexts) < 4:
             wrong = f"benchmark.layers={list(layers)} contexts={list(contexts)}"
             raise MetaTTTError(f"{wrong}: one layer or more, and contexts of 4 tokens or more")
         self.layers, self.dim, self.num_heads, self.num_layers = list(layers), dim, num_heads, num_layers

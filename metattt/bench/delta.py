@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from metattt.bench.base import Benchmark, require
+from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.report import Check, Report, Row
 from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import build
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_number
 from metattt.layer import TTTLayer
 from metattt.registry import register
 from metattt.state import Context
@@ -35,9 +35,8 @@ class Delta(Benchmark):
     """
 
     def __init__(self, length: int = 2048, dim: int = 64, num_heads: int = 1, rounds: int = 5, at_least: float = 10.0):
-        for key, value in (("length", length), ("rounds", rounds)):
-            if value < 1:
-                raise MetaTTTError(f"benchmark.{key}={value} is not allowed: it must be at least 1")
+        check_counts(length=length, dim=dim, num_heads=num_heads, rounds=rounds)
+        check_number("benchmark.at_least", at_least, least=0)
         self.length, self.dim, self.num_heads, self.rounds, self.at_least = length, dim, num_heads, rounds, at_least
 
     def run(self, say: Callable[[str], None]) -> Report:

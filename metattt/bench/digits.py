@@ -17,7 +17,7 @@ import torch
 from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Report, Row
 from metattt.composition.compose import build, compose
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
 from metattt.testing.specimen import distance
 
@@ -59,6 +59,10 @@ class Digits(Benchmark):
             raise MetaTTTError(
                 f"benchmark.rows={list(rows)} benchmark.seeds={list(seeds)}: rows from {', '.join(NAMES)}; two seeds or more"
             )
+        for seed in seeds:
+            check_integer("benchmark.seeds", seed, 0, 2**32 - 1)
+        if len(set(seeds)) < len(seeds):
+            raise MetaTTTError(f"benchmark.seeds={list(seeds)}: the same seed twice gives the same run twice")
         self.rows, self.seeds, self.overrides = list(rows), list(seeds), list(overrides)
 
     def run(self, say: Callable[[str], None]) -> Report:

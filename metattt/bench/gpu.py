@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.bench.base import Benchmark
+from metattt.bench.base import Benchmark, check_counts
 from metattt.bench.peers import Peer, missing, peers
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, summary
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.registry import register
 
 OPERATIONS = ("ttt_linear", "ttt_mlp")
@@ -86,6 +86,10 @@ class GPU(Benchmark):
     ):
         if device == "cuda" and not torch.cuda.is_available():
             raise MetaTTTError("metattt bench gpu needs a CUDA device, and torch sees none here")
+        check_choice("benchmark.device", device, ("cuda", "cpu"))
+        check_counts(tokens=tokens, lengths=lengths, num_heads=num_heads, head_dim=head_dim, rounds=rounds)
+        check_counts(mini_batch_size=mini_batch_size, decode_batch=decode_batch, cases=cases)
+        check_number("benchmark.limit", limit, above=0)
         if any(tokens % length for length in lengths):
             raise MetaTTTError(
                 f"benchmark.tokens={tokens} is no multiple of every length of benchmark.lengths={list(lengths)}"

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.bench.base import Benchmark, require
+from metattt.bench.base import MOST, Benchmark, check_counts, require
 from metattt.bench.memory import forget_peak, resident
 from metattt.bench.published_style import published_style
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, measure, ratios, summary
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
 from metattt.inner.tokens import Block, MiniBatches, Tokens
@@ -33,6 +33,7 @@ from metattt.registry import register
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import distance
 
+MAX_THREADS = 1024
 LEARNERS = {"linear": Linear, "mlp": MLP}
 WAYS = ("fused", "dual", "published style")
 Pass = Callable[[], Sequence[Tensor]]
@@ -65,14 +66,12 @@ class Inner(Benchmark):
     ):
         for name in learners:
             check_choice("benchmark.learners", name, LEARNERS)
-        for key, value in (
-            ("length", length),
-            ("rounds", rounds),
-            ("num_heads", num_heads),
-            *(("threads", n) for n in threads),
-        ):
-            if value < 1:
-                raise MetaTTTError(f"benchmark.{key}={value} is not allowed: it must be at least 1")
+        check_counts(length=length, num_heads=num_heads, head_dim=head_dim, mini_batch_size=mini_batch_size)
+        check_counts(rounds=rounds, threads=threads)
+        check_integer("benchmark.memory_length", memory_length, 0, MOST)
+        if not learners or max(threads) > MAX_THREADS:
+            given = f"benchmark.learners={list(learners)} threads={list(threads)}"
+            raise MetaTTTError(f"{given}: one learner or more, and at most {MAX_THREADS} threads")
         for key, value in (("length", length), ("memory_length", memory_length)):
             if value % mini_batch_size:
                 raise MetaTTTError(

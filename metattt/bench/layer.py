@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.bench.base import Benchmark, require
+from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.peers import Peer, peers
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import build
 from metattt.composition.settings import pick_device
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.inner.inspect import FORMS
 from metattt.known_layers import Operations, known_layers
 from metattt.layer import TTTLayer
@@ -86,11 +86,10 @@ class LayerBenchmark(Benchmark):
             check_choice("benchmark.layers", name, known_layers())
         for form in forms:
             check_choice("benchmark.forms", form, ("auto", *FORMS))
-        if not layers or not forms or not lengths or min(lengths) < 1 or batch < 1 or rounds < 1:
-            raise MetaTTTError(
-                f"benchmark.layers={list(layers)} forms={list(forms)} lengths={list(lengths)} batch={batch} rounds={rounds}: "
-                "lists need an entry, and numbers must be at least 1"
-            )
+        check_counts(lengths=lengths, batch=batch, dim=dim, num_heads=num_heads, rounds=rounds)
+        check_number("benchmark.limit", limit, above=0)
+        if not layers or not forms:
+            raise MetaTTTError(f"benchmark.layers={list(layers)} forms={list(forms)}: lists need an entry")
         self.layers, self.forms, self.lengths, self.batch = list(layers), list(forms), sorted(lengths), batch
         self.dim, self.num_heads, self.rounds, self.limit, self.device = (
             dim,

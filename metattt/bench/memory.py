@@ -14,12 +14,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from metattt.bench.base import Benchmark, require
+from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.report import Check, Report, Row
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_layer, instantiate_model
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.inner.tokens import Tokens
+from metattt.known_layers import known_layers
 from metattt.registry import register
 from metattt.state import State
 from metattt.testing.specimen import distance
@@ -62,8 +63,12 @@ class Memory(Benchmark):
         whole_step: bool = True,
         at_least: float = 3.0,
     ):
-        if length < 1:
-            raise MetaTTTError(f"benchmark.length={length} is not allowed: it must be at least 1")
+        check_counts(length=length)
+        check_number("benchmark.at_least", at_least, least=0)
+        for name in layers:
+            check_choice("benchmark.layers", name, known_layers())
+        if not layers:
+            raise MetaTTTError("benchmark.layers=[] is not allowed: give one or more")
         if not Path("/proc/self/clear_refs").exists():
             raise MetaTTTError("metattt bench memory reads the peak of a process's memory from /proc: it needs Linux")
         self.preset, self.layers, self.length, self.whole_step, self.at_least = (

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metattt.bench.base import Benchmark, require
+from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.composition.settings import pick_device
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.known_layers import Operations, known_layers
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.registry import register
@@ -58,16 +58,10 @@ class ModelBenchmark(Benchmark):
     ):
         for name in layers:
             check_choice("benchmark.layers", name, known_layers())
-        sizes = {
-            "train_length": train_length,
-            "decode_tokens": decode_tokens,
-            "rounds": rounds,
-            "decode_rounds": decode_rounds,
-        }
-        for key, value in sizes.items():
-            if value < 1:
-                raise MetaTTTError(f"benchmark.{key}={value} is not allowed: it must be at least 1")
-        if not layers or len(contexts) < 2 or min(contexts) < 1:
+        check_counts(train_length=train_length, contexts=contexts, decode_tokens=decode_tokens)
+        check_counts(rounds=rounds, decode_rounds=decode_rounds)
+        check_number("benchmark.bound", bound, above=0)
+        if not layers or len(contexts) < 2:
             raise MetaTTTError(
                 f"benchmark.layers={list(layers)} contexts={list(contexts)}: one layer or more, two lengths or more"
             )

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from metattt.bench.base import Benchmark, require
+from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.report import Check, Report
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.measures.flops import flops_per_image
 from metattt.models.timm import LAYERS, create
 from metattt.registry import register
@@ -35,9 +35,8 @@ class Pixel(Benchmark):
         self, layer: str = "mttt_mlp", img_size: int = 224, steps: int = 1, depth: int = 12, max_memory: float = 6.0
     ):
         check_choice("benchmark.layer", layer, LAYERS)
-        for name, value in (("img_size", img_size), ("steps", steps), ("depth", depth)):
-            if value < 1:
-                raise MetaTTTError(f"benchmark.{name}={value} is not allowed: it must be at least 1")
+        check_counts(img_size=img_size, steps=steps, depth=depth)
+        check_number("benchmark.max_memory", max_memory, above=0)
         self.layer, self.img_size, self.steps, self.depth, self.max_memory = layer, img_size, steps, depth, max_memory
 
     def run(self, say: Callable[[str], None]) -> Report:

@@ -12,7 +12,6 @@ from rich.table import Table
 from metattt.bench.base import Benchmark
 from metattt.bench.report import Report
 from metattt.composition.instantiate import instantiate_part
-from metattt.errors import MetaTTTError
 from metattt.registry import REGISTERED
 
 
@@ -25,8 +24,6 @@ def bench(cfg: DictConfig) -> None:
     Raises:
         MetaTTTError: a setting that cannot be used, or a check that failed.
     """
-    if cfg.threads < 1:
-        raise MetaTTTError(f"threads={cfg.threads} is not allowed: it must be at least 1")
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.bench.base import Benchmark, require
+from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn
 from metattt.composition.compose import build
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
 from metattt.registry import register
@@ -54,16 +54,17 @@ class StateAndCost(Benchmark):
         max_state: int = 2**28,
         rounds: int = 5,
     ):
+        check_counts(lengths=lengths, call=call, dim=dim, num_heads=num_heads, rounds=rounds)
+        check_integer("benchmark.max_state", max_state)
+        for name in layers or ():
+            check_choice("benchmark.layers", name, known_layers())
         if (
-            not lengths
-            or any(length < 1 or length % call for length in lengths)
+            any(length % call for length in lengths)
             or any(a >= b for a, b in pairwise(lengths))
         ):
             raise MetaTTTError(
                 f"benchmark.lengths={list(lengths)} is not allowed: rising multiples of benchmark.call={call}"
             )
-        if rounds < 1:
-            raise MetaTTTError(f"benchmark.rounds={rounds} is not allowed: it must be at least 1")
         self.layers, self.lengths, self.call = list(layers or known_layers()), list(lengths), call
         self.dim, self.num_heads, self.max_state, self.rounds = dim, num_heads, max_state, rounds
 

@@ -29,6 +29,28 @@ def unchosen(job: str) -> set[str]:
     return {group for group, default in _defaults(job) if default == "???"}
 
 
+@cache
+def keys_of(job: str) -> set[str]:
+    """The keys of a job's file: its own, and a part for every group."""
+    import yaml
+
+    file = files("metattt.configs") / f"{job}.yaml"
+    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    included = [entry for entry in found.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    parts = {group.partition("/")[0] for group, _ in _defaults(job)}
+    return {*found, *parts}.union(*map(keys_of, included))
+
+
+@cache
+def optional(job: str) -> set[str]:
+    """The groups of a job in which a choice need not exist."""
+    import yaml
+
+    text = (files("metattt.configs") / f"{job}.yaml").read_text(encoding="utf-8")
+    entries = [key for entry in yaml.safe_load(text).get("defaults", []) if isinstance(entry, dict) for key in entry]
+    return {str(key).split()[-1] for key in entries if str(key).startswith("optional ")}
+
+
 def choice_of_schema(group: str, schema: str) -> str | None:
     """The choice of a group whose keys are those of a registered class: of its name, or else a job's default, or
     any."""

@@ -8,8 +8,9 @@ Packages of others take part through two groups of entry points: `metattt.compon
 are decorated with `metattt.registry.register`) and `metattt.configs` (packages with YAML, laid out like ours).
 """
 
+from collections.abc import Iterator
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -20,8 +21,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from metattt.composition.choices import keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.instantiate import instantiate_layer
+from metattt.composition.keys import check_keys
 from metattt.composition.messages import (
     bad_interpolation,
     explain_composition,
@@ -29,10 +32,11 @@ from metattt.composition.messages import (
     not_taken_away,
     refused_value,
     unknown_key,
+    wrong_type,
 )
 from metattt.composition.overrides import NOTHING, choices_alone, prepare
 from metattt.errors import MetaTTTError
-from metattt.registry import PARAMETERS
+from metattt.registry import PARAMETERS, SCHEMAS
 
 if TYPE_CHECKING:
     from metattt.layer import TTTLayer
@@ -85,6 +89,7 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
         cfg, chosen = _compose(prepared, job)
     except (HydraException, OmegaConfBaseException) as error:
         raise MetaTTTError(_unknown_key(prepared, job) or explain_composition(error, job)) from error
+    check_keys(cfg, keys_of(job), job)
     if "name" in cfg and cfg.name is None:
         cfg.name = chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"]
     if "given" in cfg:
@@ -141,18 +146,38 @@ def show(cfg: DictConfig, resolve: bool = False) -> str:
         raise MetaTTTError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
+def _parts(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
+    """Every node that makes an object, by its dotted key; those that only point at another are left to it."""
+    for key, node in cfg.items_ex(resolve=False):
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
+            if "_target_" in node:
+                yield f"{prefix}{key!s}", node
+            yield from _parts(node, f"{prefix}{key!s}.")
+
+
+def _check_type(node: DictConfig, key: str, full_key: str, value: Any) -> None:
+    """For a node that was written without its schema: the type that the schema has for a key."""
+    schema = SCHEMAS.get(str(node._target_))
+    later = value is None and OmegaConf.is_interpolation(node, key)  # the folder of a run, which is yet to be made
+    if schema is None or later or node._metadata.object_type is not dict:
+        return
+    fields = OmegaConf.structured(schema)
+    try:
+        fields[key] = value
+    except OmegaConfBaseException as error:
+        raise MetaTTTError(wrong_type(full_key, value, fields, key)) from error
+
+
 def _check_parameters(cfg: DictConfig, job: str) -> None:
     """Check what merging cannot: choices of Literal parameters, keys that `+` added, types behind `${...}`."""
-    if not isinstance(cfg.get("seed"), int | None):
-        raise MetaTTTError(f"`seed={cfg.seed}` is not allowed: expected an integer or null.")
-    for part, node in cfg.items_ex(resolve=False):
-        if not isinstance(node, DictConfig) or node._is_interpolation() or OmegaConf.is_missing(node, "_target_"):
+    for part, node in _parts(cfg):
+        if OmegaConf.is_missing(node, "_target_"):
             continue
         parameters = PARAMETERS.get(str(node.get("_target_")))
         if parameters is None:  # no registered class: a plain node, or a class of the user's without a schema
             continue
         for key in map(str, node):
-            full_key = f"{part!s}.{key}"
+            full_key = f"{part}.{key}"
             if OmegaConf.is_missing(node, key) or key in ("_target_", "_partial_", "_convert_", "_recursive_"):
                 continue
             if key not in parameters:
@@ -161,5 +186,6 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
                 value = node[key]
             except OmegaConfBaseException as error:
                 raise MetaTTTError(bad_interpolation(node, full_key, error)) from error
+            _check_type(node, key, full_key, value)
             if parameters[key] and value not in parameters[key]:
                 raise MetaTTTError(refused_value(full_key, value, parameters[key]))

@@ -61,4 +61,6 @@ def instantiate_model(cfg: DictConfig, on_block: Callable[[nn.Module], object] |
     make = instantiate_part(cfg, "model", _partial_=True)
     layer = partial(instantiate_layer, cfg)
     model: LanguageModel = make(layer=layer) if on_block is None else make(layer=layer, on_block=on_block)
+    if not hasattr(model, "parameters"):
+        raise MetaTTTError(f"model._target_={cfg.model._target_} makes a {type(model).__name__}: it must be a torch.nn.Module")
     return model

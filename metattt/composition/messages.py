@@ -268,10 +268,15 @@ def unreadable(override: str) -> str:
     return f"`{override}` cannot be read: if the value is a text, write it in quotes of its own, \"{key}='{quoted}'\""
 
 
+def wrong_type(full_key: str, value: object, parent: DictConfig, key: Any) -> str:
+    """For a value of another type than `parent` has for `key`."""
+    return f"`{full_key}={_shown(value)}` is not allowed: expected {_expected(parent, key)}."
+
+
 def _wrong_type(error: ValidationError) -> str:
     parent, key = error.parent_node, error.key
     if isinstance(parent, DictConfig) and key is not None:
-        return f"`{error.full_key}={_shown(error.value)}` is not allowed: expected {_expected(parent, key)}."
+        return wrong_type(str(error.full_key), error.value, parent, key)
     return f"{error.full_key}: {_first_line(error)}"
 
 

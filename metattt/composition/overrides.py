@@ -10,8 +10,9 @@ from hydra.core.override_parser.types import Override, OverrideType, Quote, Quot
 from hydra.errors import HydraException
 
 from metattt.composition.aliases import IN_FULL, NOT_SET_THERE
-from metattt.composition.choices import groups, unchosen
+from metattt.composition.choices import groups, keys_of, optional, unchosen
 from metattt.composition.components import TRAINER
+from metattt.composition.keys import FILLED_IN
 from metattt.composition.messages import refused_value, unreadable
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS
@@ -24,6 +25,8 @@ FREE_TEXT = (
 
 LISTS = ("data.path", "checkpoint", "source", "dataset_files")
 """Those of them that may also be a list, [a,b]."""
+
+MAY_BE_EMPTY = ("prompt",)
 
 NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
 """Choices of nothing, as they are by default."""
@@ -40,12 +43,16 @@ def prepare(overrides: Sequence[str], job: str) -> list[str]:
     Raises:
         MetaTTTError: an override that cannot be read, names several values, or chooses a group that the job has not.
     """
+    for override in overrides:
+        if not isinstance(override, str):
+            raise MetaTTTError(f"{override!r:.100} is not an override: they are texts, such as 'dim=64'")
     named = [_in_full(NOTHING.get(override, override)) for override in overrides]
     prepared = [_search_path(quote_free_text(override)) for override in named if override]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
+    searched = any(one.key_or_group == SEARCH_PATH for one in parsed)
     for one in parsed:
-        _check(one, job, opened)
+        _check(one, job, opened, searched)
     missing = unchosen(job) - {one.key_or_group for one in parsed}
     for group in sorted(missing):
         names = sorted(groups(job)[group])
@@ -112,8 +119,8 @@ def _parse(override: str) -> Override:
         raise MetaTTTError(unreadable(override)) from error
 
 
-def _check(override: Override, job: str, opened: set[str]) -> None:
-    """Refuses what is wrong whatever the rest of the configuration is."""
+def _check(override: Override, job: str, opened: set[str], searched: bool) -> None:
+    """Refuses what is wrong whatever the rest of the configuration is. `searched`: there are choices beside those known."""
     key, text = override.key_or_group, str(override.input_line)
     part = key.partition(".")[0]
     given = text.partition("=")[2]
@@ -127,14 +134,21 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
     if override.type == OverrideType.DEL:
         if key in known and key not in LEFT_OUT:
             raise MetaTTTError(f"`~{key}` takes away what `metattt {job}` needs: choose another with {key}=<name>")
+        if key not in known and key in keys_of(job):
+            raise MetaTTTError(f"`~{key}` takes away what `metattt {job}` needs: set it with {key}=<value>")
         return
     if not key:
         raise MetaTTTError(unreadable(text))
+    if key in FILLED_IN:
+        raise MetaTTTError(f"`{key}` is filled in by the program: leave it out")
+    _refuse_nothing(override, key, given)
     if part == "hydra" and key != SEARCH_PATH:
         raise MetaTTTError(
             f"`{key}` has no effect here: of Hydra's own settings there is {SEARCH_PATH}; the folder of a run is output_dir"
         )
     if key in known and known[key] and not isinstance(override.value(), str):
+        raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
+    if key in optional(job) and override.value() not in (None, *known[key]) and not searched:
         raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
     if key not in known and key in groups() and "/" not in key:
         reason = (
@@ -143,6 +157,15 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
         raise MetaTTTError(f"`{key}` is not chosen by name in `metattt {job}`: {reason}")
     if key in NOT_SET_THERE and part in known and part not in opened:
         raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
+
+
+def _refuse_nothing(override: Override, key: str, given: str) -> None:
+    """For the value that an unset variable of the shell gives: the default in its place would be another run."""
+    value = override.value()
+    values = value if isinstance(value, list) else [value]
+    blank = not values or any(isinstance(one, str) and not one.strip() for one in values)
+    if key not in MAY_BE_EMPTY and (not given.strip() or (key in FREE_TEXT and blank)):
+        raise MetaTTTError(f"`{key}={given}` has no value, as from an unset variable: give one, or {key}=null")
 
 
 def _open(override: Override, text: str, opened: set[str]) -> str:

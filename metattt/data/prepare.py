@@ -33,7 +33,7 @@ from metattt.data.sources import Source, is_local, open_source
 from metattt.data.target import begin, check_free, finish
 from metattt.data.tokenizers import load_tokenizer
 from metattt.data.units import Work, cut, digest, finished_units, size, start_worker, write_unit
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.locking import FolderLock
 
 LIMITS = {"shard_bytes": 2**40, "workers": 1024}
@@ -153,9 +153,8 @@ def _settings(cfg: DictConfig) -> PrepareSettings:
             f"validation_fraction={chosen.validation_fraction} is not allowed: it must be at least 0 and less than 1"
         )
     for key, most in LIMITS.items():
-        value = getattr(chosen, key)
-        if value is not None and not 1 <= value <= most:
-            raise MetaTTTError(f"{key}={value} is not allowed: it must be at least 1, and at most {most}")
+        if getattr(chosen, key) is not None:
+            check_integer(key, getattr(chosen, key), most=most)
     if not -(2**63) <= chosen.seed < 2**63:
         raise MetaTTTError("seed is not allowed: it must have 64 bits at most")
     return chosen

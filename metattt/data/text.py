@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metattt.data.documents import Document, read_documents
 from metattt.data.windows import Split, Tokenizer, WindowData
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
 
 
@@ -85,6 +85,9 @@ class TextData(WindowData):
             raise MetaTTTError(
                 f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"
             )
+        for name, value in (("max_bytes", max_bytes), ("validation_max_bytes", validation_max_bytes)):
+            if value is not None:
+                check_integer(f"data.{name}", value)
         self.path = path
         self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
         self.max_bytes, self.text_key = max_bytes, text_key

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from metattt.data.base import Data, Trainer
-from metattt.errors import MetaTTTError
+from metattt.errors import check_flag, check_integer
 
 Split = Literal["train", "validation", "all"]
+MAX_WORKERS = 1024  # more are a slip, and would take the machine with them
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
 
 
@@ -168,8 +169,10 @@ class WindowData(Data):
 
     def __init__(self, context_length: int, batch_size: int, seed: int, num_workers: int, document_reset: bool):
         for name, value in (("context_length", context_length), ("batch_size", batch_size)):
-            if value < 1:
-                raise MetaTTTError(f"data.{name}={value} is not allowed: it must be at least 1")
+            check_integer(f"data.{name}", value, most=2**40)
+        check_integer("data.seed", seed, 0, 2**32 - 1)
+        check_integer("data.num_workers", num_workers, 0, MAX_WORKERS)
+        check_flag("data.document_reset", document_reset)
         self.context_length, self.batch_size = context_length, batch_size
         self.seed, self.num_workers, self.document_reset = seed, num_workers, document_reset
 

@@ -17,7 +17,7 @@ from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import tokenizer_of
 from metattt.errors import MetaTTTError, NotFinite
 from metattt.generation.sampling import generate as sample_tokens
-from metattt.generation.text import Continuation, ends
+from metattt.generation.text import Continuation, check_text, ends
 
 
 @dataclass
@@ -51,6 +51,7 @@ def generate(cfg: DictConfig) -> None:
     found = open_trained(chosen.checkpoint, (*OF_TRAINING, "data"), trust)
     if "vocab_size" not in found.config.model:
         raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt generate takes language models")
+    check_text(chosen.prompt, "prompt")
     tokenizer = tokenizer_of(chosen.checkpoint, found.tokenizer, found.config.model.vocab_size, chosen.tokenizer)
     text = Continuation(tokenizer, chosen.stop)
     model, _ = load_model(chosen.checkpoint, pick_device(chosen.device), trust)

@@ -7,8 +7,12 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, NotFinite
+from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
+from metattt.inner.faults import require_ids
+from metattt.inner.packing import check_flags
 from metattt.models.language_model import LanguageModel
+
+MAX_NEW_TOKENS = 10_000_000  # more are a slip, and would not end
 
 
 def sample(
@@ -30,7 +34,9 @@ def sample(
     Raises:
         NotFinite: logits of NaN or +inf, or a row of nothing but −inf. (On a GPU, torch's own draw would end the
             process.)
+        MetaTTTError: a setting that is not allowed.
     """
+    check_sampling(temperature, top_k, top_p)
     if not bool(torch.isfinite(logits.amax(-1)).all()):
         raise NotFinite(
             "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, have diverged; "
@@ -38,7 +44,8 @@ def sample(
         )
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # so that no small temperature overflows
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
@@ -81,7 +88,7 @@ def generate(
         MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, or a setting that
             is not allowed; while it generates, `NotFinite` as `sample`.
     """
-    _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask)
+    _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask, seed, stop)
     return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask)
 
 
@@ -121,21 +128,35 @@ def _check(
     top_k: int | None,
     top_p: float | None,
     mask: Tensor | None,
+    seed: int | None,
+    stop: object,
 ) -> None:
     """One clear line for a prompt or a setting that cannot be used."""
-    if ids.ndim != 2 or not ids.numel():
-        raise MetaTTTError(f"prompts are token ids [B, T] with T >= 1, not of shape {list(ids.shape)}: give prompt=...")
-    if mask is not None and (mask.shape != ids.shape or mask.dtype != torch.bool or not mask.any(1).all()):
-        raise MetaTTTError(
-            f"mask is {mask.dtype} {list(mask.shape)}: it must be torch.bool {list(ids.shape)}, with a real token in every row"
-        )
-    if not 0 <= int(ids.min()) <= int(ids.max()) < model.vocab_size:
-        raise MetaTTTError(f"the prompt has token {int(ids.max())}, and the model's vocabulary has {model.vocab_size}")
-    if max_new_tokens < 0:
-        raise MetaTTTError(f"max_new_tokens={max_new_tokens} is not allowed: it must be 0 or more")
-    if not temperature >= 0:
-        raise MetaTTTError(f"temperature={temperature} is not allowed: it must be 0 (most probable token) or more")
-    if top_k is not None and top_k < 1:
-        raise MetaTTTError(f"top_k={top_k} is not allowed: it must be at least 1, or null")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise MetaTTTError(f"top_p={top_p} is not allowed: it must be in (0, 1], or null")
+    if not isinstance(model, LanguageModel):
+        raise MetaTTTError(f"model is a {type(model).__name__}: it must be a LanguageModel")
+    require_ids(ids, model.vocab_size, "the prompts")
+    if not len(ids):
+        raise MetaTTTError("there is no prompt to continue: ids have shape [0, T]")
+    if mask is not None:
+        check_flags(ids, mask, None)
+        if not mask.any(1).all():
+            raise MetaTTTError("mask leaves a prompt without a real token: every row must have one")
+    check_integer("max_new_tokens", max_new_tokens, 0, MAX_NEW_TOKENS)
+    check_sampling(temperature, top_k, top_p)
+    if seed is not None:
+        check_integer("seed", seed, 0, 2**63 - 1)
+    if not isinstance(stop, Collection) or not all(isinstance(token, int) for token in stop):
+        raise MetaTTTError(f"stop={stop!r:.100} is not allowed: it must be a collection of token ids")
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Refuses settings of `sample` that are not allowed.
+
+    Raises:
+        MetaTTTError: one of them.
+    """
+    check_number("temperature", temperature, least=0, advice=" (0 takes the most probable token)")
+    if top_k is not None:
+        check_integer("top_k", top_k, advice=", or null")
+    if top_p is not None:
+        check_number("top_p", top_p, above=0, most=1, advice=", or null")

@@ -45,8 +45,10 @@ class Continuation:
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()):
-        if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
+        if not isinstance(stop, Sequence) or isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
             raise MetaTTTError(f"stop={stop!r} is not allowed: give a list of texts that are not empty, stop=[...]")
+        for one in stop:
+            check_text(one, "stop")
         self.tokenizer, self.stop = tokenizer, [one.encode() for one in stop]
         self.held = b""  # what may yet be the beginning of a stop string
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -73,6 +75,20 @@ class Continuation:
             return ""
         data, self.held, self.ended = self.held, b"", True
         return self.decoder.decode(data, final=True)
+
+
+def check_text(text: object, key: str) -> None:
+    """Refuses what cannot be encoded.
+
+    Raises:
+        MetaTTTError: no text, or one with characters that stand for none, as from bytes that are not UTF-8.
+    """
+    if not isinstance(text, str):
+        raise MetaTTTError(f"{key}={text!r} is not allowed: it must be a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MetaTTTError(f"{key} has a character that is none at place {error.start}: give it in UTF-8") from error
 
 
 def generate_text(
@@ -105,8 +121,10 @@ def generate_text(
     Raises:
         MetaTTTError: no prompts, or a setting that is not allowed.
     """
-    if isinstance(prompts, str) or not prompts:
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         raise MetaTTTError(f"prompts={prompts!r} is not allowed: give a list of at least one text")
+    for prompt in prompts:
+        check_text(prompt, "prompt")
     texts = [Continuation(tokenizer, stop) for _ in prompts]
     rows = [torch.tensor([tokenizer.separator, *map(int, tokenizer.encode(prompt))]) for prompt in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")

@@ -153,6 +153,20 @@ class Packing:
         return order if x.ndim == 2 else order.unsqueeze(-1).expand_as(x)
 
 
+def check_flags(tokens: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
+    """Refuses flags that are not those of `tokens` `[B, T, ...]`.
+
+    Raises:
+        MetaTTTError: flags of another type or shape.
+    """
+    for name, flags in (("mask", mask), ("reset", reset)):
+        if flags is not None and (
+            not isinstance(flags, Tensor) or flags.shape != tokens.shape[:2] or flags.dtype != torch.bool
+        ):
+            found = f"{flags.dtype} of shape {list(flags.shape)}" if isinstance(flags, Tensor) else type(flags).__name__
+            raise MetaTTTError(f"{name} is {found}, expected torch.bool of shape {list(tokens.shape[:2])}")
+
+
 def pack(mask: Tensor | None, reset: Tensor | None) -> Packing | None:
     """The packing of a call, from `[B, T]` flags; None if there is neither padding nor a document that starts."""
     if torch.compiler.is_compiling():

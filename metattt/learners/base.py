@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_flag
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import standardize
 from metattt.part import Part
+from metattt.room import check_room
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 
@@ -53,6 +55,9 @@ class Learner(Part, ABC):
         residual: add the input to the output. Needs `d_in = d_out`.
         norm: normalise the output per head, with a learnable affine.
         learn_init: train W0 in the outer loop. Otherwise W0 stays at its initial value.
+
+    Raises:
+        MetaTTTError: a switch that is neither True nor False.
     """
 
     #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
@@ -63,6 +68,8 @@ class Learner(Part, ABC):
 
     def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
         super().__init__()
+        for name, value in (("residual", residual), ("norm", norm), ("learn_init", learn_init)):
+            check_flag(f"learner.{name}", value)
         self.residual, self.norm, self.learn_init = residual, norm, learn_init
         self.init = nn.ParameterDict()  # W0, by name: [H, *shape]
         self.slow = nn.ParameterDict()  # outer-loop weights of f: [H, *shape]
@@ -85,7 +92,8 @@ class Learner(Part, ABC):
         """Creates W0 and the slow weights. Called once, by the layer.
 
         Raises:
-            MetaTTTError: the learner already belongs to a layer, or a residual connection between different widths.
+            MetaTTTError: the learner already belongs to a layer, a residual connection between different widths, or
+                weights that this machine cannot hold.
         """
         with self.claimed():
             if self.residual and d_in != d_out:
@@ -97,7 +105,13 @@ class Learner(Part, ABC):
                 nn.ParameterDict(),
                 nn.ParameterDict(),
             )  # none that a copy of the unbuilt learner shares
-            for name, weight in self.weights(d_in, d_out).items():
+            weights = self.weights(d_in, d_out)
+            check_room(
+                num_heads * sum(math.prod(weight.shape) for weight in weights.values()),
+                f"a {type(self).__name__} learner",
+                "lower the sizes of learner, or dim",
+            )
+            for name, weight in weights.items():
                 sample = weight.sample(num_heads)
                 self.shapes[name] = tuple(sample.shape)
                 if weight.fast:

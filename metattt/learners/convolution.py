@@ -7,7 +7,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.mlp import ACTIVATIONS
@@ -49,8 +49,7 @@ class Convolution(Learner):
         check_choice("learner.over", over, ("features", "tokens"))
         check_choice("learner.activation", activation, ACTIVATIONS)
         for key, value in (("width", width), ("channels", channels)):
-            if value < 1:
-                raise MetaTTTError(f"learner.{key}={value} is not allowed: it must be at least 1")
+            check_integer(f"learner.{key}", value)
         self.mixes_tokens = over == "tokens" and width > 1
         self.over, self.width, self.channels, self.activation = over, width, channels, activation
 

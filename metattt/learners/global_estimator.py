@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -49,8 +49,9 @@ class GlobalEstimator(NonParametric):
     ):
         super().__init__(learn_init=False)
         check_choice("learner.kernel", kernel, ("exponential", "linear"))
-        if bandwidth is not None and not bandwidth > 0:
-            raise MetaTTTError(f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null")
+        check_flag("learner.normalize", normalize)
+        if bandwidth is not None:
+            check_number("learner.bandwidth", bandwidth, above=0, advice=", or null")
         if kernel == "exponential" and not normalize:
             raise MetaTTTError("learner.normalize=false goes with learner.kernel=linear only")
         self.kernel, self.normalize, self.bandwidth = kernel, normalize, bandwidth

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import check_choice, check_flag, check_integer, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
@@ -49,12 +49,10 @@ class KernelEstimator(NonParametric):
     ):
         super().__init__(residual=residual, norm=norm, learn_init=learn_init)
         check_choice("learner.kernel", kernel, ("exponential", "gaussian", "nearest"))
-        if neighbours < 1:
-            raise MetaTTTError(f"learner.neighbours={neighbours} is not allowed: it must be at least 1")
-        if bandwidth is not None and not bandwidth > 0:
-            raise MetaTTTError(
-                f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null for the root of the head width"
-            )
+        check_integer("learner.neighbours", neighbours)
+        check_flag("learner.bias", bias)
+        if bandwidth is not None:
+            check_number("learner.bandwidth", bandwidth, above=0, advice=", or null for the root of the head width")
         self.kernel, self.bandwidth, self.neighbours, self.with_bias = kernel, bandwidth, neighbours, bias
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:

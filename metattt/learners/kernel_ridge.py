@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import check_choice, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
@@ -46,14 +46,9 @@ class KernelRidge(NonParametric):
     ):
         super().__init__(residual=residual, norm=norm, learn_init=False)
         check_choice("learner.kernel", kernel, ("linear", "gaussian", "exponential"))
-        if not ridge > 0:
-            raise MetaTTTError(
-                f"learner.ridge={ridge} is not allowed: it must be positive, or equal tokens have no solution"
-            )
-        if bandwidth is not None and not bandwidth > 0:
-            raise MetaTTTError(
-                f"learner.bandwidth={bandwidth} is not allowed: it must be positive, or null for the root of the head width"
-            )
+        check_number("learner.ridge", ridge, above=0, advice=", or equal tokens have no solution")
+        if bandwidth is not None:
+            check_number("learner.bandwidth", bandwidth, above=0, advice=", or null for the root of the head width")
         self.kernel, self.ridge, self.bandwidth = kernel, ridge, bandwidth
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from metattt.errors import check_flag
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
@@ -21,6 +22,7 @@ class Linear(Learner):
 
     def __init__(self, bias: bool = True, residual: bool = True, norm: bool = True, learn_init: bool = True):
         super().__init__(residual=residual, norm=norm, learn_init=learn_init)
+        check_flag("learner.bias", bias)
         self.with_bias = bias
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import check_choice, check_flag, check_integer, check_number
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
@@ -25,6 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "identity": lambda x: x,
 }
+
+MAX_DEPTH = 1000  # more are a slip, and would take their time before they are found out
 
 
 @register(group="learner", name="mlp")
@@ -43,7 +45,8 @@ class MLP(Learner):
             gradient flows.
 
     Raises:
-        MetaTTTError: depth below 1, or an unknown activation.
+        MetaTTTError: a depth below 1 (or above `MAX_DEPTH`), an expansion that is not positive, or an unknown
+            activation.
     """
 
     def __init__(
@@ -58,8 +61,9 @@ class MLP(Learner):
         learn_init: bool = True,
     ):
         super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        if depth < 1:
-            raise MetaTTTError(f"depth={depth} is not allowed: an MLP has at least one linear map (learner.depth=2)")
+        check_integer("learner.depth", depth, most=MAX_DEPTH)
+        check_number("learner.expansion", expansion, above=0)
+        check_flag("learner.bias", bias)
         check_choice("learner.activation", activation, ACTIVATIONS)
         check_choice("learner.init", init, ("normal", "xavier"))
         self.xavier = init == "xavier"

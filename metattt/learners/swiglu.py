@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import check_number
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
@@ -26,8 +26,7 @@ class SwiGLU(Learner):
 
     def __init__(self, expansion: float = 2.0, residual: bool = False, norm: bool = False, learn_init: bool = True):
         super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        if not expansion > 0:
-            raise MetaTTTError(f"learner.expansion={expansion} is not allowed: it must be positive")
+        check_number("learner.expansion", expansion, above=0)
         self.expansion = expansion
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:

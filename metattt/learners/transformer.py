@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import standardize
@@ -42,10 +42,8 @@ class Transformer(Learner):
         learn_init: bool = True,
     ):
         super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        if num_heads < 1:
-            raise MetaTTTError(f"learner.num_heads={num_heads} is not allowed: it must be at least 1")
-        if not expansion > 0:
-            raise MetaTTTError(f"learner.expansion={expansion} is not allowed: it must be positive")
+        check_integer("learner.num_heads", num_heads)
+        check_number("learner.expansion", expansion, above=0)
         self.num_heads, self.expansion = num_heads, expansion
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:

@@ -11,16 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.inner.causality import Causality
-from metattt.inner.packing import Packing, pack
+from metattt.inner.faults import FAILURES, require_ids
+from metattt.inner.packing import Packing, check_flags, pack
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
+from metattt.room import check_room
 from metattt.state import Context, State, count_bytes, map_tensors, move_tensors
 
+OVERHEAD = 2**13  # of a block, in the size of as many numbers: its modules in Python, at least
 INIT_STD = 0.02  # of embeddings and projections, as in the published models
 
 
@@ -143,6 +146,22 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x)), state, tail
 
 
+def check_blocks(key: str, count: int, numbers: int) -> None:
+    """Refuses more blocks than this machine can hold, before any is made.
+
+    Args:
+        key: the override that sets their number.
+        count: of the blocks.
+        numbers: parameters of one block, at least.
+
+    Raises:
+        MetaTTTError: they take more than the machine's memory, on whatever device their parameters are.
+    """
+    check_room(count * numbers, f"a model of {key}={count}", f"lower {key}, dim or the width of the MLPs")
+    with torch.device("cpu"):  # what a block takes beside its parameters is there on any device
+        check_room(count * OVERHEAD, f"a model of {key}={count}", f"lower {key}")
+
+
 @register(group="model", name="language_model")
 class LanguageModel(nn.Module):
     """Embedding, `num_layers` pre-norm blocks, final RMSNorm, head (arXiv 2407.04620, App. C).
@@ -185,17 +204,25 @@ class LanguageModel(nn.Module):
         causal: bool = True,
     ):
         super().__init__()
+        check_integer("dim", dim)
         ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if ffn_dim is None else ffn_dim
         sizes = {
             "vocab_size": vocab_size,
-            "dim": dim,
             "num_layers": num_layers,
             "ffn_dim": ffn_dim,
             "conv_width": conv_width,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise MetaTTTError(f"{name}={size} is not allowed: it must be at least 1 (model.{name}=...)")
+            check_integer(f"model.{name}", size)
+        check_number("model.norm_eps", norm_eps, above=0)
+        flags = {"pre_conv": pre_conv, "tie_embeddings": tie_embeddings, "causal": causal}
+        for name, flag in (flags | {"checkpoint_blocks": checkpoint_blocks}).items():
+            check_flag(f"model.{name}", flag)
+        for name, function in (("layer", layer), ("on_block", on_block)):
+            if (not callable(function) or isinstance(function, nn.Module)) and (name, function) != ("on_block", None):
+                raise MetaTTTError(f"{name} is a {type(function).__name__}: it must be a function, such as one that makes a layer")
+        check_room(dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim")
+        check_blocks("model.num_layers", num_layers, 3 * dim * ffn_dim + dim * dim)
         self.vocab_size = vocab_size
         self.checkpoint_blocks = checkpoint_blocks
         self.embedding = nn.Embedding(vocab_size, dim)
@@ -280,10 +307,18 @@ class LanguageModel(nn.Module):
         """
         self._require_causal()
         features, state = self.features(ids, state, None, reset, relay=relay)
+        if not isinstance(labels, Tensor) or labels.shape != ids.shape or labels.dtype != torch.long:
+            found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+            raise MetaTTTError(f"labels are {found}, expected torch.int64 {list(ids.shape)}, the shape of ids")
+        check_choice("reduction", reduction, ("sum", "none"))
         rows = features.flatten(0, 1)
-        losses = linear_cross_entropy(
-            rows, self.head.weight, labels.flatten(), ignore_index=ignore_index, reduction=reduction
-        )
+        try:
+            losses = linear_cross_entropy(
+                rows, self.head.weight, labels.flatten(), ignore_index=ignore_index, reduction=reduction
+            )
+        except FAILURES:
+            require_ids(labels.masked_fill(labels == ignore_index, 0), self.vocab_size, "labels")
+            raise
         return losses if reduction == "sum" else losses.view_as(labels), state
 
     def features(
@@ -296,35 +331,43 @@ class LanguageModel(nn.Module):
         relay: Relay | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """As `step`, with what the head reads in place of logits: `[B, T, D]`, normed."""
-        packing = None if mask is None and reset is None else pack(mask, reset)
-        if packing is not None:  # real tokens first: then convolutions and layers see neighbours as neighbours
-            ids, mask, reset = packing.sort(ids), packing.valid, packing.first
-        else:
-            mask = reset = None
-        ctx = Context(ids, mask, reset, 1)  # no block looks at positions: the layers count for themselves
-        count = len(self.blocks)
-        before = LanguageModelState((None,) * count, (None,) * count) if state is None else state
-        if len(before.layers) != count:
-            raise MetaTTTError(f"the state is of a model with {len(before.layers)} blocks, this one has {count}")
-        x = self.embedding(ids)
-        layers, tails = [], []
-        for number, (block, layer_state, tail) in enumerate(zip(self.blocks, *before, strict=True)):
-            early = None
-            if relay is not None:
-                x, layer_state, tail = relay.receive(number, x, packing)
-                early = relay.early(number)
-            if self.checkpoint_blocks and torch.is_grad_enabled():
-                x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, packing, use_reentrant=False)
+        read = ids
+        try:
+            packing = None
+            if mask is not None or reset is not None:
+                check_flags(ids, mask, reset)
+                packing = pack(mask, reset)
+            if packing is not None:  # real tokens first: then convolutions and layers see neighbours as neighbours
+                ids, mask, reset = packing.sort(ids), packing.valid, packing.first
             else:
-                x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place, early)
-            if relay is not None:
-                x = relay.send(number, x, layer_state, tail)
-            layers.append(layer_state)
-            tails.append(tail)
-        features = self.final_norm(x)
-        if packing is not None:
-            features = packing.restore(features)
-        return features, LanguageModelState(tuple(layers), tuple(tails))
+                mask = reset = None
+            ctx = Context(ids, mask, reset, 1)  # no block looks at positions: the layers count for themselves
+            count = len(self.blocks)
+            before = LanguageModelState((None,) * count, (None,) * count) if state is None else state
+            if len(before.layers) != count:
+                raise MetaTTTError(f"the state is of a model with {len(before.layers)} blocks, this one has {count}")
+            x = self.embedding(ids)
+            layers, tails = [], []
+            for number, (block, layer_state, tail) in enumerate(zip(self.blocks, *before, strict=True)):
+                early = None
+                if relay is not None:
+                    x, layer_state, tail = relay.receive(number, x, packing)
+                    early = relay.early(number)
+                if self.checkpoint_blocks and torch.is_grad_enabled():
+                    x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, packing, use_reentrant=False)
+                else:
+                    x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place, early)
+                if relay is not None:
+                    x = relay.send(number, x, layer_state, tail)
+                layers.append(layer_state)
+                tails.append(tail)
+            features = self.final_norm(x)
+            if packing is not None:
+                features = packing.restore(features)
+            return features, LanguageModelState(tuple(layers), tuple(tails))
+        except FAILURES as error:
+            self._explain(error, read, state)
+            raise
 
     def check_causal(self) -> None:
         """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.
@@ -336,6 +379,20 @@ class LanguageModel(nn.Module):
         causality = Causality()
         for block in self.blocks:
             causality.check(block.layer, self.dim)  # type: ignore[arg-type]
+
+    def _explain(self, error: Exception, ids: object, state: object) -> None:
+        """Raises what is wrong with the inputs of a call that has failed; returns where nothing is."""
+        if isinstance(ids, Tensor) and ids.device != self.embedding.weight.device:
+            here = self.embedding.weight.device
+            raise MetaTTTError(f"ids are on {ids.device}, and the model on {here}: move one of them") from error
+        require_ids(ids, self.vocab_size)
+        if state is not None and not isinstance(state, LanguageModelState):
+            raise MetaTTTError(
+                f"state is a {type(state).__name__}, expected what an earlier call of the model has returned, or None"
+            ) from error
+        for tail in () if state is None else state.tails:
+            if tail is not None and (not isinstance(tail, Tensor) or tail.shape[::2] != (len(ids), self.dim)):  # type: ignore[arg-type]
+                raise MetaTTTError("the state is of another model or batch: start with state=None") from error
 
     def _require_causal(self) -> None:
         if not self.causal:

@@ -10,9 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.extras import need
+from metattt.models.language_model import check_blocks
 from metattt.registry import register
+from metattt.room import check_room
 
 need("timm", extra="images", what="model=vision_transformer")
 from timm.models.vision_transformer import VisionTransformer  # noqa: E402
@@ -77,6 +79,8 @@ class ImageTransformer(VisionTransformer):
     ):
         check_choice("model.position", position, ("sincos2d", "learned"))
         sizes = {
+            "embed_dim": embed_dim,
+            "num_heads": num_heads,
             "depth": depth,
             "img_size": img_size,
             "patch_size": patch_size,
@@ -84,14 +88,20 @@ class ImageTransformer(VisionTransformer):
             "num_classes": num_classes,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise MetaTTTError(f"model.{name}={size} is not allowed: it must be at least 1")
+            check_integer(f"model.{name}", size)
+        check_number("model.mlp_ratio", mlp_ratio, above=0)
+        check_flag("model.checkpoint", checkpoint)
+        if not callable(layer) or isinstance(layer, nn.Module):
+            raise MetaTTTError(f"layer is a {type(layer).__name__}: it must be a function that makes a layer")
         if img_size % patch_size:
             raise MetaTTTError(f"model.patch_size={patch_size} does not divide model.img_size={img_size}")
         if position == "sincos2d" and embed_dim % 4:
             raise MetaTTTError(
                 f"model.position=sincos2d needs a width that is a multiple of 4, not {embed_dim}: set position=learned"
             )
+        check_blocks("model.depth", depth, int((2 * mlp_ratio + 1) * embed_dim**2))
+        tokens = (img_size // patch_size) ** 2
+        check_room(tokens * embed_dim, f"an image of {tokens} tokens", "lower model.img_size, or raise model.patch_size")
         super().__init__(
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim, depth=depth,
             num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False, act_layer="gelu_tanh",

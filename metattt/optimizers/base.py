@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.part import Part
 from metattt.state import Context, Tensors
 
 Anchor = Literal["minibatch", "online", "batch"]
 Read = Literal["inclusive", "exclusive", "previous", "committed", "block", "final"]
+
+MAX_STEPS = 100_000  # more are a slip, and would not end
 
 
 class Gates(NamedTuple):
@@ -77,8 +79,8 @@ class InnerOptimizer(Part, ABC):
         check_choice("optimizer.anchor", anchor, get_args(Anchor))
         check_choice("optimizer.read", read, get_args(Read))
         for key, value in (("mini_batch_size", mini_batch_size), ("steps", steps), ("compute_chunk", compute_chunk)):
-            if value is not None and value < 1:
-                raise MetaTTTError(f"optimizer.{key}={value} is not allowed: it must be at least 1")
+            if value is not None or key != "compute_chunk":
+                check_integer(f"optimizer.{key}", value, most=MAX_STEPS if key == "steps" else 2**31 - 1)
         if steps > 1 and not (
             read in ("previous", "committed", "block", "final") or (mini_batch_size == 1 and read == "inclusive")
         ):

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
 from metattt.modules import spread
 from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
 from metattt.optimizers.gradient_descent import StepSize
-from metattt.optimizers.momentum import Gate
+from metattt.optimizers.momentum import Gate, check_gates
 from metattt.registry import register
 from metattt.state import Context, Tensors
 
@@ -160,6 +160,9 @@ class BlockMomentum(BlockRule):
         check_choice("optimizer.momentum", momentum, sources)
         check_choice("optimizer.decay", decay, sources)
         check_choice("optimizer.pool", pool, ("logits", "gates"))
+        check_gates(momentum, momentum_init, decay, decay_init)
+        for key, flag in (("orthogonalize", orthogonalize), ("row_norm", row_norm)):
+            check_flag(f"optimizer.{key}", flag)
         self.momentum, self.momentum_init, self.decay, self.decay_init = momentum, momentum_init, decay, decay_init
         self.pool, self.orthogonalize, self.row_norm = pool, orthogonalize, row_norm
         self.roles = ("momentum",) if momentum != "none" else ()
@@ -264,10 +267,8 @@ class Adam(BlockRule):
     ):
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
         for key, value in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 <= value < 1:
-                raise MetaTTTError(f"optimizer.{key}={value} is not allowed: it lies in [0, 1)")
-        if eps <= 0:
-            raise MetaTTTError(f"optimizer.eps={eps} is not allowed: it must be positive")
+            check_number(f"optimizer.{key}", value, least=0, below=1)
+        check_number("optimizer.eps", eps, above=0)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
 
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:

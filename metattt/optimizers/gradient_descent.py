@@ -3,7 +3,6 @@ token steps."""
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Literal
 
@@ -11,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import check_choice, check_number
 from metattt.modules import exact, rounds
 from metattt.optimizers.base import Anchor, Gates, InnerOptimizer, Read
 from metattt.registry import register
+from metattt.room import check_room
 from metattt.state import Context, Tensors
 
 
@@ -102,10 +102,8 @@ class GradientDescent(StepSize):
         compute_chunk: int | None = None,
     ):
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
-        if max_norm is not None and not 0 < max_norm < math.inf:
-            raise MetaTTTError(
-                f"optimizer.max_norm={max_norm} is not allowed: it must be positive and finite, or null for no clipping"
-            )
+        if max_norm is not None:
+            check_number("optimizer.max_norm", max_norm, above=0, advice=", or null for no clipping")
         self.max_norm = max_norm
         check_choice("optimizer.token_steps", token_steps, ("none", "shared", "per_head"))
         self.token_step_sharing = token_steps
@@ -114,6 +112,7 @@ class GradientDescent(StepSize):
         super().build(dim, num_heads, head_dim)
         if self.token_step_sharing != "none":
             heads = num_heads if self.token_step_sharing == "per_head" else 1
+            check_room(heads * self.mini_batch_size, "the token steps", "lower optimizer.mini_batch_size")
             self.token_step_offset = nn.Parameter(torch.zeros(heads, self.mini_batch_size))
 
     def token_steps(self) -> Tensor | None:
@@ -141,9 +140,6 @@ def check_base_lr(base_lr: float) -> None:
     """Refuses an η_base that is no number.
 
     Raises:
-        MetaTTTError: NaN, or infinite.
+        MetaTTTError: no number, NaN, or infinite.
     """
-    if not math.isfinite(base_lr):
-        raise MetaTTTError(
-            f"optimizer.base_lr={base_lr} is not allowed: it must be finite (0 freezes the weights, below 0 climbs the loss)"
-        )
+    check_number("optimizer.base_lr", base_lr, advice=" (0 freezes the weights, below 0 climbs the loss)")

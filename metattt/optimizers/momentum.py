@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
 from metattt.optimizers.base import Anchor, Gates, Read
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.registry import register
@@ -62,10 +62,9 @@ class Momentum(GradientDescent):
         check_choice("optimizer.momentum", momentum, ("none", "constant", "shared", "per_head"))
         check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "retnet", "mamba2"))
         check_choice("optimizer.gradient_at", gradient_at, ("previous", "decayed"))
-        for key, source, value in (("momentum_init", momentum, momentum_init), ("decay_init", decay, decay_init)):
-            edge = source == "constant"  # a constant gate may be 0 or 1 exactly, a sigmoid cannot
-            if not (0 <= value <= 1 if edge else 0 < value < 1):
-                raise MetaTTTError(f"optimizer.{key}={value} is not allowed: a gate lies between 0 and 1")
+        check_gates(momentum, momentum_init, decay, decay_init)
+        for key, flag in (("nesterov", nesterov), ("pull", pull)):
+            check_flag(f"optimizer.{key}", flag)
         if gradient_at == "decayed" and anchor != "online":
             raise MetaTTTError(
                 f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}"
@@ -99,6 +98,19 @@ class Momentum(GradientDescent):
             rate = self.decay_gate.log_rate.to(step.dtype).exp().view(-1, 1)
             eta, alpha = step, torch.exp(-step * rate)
         return Gates(eta, alpha, self.momentum_gate(x)), state
+
+
+def check_gates(momentum: str, momentum_init: float, decay: str, decay_init: float) -> None:
+    """Refuses initial values of β and α that no gate can have.
+
+    Raises:
+        MetaTTTError: a value outside of 0 and 1; or one of the two, where it is a sigmoid's.
+    """
+    for key, source, value in (("momentum_init", momentum, momentum_init), ("decay_init", decay, decay_init)):
+        if source == "constant":  # may be 0 or 1 exactly
+            check_number(f"optimizer.{key}", value, least=0, most=1)
+        else:
+            check_number(f"optimizer.{key}", value, above=0, below=1)
 
 
 class Gate(nn.Module):

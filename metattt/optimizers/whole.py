@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.optimizers.gradient_descent import check_base_lr
 from metattt.registry import register
@@ -43,6 +43,8 @@ class WholeSequence(InnerOptimizer):
         super().__init__(1, "batch" if sampling == "full" else "minibatch", "final", steps, compute_chunk)
         check_base_lr(base_lr)
         check_choice("optimizer.sampling", sampling, ("full", "sgd"))
+        if seed is not None:
+            check_integer("optimizer.seed", seed, least=0)
         self.sampling, self.base_lr, self.seed = sampling, base_lr, seed
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:

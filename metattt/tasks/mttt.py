@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from metattt.errors import check_flag
 from metattt.modules import standardize
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -26,6 +27,7 @@ class DecodedReconstruction(Task):
 
     def __init__(self, decoder_norm: bool = True):
         super().__init__()
+        check_flag("task.decoder_norm", decoder_norm)
         self.decoder_norm = decoder_norm
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import LARGEST, MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.modules import CausalConv, projection
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -65,14 +65,14 @@ class Reconstruction(Task):
         check_choice("task.feature_map", feature_map, FEATURE_MAPS)
         check_choice("task.corruption", corruption, ("none", "noise", "mask"))
         check_choice("task.loss", loss, ("squared", "mean_squared", "dot", "huber", "cosine"))
-        if conv_width < 1:
-            raise MetaTTTError(
-                f"conv_width={conv_width} is not allowed: a convolution has at least one tap (task.conv_width=4)"
-            )
-        if not 0 <= corruption_rate <= 1 and corruption == "mask":
-            raise MetaTTTError(
-                f"corruption_rate={corruption_rate} is not a share: set task.corruption_rate between 0 and 1"
-            )
+        check_integer("task.conv_width", conv_width)
+        check_number("task.rope_theta", rope_theta, above=0)
+        check_number("task.huber_delta", huber_delta, above=0)
+        check_number("task.corruption_rate", corruption_rate, least=0, most=1 if corruption == "mask" else LARGEST)
+        if seed is not None:
+            check_integer("task.seed", seed, least=0, most=2**62)
+        for key, flag in (("normalize_qk", normalize_qk), ("bias", bias)):
+            check_flag(f"task.{key}", flag)
         self.shared_qk, self.conv_width, self.bias = views == "shared_qk", conv_width, bias
         self.rope, self.rope_theta = rope, rope_theta
         self.feature_map, self.normalize_qk = feature_map, normalize_qk

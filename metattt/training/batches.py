@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import lightning
 
 from metattt.errors import MetaTTTError
+from metattt.room import check_room
+
+MOST_BATCHES = 1_000_000  # per step; more are a slip, and the step would not end
 
 
 class Plan(NamedTuple):
@@ -45,7 +48,7 @@ def plan_batches(
             near = max(1, round(batch_tokens / context_length)) * context_length
             raise MetaTTTError(f"{setting} do not fill whole windows: set batch_tokens={near}")
         windows = batch_tokens // context_length
-    return _share(windows, "windows", batch_size, world_size, setting)
+    return _share(windows, "windows", batch_size, world_size, setting, context_length)
 
 
 def plan_images(batch_size: int, accumulate: int, world_size: int) -> Plan:
@@ -55,17 +58,22 @@ def plan_images(batch_size: int, accumulate: int, world_size: int) -> Plan:
         MetaTTTError: images that the processes cannot share equally.
     """
     setting = f"data.batch_size={batch_size} * trainer.accumulate_grad_batches={accumulate}"
-    return _share(batch_size * accumulate, "images", batch_size, world_size, setting)
+    return _share(batch_size * accumulate, "images", batch_size, world_size, setting, 1)
 
 
-def _share(count: int, unit: str, batch_size: int, world_size: int, setting: str) -> Plan:
-    """The largest batches, up to `batch_size`, that divide a process's share of `count`."""
+def _share(count: int, unit: str, batch_size: int, world_size: int, setting: str, numbers: int) -> Plan:
+    """The largest batches, up to `batch_size`, that divide a process's share of `count`, each of so many numbers."""
     if count % world_size:
         raise MetaTTTError(
             f"{setting} are {count} {unit} per step, which {world_size} processes cannot share equally: "
             f"set trainer.devices or the batch so that they divide"
         )
     share = count // world_size
+    check_room(2 * min(batch_size, share) * numbers, f"a batch of {min(batch_size, share)} {unit}", "lower data.batch_size")
+    if share > MOST_BATCHES * batch_size:
+        raise MetaTTTError(
+            f"{setting} are {share // batch_size:,} batches per step of one process: a step has at most {MOST_BATCHES:,}"
+        )
     size = next(size for size in range(min(batch_size, share), 0, -1) if share % size == 0)
     return Plan(size, share // size)
 

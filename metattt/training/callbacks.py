@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from metattt.errors import check_integer
 from metattt.registry import register
 from metattt.training.step_statistics import Pace
 
@@ -28,6 +29,8 @@ class Progress(TQDMProgressBar):
     """
 
     def __init__(self, lines: int = 10, refresh_rate: int = 1):
+        check_integer("callbacks.progress.lines", lines)
+        check_integer("callbacks.progress.refresh_rate", refresh_rate, 0)
         super().__init__(refresh_rate=refresh_rate)
         self.lines = lines
         self.terminal = sys.stderr.isatty()
@@ -105,6 +108,7 @@ class LossCurve(lightning.Callback):
         label: str = "bits per byte",
         title: str = "Next-byte prediction",
     ):
+        check_integer("callbacks.loss_curve.every", every)
         self.path, self.every = Path(path), every
         self.metric, self.label, self.title = metric, label, title
         self.baseline: float | None = None  # bits per byte; set by the training command

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 
 from metattt.checkpoints.record import RECORD
 from metattt.data.images import NO_LABEL
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.extras import need
 from metattt.registry import register
 from metattt.training.batches import recount_batches
+from metattt.training.text_module import check_betas
 
 if TYPE_CHECKING:
     from timm.scheduler import CosineLRScheduler
@@ -50,13 +51,11 @@ class TimmRecipe:
         mixup: float = 0.0,
     ):
         need("timm", extra="images", what="training=timm")
-        if not 0 < lr < 1e36:
-            raise MetaTTTError(
-                f"training.lr={lr} is not allowed: it must be positive, and a step of it a number in fp32"
-            )
-        for name, value in (("warmup_steps", warmup_steps), ("mixup", mixup), ("weight_decay", weight_decay)):
-            if value < 0:
-                raise MetaTTTError(f"training.{name}={value} is not allowed: it must not be negative")
+        check_number("training.lr", lr, above=0, most=1e36)
+        check_betas(betas)
+        check_integer("training.warmup_steps", warmup_steps, 0)
+        for name, value in (("mixup", mixup), ("weight_decay", weight_decay)):
+            check_number(f"training.{name}", value, least=0)
         self.name, self.lr, self.betas = optimizer, lr, (float(betas[0]), float(betas[1]))
         self.weight_decay, self.warmup_steps, self.mixup = weight_decay, warmup_steps, mixup
 

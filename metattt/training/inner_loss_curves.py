@@ -16,6 +16,7 @@ import lightning
 import torch
 from torch import Tensor
 
+from metattt.errors import check_integer
 from metattt.layer import TTTLayer
 from metattt.measures.inner_steps import inner_losses
 from metattt.registry import register
@@ -37,6 +38,7 @@ class InnerLossCurves(lightning.Callback):
     """
 
     def __init__(self, path: str, images: int = 32):
+        check_integer("callbacks.inner_loss_curves.images", images)
         self.path, self.images = Path(path), images
         self.points: list[list[float]] = []  # step, layer (from 1), inner step, loss
 

@@ -9,7 +9,7 @@ import lightning
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.measures.inner_loss import inner_loss_curves, unmeasured
 from metattt.models.language_model import LanguageModel
 from metattt.registry import register
@@ -31,8 +31,7 @@ class InnerLossStatistics(lightning.Callback):
 
     def __init__(self, every: int = 0, windows: int = 8):
         for key, value, least in (("every", every, 0), ("windows", windows, 1)):
-            if value < least:
-                raise MetaTTTError(f"callbacks.inner_loss.{key}={value} is not allowed: it must be at least {least}")
+            check_integer(f"callbacks.inner_loss.{key}", value, least)
         self.every, self.windows = every, windows
         self.batch: Tensor | None = None  # [B, T] the first batch of this validation run
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_number
 from metattt.layer import TTTLayer
 from metattt.optimizers.gradient_descent import StepSize
 from metattt.registry import register
@@ -30,8 +30,7 @@ class InnerWarmup(lightning.Callback):
     """
 
     def __init__(self, start: float = 0.01):
-        if not start > 0:
-            raise MetaTTTError(f"callbacks.inner_warmup.start={start} is not allowed: it must be positive")
+        check_number("callbacks.inner_warmup.start", start, above=0)
         self.start = start
         self.final: dict[StepSize, float] = {}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metattt.checkpoints.record import RECORD
 from metattt.data.windows import NO_TOKEN
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_number
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.line import Line
 from metattt.parallel.relay import Relay
@@ -36,6 +36,9 @@ class AdamW:
             weights of the inner loop do not decay.
         warmup_fraction: share of the steps with a rising learning rate.
         min_lr: learning rate at the last step.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
     """
 
     forward_only = (
@@ -51,12 +54,12 @@ class AdamW:
         warmup_fraction: float = 0.1,
         min_lr: float = 1e-5,
     ):
-        if not 0 < lr < 1e36:
-            raise MetaTTTError(
-                f"training.lr={lr} is not allowed: it must be positive, and a step of it a number in fp32"
-            )
-        if not 0 <= warmup_fraction <= 1:
-            raise MetaTTTError(f"training.warmup_fraction={warmup_fraction} is not allowed: it must be between 0 and 1")
+        check_number("training.lr", lr, above=0, most=1e36)  # a step of it is a number in fp32
+        check_betas(betas)
+        check_number("training.eps", eps, above=0)
+        check_number("training.weight_decay", weight_decay, least=0)
+        check_number("training.warmup_fraction", warmup_fraction, least=0, most=1)
+        check_number("training.min_lr", min_lr, least=0)
         self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
         self.warmup_fraction, self.min_lr = warmup_fraction, min_lr
 
@@ -86,6 +89,18 @@ class AdamW:
             {"params": [p for p in parameters if id(p) in decayed], "weight_decay": self.weight_decay},
             {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
         ]
+
+
+def check_betas(betas: object) -> None:
+    """Refuses what are no two decays of moments.
+
+    Raises:
+        MetaTTTError: not two numbers from 0 to below 1.
+    """
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise MetaTTTError(f"training.betas={betas} is not allowed: it must be two numbers, training.betas=[0.9,0.95]")
+    for beta in betas:
+        check_number("training.betas", beta, least=0, below=1)
 
 
 class LanguageModeling(lightning.LightningModule):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError
+from metattt.errors import check_integer, check_number
 from metattt.registry import register
 from metattt.training.text_module import AdamW
 
@@ -49,10 +49,9 @@ class ZerothOrder(AdamW):
         seed: int = 0,
     ):
         super().__init__(lr=lr, weight_decay=weight_decay, warmup_fraction=warmup_fraction, min_lr=min_lr)
-        if not epsilon > 0:
-            raise MetaTTTError(f"training.epsilon={epsilon} is not allowed: it must be positive")
-        if directions < 1:
-            raise MetaTTTError(f"training.directions={directions} is not allowed: it must be at least 1")
+        check_number("training.epsilon", epsilon, above=0)
+        check_integer("training.directions", directions, most=100_000)
+        check_integer("training.seed", seed, 0, 2**32 - 1)
         self.epsilon, self.directions, self.seed = epsilon, directions, seed
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_flag
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
 from metattt.learners.module.composed import Normalize
@@ -70,6 +70,7 @@ class ModuleLearner(Learner):
             raise MetaTTTError(
                 f"learner.module={module!r} is not a torch.nn.Module: set learner.module._target_ to its class"
             )
+        check_flag("learner.mixes_tokens", mixes_tokens)
         self.module, self.mixes_tokens = module, mixes_tokens
         self.refusal: str | None = None  # why the module cannot run on all sequences and heads at once
         self.batched = True  # whether torch.vmap can run it, where it cannot

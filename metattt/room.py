@@ -1,0 +1,45 @@
+"""What this machine can hold: absurd sizes are refused before anything of them is made."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from metattt.errors import MetaTTTError
+
+
+def check_room(count: float, what: str, advice: str) -> None:
+    """Refuses tensors that this machine cannot hold, before they are made.
+
+    Args:
+        count: of their numbers, at least, in float32.
+        what: has them: the message begins with it.
+        advice: the overrides that make it smaller.
+
+    Raises:
+        MetaTTTError: they take more than the machine's memory; never on another device than the CPU.
+    """
+    room, size = memory(), 4 * count
+    if size > room and torch.get_default_device().type == "cpu":
+        raise MetaTTTError(
+            f"{what} would have {count:,.0f} numbers, {size / 1e9:,.1f} GB, and this machine has {room / 1e9:,.1f} GB: {advice}"
+        )
+
+
+@cache
+def memory() -> float:
+    """Bytes of memory that this machine has, or this process may use; infinite where the system does not tell."""
+    found = []
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        found.append(float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text().strip()
+        except OSError:
+            continue
+        found += [float(text)] if text.isdigit() else []
+    return min(found, default=math.inf)
