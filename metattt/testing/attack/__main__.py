@@ -18,6 +18,7 @@ from rich.table import Table
 
 from metattt.testing.attack.artifacts import Artifacts
 from metattt.testing.attack.child import Outcome, run
+from metattt.testing.attack.commands import run_commands
 from metattt.testing.attack.damage import Damage, of_file
 from metattt.testing.attack.malice import malicious
 
@@ -47,7 +48,7 @@ class Read(NamedTuple):
     command: str
 
 
-class Table1:
+class Tally:
     """Counts by row, and what was bad."""
 
     def __init__(self) -> None:
@@ -100,7 +101,7 @@ def reads(artifacts: Artifacts, count: int, seed: int) -> list[Read]:
     return drawn.sample(slow, few) + drawn.sample(quick, min(len(quick), count - few))
 
 
-def read_damaged(artifacts: Artifacts, count: int, seed: int, table: Table1, seconds: float) -> None:
+def read_damaged(artifacts: Artifacts, count: int, seed: int, table: Tally, seconds: float) -> None:
     """Damages files one at a time, and has the commands read them."""
     expected: dict[tuple[str, str], str] = {}
     writable = [artifacts.work, Path(tempfile.gettempdir())]
@@ -119,7 +120,7 @@ def read_damaged(artifacts: Artifacts, count: int, seed: int, table: Table1, sec
         table.add(f"{one.thing}, damaged", classify(outcome, expected[key]), what)
 
 
-def read_malicious(artifacts: Artifacts, most: int | None, seed: int, table: Table1, seconds: float) -> None:
+def read_malicious(artifacts: Artifacts, most: int | None, seed: int, table: Tally, seconds: float) -> None:
     """Has the commands read files that are made to harm."""
     every = list(malicious())
     drawn = random.Random(seed).sample(every, min(len(every), most)) if most is not None else every
@@ -139,12 +140,10 @@ def read_malicious(artifacts: Artifacts, most: int | None, seed: int, table: Tab
             table.add(f"malicious: {one.kind}", classify(outcome, None), f"{one.name}, {command}: {outcome.detail[-600:]}")
 
 
-def bad_commands(most: int | None, table: Table1) -> None:
-    """Runs commands that are wrong."""
-    from metattt.testing.bad_commands import run_all
-
-    for row, column, what in track(list(run_all(most)), "bad commands", console=Console(stderr=True)):
-        table.add(row, column, what)
+def bad_commands(home: Path, most: int | None, seed: int, table: Tally, seconds: float) -> None:
+    """Runs commands that are wrong. One that is taken counts as silently wrong."""
+    for group, words, outcome in run_commands(home / "commands", most, seed, seconds):
+        table.add(f"command: {group}", classify(outcome, ""), f"{words}: {outcome.detail[-600:]}")
 
 
 def attack(
@@ -155,7 +154,7 @@ def attack(
     seed: int = 0,
     sharded: bool = True,
     seconds: float = 60,
-) -> Table1:
+) -> Tally:
     """All attacks.
 
     Args:
@@ -169,18 +168,18 @@ def attack(
     """
     torch.set_num_threads(1)  # a forked child has no other threads
     os.environ["OMP_NUM_THREADS"] = "1"
-    table = Table1()
+    table = Tally()
     artifacts = Artifacts(home.resolve() / "attack", sharded)
     if count:
         read_damaged(artifacts, count, seed, table, seconds)
     if most_malicious != 0:
         read_malicious(artifacts, most_malicious, seed, table, seconds)
     if most_commands != 0:
-        bad_commands(most_commands, table)
+        bad_commands(home.resolve(), most_commands, seed, table, seconds)
     return table
 
 
-def lines(table: Table1) -> Iterator[str]:
+def lines(table: Tally) -> Iterator[str]:
     """The table in Markdown."""
     yield "| attack | " + " | ".join(COLUMNS) + " |"
     yield "|---" * (len(COLUMNS) + 1) + "|"
@@ -191,7 +190,7 @@ def lines(table: Table1) -> Iterator[str]:
     yield "| **all** | " + " | ".join(str(total[column]) for column in COLUMNS) + " |"
 
 
-def show(table: Table1, console: Console) -> None:
+def show(table: Tally, console: Console) -> None:
     """Prints the table, and what was bad."""
     shown = Table("attack", *COLUMNS)
     for line in list(lines(table))[2:]:

@@ -57,8 +57,8 @@ class Artifacts:
         for name, seed in (("run", 0), ("foreign run", 1)):
             call("train", *TINY, data, f"seed={seed}", f"output_dir='{home / name}'", f"trainer.max_steps={STEPS}")
         if sharded:
-            words = [*TINY, data, f"output_dir={home / 'sharded'}", f"trainer.max_steps={STEPS}", "trainer=fsdp", "trainer.devices=2"]
-            subprocess.run([sys.executable, "-m", "metattt.cli", "train", *words], check=True, capture_output=True, timeout=300)
+            given = [*TINY, data, f"output_dir={home / 'sharded'}", f"trainer.max_steps={STEPS}", "trainer=fsdp", "trainer.devices=2"]
+            subprocess.run([sys.executable, "-m", "metattt.cli", "train", *given], check=True, capture_output=True, timeout=300)
         call("convert", f"source={home / 'run'}", f"target={home / 'published'}", "direction=to_published")
         call("convert", f"source={home / 'published'}", f"target={home / 'converted'}")
         for name, seed in (("shards", 0), ("foreign shards", 1)):
@@ -111,7 +111,8 @@ class Artifacts:
 
 
 def _command(name: str, words: tuple[str, ...], it: Path, new: Path) -> Callable[[], str]:
-    job = {"resume": "train", "resume in one process": "train", "init_from": "train", "train on": "train", "eval on": "eval"}.get(name, name)
+    trained = name.startswith(("resume", "init_from", "train"))
+    job = "train" if trained else name.partition(" ")[0]
     cfg = compose(*words, job=job)
 
     def command() -> str:

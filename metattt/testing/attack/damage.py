@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,19 @@ def of_file(file: Path, foreign: Path | None, seed: int, flips: int = 24) -> Ite
     drawn = random.Random(f"{seed} {file.name}")
     places = sorted({0, 1, 7, 8, size // 2, size - 1, *(drawn.randrange(size) for _ in range(flips))} & set(range(size)))
     for place in places:
-        yield f"bit {place}", lambda place=place, bit=drawn.randrange(8): _edit(file, place, bytes([_at(file, place) ^ 1 << bit]))
+        yield f"bit {place}", partial(_flip, file, place, drawn.randrange(8))
     for place in sorted({0, size // 3, max(0, size - PAGE)}):
-        yield f"zeros at {place}", lambda place=place: _edit(file, place, bytes(min(PAGE, size - place)))
+        yield f"zeros at {place}", partial(_edit, file, place, bytes(min(PAGE, size - place)))
     for left in sorted({0, 1, 8, size // 2, size - 1} & set(range(size))):
-        yield f"cut to {left}", lambda left=left: os.truncate(file, left)
+        yield f"cut to {left}", partial(os.truncate, file, left)
     for more in (b"\0", b"x" * 100):
-        yield f"{len(more)} bytes more", lambda more=more: file.write_bytes(file.read_bytes() + more)
+        yield f"{len(more)} bytes more", partial(_append, file, more)
     if size >= 64:
         a, b = sorted(drawn.sample(range(size // 16), 2))
         yield "two pieces changed places", lambda: _swap(file, a * 16, b * 16, 16)
     yield "other bytes", lambda: file.write_bytes(random.Random(seed).randbytes(size))
     yield "missing", file.unlink
-    yield "a folder", lambda: (file.unlink(), file.mkdir())
+    yield "a folder", partial(_make_folder, file)
     yield "a link out", lambda: _link_out(file)
     if foreign is not None and foreign.is_file() and foreign.read_bytes() != file.read_bytes():
         yield "of another", lambda: shutil.copyfile(foreign, file)
@@ -57,8 +58,8 @@ def _of_json(file: Path) -> Iterator[Damage]:
         return
     paths = [path for path in _leaves(content) if path[0] != "checksum"]
     for path in paths[:: max(1, len(paths) // 20)]:
-        yield f"{'.'.join(map(str, path))} changed", lambda path=path: _rewrite(file, path, _other)
-        yield f"{'.'.join(map(str, path))} removed", lambda path=path: _rewrite(file, path, None)
+        yield f"{'.'.join(map(str, path))} changed", partial(_rewrite, file, path, _other)
+        yield f"{'.'.join(map(str, path))} removed", partial(_rewrite, file, path, None)
     yield "nested deeply", lambda: file.write_text("[" * 100_000 + "]" * 100_000)
     yield "no object", lambda: file.write_text("[1, 2]")
     yield "no JSON", lambda: file.write_text("{'a': 1,}")
@@ -100,6 +101,20 @@ def _at(file: Path, place: int) -> int:
     with file.open("rb") as stream:
         stream.seek(place)
         return stream.read(1)[0]
+
+
+def _flip(file: Path, place: int, bit: int) -> None:
+    _edit(file, place, bytes([_at(file, place) ^ 1 << bit]))
+
+
+def _append(file: Path, more: bytes) -> None:
+    with file.open("ab") as stream:
+        stream.write(more)
+
+
+def _make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
 
 
 def _edit(file: Path, place: int, content: bytes) -> None:

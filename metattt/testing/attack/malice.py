@@ -8,6 +8,8 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +17,8 @@ import torch
 import yaml
 
 from metattt.checkpoints.disk import digest
-from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.folder import CONTENT, canonical
+from metattt.data.manifest import write_signed
 
 PAYLOADS: dict[str, dict[str, Any]] = {
     "os.system": {"_args_": ["touch {canary}"]},
@@ -38,24 +40,31 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 }
 """What a configuration might have called, and with what."""
 
-PLACES = (
-    ("learner",), ("task",), ("optimizer",), ("layer",), ("model",), ("model", "ffn_dim"), ("layer", "gate"), ("learner", "bias"), ("data",),
-    ("data", "path"), ("training",), ("training", "betas", 0), ("trainer",), ("trainer", "strategy"), ("trainer", "+plugins"),
-    ("trainer", "+profiler"), ("callbacks", "+one"), ("callbacks", "progress", "lines"), ("logger", "+one"), ("+another",), ("seed",),
+PLACES: tuple[tuple[Any, ...], ...] = (
+    ("learner",), ("task",), ("optimizer",), ("layer",), ("model",), ("model", "ffn_dim"), ("layer", "gate"),
+    ("learner", "bias"), ("data",), ("data", "path"), ("training",), ("training", "betas", 0), ("trainer",),
+    ("trainer", "strategy"), ("trainer", "+plugins"), ("trainer", "+profiler"), ("callbacks", "+one"),
+    ("callbacks", "progress", "lines"), ("logger", "+one"), ("+another",), ("seed",),
 )  # fmt: skip
 """Where in the configuration; `+` adds a key."""
 
-SIZES = (
-    (("model", "vocab_size"), 10**12), (("model", "vocab_size"), 10**25), (("model", "num_layers"), 10**9), (("dim",), 2**40), (("num_heads",), 2**40),
-    (("model", "ffn_dim"), 10**13), (("optimizer", "steps"), 10**9), (("optimizer", "mini_batch_size"), 10**15), (("model", "conv_width"), 10**12),
-    (("data", "num_workers"), 10**6), (("data", "batch_size"), 10**15), (("data", "context_length"), 10**15), (("trainer", "devices"), 10**6),
-    (("model", "num_layers"), -5), (("dim",), 0), (("num_heads",), 0), (("model", "vocab_size"), 2.5), (("dim",), "8; ls"), (("dim",), None),
-    (("task", "conv_width"), 10**9), (("layer",), []), (("callbacks",), 3), (("learner",), "mlp"), (("training", "lr"), float("nan")),
+SIZES: tuple[tuple[str, Any], ...] = (
+    ("model.vocab_size", 10**12), ("model.vocab_size", 10**25), ("model.num_layers", 10**9), ("dim", 2**40),
+    ("num_heads", 2**40), ("model.ffn_dim", 10**13), ("optimizer.steps", 10**9), ("optimizer.mini_batch_size", 10**15),
+    ("model.conv_width", 10**12), ("data.num_workers", 10**6), ("data.batch_size", 10**15), ("data.context_length", 10**15),
+    ("trainer.devices", 10**6), ("model.num_layers", -5), ("dim", 0), ("num_heads", 0), ("model.vocab_size", 2.5),
+    ("dim", "8; ls"), ("dim", None), ("task.conv_width", 10**9), ("layer", []), ("callbacks", 3), ("learner", "mlp"),
+    ("training.lr", float("nan")),
 )  # fmt: skip
 
 TEXTS = (
-    "${oc.env:HOME}", "${oc.decode:'1'}", "${oc.create:{}}", "${hydra:runtime.cwd}", "${dim", "${${dim}}", "${layer}", "x" * 10**6, "${.dim}",
+    "${oc.env:HOME}", "${oc.decode:'1'}", "${oc.create:{}}", "${hydra:runtime.cwd}", "${dim", "${${dim}}", "${layer}",
+    "x" * 10**6, "${.dim}",
 )  # fmt: skip
+
+
+Make = Callable[[Path, Path], object]
+Change = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 
 
 class Malicious(NamedTuple):
@@ -71,7 +80,7 @@ class Malicious(NamedTuple):
     kind: str
     name: str
     thing: str
-    make: Callable[[Path, Path], object]
+    make: Make
 
 
 class _Run:
@@ -86,25 +95,25 @@ class _Run:
         return os.system, (self.command,)
 
 
-def malicious(sharded: bool = True) -> Iterator[Malicious]:
+def malicious() -> Iterator[Malicious]:
     """Every file."""
     for index, target in enumerate(PAYLOADS):
         for place in PLACES[index % 3 :: 3]:
-            def call(copy: Path, canary: Path, target: str = target, place: tuple[Any, ...] = place) -> None:
-                sign(copy, lambda config: put(config, place, payload(target, copy, canary)))
-            yield Malicious("a class in a checkpoint", f"{target} as {_dotted(place)}", "run", call)
+            yield Malicious("a class in a checkpoint", f"{target} as {_dotted(place)}", "run", _calling(target, place, sign))
     for target in list(PAYLOADS)[:6]:
-        for thing, kind in (("version 2", "a class in last.ckpt"), ("version 2 converted", "a class in config.yaml"), ("converted", "a class in a model")):
-            def old(copy: Path, canary: Path, target: str = target, change: Any = _CHANGES[thing]) -> None:
-                change(copy, lambda config: put(config, ("learner",), payload(target, copy, canary)))
-            yield Malicious(kind, target, thing, old)
-    for place, value in SIZES:
-        yield Malicious("sizes", f"{_dotted(place)}={value}", "run", lambda copy, _, p=place, v=value: sign(copy, lambda c: put(c, p, v)))
+        for thing, kind, change in (
+            ("version 2", "a class in last.ckpt", _change_file),
+            ("version 2 converted", "a class in config.yaml", _change_yaml),
+            ("converted", "a class in a model", sign),
+        ):
+            yield Malicious(kind, target, thing, _calling(target, ("learner",), change))
+    for dotted, value in SIZES:
+        yield Malicious("sizes", f"{dotted}={value}", "run", _putting(tuple(dotted.split(".")), value))
     for text in TEXTS:
-        yield Malicious("references", text[:30], "run", lambda copy, _, t=text: sign(copy, lambda c: put(c, ("model", "ffn_dim"), t)))
+        yield Malicious("references", text[:30], "run", _putting(("model", "ffn_dim"), text))
     for key in ("_args_", "_partial_", "_recursive_", "_convert_", "_target_", "_component_", "__class__"):
-        value: Any = ["x"] if key == "_args_" else "all"
-        yield Malicious("keys with a meaning", key, "run", lambda copy, _, k=key, v=value: sign(copy, lambda c: put(c, ("learner", f"+{k}"), v)))
+        given: Any = ["x"] if key == "_args_" else "all"
+        yield Malicious("keys with a meaning", key, "run", _putting(("learner", f"+{key}"), given))
     yield from _links()
     yield from _pickles()
     yield from _texts()
@@ -114,38 +123,57 @@ def malicious(sharded: bool = True) -> Iterator[Malicious]:
 # -- ways --------------------------------------------------------------------------------------------------------------
 
 
+def _calling(target: str, place: tuple[Any, ...], change: Change) -> Make:
+    """A class that is called, somewhere in a configuration."""
+    return lambda copy, canary: change(copy, lambda config: put(config, place, payload(target, copy, canary)))
+
+
+def _putting(place: tuple[Any, ...], value: Any) -> Make:
+    """Any value, somewhere in the configuration of a run."""
+    return lambda copy, canary: sign(copy, lambda config: put(config, place, value))
+
+
 def _links() -> Iterator[Malicious]:
     for name in ("model.safetensors", CONTENT):
-        def link(copy: Path, canary: Path, name: str = name) -> None:
-            file = find_checkpoint(copy) / name
-            secret = copy.parent / "secret"
-            file.rename(secret)
-            file.symlink_to(secret)
-        yield Malicious("links", name, "run", link)
-    for thing in ("shards",):
-        def out(copy: Path, canary: Path) -> None:
-            file = next(copy.glob("*.bin"))
-            file.unlink()
-            file.symlink_to("/etc/hostname")
-        yield Malicious("links", "a shard", thing, out)
+        yield Malicious("links", name, "run", partial(_lead_out, name))
+    yield Malicious("links", "a shard", "shards", partial(_lead_out, "train-000000.bin"))
     for name in ("../secret", "/etc/hostname", "a/b", "..", ""):
-        def named(copy: Path, canary: Path, name: str = name) -> None:
-            change_content(copy, lambda content: content["files"].update({name: {"bytes": 1, "xxh3": "0"}}))
-        yield Malicious("names of files", repr(name), "run", named)
+        about = {name: {"bytes": 1, "xxh3": "0"}}
+        yield Malicious("names of files", repr(name), "run", _with_files(about))
     for name in ("../secret.key", "/etc/hostname", "..\\x"):
-        def shard(copy: Path, canary: Path, name: str = name) -> None:
-            file = copy / "manifest.json"
-            content = json.loads(file.read_text())
-            content["shards"][0]["file"] = name
-            file.write_text(json.dumps(content))
-        yield Malicious("names of shards", name, "shards", shard)
-    for key, where in (("callbacks", "progress"), ("logger", "csv")):
-        def path(copy: Path, canary: Path, key: str = key, where: str = where) -> None:
-            sign(copy, lambda c: put(c, (key, where, "+path"), str(canary)))
-        yield Malicious("paths to write to", key, "run", path)
-    def folder(copy: Path, canary: Path) -> None:
-        sign(copy, lambda c: put(c, ("callbacks", "checkpoint", "folder"), str(canary)))
-    yield Malicious("paths to write to", "checkpoints elsewhere", "run", folder)
+        yield Malicious("names of shards", name, "shards", partial(_name_shard, name))
+    for part in (("callbacks", "progress", "+path"), ("logger", "csv", "path"), ("callbacks", "checkpoint", "folder")):
+        yield Malicious("paths to write to", _dotted(part), "run", _to_canary(part))
+
+
+def _with_files(about: dict[str, Any]) -> Make:
+    return lambda copy, canary: change_content(copy, lambda content: content["files"].update(about))
+
+
+def _to_canary(place: tuple[str, ...]) -> Make:
+    return lambda copy, canary: sign(copy, lambda config: put(config, place, str(canary)))
+
+
+def _lead_out(name: str, copy: Path, canary: Path) -> None:
+    """A file, by way of a link to another folder."""
+    file = next(one for one in sorted(copy.rglob(name), reverse=True))
+    elsewhere = copy.parent / f"secret-{file.name}"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+def _write(name: str, content: bytes, copy: Path, canary: Path) -> None:
+    """Other content in a file of a copy, or in the newest one of its name."""
+    file = next((one for one in sorted(copy.rglob(name), reverse=True)), copy / name)
+    file.write_bytes(content)
+
+
+def _name_shard(name: str, copy: Path, canary: Path) -> None:
+    """A manifest that names a file elsewhere, signed."""
+    file = copy / "manifest.json"
+    content = json.loads(file.read_text())
+    content["shards"][0]["file"] = name
+    write_signed(file, content)
 
 
 def _pickles() -> Iterator[Malicious]:
@@ -192,7 +220,9 @@ def _bytes_in_index(copy: Path, canary: Path) -> None:
 
 
 def _texts() -> Iterator[Malicious]:
-    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
+    nine = "abcdefghi"
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n"
+    bomb += "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in pairwise(nine))
     documents = {
         "aliases that multiply": f"version: 2\nconfig: {{}}\n{bomb}",
         "a tag of Python": "!!python/object/apply:os.system ['touch {canary}']",
@@ -205,29 +235,42 @@ def _texts() -> Iterator[Malicious]:
         def write(copy: Path, canary: Path, document: str = document) -> None:
             (copy / "config.yaml").write_text(document.replace("{canary}", str(canary)))
         yield Malicious("YAML", name, "version 2 converted", write)
-    numbers = {"a long number": '{"version": 3, "checksum": ' + "9" * 10_000 + "}", "nested deeply": '{"a":' * 100_000, "a surrogate": '{"format": "\\ud800"}'}
+    numbers = {
+        "a long number": '{"version": 3, "checksum": ' + "9" * 10_000 + "}", "nested deeply": '{"a":' * 100_000,
+        "a surrogate": '{"format": "\\ud800"}',
+    }  # fmt: skip
     for name, document in numbers.items():
-        yield Malicious("JSON", name, "run", lambda copy, _, d=document: (find_checkpoint(copy) / CONTENT).write_text(d))
-        yield Malicious("JSON", f"{name}, config.json", "published", lambda copy, _, d=document: (copy / "config.json").write_text(d))
-    for mark in ({"$tensor": "nowhere"}, {"$tensor": 3}, {"$tuple": 3}, {"$items": [[{"$items": []}, 1]]}, {"$run": "x"}, {"$items": [[1]]}):
-        yield Malicious("marks", json.dumps(mark), "run", lambda copy, _, m=mark: change_content(copy, lambda c: c["content"].update(loops=m)))
+        yield Malicious("JSON", name, "run", partial(_write, CONTENT, document.encode()))
+        beside = f"{name}, config.json"
+        yield Malicious("JSON", beside, "published", partial(_write, "config.json", document.encode()))
+    marks: tuple[Any, ...] = (
+        {"$tensor": "nowhere"}, {"$tensor": 3}, {"$tuple": 3}, {"$items": [[{"$items": []}, 1]]}, {"$run": "x"}, {"$items": [[1]]},
+    )  # fmt: skip
+    for mark in marks:
+        yield Malicious("marks", json.dumps(mark), "run", _with("loops", mark))
     for key in ("global_step", "epoch", "loops", "callbacks", "lr_schedulers", "optimizer_states"):
         for value in (None, "x", -1, [1], {"a": 1}, 10**30):
-            yield Malicious(
-                "state of a run", f"{key}={value}", "run", lambda copy, _, k=key, v=value: change_content(copy, lambda c: c["content"].update({k: v}))
-            )
+            yield Malicious("state of a run", f"{key}={value}", "run", _with(key, value))
+
+
+def _with(key: str, value: Any) -> Make:
+    """Another value in the state of a run."""
+    return lambda copy, canary: change_content(copy, lambda content: content["content"].update({key: value}))
 
 
 def _formats() -> Iterator[Malicious]:
+    one = ("F32", [1], [0, 4])
     headers = {
-        "a long header": struct.pack("<Q", 2**62) + b"{}", "no header": b"", "a tensor larger than its file": _safetensors({"a": ("F32", [2**40], [0, 2**42])}),
-        "negative": _safetensors({"a": ("F32", [-1], [0, 4])}), "overlapping": _safetensors({"a": ("F32", [1], [0, 4]), "b": ("F32", [1], [0, 4])}, b"1234"),
+        "a long header": struct.pack("<Q", 2**62) + b"{}", "no header": b"",
+        "a tensor larger than its file": _safetensors({"a": ("F32", [2**40], [0, 2**42])}),
+        "negative": _safetensors({"a": ("F32", [-1], [0, 4])}), "overlapping": _safetensors({"a": one, "b": one}, b"1234"),
         "an unknown type": _safetensors({"a": ("Q99", [1], [0, 4])}, b"1234"),
     }  # fmt: skip
-    for name, content in headers.items():
+    for name, header in headers.items():
         for thing in ("published", "version 2 converted"):
-            yield Malicious("safetensors", name, thing, lambda copy, _, c=content: (copy / "model.safetensors").write_bytes(c))
-    for parts in ({"a": "../x.safetensors"}, {"a": "model.safetensors.index.json"}, {"a": 3}, [], {"a": "/etc/hostname"}):
+            yield Malicious("safetensors", name, thing, partial(_write, "model.safetensors", header))
+    indices: tuple[Any, ...] = ({"a": "../x.safetensors"}, {"a": "model.safetensors.index.json"}, {"a": 3}, [], {"a": "/etc/hostname"})
+    for parts in indices:
         def index(copy: Path, canary: Path, parts: Any = parts) -> None:
             (copy / "model.safetensors").unlink()
             (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
@@ -250,7 +293,7 @@ def _formats() -> Iterator[Malicious]:
             (copy / "tokenizer.json").write_text(json.dumps(content))
         yield Malicious("tokenizers", name, "published", tokenizer)
     for content in ("{}", "[]", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}', "\0\0"):
-        yield Malicious("tokenizers", content[:20], "published", lambda copy, _, c=content: (copy / "tokenizer.json").write_text(c))
+        yield Malicious("tokenizers", content[:20], "published", partial(_write, "tokenizer.json", content.encode()))
 
 
 # -- tools -------------------------------------------------------------------------------------------------------------
@@ -283,9 +326,6 @@ def _change_file(copy: Path, change: Callable[[dict[str, Any]], object]) -> None
     torch.save(content, copy / "last.ckpt")
 
 
-_CHANGES = {"version 2": _change_file, "version 2 converted": _change_yaml, "converted": sign}
-
-
 def payload(target: str, copy: Path, canary: Path) -> dict[str, Any]:
     """A node that would call something."""
     text = json.dumps({"_target_": target, **PAYLOADS[target]})
@@ -306,5 +346,8 @@ def _dotted(place: tuple[Any, ...]) -> str:
 
 
 def _safetensors(tensors: dict[str, tuple[str, list[int], list[int]]], data: bytes = b"") -> bytes:
-    header = json.dumps({name: {"dtype": kind, "shape": shape, "data_offsets": place} for name, (kind, shape, place) in tensors.items()}).encode()
+    entries = {
+        name: {"dtype": kind, "shape": shape, "data_offsets": place} for name, (kind, shape, place) in tensors.items()
+    }
+    header = json.dumps(entries).encode()
     return struct.pack("<Q", len(header)) + header + data
