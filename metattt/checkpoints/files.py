@@ -27,13 +27,14 @@ PUBLISHED = (
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
-def find_checkpoint(path: str | Path, whole: bool = False) -> Path:
+def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
     """The checkpoint that a path names: itself, or what is in a folder: the newest of a run, or a model's weights.
 
     Args:
         path: a checkpoint, or a folder with some.
-        whole: a run's checkpoints are compared with their checksums, all of them, and the newest that is not damaged is
-            taken; else what is damaged in its tensors is found when it is read.
+        fall_back: a run's checkpoints are read and compared with their checksums, the newest first, and the first that
+            is not damaged is taken, said aloud if it is an older one. Else the newest is taken, and what is damaged in
+            it is found when it is read: nobody evaluates another model than he thinks.
 
     Returns:
         A folder (`metattt.checkpoints.folder`); of other programs and earlier versions a file, or the folder of a
@@ -51,7 +52,7 @@ def find_checkpoint(path: str | Path, whole: bool = False) -> Path:
         )
     run = given.parent if given.name == rolling.FOLDER else given
     if rolling.steps(run):
-        return rolling.newest_good(run, _verify if whole else lambda path: read_content(path, "none", mmap=True))
+        return rolling.newest_good(run, _verify) if fall_back else rolling.steps(run)[0][1]
     for name in (LAST, SAFETENSORS, *PUBLISHED):
         if (one := standing(given / name)).is_file() or _is_folder(one):
             return one

@@ -112,9 +112,9 @@ def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
     if here and lock is not None:
         rolling.remove_leftovers(folder)
     if source is not None and (has_checkpoint(source) or not (cfg.resume == AUTO or is_begun(source))):
-        checkpoint = find_checkpoint(source if given.resume == AUTO else given.resume, whole=True)
+        checkpoint = find_checkpoint(source if given.resume == AUTO else given.resume, fall_back=True)
         content = read_checkpoint(checkpoint, tensors="none")
-        done = int(content["global_step"])
+        done = _steps_of(content, checkpoint)
         if here and lock is not None:
             _end_at(done, given, folder)
         record = record_config(modernised(content[RECORD]), checkpoint, trust=modules(given.trust))
@@ -140,6 +140,14 @@ def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
         if lock is not None:
             write_configuration(folder, cfg)
     return Start(cfg, folder, checkpoint, content, done, moved, complete)
+
+
+def _steps_of(content: Mapping[str, Any], checkpoint: Path) -> int:
+    """The steps that a checkpoint's run had made."""
+    done = content.get("global_step")
+    if type(done) is not int or not 0 <= done < 2**62:
+        raise MetaTTTError(f"{checkpoint} has made {str(done)[:40]} steps: it is damaged, or not of a run")
+    return done
 
 
 def _is_folder(path: Path) -> bool:

@@ -127,14 +127,31 @@ def _run(begin: Start, console: Console) -> int:
         ended_well = True
         console.print(f"stopped at step {trainer.global_step} ({stop}). To go on: metattt train resume={folder}")
         return 0 if started_by_the_run() else stop.exit_code
-    except RuntimeError as error:
-        if watch is not None and LOST.search(str(error)):
+    except MetaTTTError:
+        raise
+    except Exception as error:
+        if watch is not None and isinstance(error, RuntimeError) and LOST.search(str(error)):
             watch.wait()
+        if checkpoint is not None and not (_callback(trainer, Begun) or Begun).begun:
+            reason = (str(error).splitlines() or [""])[0]
+            raise MetaTTTError(
+                f"{checkpoint} holds a state that the run cannot take up ({type(error).__name__}: {reason:.200}): "
+                "it is damaged, or of another version"
+            ) from error
         raise
     finally:
         if watch is not None:
             watch.close(failed=not ended_well)
     return 0
+
+
+class Begun(lightning.Callback):
+    """Notes that a run has taken up its state and begun to train."""
+
+    begun = False
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.begun = True
 
 
 def _absolute(path: Any) -> Any:
@@ -149,6 +166,7 @@ def _absolute(path: Any) -> Any:
 def _trainer(cfg: DictConfig) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
     callbacks = [instantiate_part(cfg.callbacks, name) for name in cfg.get("callbacks") or {}]
+    callbacks.append(Begun())
     loggers = [instantiate_part(cfg.logger, name) for name in cfg.get("logger") or {}]
     settings = processes(cfg.trainer)
     if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
