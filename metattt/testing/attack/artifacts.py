@@ -57,13 +57,30 @@ class Artifacts:
         for name, seed in (("run", 0), ("foreign run", 1)):
             call("train", *TINY, data, f"seed={seed}", f"output_dir='{home / name}'", f"trainer.max_steps={STEPS}")
         if sharded:
-            given = [*TINY, data, f"output_dir={home / 'sharded'}", f"trainer.max_steps={STEPS}", "trainer=fsdp", "trainer.devices=2"]
-            subprocess.run([sys.executable, "-m", "metattt.cli", "train", *given], check=True, capture_output=True, timeout=300)
+            given = [
+                *TINY,
+                data,
+                f"output_dir={home / 'sharded'}",
+                f"trainer.max_steps={STEPS}",
+                "trainer=fsdp",
+                "trainer.devices=2",
+            ]
+            subprocess.run(
+                [sys.executable, "-m", "metattt.cli", "train", *given], check=True, capture_output=True, timeout=300
+            )
         call("convert", f"source={home / 'run'}", f"target={home / 'published'}", "direction=to_published")
         call("convert", f"source={home / 'published'}", f"target={home / 'converted'}")
         for name, seed in (("shards", 0), ("foreign shards", 1)):
             folder = f"target='{home / name}'"
-            call("prepare", f"source={self.text}", folder, f"seed={seed}", "validation_fraction=0.3", "shard_bytes=3000", "workers=1")
+            call(
+                "prepare",
+                f"source={self.text}",
+                folder,
+                f"seed={seed}",
+                "validation_fraction=0.3",
+                "shard_bytes=3000",
+                "workers=1",
+            )
         self._write_version2()
 
     def fresh(self, name: str) -> Path:
@@ -102,7 +119,12 @@ class Artifacts:
             "generate": (f"checkpoint={it}", "prompt=the state", "max_new_tokens=8", "temperature=0", "device=cpu"),
             "convert": (f"source={it}", f"target={new}"),
             "resume": (f"resume={it}", f"trainer.max_steps={MORE}"),
-            "resume in one process": (f"resume={it}", f"trainer.max_steps={MORE}", "trainer=default", "trainer.devices=1"),
+            "resume in one process": (
+                f"resume={it}",
+                f"trainer.max_steps={MORE}",
+                "trainer=default",
+                "trainer.devices=1",
+            ),
             "init_from": (*start, text, f"init_from={it}"),
             "train on": (*start, "data=shards", f"data.path={it}"),
             "eval on": (f"checkpoint={self.home / 'run'}", f"data.path={it}", *here, *alone),

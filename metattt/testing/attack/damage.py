@@ -26,7 +26,9 @@ def of_file(file: Path, foreign: Path | None, seed: int, flips: int = 24) -> Ite
     """
     size = file.stat().st_size
     drawn = random.Random(f"{seed} {file.name}")
-    places = sorted({0, 1, 7, 8, size // 2, size - 1, *(drawn.randrange(size) for _ in range(flips))} & set(range(size)))
+    places = sorted(
+        {0, 1, 7, 8, size // 2, size - 1, *(drawn.randrange(size) for _ in range(flips))} & set(range(size))
+    )
     for place in places:
         yield f"bit {place}", partial(_flip, file, place, drawn.randrange(8))
     for place in sorted({0, size // 3, max(0, size - PAGE)}):

@@ -99,7 +99,9 @@ def malicious() -> Iterator[Malicious]:
     """Every file."""
     for index, target in enumerate(PAYLOADS):
         for place in PLACES[index % 3 :: 3]:
-            yield Malicious("a class in a checkpoint", f"{target} as {_dotted(place)}", "run", _calling(target, place, sign))
+            yield Malicious(
+                "a class in a checkpoint", f"{target} as {_dotted(place)}", "run", _calling(target, place, sign)
+            )
     for target in list(PAYLOADS)[:6]:
         for thing, kind, change in (
             ("version 2", "a class in last.ckpt", _change_file),
@@ -179,20 +181,27 @@ def _name_shard(name: str, copy: Path, canary: Path) -> None:
 def _pickles() -> Iterator[Malicious]:
     def in_checkpoint(copy: Path, canary: Path) -> None:
         torch.save({"state_dict": {}, "metattt": _Run(f"touch {canary}")}, copy / "last.ckpt")
+
     yield Malicious("pickles", "last.ckpt", "version 2", in_checkpoint)
+
     def bare(copy: Path, canary: Path) -> None:
         (copy / "last.ckpt").write_bytes(pickle.dumps(_Run(f"touch {canary}")))
+
     yield Malicious("pickles", "a bare one", "version 2", bare)
+
     def published(copy: Path, canary: Path) -> None:
         (copy / "model.safetensors").unlink()
         torch.save({"model.embed_tokens.weight": _Run(f"touch {canary}")}, copy / "pytorch_model.bin")
+
     yield Malicious("pickles", "pytorch_model.bin", "published", published)
+
     def index(copy: Path, canary: Path) -> None:
         parts = copy / "last.ckpt"
         parts.unlink()
         parts.mkdir()
         torch.save({"metattt": {}, "optimizer_states": []}, parts / "meta.pt")
         (parts / ".metadata").write_bytes(pickle.dumps(_Run(f"touch {canary}")))
+
     yield Malicious("pickles", "the index of parts", "version 2", index)
     yield Malicious("pickles", "bytes in an index", "version 2", _bytes_in_index)
 
@@ -232,8 +241,10 @@ def _texts() -> Iterator[Malicious]:
         "ten megabytes": "version: 2\nconfig: {a: '" + "x" * 10**7 + "'}",
     }
     for name, document in documents.items():
+
         def write(copy: Path, canary: Path, document: str = document) -> None:
             (copy / "config.yaml").write_text(document.replace("{canary}", str(canary)))
+
         yield Malicious("YAML", name, "version 2 converted", write)
     numbers = {
         "a long number": '{"version": 3, "checksum": ' + "9" * 10_000 + "}", "nested deeply": '{"a":' * 100_000,
@@ -269,21 +280,32 @@ def _formats() -> Iterator[Malicious]:
     for name, header in headers.items():
         for thing in ("published", "version 2 converted"):
             yield Malicious("safetensors", name, thing, partial(_write, "model.safetensors", header))
-    indices: tuple[Any, ...] = ({"a": "../x.safetensors"}, {"a": "model.safetensors.index.json"}, {"a": 3}, [], {"a": "/etc/hostname"})
+    indices: tuple[Any, ...] = (
+        {"a": "../x.safetensors"},
+        {"a": "model.safetensors.index.json"},
+        {"a": 3},
+        [],
+        {"a": "/etc/hostname"},
+    )
     for parts in indices:
+
         def index(copy: Path, canary: Path, parts: Any = parts) -> None:
             (copy / "model.safetensors").unlink()
             (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+
         yield Malicious("an index", json.dumps(parts), "published", index)
+
     def zipped(copy: Path, canary: Path) -> None:
         with zipfile.ZipFile(copy / "last.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("archive/data.pkl", b"\0" * 10**8)
+
     yield Malicious("archives", "a zip that unfolds", "version 2", zipped)
     tokenizers = {
         "a slow expression": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
         "no expression": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
     }
     for name, splitter in tokenizers.items():
+
         def tokenizer(copy: Path, canary: Path, splitter: Any = splitter) -> None:
             vocabulary = {chr(33 + i): i for i in range(200)} | {"a" * 40 + "b": 256}
             content = {
@@ -291,6 +313,7 @@ def _formats() -> Iterator[Malicious]:
                 "post_processor": None, "decoder": None, "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
             }  # fmt: skip
             (copy / "tokenizer.json").write_text(json.dumps(content))
+
         yield Malicious("tokenizers", name, "published", tokenizer)
     for content in ("{}", "[]", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}', "\0\0"):
         yield Malicious("tokenizers", content[:20], "published", partial(_write, "tokenizer.json", content.encode()))
