@@ -1,0 +1,133 @@
+"""`metattt bench checkpoint`: what checksums cost when a checkpoint is written and read."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from metattt.bench.base import Benchmark, check_counts, require
+from metattt.bench.report import Report, Row
+from metattt.bench.timing import in_turn, ratios, summary
+from metattt.checkpoints import tensors as files
+from metattt.checkpoints.files import read_content
+from metattt.checkpoints.writing import write_checkpoint
+from metattt.errors import MetaTTTError, check_number
+from metattt.registry import register
+
+RECORD = {"version": 3, "config": {}}
+
+
+@register(group="benchmark", name="checkpoint")
+class Checkpoint(Benchmark):
+    """A checkpoint of weights and Adam's two moments, fp32, written until it is on the disk, and read until every byte
+    was looked at; with checksums and, for the comparison alone, without.
+
+    Args:
+        megabytes: of the tensors together.
+        tensors: number of weights, of equal size.
+        rounds: timed calls of each way, in turn.
+        folder: where it is written; null is the system's temporary folder.
+        at_least: the speed with checksums over that without, at least (median); 0 accepts anything.
+    """
+
+    def __init__(
+        self,
+        megabytes: int = 1024,
+        tensors: int = 64,
+        rounds: int = 7,
+        folder: str | None = None,
+        at_least: float = 0.8,
+    ):
+        check_counts(megabytes=megabytes, tensors=tensors, rounds=rounds)
+        check_number("benchmark.at_least", at_least, least=0)
+        self.megabytes, self.tensors, self.rounds, self.folder, self.at_least = (
+            megabytes,
+            tensors,
+            rounds,
+            folder,
+            at_least,
+        )
+
+    def run(self, say: Callable[[str], None]) -> Report:
+        count = max(1, self.megabytes * 10**6 // (4 * 3 * self.tensors))
+        weights = {f"w{number}": torch.randn(count) for number in range(self.tensors)}
+        state = {number: {"exp_avg": w * 0.9, "exp_avg_sq": w * w} for number, w in enumerate(weights.values())}
+        content = {"state_dict": weights, "global_step": 1, "optimizer_states": [{"state": state, "param_groups": []}]}
+        rows: list[Row] = []
+        with tempfile.TemporaryDirectory(dir=self.folder) as home:
+            path = Path(home) / "step"
+            say("checking")
+            write_checkpoint(path, RECORD, content)
+            found = read_content(path)
+            wrong = sum(not torch.equal(found["state_dict"][name], tensor) for name, tensor in weights.items())
+            checks = [require("tensors that are not what was written", float(wrong), 0.0)]
+            for what, call in (("write", partial(_write, path, content)), ("read", partial(_read, path))):
+                say(f"{what}: timing {self.rounds} rounds")
+                ways = {"without": partial(_without, call), "with": call}
+                seconds = in_turn(ways, self.rounds)
+                share = ratios(seconds["without"], seconds["with"])
+                for way, took in seconds.items():
+                    row: Row = {"": what, "checksums": way}
+                    row |= {f"s, {key}": value for key, value in summary(took)._asdict().items()}
+                    row |= {
+                        f"speed, {key}": v
+                        for key, v in (share if way == "with" else ratios(took, took))._asdict().items()
+                    }
+                    rows.append(row)
+                if share.median < self.at_least:
+                    raise MetaTTTError(
+                        f"{what}: with checksums {share.median:.2f} of the speed without, not {self.at_least}"
+                    )
+        text = (
+            f"{self.megabytes} MB in {3 * self.tensors} tensors, {self.rounds} rounds in turn in one process; files synced before "
+            "a write             "counts as done, and every byte copied before a read does. The file is in the page cache when it is read, so "
+            "that the disk does not hide what the checksums cost."
+        )
+        settings = {"megabytes": self.megabytes, "tensors": self.tensors, "rounds": self.rounds}
+        return Report("Checkpoints with and without checksums", text, {"Time": rows}, checks, settings)
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    write_checkpoint(path, RECORD, content)
+
+
+def _read(path: Path) -> None:
+    found = read_content(path)
+    _touch(found["state_dict"].values())
+    for state in found["optimizer_states"][0]["state"].values():
+        _touch(state.values())
+
+
+def _touch(tensors: Iterator[Tensor]) -> None:
+    """Copies tensors, as a model that takes them does."""
+    for tensor in tensors:
+        tensor.clone()
+
+
+def _without(call: Callable[[], None]) -> None:
+    with _no_checksums():
+        call()
+
+
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Nothing is summed; what was written with sums is read as if they were right."""
+    with (
+        patch.object(files, "checksum", lambda name, tensor: "0"),
+        patch.object(files.TensorFile, "__getitem__", _unchecked),
+    ):
+        yield
+
+
+def _unchecked(file: files.TensorFile, name: str) -> Tensor:
+    tensor: Tensor = file._opened.get_tensor(file.aliases.get(name, name))
+    return tensor

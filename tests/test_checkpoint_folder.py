@@ -1,0 +1,446 @@
+"""A checkpoint on the disk: what is written is read, what is damaged is named, what a file may not say is refused, and
+a kill leaves the old one or the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from metattt.checkpoints import folder as folders
+from metattt.checkpoints import writing
+from metattt.checkpoints.disk import check_own, digest
+from metattt.checkpoints.files import find_checkpoint, home, read_content
+from metattt.checkpoints.folder import CONTENT, MODEL, TRAINING, WEIGHTS, canonical, load_parts, verify
+from metattt.checkpoints.naming import to_targets
+from metattt.checkpoints.plain import put_together, take_apart
+from metattt.checkpoints.record import RECORD, checked_record, make_record, read_config, record_config
+from metattt.checkpoints.tensors import Piece, open_tensors, read_tensors, write_tensors
+from metattt.checkpoints.trained import check_numbers, load_model
+from metattt.checkpoints.trust import check_amounts, modules
+from metattt.checkpoints.writing import NEW, write_checkpoint, write_model
+from metattt.composition.compose import compose
+from metattt.errors import MetaTTTError
+from metattt.models.language_model import LanguageModel
+
+SMALL = ("dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=16", "model.vocab_size=16")
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def content(seed: int = 0) -> dict[str, Any]:
+    drawn = torch.Generator().manual_seed(seed)
+    weights = {"a": torch.randn(3, 4, generator=drawn), "b": torch.randn(5, generator=drawn).bfloat16()}
+    state = {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 4, generator=drawn), "count": 7}}
+    return {
+        WEIGHTS: weights, "global_step": 4 + seed, "optimizer_states": [{"state": state, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95)}]}],
+        "callbacks": {"random": {"python": (3, (1, 2), None), "torch": torch.arange(6, dtype=torch.uint8)}},
+    }  # fmt: skip
+
+
+RECORD_OF = {"version": 3, "config": {"dim": 8}}
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(two, Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, dict):
+        return isinstance(two, dict) and list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    return bool(one == two) and type(one) is type(two)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    found = read_content(folder)
+    found.pop(RECORD)
+    return found
+
+
+# -- plain data --------------------------------------------------------------------------------------------------------
+
+
+def test_plain_data_is_there_and_back() -> None:
+    node = {
+        "a": [1, 2.5, None, True, "x", (1, (2,), [])], "b": {3: "int key", (1, 2): "tuple", "$x": 0}, "c": {}, "d": float("inf"),
+        "t": [torch.ones(2), {"u": torch.zeros(0)}],
+    }  # fmt: skip
+    tensors: dict[str, Tensor] = {}
+    written = json.loads(json.dumps(take_apart(node, tensors)))
+    assert set(tensors) == {"t/0", "t/1/u"} and same(put_together(written, tensors), node)
+    assert put_together(written, {})["t"] == [{}]  # tensors that are not given are left out
+
+
+@pytest.mark.parametrize("node", [object(), {"a": {1, 2}}, [lambda: 0], b"bytes"])
+def test_what_is_not_plain_is_refused_by_its_place(node: Any) -> None:
+    with pytest.raises(MetaTTTError, match="a checkpoint cannot hold"):
+        take_apart({"callbacks": node}, {})
+
+
+@pytest.mark.parametrize(
+    "mark", [{"$run": 1}, {"$tuple": 3}, {"$items": [[1]]}, {"$items": [[[], 1]]}, {"$tuple": [], "$items": []}]
+)
+def test_marks_that_are_none(mark: Any) -> None:
+    with pytest.raises(MetaTTTError):
+        put_together({"a": mark}, {})
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_byte_of_a_file_of_tensors_is_covered(tmp_path: Path) -> None:
+    """A flipped bit is noticed, or it is in the header and changes nothing that is read."""
+    file = tmp_path / "model.safetensors"
+    tensors = {"a": torch.randn(3, 2), "b": torch.arange(3), "tied": torch.ones(2, 2)}
+    tensors["again"] = tensors["tied"]
+    write_tensors(file, tensors)
+    assert same(dict(sorted(read_tensors(file).items())), dict(sorted(tensors.items())))
+    whole = file.read_bytes()
+    header = int.from_bytes(whole[:8], "little") + 8
+    noticed = 0
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            found = read_tensors(file)
+        except MetaTTTError as error:
+            assert str(file) in str(error) and len(str(error).splitlines()) == 1
+            noticed += 1
+            continue
+        assert place < header and all(same(found[name], tensors[name]) for name in found.keys() & tensors.keys())
+    assert noticed >= len(whole) - header
+
+
+def test_tensors_that_changed_places(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    write_tensors(file, {"a": torch.zeros(4), "b": torch.ones(4)})
+    with open_tensors(file) as opened:
+        metadata = opened._opened.metadata()
+    save_file({"a": torch.ones(4), "b": torch.zeros(4)}, file, metadata=metadata)
+    with pytest.raises(MetaTTTError, match="a is not what was written"):
+        read_tensors(file)
+    save_file({"a": torch.zeros(2, 2), "b": torch.ones(4)}, file, metadata=metadata)  # the same bytes in another shape
+    with pytest.raises(MetaTTTError, match="a is not what was written"):
+        read_tensors(file)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn])
+def test_tensors_of_any_type(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"a": torch.ones(3, 2).to(dtype), "none": torch.ones(0, 2).to(dtype), "number": torch.ones(()).to(dtype)}
+    write_tensors(tmp_path / "a", tensors)
+    found = read_tensors(tmp_path / "a")
+    assert all(torch.equal(found[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in ("a", "none"))
+    assert found["number"].dtype == dtype and found["number"].shape == ()
+
+
+def test_views_are_written_as_they_are_seen(tmp_path: Path) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    tensors = {"column": base[:, 1], "turned": base.t(), "row": base[1]}
+    write_tensors(tmp_path / "a", tensors)
+    assert same(dict(read_tensors(tmp_path / "a").items()), {name: tensors[name].contiguous() for name in read_tensors(tmp_path / "a")})
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_there_and_back(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", RECORD_OF, content(), "a tokenizer")
+    assert same(dict(sorted(read(tmp_path / "one").items())), dict(sorted(content().items())))
+    assert folders.read_tokenizer(tmp_path / "one") == "a tokenizer" and read_content(tmp_path / "one")[RECORD]["config"] == {"dim": 8}
+    plain = read_content(tmp_path / "one", "none")
+    assert WEIGHTS not in plain and plain["optimizer_states"][0]["state"] == {0: {"count": 7}}
+    assert torch.equal(plain["callbacks"]["random"]["torch"], torch.arange(6, dtype=torch.uint8))  # small ones are read
+    assert list(read_content(tmp_path / "one", "weights")[WEIGHTS]) == ["a", "b"]
+    write_model(tmp_path / "two", RECORD_OF, content()[WEIGHTS], None)
+    assert home(tmp_path / "two") == tmp_path / "two" and home(tmp_path / "one") == tmp_path
+    verify(tmp_path / "one")
+
+
+CALLS = (("os", "fsync"), ("os", "rename"), ("os", "mkdir"), ("shutil", "rmtree"))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_killed_at_any_moment_there_is_the_old_one_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """Every call that changes the disk is the last one, once; then the same checkpoint is written again."""
+    for moment in range(100):
+        folder = tmp_path / str(moment) / "step"
+        if before:
+            write_checkpoint(folder, RECORD_OF, content(0))
+        left = [moment]
+        with monkeypatch.context() as patched:
+            for module, name in CALLS:
+                patched.setattr(f"{module}.{name}", _counted(getattr(__import__(module), name), left))
+            try:
+                write_checkpoint(folder, RECORD_OF, content(1))
+            except Killed:
+                pass
+            else:
+                assert moment > 5
+                return
+        found = folders.standing(folder)
+        if before or found.exists():
+            step = read(found)["global_step"]
+            assert step in (4, 5) and (step == 5 or before)
+            assert same(dict(sorted(read(found).items())), dict(sorted(content(step - 4).items())))
+        for again in (0, 2):  # killed once more while it is mended, then not
+            with monkeypatch.context() as patched:
+                left = [again or 1000]
+                for module, name in CALLS:
+                    patched.setattr(f"{module}.{name}", _counted(getattr(__import__(module), name), left))
+                try:
+                    write_checkpoint(folder, RECORD_OF, content(1))
+                except Killed:
+                    assert not before or read(folders.standing(folder))["global_step"] in (4, 5)
+        write_checkpoint(folder, RECORD_OF, content(1))
+        assert read(folder)["global_step"] == 5 and os.listdir(folder.parent) == ["step"]
+    raise AssertionError("never written")
+
+
+def _counted(call: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+        return call(*args, **kwargs)
+
+    return counted
+
+
+def test_a_full_disk_is_one_line_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "step", RECORD_OF, content(0))
+
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    for name in ("write_tensors", "write_text", "_take_place"):
+        with monkeypatch.context() as patched:
+            patched.setattr(writing, name, full)
+            with pytest.raises(MetaTTTError, match="the disk is full") as error:
+                write_checkpoint(tmp_path / "step", RECORD_OF, content(1))
+        assert len(str(error.value).splitlines()) == 1 and read(tmp_path / "step")["global_step"] == 4
+        assert not (tmp_path / f"step{NEW}").exists()
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    for name in ("step", f"step{NEW}"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    write_checkpoint(tmp_path / "step", RECORD_OF, content())
+    assert (tmp_path / "mine" / "thesis.tex").is_file() and read(tmp_path / "step")["global_step"] == 4
+
+
+def test_links_out_of_a_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "snapshots" / "revision", RECORD_OF, content(), "text")
+    folder, blobs = tmp_path / "snapshots" / "revision", tmp_path / "blobs"
+    blobs.mkdir()
+    for index, file in enumerate(sorted(folder.iterdir())):  # as the cache of the Hub has them
+        file.rename(blobs / str(index))
+        file.symlink_to(Path("../../blobs") / str(index))
+    assert read(folder)["global_step"] == 4 and folders.read_tokenizer(folder) == "text"
+    (tmp_path / "secret").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(MetaTTTError, match="is a link out of its folder"):
+        read_content(folder)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MetaTTTError, match="is not a file"):
+        check_own(tmp_path / "pipe")
+
+
+def test_files_of_another_checkpoint(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_checkpoint(tmp_path / str(seed), RECORD_OF, content(seed))
+    for name in ("model.safetensors", "training.safetensors", CONTENT):
+        shutil.copytree(tmp_path / "0", tmp_path / name)
+        shutil.copy(tmp_path / "1" / name, tmp_path / name / name)
+        with pytest.raises(MetaTTTError, match="of another checkpoint"):
+            read_content(tmp_path / name)
+    shutil.move(tmp_path / "0" / "training.safetensors", tmp_path / "elsewhere")
+    with pytest.raises(MetaTTTError, match=r"training\.safetensors is missing"):
+        read_content(tmp_path / "0", "none")
+
+
+def test_pieces_are_put_together_and_divided_anew(tmp_path: Path) -> None:
+    """As four processes write them, and one or three read."""
+    whole = torch.arange(40.0).view(10, 4)
+    alone = torch.tensor([1.0, 2.0])
+    write_checkpoint(tmp_path / "step", RECORD_OF, {WEIGHTS: {}})
+    files = {}
+    for rank, (start, rows) in enumerate(((0, 3), (3, 3), (6, 3), (9, 1))):
+        tensors = {"w": whole[start : start + rows]} | ({"alone": alone} if rank == 0 else {})
+        file = tmp_path / "step" / f"model-{rank + 1:05}-of-00004.safetensors"
+        header = write_tensors(file, tensors, {"w": Piece((start, 0), (10, 4))})
+        files[file.name] = {"header": header, "bytes": file.stat().st_size}
+    stored = json.loads((tmp_path / "step" / CONTENT).read_text())
+    del stored["checksum"]
+    stored["files"] = files
+    (tmp_path / "step" / CONTENT).write_text(json.dumps({"checksum": digest(canonical(stored)), **stored}))
+    assert same(read(tmp_path / "step")[WEIGHTS], {"alone": alone, "w": whole})
+    assert folders.shapes(tmp_path / "step") == {"alone": (2,), "w": (10, 4)}
+    mine = {"w": torch.zeros(10, 4), "alone": torch.zeros(2)}
+    plain = folders.read_content(tmp_path / "step")
+    load_parts(tmp_path / "step", plain, MODEL, mine)
+    assert same(mine, {"w": whole, "alone": alone})
+    with pytest.raises(MetaTTTError, match="has no other"):
+        load_parts(tmp_path / "step", plain, MODEL, {"other": torch.zeros(1)})
+    with pytest.raises(MetaTTTError, match=r"holds w as \[10, 4\] and not as \[4, 10\]"):
+        load_parts(tmp_path / "step", plain, MODEL, {"w": torch.zeros(4, 10)})
+    load_parts(tmp_path / "step", plain, TRAINING, {})
+    del stored["files"]["model-00002-of-00004.safetensors"]
+    (tmp_path / "step" / CONTENT).write_text(json.dumps({"checksum": digest(canonical(stored)), **stored}))
+    with pytest.raises(MetaTTTError, match="does not hold all of w"):
+        read_content(tmp_path / "step")
+
+
+def test_of_several_checkpoints_the_newest_that_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        write_checkpoint(tmp_path / "checkpoints" / f"step-{4 + seed:08}", RECORD_OF, content(seed))
+    newest = tmp_path / "checkpoints" / "step-00000005"
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, fall_back=True) == newest
+    with (newest / "training.safetensors").open("r+b") as stream:
+        stream.seek(-3, 2)
+        stream.write(b"\x55")
+    assert find_checkpoint(tmp_path) == newest  # who evaluates is told, and gets no other model
+    with pytest.raises(MetaTTTError, match=r"training\.safetensors is damaged"):
+        read_content(find_checkpoint(tmp_path))
+    assert find_checkpoint(tmp_path, fall_back=True).name == "step-00000004"
+    assert "step-00000004 is taken instead" in capsys.readouterr().err
+
+
+# -- what a configuration may say --------------------------------------------------------------------------------------
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    named = make_record(compose(*SMALL, job="language_model"))["config"]
+    for key, value in changes.items():
+        owner = named
+        *path, last = key.split("__")
+        for part in path:
+            owner = owner[part]
+        owner[last] = value
+    return {"version": 3, "config": named}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learner": {"_target_": "os.system", "_args_": ["true"]}}, r"'os\.system', which is no registered component.*\n.*trust=os"),
+        ({"learner": {"_target_": "torch.nn.modules.linear.Linear"}}, "no registered component"),
+        ({"learner": {"_target_": "torch.nn.init.zeros_"}}, "no registered component"),
+        ({"learner": {"_target_": "torch.nn.Parameter"}}, "no registered component"),
+        ({"learner": {"_target_": 3}}, "names a class as '3'"),
+        ({"model__ffn_dim": {"_target_": "builtins.eval", "_args_": ["1"]}}, "'builtins.eval', which is no registered"),
+        ({"learner__more": 1}, "has `more` for learner=linear, which has no such parameter"),
+        ({"learner__bias": "maybe"}, "learner=linear: .*maybe"),
+        ({"learner___recursive_": False}, "the key `_recursive_` for learner=linear, which a file may not set"),
+        ({"model__vocab_size": [1]}, "model=language_model"),
+        ({"task__loss": "none of them"}, "choose from"),
+        ({"dim": "${oc.env:HOME}"}, r"only \$\{key\} is filled in"),
+        ({"dim": "${hydra:runtime.cwd}"}, r"only \$\{key\} is filled in"),
+        ({"dim": "${num_heads}", "num_heads": "${dim}"}, "cannot be read as a configuration"),
+        ({"dim": "x" * 200_000}, "a text of 200,000 characters"),
+        ({"dim": 10**30}, "too large"),
+        ({"a b; c": 1}, "keys are names"),
+        ({"layer": []}, "`layer` is no part"),
+        ({"task": {str(i): i for i in range(30_000)}}, "too deeply or too long"),
+    ],
+)
+def test_what_a_configuration_may_not_say(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(MetaTTTError, match=message) as error:
+        record_config(checked_record(config(**changes), Path("run")), Path("run"))
+    assert len(str(error.value).splitlines()) <= 2 and "run" in str(error.value)
+
+
+def test_a_class_that_is_trusted_on_the_command_line() -> None:
+    node = {"_target_": "my_package.my_module.Learner", "x": 1}
+    assert to_targets(node, "run", trust=("my_package.my_module",)) == node
+    assert to_targets(node, "run", trust=("my_package",)) == node
+    with pytest.raises(MetaTTTError, match=r"add trust=my_package\.my_module"):
+        to_targets(node, "run", trust=("my_pack", "other"))
+    assert modules(None) == () and modules("a.b") == ("a.b",) and modules(["a", "b"]) == ("a", "b")
+    for bad in ("a b", "", "a..b", 3):
+        with pytest.raises((MetaTTTError, TypeError)):
+            modules(bad)
+    assert to_targets({"_target_": "torch.nn.Linear", "_args_": [2, 2]}, "run")["_target_"] == "torch.nn.Linear"
+
+
+def test_what_is_computed_is_kept_as_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WIDTH", "16")
+    named = make_record(compose(*SMALL, "model.ffn_dim='${oc.decode:${oc.env:WIDTH}}'", job="language_model"))["config"]
+    assert named["model"]["ffn_dim"] == 16 and named["model"]["dim"] == "${dim}"
+
+
+def test_no_size_is_believed(tmp_path: Path) -> None:
+    model = LanguageModel.__new__(LanguageModel)  # none is made
+    del model
+    from metattt.composition.instantiate import instantiate_model
+
+    cfg = compose(*SMALL, job="language_model")
+    weights = instantiate_model(cfg).state_dict()
+    for key, value, message in (
+        ("model__vocab_size", 10**12, r"embedding\.weight is \[16, 8\] and not \[1000000000000, 8\]"),
+        ("model__num_layers", 10**9, r"num_layers=1,000,000,000, and \d+ at most"),
+        ("model__ffn_dim", 2**40, "does not fit"),
+        ("optimizer__steps", 10**9, "steps=1,000,000,000"),
+    ):
+        write_model(tmp_path / key, config(**{key: value}), weights, None)
+        with pytest.raises(MetaTTTError, match=message) as error:
+            load_model(tmp_path / key)
+        assert len(str(error.value).splitlines()) == 1
+    write_model(tmp_path / "whole", config(), weights, None)
+    loaded, _ = load_model(tmp_path / "whole")
+    assert same(dict(loaded.state_dict()), dict(weights))
+    check_amounts({"data": {"num_workers": 8}, "trainer": {"devices": 8}}, "run", 1)
+    with pytest.raises(MetaTTTError, match="num_workers"):
+        check_amounts({"data": {"num_workers": 10**6}}, "run", 1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda weight: weight.index_fill(0, torch.tensor([1]), float("nan")), "numbers in embedding.weight that are not finite"),
+        (lambda weight: weight.index_fill(0, torch.tensor([1]), float("inf")), "not finite"),
+        (lambda weight: weight.long(), r"as torch\.int64: weights are floating-point"),
+        (lambda weight: weight.to(torch.complex64), r"as torch\.complex64"),
+    ],
+)
+def test_weights_that_are_no_finite_numbers(tmp_path: Path, bad: Callable[[Tensor], Tensor], message: str) -> None:
+    from metattt.composition.instantiate import instantiate_model
+
+    weights = instantiate_model(compose(*SMALL, job="language_model")).state_dict()
+    weights["embedding.weight"] = bad(weights["embedding.weight"])
+    weights.pop("head.weight", None)
+    write_model(tmp_path / "one", config(), weights, None)
+    with pytest.raises(MetaTTTError, match=message):
+        load_model(tmp_path / "one")
+    check_numbers([("empty", torch.ones(0))], "run")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x]\nb: [*a, *a]\nversion: 2\nconfig: {}",
+        "!!python/object/apply:os.system ['true']",
+        "[" * 10_000,
+        "version: 2\nconfig: {a: '" + "x" * 2**21 + "'}",
+        "version: 2\nconfig: &a {b: *a}",
+        "\0",
+    ],
+)
+def test_yaml_that_would_do_more_than_say_something(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(MetaTTTError) as error:
+        read_config(tmp_path)
+    assert len(str(error.value).splitlines()) == 1 and "config.yaml" in str(error.value)
