@@ -9,6 +9,10 @@ from torch.utils.data import DataLoader
 
 from metattt.errors import MetaTTTError
 
+MOST_ROWS = 2**20  # windows or images in a batch
+MOST_WORKERS = 1024  # processes that make batches
+MOST_SEED = 2**63 - 1
+
 
 class Trainer(Protocol):
     """How far a run has come, and who takes part; `lightning.Trainer` is one."""
@@ -26,6 +30,16 @@ class Trainer(Protocol):
 
     @property
     def global_step(self) -> int: ...
+
+
+def check_size(name: str, value: int, least: int, most: int) -> None:
+    """Refuses a number that has no meaning, or that would take all memory.
+
+    Raises:
+        MetaTTTError: `data.<name>` is not from `least` to `most`.
+    """
+    if not least <= value <= most:
+        raise MetaTTTError(f"data.{name}={value} is not allowed: it must be at least {least}, and at most {most}")
 
 
 class ReadError(MetaTTTError):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from metattt.data.base import check_size
 from metattt.data.manifest import read_manifest, refuse_strangers
 from metattt.data.plain import path_of
 from metattt.data.shard_file import Seen, ShardFile, check_together, trust
@@ -103,6 +104,8 @@ class ShardData(WindowData):
         verify: bool = True,
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
+        if validation_max_tokens is not None:
+            check_size("validation_max_tokens", validation_max_tokens, 1, 2**63)
         self.path, self.validation_max_tokens, self.verify = path, validation_max_tokens, verify
         self.folder = path_of(path, "data.path")
         self._windows: dict[Split, ShardWindows] = {}

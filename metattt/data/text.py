@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metattt.data.base import check_size
 from metattt.data.documents import Document, read_documents
 from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError
@@ -85,6 +86,9 @@ class TextData(WindowData):
             raise MetaTTTError(
                 f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"
             )
+        for name, value in (("validation_max_bytes", validation_max_bytes), ("max_bytes", max_bytes)):
+            if value is not None:
+                check_size(name, value, 1, 2**63)
         self.path = path
         self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
         self.max_bytes, self.text_key = max_bytes, text_key
@@ -107,7 +111,7 @@ class TextData(WindowData):
     def documents(self) -> list[Document]:
         """All documents, in a random order that depends on their names alone."""
         if self._documents is None:
-            path = self.path if self.path is None or isinstance(self.path, str) else list(self.path)
+            path = list(self.path) if isinstance(self.path, Sequence) and not isinstance(self.path, str) else self.path
             documents = read_documents(path, self.text_key)
             self._documents = sorted(documents, key=lambda document: (document.share(self.seed), document.key))
         return self._documents

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.base import Data, Trainer
-from metattt.errors import MetaTTTError
+from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, Trainer, check_size
 
 Split = Literal["train", "validation", "all"]
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
@@ -167,9 +166,10 @@ class WindowData(Data):
     tokenizer: Tokenizer
 
     def __init__(self, context_length: int, batch_size: int, seed: int, num_workers: int, document_reset: bool):
-        for name, value in (("context_length", context_length), ("batch_size", batch_size)):
-            if value < 1:
-                raise MetaTTTError(f"data.{name}={value} is not allowed: it must be at least 1")
+        check_size("context_length", context_length, 1, 2**40)
+        check_size("batch_size", batch_size, 1, MOST_ROWS)
+        check_size("num_workers", num_workers, 0, MOST_WORKERS)
+        check_size("seed", seed, 0, MOST_SEED)
         self.context_length, self.batch_size = context_length, batch_size
         self.seed, self.num_workers, self.document_reset = seed, num_workers, document_reset
 
