@@ -1,6 +1,8 @@
 """Text data: reading files, the split, windows, their order, and what is refused."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +131,10 @@ def test_bad_paths_are_one_clear_line(tmp_path: Path) -> None:
         ('{"body": "b"}', "x.jsonl:2 has no key 'text'"),
         ('["text"]', "x.jsonl:2 has no key 'text'"),
         ('{"text": 3}', "holds int, not text"),
+        ('{"text": "bad \\ud800 half"}', r"x.jsonl:2: 'text' holds half a pair of surrogates (\ud800, character 4)"),
+        ('{"text": ' + "[" * 10**5, "x.jsonl:2 cannot be read"),
+        ('{"text": ' + "1" * 5000 + "}", "x.jsonl:2 cannot be read"),
+        ("\0" * 100, "x.jsonl:2 is not a line of JSON"),
     ],
 )
 def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -147,3 +153,63 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
 def test_bad_sizes_are_refused(settings: dict[str, float]) -> None:
     name, value = next(iter(settings.items()))
     assert f"data.{name}={value}" in refused(None, **settings)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "data.path= is no path"), ("  ", "is no path"), ([], "data.path=[] is no path"), (["a", ""], "data.path= is no path"),
+        (3, "data.path=3 is no path"), ("~nobody-of-that-name/x", "is no path"), ("/tmp/a\0b", "is no path"),
+        ("/" + "x" * 5000, "File name too long"), ("/dev/null", "no suffix is not supported|does not exist"),
+    ],
+)  # fmt: skip
+def test_what_is_no_path(path: object, message: str) -> None:
+    assert any(one in refused(path) for one in message.split("|"))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("text")
+    file = tmp_path / "b.txt"
+    with file.open("wb") as stream:
+        stream.truncate(2**43)  # takes no space on the disk
+    assert "does not fit into memory" in refused(str(tmp_path))
+    file.unlink()
+    os.mkfifo(file)  # a pipe is not waited for
+    assert [document.key for document in read_documents(str(tmp_path), "text")] == ["deep/a.txt"]
+    (tmp_path / "deep" / "back").symlink_to(tmp_path)
+    assert [document.key for document in read_documents(str(tmp_path), "text")] == ["deep/a.txt"]
+
+    def denied(*_: object) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "deep"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", denied)
+        assert "a.txt cannot be read: Permission denied" in refused(str(tmp_path))
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: denied() if str(path).endswith("deep") else scan(path))
+    assert "deep cannot be read: Permission denied" in refused(str(tmp_path))  # not as if it were empty
+
+
+def test_parquet_with_flipped_bits_is_one_line_or_text(tmp_path: Path) -> None:
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {row} " * 9 for row in range(50)]}), file)
+    content = file.read_bytes()
+    refusals = 0
+    for place in range(0, len(content), 13):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        try:
+            read_documents(str(tmp_path), "text")
+        except MetaTTTError as error:
+            said = str(error)
+            refusals += "\n" not in said and "x.parquet" in said
+    assert refusals > 10
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"batch_size": 10**9}, {"num_workers": -1}, {"seed": -1}, {"max_bytes": -5}, {"max_bytes": 0}, {"validation_max_bytes": 0}],
+)  # fmt: skip
+def test_numbers_without_a_meaning_are_refused(settings: dict[str, int]) -> None:
+    name, value = next(iter(settings.items()))
+    assert f"data.{name}={value} is not allowed" in refused(None, **settings)

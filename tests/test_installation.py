@@ -185,7 +185,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
     ours = {"metattt", "fla"}  # fla: a peer that benchmarks time where it is
     core = {
         "hydra-core" if name == "hydra" else name
-        for name in ("torch", "triton", "numpy", "hydra", "omegaconf", "rich", "safetensors")
+        for name in ("torch", "triton", "numpy", "hydra", "omegaconf", "rich", "safetensors", "xxhash")
     }
     assert names(PROJECT["dependencies"]) == core | {"pyyaml"}
     importable = {"hydra" if name == "hydra-core" else name for name in core} | {"yaml"}

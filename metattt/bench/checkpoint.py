@@ -87,9 +87,9 @@ class Checkpoint(Benchmark):
                         f"{what}: with checksums {share.median:.2f} of the speed without, not {self.at_least}"
                     )
         text = (
-            f"{self.megabytes} MB in {3 * self.tensors} tensors, {self.rounds} rounds in turn in one process; files synced before "
-            "a write             "counts as done, and every byte copied before a read does. The file is in the page cache when it is read, so "
-            "that the disk does not hide what the checksums cost."
+            f"{self.megabytes} MB in {3 * self.tensors} tensors, {self.rounds} rounds in turn in one process. Files are synced before a "
+            "write counts as done, and every byte is copied before a read does. What is read lies in the page cache, so that the disk does "
+            "not hide what the checksums cost."
         )
         settings = {"megabytes": self.megabytes, "tensors": self.tensors, "rounds": self.rounds}
         return Report("Checkpoints with and without checksums", text, {"Time": rows}, checks, settings)

@@ -9,6 +9,10 @@ from torch.utils.data import DataLoader
 
 from metattt.errors import MetaTTTError
 
+MOST_ROWS = 2**20  # windows or images in a batch
+MOST_WORKERS = 1024  # processes that make batches
+MOST_SEED = 2**63 - 1
+
 
 class Trainer(Protocol):
     """How far a run has come, and who takes part; `lightning.Trainer` is one."""

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from metattt.data.base import MOST_ROWS, MOST_SEED
 from metattt.data.images import NO_LABEL, Batch, Images
 from metattt.data.windows import batches_in_order, batches_of_run, process
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.extras import need
 from metattt.registry import register
 
 SIDE = 8  # pixels
+MOST_PIXELS = 512  # 2 GB of digits
 
 
 class _Digits(Dataset[Batch]):
@@ -51,8 +53,9 @@ class DigitsData(Images):
             raise MetaTTTError(
                 f"data.img_size={img_size} is not allowed: the digits have {SIDE}×{SIDE} pixels, choose a multiple of {SIDE}"
             )
-        if batch_size < 1:
-            raise MetaTTTError(f"data.batch_size={batch_size} is not allowed: it must be at least 1")
+        check_integer("data.img_size", img_size, SIDE, MOST_PIXELS)
+        check_integer("data.batch_size", batch_size, 1, MOST_ROWS)
+        check_integer("data.seed", seed, 0, MOST_SEED)
         if not 0 < validation_fraction < 1:
             raise MetaTTTError(
                 f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from metattt.data.base import Data, ReadError
+from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, ReadError
+from metattt.data.plain import path_of
 from metattt.data.windows import batches_in_order, batches_of_run, process
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.extras import need
 from metattt.registry import register
 
@@ -150,9 +151,10 @@ class ImageData(Images):
     ):
         self.timm: Any = need("timm.data", extra="images", what="data=images")
         check_choice("data.corrupt", corrupt, ("error", "skip"))
-        for name, value in (("img_size", img_size), ("batch_size", batch_size)):
-            if value < 1:
-                raise MetaTTTError(f"data.{name}={value} is not allowed: it must be at least 1")
+        check_integer("data.img_size", img_size, 1, 2**13)
+        check_integer("data.batch_size", batch_size, 1, MOST_ROWS)
+        check_integer("data.num_workers", num_workers, 0, MOST_WORKERS)
+        check_integer("data.seed", seed, 0, MOST_SEED)
         if in_chans not in (1, 3):
             raise MetaTTTError(f"data.in_chans={in_chans} is not allowed: 3 for colour, 1 for grey")
         if not 0 < min_area <= 1:
@@ -193,8 +195,10 @@ class ImageData(Images):
             )
         train, mode = name == "train", "RGB" if self.in_chans == 3 else "L"
         root = self.path if train or self.validation_path is None else self.validation_path
-        if not self.dataset and not Path(str(root)).exists():
-            raise MetaTTTError(f"data.{'path' if root == self.path else 'validation_path'}={root} does not exist")
+        if not self.dataset:
+            key = f"data.{'path' if root == self.path else 'validation_path'}"
+            if not os.path.exists(path_of(root, key)):
+                raise MetaTTTError(f"{key}={root} does not exist")
         try:
             found = self.timm.create_dataset(
                 self.dataset, root, split=self.splits[name], is_training=train, batch_size=self.batch_size, seed=self.seed,

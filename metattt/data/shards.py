@@ -12,7 +12,7 @@ from metattt.data.plain import path_of
 from metattt.data.shard_file import Seen, ShardFile, check_together, trust
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Split, WindowArray, WindowData
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
 
 DOCUMENT_TOKENS = 1024  # of a held-out document, for a sample
@@ -103,6 +103,8 @@ class ShardData(WindowData):
         verify: bool = True,
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
+        if validation_max_tokens is not None:
+            check_integer("data.validation_max_tokens", validation_max_tokens)
         self.path, self.validation_max_tokens, self.verify = path, validation_max_tokens, verify
         self.folder = path_of(path, "data.path")
         self._windows: dict[Split, ShardWindows] = {}

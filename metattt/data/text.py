@@ -110,7 +110,7 @@ class TextData(WindowData):
     def documents(self) -> list[Document]:
         """All documents, in a random order that depends on their names alone."""
         if self._documents is None:
-            path = self.path if self.path is None or isinstance(self.path, str) else list(self.path)
+            path = list(self.path) if isinstance(self.path, Sequence) and not isinstance(self.path, str) else self.path
             documents = read_documents(path, self.text_key)
             self._documents = sorted(documents, key=lambda document: (document.share(self.seed), document.key))
         return self._documents

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.base import Data, Trainer
+from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, Trainer
 from metattt.errors import check_flag, check_integer
 
 Split = Literal["train", "validation", "all"]
-MAX_WORKERS = 1024  # more are a slip, and would take the machine with them
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
 
 
@@ -168,10 +167,10 @@ class WindowData(Data):
     tokenizer: Tokenizer
 
     def __init__(self, context_length: int, batch_size: int, seed: int, num_workers: int, document_reset: bool):
-        for name, value in (("context_length", context_length), ("batch_size", batch_size)):
-            check_integer(f"data.{name}", value, most=2**40)
-        check_integer("data.seed", seed, 0, 2**32 - 1)
-        check_integer("data.num_workers", num_workers, 0, MAX_WORKERS)
+        check_integer("data.context_length", context_length, most=2**40)
+        check_integer("data.batch_size", batch_size, most=MOST_ROWS)
+        check_integer("data.num_workers", num_workers, 0, MOST_WORKERS)
+        check_integer("data.seed", seed, 0, MOST_SEED)
         check_flag("data.document_reset", document_reset)
         self.context_length, self.batch_size = context_length, batch_size
         self.seed, self.num_workers, self.document_reset = seed, num_workers, document_reset
