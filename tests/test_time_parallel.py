@@ -48,6 +48,8 @@ NOT_DIVIDED = (
 RUNS = {
     "time": ("trainer=time_parallel", "trainer.time_ranks=4"),
     "both": ("trainer=time_parallel_fsdp", "trainer.time_ranks=2"),
+    "heads": ("trainer=fsdp", "trainer.tensor_ranks=2"),
+    "time_and_heads": ("trainer=time_parallel_fsdp", "trainer.time_ranks=2", "trainer.tensor_ranks=2"),
 }
 TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
@@ -315,7 +317,10 @@ def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tm
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("trainer.devices=3",), r"trainer.time_ranks=2 does not divide the 3 processes .* trainer.devices"),
+        (("trainer.devices=3",), r"trainer.time_ranks=2 cannot divide the 3 processes .* trainer.devices"),
+        (("trainer=fsdp", "trainer.devices=3", "trainer.tensor_ranks=2"), "trainer.tensor_ranks=2 cannot divide the 3"),
+        (("trainer=fsdp", "trainer.tensor_ranks=0"), "trainer.tensor_ranks=0 is not allowed: it must be at least 1"),
+        (("trainer=ddp", "trainer.tensor_ranks=2"), "trainer.tensor_ranks. belongs to trainer=fsdp or"),
         (("trainer.devices=4", "trainer.time_ranks=4", "data.context_length=3"), "=3 tokens cannot be divided among trainer.time_ranks=4"),
         (("trainer.devices=2", "trainer.in_flight=5"), "trainer.in_flight=5 parts .* a batch has 4"),
         (("trainer.devices=2", "trainer.time_ranks=0"), "trainer.time_ranks=0 is not allowed: it must be at least 1"),
@@ -329,7 +334,7 @@ def test_refusals_are_one_line(corpus: str, tmp_path: Path, overrides: tuple[str
     text = () if "data=digits" in overrides else (*TINY, f"data.path={corpus}")
     if "layer=self_attention" in overrides:
         text = tuple(one for one in text if not one.startswith("optimizer."))
-    chosen = () if "trainer=ddp" in overrides else ("trainer=time_parallel",)
+    chosen = () if overrides[0] in ("trainer=ddp", "trainer=fsdp") else ("trainer=time_parallel",)
     with pytest.raises(MetaTTTError, match=message) as raised:
         train(compose(*text, *chosen, f"output_dir={tmp_path}", *overrides))
     assert len(str(raised.value).splitlines()) <= 2

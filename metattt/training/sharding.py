@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -22,8 +23,11 @@ from torch.optim import Optimizer
 
 from metattt.checkpoints.sharded import STATES, WEIGHTS, is_sharded, load_sharded, remove, split_state, write_sharded
 from metattt.checkpoints.trained import read_checkpoint
+from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.heads import divide_heads
 from metattt.registry import register
+from metattt.training.batches import shares
 from metattt.training.building import Builder
 
 
@@ -66,17 +70,41 @@ class FullyShardedData(ModelParallelStrategy):
 
     Every process writes its own part of a checkpoint, `last.ckpt` is then a folder (`metattt.checkpoints.sharded`). It
     is read by any number of processes under any strategy, and so are the files of other strategies here.
+
+    Args:
+        tensor_ranks: processes that divide the heads of every layer and the features of every SwiGLU; they read the
+            same windows. Must divide the number of processes.
+
+    Raises:
+        MetaTTTError: a number below 1.
     """
 
-    def __init__(self) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
+    def __init__(self, tensor_ranks: int = 1) -> None:
+        if tensor_ranks < 1:
+            raise MetaTTTError(f"trainer.tensor_ranks={tensor_ranks} is not allowed: it must be at least 1")
+        super().__init__(tensor_parallel_size=tensor_ranks, save_distributed_checkpoint=True)
+        self.tensor_ranks = tensor_ranks
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._data_parallel_size = shares(self.num_nodes * self.num_processes, tensor_ranks=self.tensor_ranks)
         super().setup_environment()
 
     def on_block(self, block: nn.Module) -> None:
-        """A block has been made, and is not yet divided."""
+        """Divides the heads of a block; its parts are divided again when this has returned."""
+        if self.tensor_ranks > 1:
+            divide_heads(block, self.device_mesh["tensor_parallel"])
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: lightning.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.tensor_ranks > 1:  # torch takes parameters together only where all are divided in the same way
+            for group in optimizer.param_groups:
+                group["foreach"] = False
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process
