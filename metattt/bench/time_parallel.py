@@ -14,15 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from metattt.bench.base import Benchmark, require
 from metattt.bench.report import Check, Report, Row
+from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import average_gradients
-from metattt.parallel.line import Line
+from metattt.parallel.line import Line, frame_of
 from metattt.parallel.local import together
 from metattt.parallel.relay import Relay
+from metattt.parallel.scan import FIXED, scannable
 from metattt.registry import register
 
 VOCAB, DIM, TOKENS = 16, 16, 8  # of the model, and for every process: next to nothing is computed
+HEAD, READ = 64, 64  # features of a head, and tokens read, where messages are weighed
 
 
 @register(group="benchmark", name="time_parallel")
@@ -38,6 +41,8 @@ class TimeParallelBenchmark(Benchmark):
         milliseconds: a block's forward pass; its backward pass takes twice as long.
         state: numbers in the state of a block and sequence.
         rounds: steps, of which the shortest counts.
+        layers: known layers whose messages are weighed.
+        widths: D of these layers, with heads of 64 features.
     """
 
     def __init__(
@@ -48,12 +53,17 @@ class TimeParallelBenchmark(Benchmark):
         milliseconds: float = 20.0,
         state: int = 65536,
         rounds: int = 3,
+        layers: Sequence[str] = ("ttt_linear", "ttt_mlp", "delta_net", "mamba2", "linear_attention"),
+        widths: Sequence[int] = (768, 2048),
     ):
         for name, values in (("ranks", ranks), ("sequences", sequences), ("blocks", blocks), ("rounds", [rounds])):
             if not values or min(values) < 1:
                 raise MetaTTTError(f"benchmark.{name}={values} is not allowed: numbers from 1 on")
         self.ranks, self.sequences, self.blocks = list(ranks), list(sequences), list(blocks)
         self.milliseconds, self.state, self.rounds = milliseconds, state, rounds
+        if any(width % HEAD for width in widths):
+            raise MetaTTTError(f"benchmark.widths={list(widths)} is not allowed: multiples of {HEAD}, the width of a head")
+        self.layers, self.widths = list(layers), list(widths)
 
     def run(self, say: Callable[[str], None]) -> Report:
         rows: list[Row] = []
@@ -73,12 +83,19 @@ class TimeParallelBenchmark(Benchmark):
             f"what counts is the schedule and its messages (gloo; {self.state * 4:,} bytes for a sequence and a block, as many back), "
             "not how processes share the cores of this machine. Idle: the share of a step, forward and backward, that the processes spend "
             f"on waiting for each other, on average; the shortest of {self.rounds} steps. Handed on per model: (R − 1) / (R − 1 + S), for "
-            "R processes and S sequences in flight; per block, as here: (R − 1) / (R − 1 + S L), for L blocks."
+            "R processes and S sequences in flight; per block, as here: (R − 1) / (R − 1 + S L), for L blocks. Bytes handed on: the "
+            f"state of a layer and the tail of its convolution between two mini-batches, fp32, heads of {HEAD} features; as many go back."
         )
-        names = ("ranks", "sequences", "blocks", "milliseconds", "state", "rounds")
+        say("messages")
+        weighed: list[Row] = [
+            {"layer": name} | {f"D = {width}": message_bytes(name, width) for width in self.widths}
+            for name in self.layers
+        ]
+        tables = {"Idle share of a step": rows, "Bytes handed on for one block and one sequence": weighed}
+        names = ("ranks", "sequences", "blocks", "milliseconds", "state", "rounds", "layers", "widths")
         shown = {name: getattr(self, name) for name in names}
         title = "What idles when a sequence is divided in time"
-        return Report(title, text, {"Idle share of a step": rows}, checks, shown)
+        return Report(title, text, tables, checks, shown)
 
     def _row(self, ranks: int, blocks: int, count: int, steps: Sequence[Sequence[tuple[float, float]]]) -> Row:
         """`steps`: of every process, seconds of each step and how many of them it waited."""
@@ -129,6 +146,18 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         time.sleep(2 * ctx.seconds)
         return grad, None
+
+
+@torch.no_grad()
+def message_bytes(layer: str, dim: int) -> int:
+    """Bytes that one block hands on for one sequence."""
+    made = build(f"layer={layer}", f"dim={dim}", f"num_heads={dim // HEAD}")
+    model = LanguageModel(VOCAB, dim, 1, lambda: made, ffn_dim=16)
+    _, state = model.features(torch.zeros(1, READ, dtype=torch.long))
+    handed = state.layers[0]
+    if scannable(made, dim):  # W0 stays behind
+        handed = handed._replace(weights={role: named for role, named in handed.weights.items() if role not in FIXED})
+    return sum(slot.nbytes for slot in frame_of((handed, state.tails[0]))[1])
 
 
 def make(blocks: int, seconds: float, state: int) -> LanguageModel:

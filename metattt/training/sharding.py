@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import lightning
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -26,7 +27,9 @@ from metattt.checkpoints.plain import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.heads import divide_heads
 from metattt.registry import register
+from metattt.training.batches import shares
 from metattt.training.building import Builder
 from metattt.training.checkpoint_files import write_run
 from metattt.training.launchers import Launcher
@@ -71,10 +74,20 @@ class FullyShardedData(ModelParallelStrategy):
 
     Every process writes its own part of a checkpoint (`metattt.checkpoints.folder`). It is read by any number of
     processes under any strategy, and so are the checkpoints of other strategies here.
+
+    Args:
+        tensor_ranks: processes that divide the heads of every layer and the features of every SwiGLU; they read the
+            same windows. Must divide the number of processes.
+
+    Raises:
+        MetaTTTError: a number below 1.
     """
 
-    def __init__(self) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
+    def __init__(self, tensor_ranks: int = 1) -> None:
+        if tensor_ranks < 1:
+            raise MetaTTTError(f"trainer.tensor_ranks={tensor_ranks} is not allowed: it must be at least 1")
+        super().__init__(tensor_parallel_size=tensor_ranks, save_distributed_checkpoint=True)
+        self.tensor_ranks = tensor_ranks
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -82,11 +95,25 @@ class FullyShardedData(ModelParallelStrategy):
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._data_parallel_size = shares(self.num_nodes * self.num_processes, tensor_ranks=self.tensor_ranks)
         super().setup_environment()
 
     def on_block(self, block: nn.Module) -> None:
-        """A block has been made, and is not yet divided."""
+        """Divides the heads of a block; its parts are divided again when this has returned."""
+        if self.tensor_ranks > 1:
+            divide_heads(block, self.device_mesh["tensor_parallel"])
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: lightning.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.tensor_ranks > 1:  # torch takes parameters together only where all are divided in the same way
+            for group in optimizer.param_groups:
+                group["foreach"] = False
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This process's parts of the state, with parameters numbered as `optimizer.state_dict()` of one process

@@ -15,6 +15,7 @@ from metattt.checkpoints.record import RECORD
 from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError, check_number
 from metattt.models.language_model import LanguageModel
+from metattt.parallel.gradients import clip_norm, several_meshes
 from metattt.parallel.line import Line
 from metattt.parallel.relay import Relay
 from metattt.parallel.scan import may_scan
@@ -212,6 +213,18 @@ class LanguageModeling(lightning.LightningModule):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if not self.recipe.forward_only:
             super().backward(loss, *args, **kwargs)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm") and several_meshes(parameters):
+            clip_norm(parameters, gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("lr", optimizer.param_groups[0]["lr"])

@@ -1,6 +1,6 @@
 """`trainer=time_parallel`: every sequence is read by several processes, each a part of its time.
 
-The processes stand on a mesh [data, time]: those of one row read the same windows, each its own tokens, and hand the
+The processes stand on a mesh [data, time, heads]: those of one row read the same windows, each its own tokens, and hand the
 states of all layers on (`metattt.parallel`); those of one column read the same part of different windows. Over the data
 axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_parallel_fsdp`), over time it is copied.
 """
@@ -28,7 +28,7 @@ from metattt.training.batches import shares
 from metattt.training.sharding import FullyShardedData, divided
 from metattt.training.text_module import LanguageModeling
 
-DATA, TIME = "data_parallel", "time"  # axes of the mesh; the first has the name that Lightning gives it
+DATA, TIME, TENSOR = "data_parallel", "time", "tensor_parallel"  # axes of the mesh; two have the names of Lightning
 
 
 class OverTime(ParallelStrategy):
@@ -71,7 +71,9 @@ class OverTime(ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        mesh = make_mesh(self.root_device.type, self.world_size, self.time_ranks)
+        sizes = self.time_ranks, getattr(self, "tensor_ranks", 1)
+        shape = (shares(self.world_size, *sizes), *sizes)
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TIME, TENSOR))
         self.line = Line(mesh[TIME], frames(mesh), self.in_flight)
         self._use(mesh)
 
@@ -155,15 +157,21 @@ class ShardedOverData(OverTime, FullyShardedData):
     Args:
         time_ranks: processes that read one sequence; must divide their number.
         in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
+        tensor_ranks: as of `FullyShardedData`.
 
     Raises:
         MetaTTTError: a number below 1.
     """
 
-    def __init__(self, time_ranks: int = 2, in_flight: int | None = None) -> None:
-        super().__init__()
+    def __init__(self, time_ranks: int = 2, in_flight: int | None = None, tensor_ranks: int = 1) -> None:
+        super().__init__(tensor_ranks)
         self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
         self.scanned, self.made = [], 0
+
+    def on_block(self, block: nn.Module) -> None:
+        """Looks at the layer, then divides its heads."""
+        OverTime.on_block(self, block)
+        FullyShardedData.on_block(self, block)
 
     def _use(self, mesh: DeviceMesh) -> None:
         self._device_mesh = mesh
@@ -187,19 +195,12 @@ def checked(time_ranks: int, in_flight: int | None) -> tuple[int, int | None]:
     return time_ranks, in_flight
 
 
-def make_mesh(device: str, world_size: int, time_ranks: int) -> DeviceMesh:
-    """The mesh [data, time]: neighbours in time are neighbours among the processes.
-
-    Raises:
-        MetaTTTError: processes that cannot be divided so.
-    """
-    return init_device_mesh(device, (shares(world_size, time_ranks), time_ranks), mesh_dim_names=(DATA, TIME))
-
-
 def frames(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """A group of the host for every line of a mesh, and this process's one; None where the mesh's own is one."""
     if mesh.device_type == "cpu":
         return None
-    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.tolist(), backend="gloo")
+    assert mesh.mesh_dim_names is not None
+    lines = mesh.mesh.movedim(mesh.mesh_dim_names.index(TIME), -1).reshape(-1, mesh[TIME].size())
+    group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
