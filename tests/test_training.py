@@ -148,11 +148,11 @@ def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) ->
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(MetaTTTError, match=r"lower training\.lr|contains NaN") as error:
+    with pytest.raises(MetaTTTError, match=r"the loss is nan.*\nlower training\.lr") as error:
         train(
             tiny(corpus, tmp_path / "run", "training.lr=1e30", "trainer.max_steps=8", "trainer.gradient_clip_val=null")
         )
-    assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value).splitlines()) <= 2
 
 
 def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class Divergence(lightning.Callback):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # drops what overflows itself
         if self._agreed(trainer, self._of_losses(), None if scaled else overflows(gradients)):
-            self._react(trainer, pl_module)
+            self._react(trainer, pl_module, trainer.global_step + 1)
             for parameter in parameters:  # without a gradient no optimizer touches a parameter, or its moments
                 parameter.grad = None
 
@@ -127,11 +127,11 @@ class Divergence(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if _forward_only(pl_module) and self._agreed(trainer, self._of_losses()):
-            self._react(trainer, pl_module)
+            self._react(trainer, pl_module, trainer.global_step)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and self._spoilt(trainer):
-            self._react(trainer, pl_module)
+            self._react(trainer, pl_module, trainer.global_step)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         loss = trainer.callback_metrics.get("validation/loss")
@@ -144,7 +144,7 @@ class Divergence(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._spoilt(trainer):
-            self._react(trainer, pl_module)
+            self._react(trainer, pl_module, trainer.global_step)
             # only a rollback comes here: what is written are the weights that it went back to
             checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
             checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(one) for one in trainer.optimizers]
@@ -170,13 +170,12 @@ class Divergence(lightning.Callback):
 
     # -- what happens then ---------------------------------------------------------------------------------------------
 
-    def _react(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Returns where the run can go on without the update of this step.
+    def _react(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, step: int) -> None:
+        """Returns where the run can go on without the update of a step.
 
         Raises:
             MetaTTTError: it cannot.
         """
-        step = trainer.global_step + 1
         text, spoilt = diagnose(trainer, pl_module, self.losses, self.step)
         found = f"step {step}: {text}{self._write(trainer, pl_module, step, text)}"
         ending = advice(pl_module)

@@ -107,7 +107,7 @@ def add_step(target: Path, rank: int, step: Step) -> None:
     tensors = {f"{RANDOM}.{name}": tensor for name, tensor in step.random.items()}
     for number, batch in enumerate(step.batches):
         for part, tensor in enumerate([batch] if isinstance(batch, Tensor) else batch):
-            tensors[f"{BATCH}.{number}.{part}"] = tensor.detach().cpu().contiguous()
+            tensors[f"{BATCH}.{number}.{part}"] = tensor.detach().cpu().contiguous().clone()
     save_file(tensors, target / f"step-{rank}.safetensors")
 
 
@@ -125,7 +125,9 @@ def read_dump(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Ste
         weights = load_file(folder / WEIGHTS)
         files = [folder / f"step-{rank}.safetensors" for rank in range(int(record["processes"]))]
         steps = [_step(load_file(file)) for file in files]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        if not steps:
+            raise KeyError("processes")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, SafetensorError) as error:
         if isinstance(error, MetaTTTError):
             raise
         raise MetaTTTError(
