@@ -15,13 +15,13 @@ import torch
 from omegaconf import OmegaConf
 
 import metattt.configs
-from metattt.checkpoints.disk import digest
 from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.folder import CONTENT, canonical
 from metattt.checkpoints.naming import to_names, to_targets
 from metattt.checkpoints.record import VERSION, make_record
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.composition.compose import compose, load_components
+from metattt.disk import digest
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.registry import REGISTERED, VERSIONS, register

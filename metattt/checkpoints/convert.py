@@ -8,7 +8,6 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from metattt.checkpoints.disk import write_text
 from metattt.checkpoints.files import SAFETENSORS, check_new
 from metattt.checkpoints.folder import TOKENIZER
 from metattt.checkpoints.record import PUBLISHED_CONFIG, make_record
@@ -16,6 +15,7 @@ from metattt.checkpoints.tensors import write_tensors
 from metattt.checkpoints.trained import Weights, read_weights
 from metattt.checkpoints.trust import modules
 from metattt.checkpoints.writing import new_folder, write_model
+from metattt.disk import write_text
 from metattt.errors import MetaTTTError, check_choice
 from metattt.models.published import from_ours, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from metattt.checkpoints import folder as ours
 from metattt.checkpoints import rolling, version2
-from metattt.checkpoints.disk import check_own, digest, read_json
 from metattt.checkpoints.folder import standing
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.tensors import open_tensors
+from metattt.disk import check_own, digest, path_of, read_object
 from metattt.errors import MetaTTTError
 
 Tensors = Literal["all", "weights", "none"]
@@ -43,7 +43,8 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
     Raises:
         MetaTTTError: no such path, or a folder with no such file or with several.
     """
-    given = standing(Path(path).expanduser())
+    given = standing(path_of(str(path), "checkpoint"))
+    given = given.resolve() if given.is_symlink() else given  # named by the user; links in a folder are the file's word
     if given.is_file() or _is_folder(given):
         return given
     if not given.is_dir():
@@ -130,7 +131,7 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _read_index(file: Path) -> dict[str, Any]:
     """The tensors of several files of weights, from the index that names them."""
-    names = read_json(file).get("weight_map")
+    names = read_object(file).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(part, str) for part in names.values()):
         raise MetaTTTError(f"{file} names parts that are not there: no weight_map")
     parts = sorted(set(names.values()))

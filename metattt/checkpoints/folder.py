@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from metattt.checkpoints.disk import check_own, digest, read_json, read_text
 from metattt.checkpoints.plain import put_together
 from metattt.checkpoints.tensors import Piece, TensorFile, header_checksum, open_tensors
+from metattt.disk import check_own, digest, inside, read_object, read_text
 from metattt.errors import MetaTTTError
 
 CONTENT = "checkpoint.json"
@@ -41,7 +41,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def is_of_run(path: Path) -> bool:
     """Whether a checkpoint is of a run that can go on, and not of a model alone."""
-    return "global_step" in (read_json(path / CONTENT).get("content") or ())
+    return "global_step" in (read_object(path / CONTENT).get("content") or ())
 
 
 def standing(path: Path) -> Path:
@@ -69,7 +69,7 @@ def read_content(folder: Path) -> dict[str, Any]:
         MetaTTTError: a file that is missing, of another checkpoint, or damaged.
     """
     path = folder / CONTENT
-    content = read_json(path)
+    content = read_object(path)
     if content.get("format") != FORMAT:
         raise MetaTTTError(f"{path} is not a checkpoint of metattt: its format is {str(content.get('format'))[:40]!r}")
     stored = content.pop("checksum", None)
@@ -89,12 +89,10 @@ def read_content(folder: Path) -> dict[str, Any]:
 
 def _check_file(folder: Path, name: str, about: Any) -> None:
     """Compares a file with what is known of it: its size, and its header or text."""
-    if not isinstance(about, dict) or Path(name).name != name or name in ("", ".", ".."):
-        raise MetaTTTError(f"{folder / CONTENT} names a file {str(name)[:80]!r}: names without folders are allowed")
-    file = folder / name
+    file = inside(folder, name)
     check_own(file)
-    if not file.is_file():
-        raise MetaTTTError(f"{file} is missing: the checkpoint is not whole")
+    if not isinstance(about, dict):
+        raise MetaTTTError(f"{folder / CONTENT} says nothing of {name}")
     if file.stat().st_size != about.get("bytes"):
         raise MetaTTTError(
             f"{file} has {file.stat().st_size} bytes and not {about.get('bytes')}: it is truncated or of another checkpoint"
@@ -140,7 +138,7 @@ def read_tokenizer(folder: Path) -> str | None:
         MetaTTTError: it cannot be read.
     """
     file = folder / TOKENIZER
-    return read_text(file) if file.exists() or file.is_symlink() else None
+    return read_text(inside(folder, TOKENIZER)) if file.exists() or file.is_symlink() else None
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -10,10 +10,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.checkpoints.disk import read_text
 from metattt.checkpoints.naming import to_names, to_targets
 from metattt.checkpoints.trust import REFERENCE, check_plain
 from metattt.checkpoints.version1 import from_version1
+from metattt.disk import inside, read_text
 from metattt.errors import MetaTTTError
 
 RECORD = "metattt"  # the entry of a run's checkpoint
@@ -127,7 +127,7 @@ def read_yaml(path: Path) -> Any:
         MetaTTTError: it cannot be read, is too long, or refers to parts of itself.
     """
     try:
-        return yaml.load(read_text(path, LONGEST_YAML), Loader=_NoAliases)
+        return yaml.load(read_text(inside(path.parent, path.name), LONGEST_YAML), Loader=_NoAliases)
     except MetaTTTError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from metattt.checkpoints.disk import digest, sync
+from metattt.disk import digest, sync
 from metattt.errors import MetaTTTError
 
 OURS = "metattt"  # the entry of the header with what is ours in it

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from metattt.checkpoints.disk import read_json
 from metattt.checkpoints.files import Tensors, find_checkpoint, read_content, read_shapes
 from metattt.checkpoints.folder import WEIGHTS, is_checkpoint, read_tokenizer
 from metattt.checkpoints.naming import OF_TRAINING
@@ -21,6 +20,7 @@ from metattt.checkpoints.record import CONFIG, PUBLISHED_CONFIG, RECORD, checked
 from metattt.checkpoints.trust import check_amounts
 from metattt.checkpoints.version2 import is_parts
 from metattt.composition.instantiate import instantiate_model
+from metattt.disk import read_object
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.models.published import Side, guess_side, to_ours
@@ -258,7 +258,7 @@ def _ours(file: Path, skip: Collection[str], trust: Collection[str]) -> Trained:
 
 def _theirs(file: Path) -> Trained:
     """A published model."""
-    config = PublishedConfig.read(read_json(file.parent / PUBLISHED_CONFIG)).compose()
+    config = PublishedConfig.read(read_object(file.parent / PUBLISHED_CONFIG)).compose()
     return Trained(file, config, read_tokenizer(file.parent))
 
 

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from metattt.checkpoints.disk import check_own
+from metattt.disk import check_own
 from metattt.errors import MetaTTTError
 
 PLAIN, INDEX = "meta.pt", ".metadata"  # of a folder: everything that is no tensor, and where the tensors are

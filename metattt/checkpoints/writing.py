@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from metattt.checkpoints.disk import digest, sync, write_text
 from metattt.checkpoints.folder import (
     CONTENT,
     FORMAT,
@@ -30,6 +29,7 @@ from metattt.checkpoints.folder import (
 )
 from metattt.checkpoints.plain import take_apart
 from metattt.checkpoints.tensors import Piece, write_tensors
+from metattt.disk import digest, sync, write_text
 from metattt.errors import MetaTTTError
 
 NEW = ".part"  # after a folder's name while it is written

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metattt.data.manifest import MANIFEST
-from metattt.data.plain import path_of
+from metattt.disk import path_of
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 

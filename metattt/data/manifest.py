@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from metattt.data.plain import inside, parse, read_text
+from metattt.disk import inside, parse, read_text
 from metattt.errors import MetaTTTError
 
 MANIFEST = "manifest.json"

@@ -27,12 +27,12 @@ from rich.table import Table
 from rich.text import Text
 
 from metattt.composition.settings import settings
-from metattt.data.plain import path_of
 from metattt.data.progress import BytesProgress
 from metattt.data.sources import Source, is_local, open_source
 from metattt.data.target import begin, check_free, finish
 from metattt.data.tokenizers import load_tokenizer
 from metattt.data.units import Work, cut, digest, finished_units, size, start_worker, write_unit
+from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.locking import FolderLock
 

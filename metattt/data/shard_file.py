@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from metattt.data.base import ReadError
 from metattt.data.manifest import checksum_of, hasher_of
-from metattt.data.plain import inside
+from metattt.disk import inside
 
 CHUNK = 2**20  # bytes that are read and checked at a time
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from metattt.data.manifest import read_manifest, refuse_strangers
-from metattt.data.plain import path_of
 from metattt.data.shard_file import Seen, ShardFile, check_together, trust
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Split, WindowArray, WindowData
+from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
 

@@ -8,7 +8,7 @@ from itertools import count, islice
 from typing import Any
 
 from metattt.data.documents import FOREIGN, SUFFIXES, Document, find_files, half_a_character, iterate_documents
-from metattt.data.plain import path_of
+from metattt.disk import path_of
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from metattt.data.manifest import TOKENIZER
-from metattt.data.plain import inside, path_of, read_text
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizer_probe import GROWTH, growth_of, try_tokenizer
 from metattt.data.windows import Tokenizer
+from metattt.disk import inside, path_of, read_text
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from metattt.checkpoints.disk import digest
 from metattt.checkpoints.folder import CONTENT, canonical
 from metattt.data.manifest import write_signed
+from metattt.disk import digest
 
 PAYLOADS: dict[str, dict[str, Any]] = {
     "os.system": {"_args_": ["touch {canary}"]},

@@ -1,15 +1,20 @@
-"""Plain data from files that anybody may have written: bounded before it is parsed, and never from outside its folder."""
+"""Files on the disk: what anybody may have written is bounded before it is parsed, and never from outside its folder;
+what we write has a checksum and is there for good."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import xxhash
+
 from metattt.errors import MetaTTTError
 
+LONGEST = 256 * 2**20  # bytes of a text, at most
 DEPTH = 20  # of nested lists and objects in a record of ours; real ones have three
 
 
@@ -32,18 +37,33 @@ def path_of(given: Any, key: str) -> Path:
 def inside(folder: Path, name: str) -> Path:
     """The file of that name in a folder, which need not exist.
 
+    A link may stay in the folder, or in the cache of the Hugging Face Hub: `snapshots/<revision>/<file>` to
+    `blobs/<name>`.
+
     Raises:
         MetaTTTError: the name leads to another folder, or is a link that does.
     """
     if Path(name).name != name or name in ("", "..") or "\\" in name or "\0" in name:
         raise MetaTTTError(f"{folder} names {name[:80]!r}, which is not the name of a file in it")
     file = folder / name
-    if file.is_symlink() and file.resolve().parent != folder.resolve():
-        raise MetaTTTError(f"{file} is a link that leads out of its folder: put the file itself there")
+    if file.is_symlink():
+        home, leads = folder.resolve(), file.resolve().parent
+        if leads != home and not (home.parent.name == "snapshots" and leads == home.parent.parent / "blobs"):
+            raise MetaTTTError(f"{file} is a link that leads out of its folder: put the file itself there")
     return file
 
 
-def read_text(file: Path, limit: int) -> str:
+def check_own(file: Path) -> None:
+    """Refuses what is no file, and a link out of its folder.
+
+    Raises:
+        MetaTTTError: as `inside`; it is missing, or a folder or a pipe.
+    """
+    if not inside(file.parent, file.name).is_file():
+        raise MetaTTTError(f"{file} is missing, or not a file")
+
+
+def read_text(file: Path, limit: int = LONGEST) -> str:
     """The text of a file that is not too large.
 
     Args:
@@ -67,20 +87,22 @@ def read_text(file: Path, limit: int) -> str:
         raise MetaTTTError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def parse(text: str, name: str) -> Any:
-    """What a JSON text says. NaN, keys that occur twice and deep nesting are refused.
+def parse(text: str, name: str, depth: int = DEPTH, finite: bool = True) -> Any:
+    """What a JSON text says. Keys that occur twice and deep nesting are refused.
 
     Args:
         text: the text.
         name: where it is from, for messages.
+        depth: of nested lists and objects, at most.
+        finite: NaN and infinity are refused as well.
 
     Raises:
         MetaTTTError: it is not such a text.
     """
-    if _depth(text) > DEPTH:
-        raise MetaTTTError(f"{name} is damaged: it is nested more than {DEPTH} deep")
+    if _depth(text) > depth:
+        raise MetaTTTError(f"{name} is damaged: it is nested more than {depth} deep")
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number if finite else None)
     except ValueError as error:
         raise MetaTTTError(f"{name} is damaged: {error}") from error
 
@@ -106,3 +128,39 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
+
+
+def read_object(file: Path, limit: int = LONGEST, depth: int = 64) -> dict[str, Any]:
+    """The object in a JSON file, which may hold any numbers.
+
+    Raises:
+        MetaTTTError: as `inside`, `read_text` and `parse`; it holds no object.
+    """
+    content = parse(read_text(inside(file.parent, file.name), limit), str(file), depth, finite=False)
+    if not isinstance(content, dict):
+        raise MetaTTTError(f"{file} holds no configuration, but {type(content).__name__}")
+    return content
+
+
+def digest(content: bytes) -> str:
+    """The checksum of some bytes (XXH3, 128 bits)."""
+    return str(xxhash.xxh3_128_hexdigest(content))
+
+
+def write_text(file: Path, text: str) -> str:
+    """Writes a new file, waits until it is on the disk, and returns its checksum."""
+    content = text.encode()
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return digest(content)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
