@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ def together(world_size: int, jobs: Sequence[tuple[Callable[..., Any], tuple[Any
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_work, args=(rank, world_size, port, folder, list(jobs)))
@@ -44,7 +46,7 @@ def together(world_size: int, jobs: Sequence[tuple[Callable[..., Any], tuple[Any
         for process in processes:
             process.start()
         for process in processes:
-            process.join(seconds)
+            process.join(max(0, end - time.monotonic()))
             process.kill()
         for rank in range(world_size):
             if (said := Path(folder) / f"error_{rank}").is_file():
