@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -29,7 +30,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.heads import divide_heads
-from metattt.parallel.line import Line, dump, fill, frame_of
+from metattt.parallel.line import MANY, Line, dump, fill, frame_of
 from metattt.parallel.local import together
 from metattt.parallel.relay import Relay
 from metattt.parallel.scan import may_scan, scannable
@@ -387,6 +388,29 @@ def test_the_benchmark_checks_and_measures() -> None:
     assert message["D = 64"] == 4 * (64 * 64 + 3 * 64) + 8  # weights, the tail of the convolution, and the position
     with pytest.raises(MetaTTTError, match=r"benchmark\.ranks="):
         TimeParallelBenchmark(ranks=(0,))
+
+
+def many_messages() -> int:
+    """In one of the processes: a line is given up as soon as its messages have left; the next process reads late."""
+    line = Line(init_device_mesh("cpu", (2,)))
+    if line.first:
+        for number in range(MANY + 20):
+            line.send_state("key", {"a": torch.full((3,), number), "b": torch.zeros(0)})
+        line.finish()
+        return 0
+    time.sleep(1)
+    right = 0
+    for number in range(MANY + 20):
+        frame, slots = line.receive_frame("key")
+        tensors = line.receive_state(slots)
+        right += fill(frame, lambda slot, tensors=tensors: tensors[slot.place])["a"].tolist() == [number] * 3
+    return right
+
+
+@pytest.mark.slow
+def test_no_message_is_lost_when_the_reader_is_late() -> None:
+    ((_, read),) = together(2, [(many_messages, ())], seconds=100)
+    assert read == MANY + 20
 
 
 def one_that_ends(said: str) -> str:

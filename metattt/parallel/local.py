@@ -53,7 +53,7 @@ def together(world_size: int, jobs: Sequence[tuple[Callable[..., Any], tuple[Any
                 raise MetaTTTError(f"process {rank} of {world_size} failed:\n{said.read_text()}")
         missing = [rank for rank in range(world_size) if not (Path(folder) / f"result_{rank}").is_file()]
         if missing:
-            raise MetaTTTError(f"processes {missing} of {world_size} ended without a result (in {seconds:.0f} s)")
+            raise MetaTTTError(f"processes {missing} of {world_size} ended without a result, or not within {seconds:.0f} s")
         results = [torch.load(Path(folder) / f"result_{rank}", weights_only=True) for rank in range(world_size)]
     return [list(of_job) for of_job in zip(*results, strict=True)]
 
