@@ -57,7 +57,7 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     for key, square in sums.items():
         mesh, placements = ((), ()) if key is None else key
         for axis, placement in enumerate(placements):
-            if placement.is_shard():
+            if not placement.is_replicate():  # also what is divided twice along one axis, which is no plain shard
                 assert isinstance(mesh, DeviceMesh)
                 dist.all_reduce(square, group=mesh.get_group(axis))
     return torch.stack(list(sums.values())).sum().sqrt()

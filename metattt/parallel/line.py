@@ -9,7 +9,7 @@ A state goes to the next process as two messages:
 Its derivatives come back as the content of those that there are, after a byte for each that says so.
 
 Frames are read by the host, so they go over a group for the CPU; contents stay on their device (NCCL, or gloo on the
-CPU). Both sides send and receive in the same order, so nothing is numbered. Nobody waits for a message to leave.
+CPU). Both sides send and receive in the same order, so nothing is numbered. A process goes on while its messages leave.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import io
 import math
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from metattt.errors import MetaTTTError
 from metattt.state import map_tensors
+
+MANY = 512  # messages of a process that may be on their way
 
 
 class Slot(NamedTuple):
@@ -84,7 +87,7 @@ class Line:
         self.ranks = dist.get_process_group_ranks(self.group)
         self.device = torch.empty(0, device=mesh.device_type).device  # with the number of this process's own
         self._known: dict[tuple[str, object], bytes] = {}
-        self._leaving: list[tuple[Any, Tensor]] = []
+        self._leaving: deque[tuple[Any, Tensor]] = deque()
 
     @property
     def first(self) -> bool:
@@ -168,10 +171,10 @@ class Line:
         return [next(found) if one else None for one in there]
 
     def finish(self) -> None:
-        """Waits until every message of this process has left."""
-        leaving, self._leaving = self._leaving, []
-        for work, _ in leaving:
-            self._try(work.wait)
+        """Waits until every message of this process has left: before other messages, and before the line is given up."""
+        while self._leaving:
+            self._try(self._leaving[0][0].wait)
+            self._leaving.popleft()
 
     def _receive_content(self, slots: Sequence[Slot], source: int) -> list[Tensor]:
         order = _order(slots)
@@ -192,9 +195,12 @@ class Line:
         return content.nbytes
 
     def _send(self, content: Tensor, to: int, group: dist.ProcessGroup) -> None:
-        self._leaving = [(work, kept) for work, kept in self._leaving if not work.is_completed()]
-        work = self._try(lambda: dist.isend(content, to, group=group))
-        self._leaving.append((work, content))  # what leaves must stay until it has left
+        # What leaves must stay until it has left: gloo drops a message that nobody holds, without a word. (It does not
+        # tell which have left, either, so the oldest are waited for.)
+        while self._leaving and (len(self._leaving) >= MANY or self._leaving[0][0].is_completed()):
+            self._try(self._leaving[0][0].wait)
+            self._leaving.popleft()
+        self._leaving.append((self._try(lambda: dist.isend(content, to, group=group)), content))
 
     def _receive(self, into: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
         started = time.perf_counter()

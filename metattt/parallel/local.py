@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ def together(world_size: int, jobs: Sequence[tuple[Callable[..., Any], tuple[Any
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_work, args=(rank, world_size, port, folder, list(jobs)))
@@ -44,14 +46,14 @@ def together(world_size: int, jobs: Sequence[tuple[Callable[..., Any], tuple[Any
         for process in processes:
             process.start()
         for process in processes:
-            process.join(seconds)
+            process.join(max(0, end - time.monotonic()))
             process.kill()
         for rank in range(world_size):
             if (said := Path(folder) / f"error_{rank}").is_file():
                 raise MetaTTTError(f"process {rank} of {world_size} failed:\n{said.read_text()}")
         missing = [rank for rank in range(world_size) if not (Path(folder) / f"result_{rank}").is_file()]
         if missing:
-            raise MetaTTTError(f"processes {missing} of {world_size} ended without a result (in {seconds:.0f} s)")
+            raise MetaTTTError(f"processes {missing} of {world_size} ended without a result, or not within {seconds:.0f} s")
         results = [torch.load(Path(folder) / f"result_{rank}", weights_only=True) for rank in range(world_size)]
     return [list(of_job) for of_job in zip(*results, strict=True)]
 

@@ -236,6 +236,8 @@ class LanguageModeling(lightning.LightningModule):
         self.validation_sums = self.validation_sums + self.sums(ids).double().cpu()
 
     def on_validation_epoch_end(self) -> None:
+        if self.line is not None:
+            self.line.finish()
         # sums over all windows, divided once: the last batch may be smaller
         nats, num_tokens, num_bytes = self._over_processes(self.validation_sums.to(self.device))
         self.log("step", float(self.global_step))
