@@ -469,7 +469,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         model benchmark.<train_length|decode_tokens|rounds|decode_rounds>=<0|-1|abc>
         model benchmark.train_length=1000000000000
         model benchmark.contexts=<[]|[8]|[0,1]|[1,1000000000000]>
-        model benchmark.preset=<nobody|none>
+        model benchmark.preset=nobody
         model benchmark.overrides=[dim=0]
         model benchmark.layers=<[]|[nobody]>
         model benchmark.bound=<nan|abc>
