@@ -245,7 +245,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         data.num_workers=<-1|abc|1000000>
         data.document_reset=maybe
         data.seed=<-1|abc>
-        data.path=<@nowhere|@empty|@picture|@damaged|[@text,@nowhere]|@nothing|5|[5]>
+        data.path=<@nowhere|@empty|@picture|@damaged|[@text,@nowhere]|@nothing>
         data.path=@lines data.text_key=nobody
         data=shards data.path=<@text|@nowhere|@shards>
         data=shards
