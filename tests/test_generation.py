@@ -145,8 +145,10 @@ def test_text_is_handed_out_when_it_is_certain() -> None:
 def test_bad_batches_are_refused() -> None:
     model = make()
     ids, mask = torch.zeros(2, 3, dtype=torch.long), torch.tensor([[True, True, False], [False, False, False]])
-    for wrong in (mask, mask[:, :2], mask.long()):
-        with pytest.raises(MetaTTTError, match="a real token in every row"):
+    with pytest.raises(MetaTTTError, match="a real token in every row"):
+        generate(model, ids, 3, mask=mask)
+    for wrong in (mask[:, :2], mask.long()):
+        with pytest.raises(MetaTTTError, match=r"expected torch.bool of shape \[2, 3\]"):
             generate(model, ids, 3, mask=wrong)
     for prompts in ("text", []):
         with pytest.raises(MetaTTTError, match="give a list of at least one text"):

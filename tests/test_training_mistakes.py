@@ -55,7 +55,7 @@ def test_a_model_for_images_and_text(here: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_key_that_was_taken_away(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "data.path=text", "~compile"]) == 2
-    assert "the configuration has no `compile`, which `metattt train` needs" in capsys.readouterr().err
+    assert "`~compile` takes away what `metattt train` needs: set it with compile=<value>" in capsys.readouterr().err
 
 
 def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

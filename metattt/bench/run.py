@@ -27,6 +27,8 @@ def bench(cfg: DictConfig) -> None:
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
+    folder = Path(cfg.output_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)  # now: a folder that cannot be made must not show after the work
     benchmark: Benchmark = instantiate_part(cfg, "benchmark")
     target = str(cfg.benchmark._target_)
     name = next(
@@ -34,7 +36,7 @@ def bench(cfg: DictConfig) -> None:
     )
     report = benchmark.run(lambda line: console.print(line, style="dim"))
     _show(console, report)
-    for path in report.write(Path(cfg.output_dir).expanduser(), name):
+    for path in report.write(folder, name):
         console.print(f"written  {path}")
     if report.panels and report.no_picture:
         console.print(report.no_picture, markup=False)

@@ -134,13 +134,13 @@ def _check(
     """One clear line for a prompt or a setting that cannot be used."""
     if not isinstance(model, LanguageModel):
         raise MetaTTTError(f"model is a {type(model).__name__}: it must be a LanguageModel")
-    require_ids(ids, model.vocab_size, "the prompts")
+    require_ids(ids, model.vocab_size, "prompts")
     if not len(ids):
         raise MetaTTTError("there is no prompt to continue: ids have shape [0, T]")
     if mask is not None:
         check_flags(ids, mask, None)
         if not mask.any(1).all():
-            raise MetaTTTError("mask leaves a prompt without a real token: every row must have one")
+            raise MetaTTTError("mask has a row of padding alone: it must be torch.bool, with a real token in every row")
     check_integer("max_new_tokens", max_new_tokens, 0, MAX_NEW_TOKENS)
     check_sampling(temperature, top_k, top_p)
     if seed is not None:

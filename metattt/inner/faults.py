@@ -90,8 +90,8 @@ def require_ids(ids: object, vocab_size: int, name: str = "ids") -> None:
         MetaTTTError: no tensor `[B, T]` of integers with T ≥ 1, or one with ids outside of the vocabulary.
     """
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] == 0:
-        shown = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise MetaTTTError(f"{name} have shape {shown}, expected a tensor [B, T] of token ids with T >= 1")
+        shown = f"of shape {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise MetaTTTError(f"{name} are token ids [B, T] with T >= 1, not {shown}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise MetaTTTError(f"{name} are {ids.dtype}, expected integers: convert them with {name}.long()")
     if ids.numel() and not 0 <= (least := int(ids.min())) <= (most := int(ids.max())) < vocab_size:

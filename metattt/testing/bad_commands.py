@@ -245,7 +245,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         data.num_workers=<-1|abc|1000000>
         data.document_reset=maybe
         data.seed=<-1|abc>
-        data.path=<@nowhere|@empty|@picture|@damaged|[@text,@nowhere]|@nothing|5|[5]>
+        data.path=<@nowhere|@empty|@picture|@damaged|[@text,@nowhere]|@nothing>
         data.path=@lines data.text_key=nobody
         data=shards data.path=<@text|@nowhere|@shards>
         data=shards
@@ -469,7 +469,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         model benchmark.<train_length|decode_tokens|rounds|decode_rounds>=<0|-1|abc>
         model benchmark.train_length=1000000000000
         model benchmark.contexts=<[]|[8]|[0,1]|[1,1000000000000]>
-        model benchmark.preset=<nobody|none>
+        model benchmark.preset=nobody
         model benchmark.overrides=[dim=0]
         model benchmark.layers=<[]|[nobody]>
         model benchmark.bound=<nan|abc>

@@ -34,7 +34,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.registry import PARAMETERS, REGISTERED, SCHEMAS
 from metattt.testing.answers import TooLong, memory_limit, time_limit
 
-SECONDS = 20.0  # of one trial, at most
+SECONDS = 60.0  # of one trial, at most
 ROOM = 6 * 2**30  # bytes
 ODD = 0.12  # share of the values, and of the inputs
 WORDS = {  # ordinary values of the fields that are texts without a list of what is allowed
@@ -97,7 +97,7 @@ def draw(rng: random.Random) -> Trial:
     if job == "train":
         words = []
     chosen = {}
-    known = rng.random() < 0.5  # a known layer with its own parts, or parts at random
+    known = rng.random() < 0.7  # a known layer with its own parts, or parts at random
     for group, allowed in JOBS[job].groups.items():
         if group == "layer" and not known:
             words.append("layer=custom")
@@ -105,7 +105,8 @@ def draw(rng: random.Random) -> Trial:
             names = allowed or tuple(name for name in sorted(choices(group)) if name not in ("custom", "module"))
             chosen[group] = rng.choice(names)
             words.append(f"{group}={chosen[group]}")
-    if chosen.get("learner", "").startswith(("kernel", "global")) and rng.random() < 0.9:
+    chosen |= _parts_of(chosen["layer"]) if "layer" in chosen else {}
+    if not known and chosen.get("learner", "").startswith(("kernel", "global")) and rng.random() < 0.9:
         words = [word for word in words if not word.startswith("optimizer=")] + ["optimizer=append"]
         chosen["optimizer"] = "append"
     fields = [(f"{group}.{name}", kind, allowed) for group, name, kind, allowed in _fields(chosen)]
@@ -130,6 +131,13 @@ def _fields(chosen: dict[str, str]) -> Iterator[tuple[str, str, Any, tuple[Any, 
         for field in dataclasses.fields(SCHEMAS[target]):
             if field.name != "_target_" and f"{group}.{field.name}" not in BY_HAND and field.name not in ("dim", "layer"):
                 yield group, field.name, field.type, PARAMETERS[target].get(field.name, ())
+
+
+@cache
+def _parts_of(layer: str) -> dict[str, str]:
+    """What a known layer chooses for the three parts."""
+    text = (files("metattt.configs") / "layer" / f"{layer}.yaml").read_text(encoding="utf-8")
+    return dict(re.findall(r"override /(task|learner|optimizer): (\w+)", text))
 
 
 @cache
