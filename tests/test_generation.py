@@ -156,3 +156,19 @@ def test_bad_batches_are_refused() -> None:
     for stop in ("text", [""]):
         with pytest.raises(MetaTTTError, match="stop="):
             generate_text(model, TOKENIZER, ["a"], 3, stop=stop)
+
+
+def test_predictions_that_are_not_finite_are_refused() -> None:
+    logits = torch.zeros(2, 5)
+    logits[1, 2] = float("-inf")  # what a caller has ruled out
+    assert sample(logits, 0).shape == (2,)
+    for value in ("nan", "inf"):
+        logits[1, 2] = float(value)
+        for temperature in (0.0, 1.0):
+            with pytest.raises(MetaTTTError, match="not finite"):
+                sample(logits, temperature)
+    model = make()
+    with torch.no_grad():
+        model.head.weight[7] = float("nan")
+    with pytest.raises(MetaTTTError, match="not finite"):
+        next(generate(model, torch.zeros(1, 3, dtype=torch.long), 3))

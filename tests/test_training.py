@@ -14,13 +14,14 @@ from omegaconf import DictConfig
 
 from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.trained import load_model, read_checkpoint
+from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.text import TextData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.measures.ngram import NGram
-from metattt.training.callbacks import LossCurve
+from metattt.training.callbacks import LossCurve, plot
 from metattt.training.text_module import AdamW
 from metattt.training.train import train
 
@@ -275,3 +276,22 @@ def test_the_baseline_is_a_distribution_and_beats_shorter_contexts(corpus: Path)
     every = np.array([[1, 2, token] for token in range(5)])
     total = np.exp(-NGram(5).fit(np.array([[0, 1, 2, 3, 1, 2, 0]])).nats(every)[:, 1]).sum()
     assert math.isclose(total, 1, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["model.final_norm.weight", "model.blocks.0.layer_norm.weight"])
+def test_weights_that_are_not_finite_end_in_one_line(
+    finished: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = read_checkpoint(finished)
+    content["state_dict"][name][0] = float("nan")
+    torch.save(content, tmp_path / "last.ckpt")
+    for command in (["eval"], ["eval", "inner_loss=true"], ["generate", "max_new_tokens=3", "temperature=0"]):
+        assert main([*command, f"checkpoint={tmp_path}", "device=cpu"]) == 2
+        error = capsys.readouterr().err.splitlines()
+        assert len(error) == 1 and str(tmp_path) in error[0] and ("nan" in error[0] or "finite" in error[0].lower())
+
+
+def test_curves_with_points_that_are_no_numbers_are_drawn(tmp_path: Path) -> None:
+    for points in ([[1, math.nan]], [[1, 2.0], [2, math.nan], [3, math.inf], [4, 1.0]]):
+        plot({"train": points, "validation": [[1, math.nan]]}, 3.0, tmp_path / "a.png", "bits", "a run")
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

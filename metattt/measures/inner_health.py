@@ -1,4 +1,5 @@
-"""Whether the inner loop of a layer learns: does a token's own step lower its loss, and are the gates alive?"""
+"""Whether the inner loop of a layer learns: does a token's own step lower its loss, do the steps before it, and are
+the gates alive?"""
 
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ class Health(NamedTuple):
             sequences and mini-batches. Where weights move once per mini-batch: with those at its start.
         after: `[H, n]` ℓ(W_t); with those at the end of the mini-batch.
         rising: `[H, n]` share of tokens whose loss is larger after than before.
+        worse: `[H, n]` share of tokens whose loss before their own step is larger than with W0: what was learned from
+            the tokens before them harms.
         eta: `[H]` largest |η| of a token.
         alpha: `[H]` largest α of a token.
         tau: `[1 or H, b]` token steps.
@@ -35,6 +38,7 @@ class Health(NamedTuple):
     before: Tensor
     after: Tensor
     rising: Tensor
+    worse: Tensor
     eta: Tensor
     alpha: Tensor | None
     tau: Tensor | None
@@ -88,15 +92,15 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
     if rule.read == "final":
         losses = inner_losses(layer, x).unsqueeze(-1)  # [steps + 1, H, 1]
         before, after = losses[0], losses[-1]
-        rising = (after > before).to(after.dtype)
+        rising, worse = (after > before).to(after.dtype), torch.zeros_like(after)
     else:
-        before, after, rising = _by_place(layer, Tokens(*views, *gates), context)  # type: ignore[arg-type]
+        before, after, rising, worse = _by_place(layer, Tokens(*views, *gates), context)  # type: ignore[arg-type]
     largest = eta.abs().amax((0, 2)), None if alpha is None else alpha.amax((0, 2))
-    return Health(before, after, rising, *largest, rule.token_steps())
+    return Health(before, after, rising, worse, *largest, rule.token_steps())
 
 
-def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`before`, `after` and `rising` of `Health`, of `TOKENS` tokens of every sequence."""
+def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`before`, `after`, `rising` and `worse` of `Health`, of `TOKENS` tokens of every sequence."""
     rule, loop = layer.optimizer, layer.inner
     wide, operand = tokens.eta.dtype, tokens.k.dtype
     slow = {name: value.to(wide) for name, value in layer.learner.slow.items()}
@@ -106,12 +110,12 @@ def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Te
     looked = _spread(count // size, max(1, TOKENS // size))
     by_token = rule.read in ("inclusive", "exclusive") and not layer.learner.mixes_tokens
     state = State(tokens.k.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
-    now = rule.current(loop.start(batch, wide), 0)
-    befores, afters = [], []  # [B, H, n] of the mini-batches that are looked at
+    begun = now = rule.current(loop.start(batch, wide), 0)
+    seen: list[list[Tensor]] = []  # with W0, W_{t−1} and W_t: [B, H, n] of every mini-batch that is looked at
     first = 0
     for index in looked:
         lengths = [1] * size if by_token else [size]
-        losses: list[tuple[Tensor, Tensor]] = []
+        losses: list[list[Tensor]] = []
         for width in ([index * size - first] if index * size > first else []) + lengths:
             token = tokens.map(partial(_slice, first, first + width))
             here = context._replace(positions=context.positions[:, first : first + width])
@@ -120,12 +124,11 @@ def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Te
             old, state = now, State(state.pos + width, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(read.weights, read.phase or 0)
             if first > index * size:  # before that, what lies between two mini-batches is read at once
-                losses.append((_losses(work, old, token, wide), _losses(work, now, token, wide)))
-        befores.append(torch.cat([before for before, _ in losses], 2))
-        afters.append(torch.cat([after for _, after in losses], 2))
-    before, after = torch.stack(befores), torch.stack(afters)  # [mini-batches, B, H, n]
-    rising = ~(after <= before)  # NaN is no progress either
-    return before.mean((0, 1)), after.mean((0, 1)), rising.to(wide).mean((0, 1))
+                losses.append([_losses(work, weights, token, wide) for weights in (begun, old, now)])
+        seen.append([torch.cat(values, 2) for values in zip(*losses, strict=True)])
+    start, before, after = (torch.stack(values) for values in zip(*seen, strict=True))  # [mini-batches, B, H, n]
+    rising, worse = ~(after <= before), ~(before <= start)  # NaN is no progress either
+    return before.mean((0, 1)), after.mean((0, 1)), rising.to(wide).mean((0, 1)), worse.to(wide).mean((0, 1))
 
 
 def _slice(start: int, stop: int, value: Tensor) -> Tensor:
@@ -133,9 +136,9 @@ def _slice(start: int, stop: int, value: Tensor) -> Tensor:
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """At most `wanted` of `count` places, the first and the last among them if there are two."""
+    """At most `wanted` of `count` places, the last among them, and the first if there are two."""
     wanted = min(count, wanted)
-    return [place * (count - 1) // max(1, wanted - 1) for place in range(wanted)]
+    return [count - 1] if wanted == 1 else [place * (count - 1) // (wanted - 1) for place in range(wanted)]
 
 
 def _losses(work: Work, weights: Tensors, tokens: Tokens, wide: torch.dtype) -> Tensor:

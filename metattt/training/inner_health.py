@@ -44,12 +44,13 @@ class InnerHealth(lightning.Callback):
         self.every, self.windows = every, windows
         self.runs = 0  # validations so far
         self.said: list[str] = []  # kind and layer
+        self.last: list[str] = []  # those of the look before
 
     def state_dict(self) -> dict[str, Any]:
-        return {"runs": self.runs, "said": list(self.said)}
+        return {"runs": self.runs, "said": list(self.said), "last": list(self.last)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.runs, self.said = state_dict["runs"], list(state_dict["said"])
+        self.runs, self.said, self.last = state_dict["runs"], list(state_dict["said"]), list(state_dict["last"])
 
     def on_validation_batch_end(
         self,
@@ -77,12 +78,16 @@ class InnerHealth(lightning.Callback):
             return inner_health(pl_module.model, lambda: pl_module.item_losses(few))
 
     def _news(self, found: dict[int, Health], pl_module: Any) -> Iterator[str]:
+        before, self.last = self.last, []
         for index, health in found.items():
             block = pl_module.model.blocks[index]
             layer = getattr(block, "layer", None) or block.attn.layer
             for kind, line in complaints(health, layer):
-                if f"{kind} {index}" not in self.said:
-                    self.said.append(f"{kind} {index}")
+                name = f"{kind} {index}"
+                self.last.append(name)
+                # a model that has hardly begun may have an inner loop that harms
+                if name not in self.said and (kind != "worse" or name in before):
+                    self.said.append(name)
                     yield f"layer {index}, {line}"
 
 
@@ -95,13 +100,17 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
     if rule.anchor != "batch" and health.rising.numel() and bad.any():
         rising = health.rising[bad]
         places = (rising.mean(0) > 0.5).nonzero().flatten().tolist()
-        shorter = (
-            f"optimizer.base_lr={rate / 4:.2g} (now {rate:g})" if rate and rate > 0 else "a positive optimizer.base_lr"
-        )
         yield (
             "rising",
             f"{_heads(bad)} learns nothing: the inner loss of {rising.mean():.0%} of the tokens is larger after their own step, "
-            f"ℓ(W_t) > ℓ(W_t−1){_places(places, health.rising.shape[1])}: try {shorter}, or a lower training.lr",
+            f"ℓ(W_t) > ℓ(W_t−1){_places(places, health.rising.shape[1])}: try {_shorter(rate)}",
+        )
+    if rule.anchor != "batch" and (bad := health.worse.mean(1) > 0.5).any():
+        share = health.worse[bad].mean()
+        yield (
+            "worse",
+            f"{_heads(bad)} learns nothing: the inner loss of {share:.0%} of the tokens is larger with what was learned before them than "
+            f"with W0, ℓ(W_t−1) > ℓ(W_0): try {_shorter(rate)}",
         )
     if (bad := health.eta < DEAD_RATE).any():
         yield (
@@ -123,6 +132,13 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
             f"{_heads(bad)} learns nothing{_places(places, dead.shape[1])}: the token step τ is 0 there, and has no gradient: "
             "try a lower training.lr, or optimizer.token_steps=none",
         )
+
+
+def _shorter(rate: float | None) -> str:
+    """Overrides that make inner steps shorter, or point them down."""
+    if rate is not None and rate <= 0:
+        return "a positive optimizer.base_lr"
+    return f"optimizer.base_lr={rate / 4:.2g} (now {rate:g}), or a lower training.lr" if rate else "a lower training.lr"
 
 
 def _heads(bad: Tensor) -> str:

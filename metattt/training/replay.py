@@ -162,18 +162,27 @@ def _shape(batch: Tensor | tuple[Tensor, ...]) -> str:
 def _table(health: dict[int, Health]) -> Table:
     """The inner loops of every layer, means or extremes over heads and places."""
     table = Table(title="inner loops on the first batch", title_justify="left")
-    for name in ("layer", "ℓ(W_t−1)", "ℓ(W_t)", "tokens whose loss rises", "η at most", "α at most", "τ at least"):
+    for name in (
+        "layer",
+        "ℓ(W_t−1)",
+        "ℓ(W_t)",
+        "share rising",
+        "share worse than W0",
+        "η at most",
+        "α at most",
+        "τ at least",
+    ):
         table.add_column(name, justify="right")
     for index, one in health.items():
-        row = [one.before.mean(), one.after.mean(), one.rising.mean(), one.eta.max()]
+        row = [one.before.mean(), one.after.mean(), one.rising.mean(), one.worse.mean(), one.eta.max()]
         alpha, tau = (
             None if gate is None else pick(gate) for gate, pick in ((one.alpha, torch.max), (one.tau, torch.min))
         )
         table.add_row(
             str(index),
             *(f"{value.item():.4g}" for value in row[:2]),
-            f"{row[2].item():.0%}",
-            f"{row[3].item():.3g}",
+            *(f"{value.item():.0%}" for value in row[2:4]),
+            f"{row[4].item():.3g}",
             *("–" if gate is None else f"{gate.item():.3g}" for gate in (alpha, tau)),
         )
     return table

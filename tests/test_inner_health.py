@@ -1,0 +1,174 @@
+"""Inner loops that learn nothing, and gates that have died: seen, named, and said once."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from metattt.composition.compose import build, compose
+from metattt.errors import MetaTTTError
+from metattt.measures import inner_health
+from metattt.measures.inner_health import Health, layer_health
+from metattt.models import LanguageModel
+from metattt.state import State
+from metattt.training.inner_health import InnerHealth, complaints
+from metattt.training.train import train
+
+SIZES = ("dim=16", "num_heads=2", "optimizer.mini_batch_size=4")
+
+
+def kinds(layer: Any, x: torch.Tensor) -> list[str]:
+    return [kind for kind, _ in complaints(layer_health(layer, x), layer)]
+
+
+@pytest.mark.parametrize(
+    "layer", ["ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "mamba2", "retnet", "lact", "linear_attention"]
+)
+def test_layers_as_they_come_are_well(layer: str) -> None:
+    sizes = SIZES[:2] if layer in ("delta_net", "gated_delta_net", "mamba2", "retnet", "linear_attention") else SIZES
+    found = kinds(build(f"layer={layer}", *sizes).eval(), torch.randn(3, 40, 16))
+    assert [kind for kind in found if kind != "worse"] == []  # noise has nothing that one token teaches about another
+
+
+def test_losses_are_those_of_the_weights_before_and_after_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against weights that a loop of single tokens hands on."""
+    monkeypatch.setattr(inner_health, "TOKENS", 40)
+    layer = build("layer=ttt_linear", *SIZES).eval()
+    with torch.no_grad():
+        layer.optimizer.lr_weight.mul_(20)
+    x = torch.randn(3, 8, 16)
+    found = layer_health(layer, x)
+    learner: Any = layer.learner
+    weights = {name: value.unsqueeze(0).expand(3, *value.shape) for name, value in learner.init.items()}
+    start, before, after, state = [], [], [], None
+    first = weights
+    with torch.no_grad():
+        views, *_ = layer.observe(
+            x, State(torch.zeros(3, dtype=torch.long), 0, {}, {}, {}, {}), layer.context(x, _start())[0]
+        )
+        for t in range(8):
+            _, state = layer(x[:, t : t + 1], state)
+            k, v = (view[:, :, t : t + 1] for view in (views.k, views.v))
+            then = layer.optimizer.current(state.weights, state.phase or 0)
+            for losses, w in ((start, first), (before, weights), (after, then)):
+                losses.append(layer.task.loss(learner.predict(_fast(w, learner), k), v))
+            weights = then
+    for name, losses in (("before", before), ("after", after)):
+        mean = torch.cat(losses, 2).unflatten(2, (2, 4)).mean((0, 2))  # [H, place]
+        torch.testing.assert_close(getattr(found, name), mean)
+    rising = (torch.cat(after, 2) > torch.cat(before, 2)).float().unflatten(2, (2, 4)).mean((0, 2))
+    assert torch.equal(found.rising, rising)
+    worse = (torch.cat(before, 2) > torch.cat(start, 2)).float().unflatten(2, (2, 4)).mean((0, 2))
+    assert torch.equal(found.worse, worse)
+
+
+def _start() -> State:
+    return State(torch.zeros(3, dtype=torch.long), 0, {}, {}, {}, {})
+
+
+def _fast(weights: Any, learner: Any) -> Any:
+    from metattt.learners.fast_weights import FastWeights
+
+    return FastWeights(weights, dict(learner.slow.items()), torch.float32)
+
+
+def test_steps_that_are_too_long_are_seen() -> None:
+    layer = build("layer=delta_net", *SIZES[:2], "optimizer.base_lr=10").eval()
+    x = torch.randn(3, 40, 16)
+    (line,) = [line for kind, line in complaints(layer_health(layer, x), layer) if kind == "rising"]
+    assert "every head learns nothing" in line and "optimizer.base_lr=2.5 (now 10)" in line
+    assert kinds(build("layer=ttt_linear", *SIZES, "optimizer.base_lr=-1").eval(), x)[:1] == ["rising"]
+
+
+@pytest.mark.parametrize("layer", ["ttt_mlp", "titans", "nested_transformer"])
+def test_one_head_is_named(layer: str) -> None:
+    made = build(f"layer={layer}", *SIZES, "optimizer.base_lr=1").eval()
+    with torch.no_grad():
+        made.optimizer.lr_bias[0] = -200.0
+        made.optimizer.lr_weight[0] = 0.0
+    found = dict(complaints(layer_health(made, torch.randn(2, 16, 16)), made))
+    assert found["eta"].startswith("head 0 learns nothing: η is at most")
+
+
+def test_dead_gates_are_named_with_their_places() -> None:
+    layer = build("layer=ttt_linear", *SIZES, "optimizer.token_steps=per_head").eval()
+    with torch.no_grad():
+        layer.optimizer.token_step_offset[1, 2:] = -5.0  # type: ignore[index,operator]
+    x = torch.randn(2, 16, 16)
+    found = dict(complaints(layer_health(layer, x), layer))
+    assert found["tau"].startswith("head 1 learns nothing at places 3–4 of 4 in the mini-batch: the token step τ is 0")
+    layer = build("layer=ttt_linear", *SIZES, "optimizer.base_lr=0").eval()
+    assert "optimizer.base_lr=1 (now 0)" in dict(complaints(layer_health(layer, x), layer))["eta"]
+    for rule in ("momentum", "block_momentum"):
+        layer = build("layer=ttt_linear", *SIZES, f"optimizer={rule}", "optimizer.decay=per_head").eval()
+        assert "alpha" not in kinds(layer, x)
+        with torch.no_grad():
+            layer.optimizer.decay_gate.bias[1] = -3.0  # type: ignore[union-attr,index,operator]
+        found = dict(complaints(layer_health(layer, x), layer))
+        assert (
+            found["alpha"].startswith("head 1 forgets: α is at most 0.0")
+            and "optimizer.decay_init=0.99" in found["alpha"]
+        )
+
+
+def test_nan_is_no_progress() -> None:
+    layer = build("layer=ttt_linear", *SIZES).eval()
+    with torch.no_grad():
+        layer.learner.init["w1"][1] = float("nan")
+    assert layer_health(layer, torch.randn(2, 16, 16)).rising.mean(1)[1] == 1
+
+
+def test_short_sequences_and_image_layers() -> None:
+    assert "rising" not in kinds(build("layer=ttt_linear", *SIZES).eval(), torch.randn(2, 3, 16))
+    layer = build("layer=mttt_linear", "dim=16", "num_heads=2").eval()
+    found = layer_health(layer, torch.randn(2, 9, 16))
+    assert found.before.shape == found.rising.shape == (2, 1) and not found.rising.any()
+
+
+def test_a_run_says_it_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[dict[int, Health]] = []
+    original = InnerHealth.look
+
+    def noted(self: Any, *rest: Any) -> dict[int, Health]:
+        looks.append(original(self, *rest))
+        return looks[-1]
+
+    monkeypatch.setattr(InnerHealth, "look", noted)
+    for index in range(12):
+        (tmp_path / f"{index}.txt").write_text(f"document {index}\n" + "alpha beta gamma delta " * 12)
+    given = (
+        *SIZES, "model.num_layers=2", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu", "sample=false",
+        f"data.path={tmp_path}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4", "optimizer.base_lr=0",
+    )  # fmt: skip
+    assert train(compose(*given)) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "learns nothing" in line]
+    assert len(looks) == 4 and len(lines) == 2, lines
+    assert lines[0].startswith("step 1: layer 0, every head learns nothing: η is at most 0")
+    assert lines[1].startswith("step 1: layer 1, ")
+    assert train(compose(f"resume={tmp_path / 'run'}", "trainer.max_steps=5")) == 0
+    assert "learns nothing" not in capsys.readouterr().err
+    for wrong in ("every=-1", "windows=0"):
+        with pytest.raises(MetaTTTError, match=f"callbacks.inner_health.{wrong}"):
+            train(compose(*given[:-2], f"callbacks.inner_health.{wrong}"))
+
+
+def test_harm_is_said_when_it_is_seen_twice() -> None:
+    model = LanguageModel(257, 16, 1, lambda: build("layer=ttt_mlp", *SIZES, "optimizer.base_lr=1e6"))
+    zeros, ones = torch.zeros(2, 4), torch.ones(2, 4)
+    ill = Health(ones, zeros, zeros, torch.stack((zeros[0], ones[0])), ones[:, 0], None, None)
+    module, watch = SimpleNamespace(model=model), InnerHealth()
+    looks = [list(watch._news({0: health}, module)) for health in (ill, ill._replace(worse=zeros), ill, ill, ill)]
+    assert [len(lines) for lines in looks] == [0, 0, 0, 1, 0]
+    assert looks[3][0].startswith(
+        "layer 0, head 1 learns nothing: the inner loss of 100% of the tokens is larger with what"
+    )
+    assert "optimizer.base_lr=2.5e+05 (now 1e+06)" in looks[3][0]
+
+
+def test_models_without_inner_loops_have_nothing_to_say() -> None:
+    model = LanguageModel(257, 8, 1, torch.nn.Identity)
+    assert inner_health.inner_health(model, lambda: pytest.fail("it runs for nothing")) == {}
