@@ -80,6 +80,7 @@ class Checkpoints(lightning.Callback):
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         self._group = dist.new_group(backend="gloo") if trainer.world_size > 1 and dist.is_initialized() else None
         silence_lightning(trainer)
+        self._requests.speaks = trainer.is_global_zero
         self._requests.listen()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:

@@ -48,6 +48,7 @@ class StopRequests:
 
     def __init__(self, last_checkpoint: Callable[[], str]):
         self.received = 0  # number of the first signal; 0: none
+        self.speaks = True  # one of several processes
         self.last_checkpoint = last_checkpoint
         self._previous: dict[int, Any] = {}
         self._wakeup = self._pipe = -1
@@ -75,6 +76,8 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
             self.received = number
+            if not self.speaks:
+                return
             # print may be in the middle of a line of its own, which must not be entered twice
             _say(f"\n{signal.Signals(number).name}: stopping after this step; Ctrl-C again stops at once")
 

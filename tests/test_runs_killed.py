@@ -1,0 +1,147 @@
+"""Runs in processes of their own that are killed, stopped and interrupted, as a user's are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from metattt.checkpoints.rolling import steps
+from metattt.testing.kills import STEPS, TINY, campaign, table
+
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK")
+}
+SLOW_STEP = """
+import sys, time
+from metattt.cli import main
+from metattt.training.text_module import LanguageModeling
+step = LanguageModeling.training_step
+def slow(self, *rest):
+    if self.global_step == {step}:
+        open({marker!r}, "w").close()
+        {what}
+    return step(self, *rest)
+LanguageModeling.training_step = slow
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Run:
+    """`metattt train` in processes of its own, in which step `step + 1` does something else first.
+
+    Args:
+        folder: for its files.
+        what: a statement.
+        overrides: of the command.
+    """
+
+    def __init__(self, folder: Path, what: str, *overrides: str, step: int = 4):
+        (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+        self.folder, self.marker = folder / "run", folder / "marker"
+        script = folder / "script.py"
+        script.write_text(SLOW_STEP.format(step=step, marker=str(self.marker), what=what))
+        settings = [one for one in TINY if not one.startswith("callbacks.watch")]
+        arguments = ["train", *settings, f"data.path={folder / 'text.txt'}", f"output_dir={self.folder}", *overrides]
+        self.errors = folder / "errors.txt"
+        self.arguments = arguments
+        root = str(Path(__file__).parent.parent)
+        environment = CLEAN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env=environment,
+                stderr=errors,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+
+    def child(self) -> int:
+        """The process that the run has started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end and self.process.poll() is None, self.errors.read_text()
+            time.sleep(0.05)
+
+
+def is_gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once_and_says_what_is_kept(tmp_path: Path) -> None:
+    """Also in a call that Python cannot interrupt: here a lock, as a process waits for another."""
+    run = Run(tmp_path, "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()")
+    run.until(run.marker.exists)
+    run.process.send_signal(signal.SIGINT)
+    run.until(lambda: "stopping after this step; Ctrl-C again stops at once" in run.errors.read_text())
+    time.sleep(1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(10) == 130
+    assert f"stopped at once; the last checkpoint is {run.folder}/checkpoints/step-00000003" in run.errors.read_text()
+    assert [step for step, _ in steps(run.folder)] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "number"), [("ddp", signal.SIGKILL), ("ddp", signal.SIGSTOP), ("fsdp", signal.SIGKILL)]
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_process_that_dies_or_hangs_is_named_and_the_others_stop(
+    strategy: str, number: int, which: int, tmp_path: Path
+) -> None:
+    run = Run(
+        tmp_path, "time.sleep(0.2)", f"trainer={strategy}", "trainer.devices=2", "callbacks.watch.patience=5",
+        "trainer.max_steps=100000", "trainer.val_check_interval=100000",
+    )  # fmt: skip
+    run.until(run.marker.exists)
+    child = run.child()
+    began = time.monotonic()
+    os.kill(child if which else run.process.pid, number)
+    if which:
+        assert run.process.wait(60) == 1
+    while not is_gone(child):
+        assert time.monotonic() - began < 60
+        time.sleep(0.1)
+    if number == signal.SIGSTOP and not which:
+        run.process.kill()
+    errors = [line for line in run.errors.read_text().splitlines() if line.startswith("error: ")]
+    what = "has died" if number == signal.SIGKILL else "has not answered for 5 s"
+    assert len(errors) == 1 and errors[0].startswith(f"error: process {which} of 2") and what in errors[0], errors
+    assert f"metattt train resume={run.folder}" in errors[0] and "Traceback" not in run.errors.read_text()
+
+
+@pytest.mark.slow
+def test_sigterm_of_one_of_two_processes_stops_both_with_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, "time.sleep(0.5)", "trainer=ddp", "trainer.devices=2")
+    run.until(run.marker.exists)
+    os.kill(run.child(), signal.SIGTERM)
+    assert run.process.wait(60) == 143
+    (last, _), *_ = steps(run.folder)
+    assert 4 < last < STEPS and run.process.stdout is not None
+    assert f"stopped at step {last} (SIGTERM)" in run.process.stdout.read()
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_nothing_is_lost(tmp_path: Path) -> None:
+    """The campaign in small; `python -m metattt.testing.kills` runs it in full."""
+    cases = campaign(tmp_path / "kills", kinds=("plain",), kills=3, others=1)
+    cases += campaign(tmp_path / "more", kinds=("fsdp",), kills=1, others=0)
+    assert not [case for case in cases if case.fault], cases
+    assert "| plain | SIGKILL |" in table(cases) and sum(case.disturbed for case in cases) >= 4
