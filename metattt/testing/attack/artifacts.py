@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from metattt.cli import COMMANDS
 from metattt.composition.compose import compose
 
 TINY = (
@@ -160,6 +159,8 @@ def call(job: str, *words: str) -> None:
 
 
 def _job(job: str) -> Callable[[DictConfig], Any]:
+    from metattt.cli import COMMANDS
+
     _, module, function = COMMANDS[job]
     found: Callable[[DictConfig], Any] = getattr(importlib.import_module(module), function)
     return found
