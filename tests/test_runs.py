@@ -406,8 +406,9 @@ def test_a_run_that_was_begun_goes_on_with_its_own_configuration(
 # Damage
 
 
-def damage(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
+def damage(checkpoint: Path) -> None:
+    file = next(checkpoint.glob("model*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
 
 
 def test_the_newest_good_one_is_taken_and_said(

@@ -70,7 +70,7 @@ class Run:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(children[0])
 
-    def until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 500) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end and self.process.poll() is None, self.errors.read_text()
