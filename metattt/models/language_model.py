@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import Causality
 from metattt.inner.packing import Packing, pack
-from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
 from metattt.state import Context, State, count_bytes, map_tensors, move_tensors
+
+if TYPE_CHECKING:
+    from metattt.inner.tokens import Tokens
 
 INIT_STD = 0.02  # of embeddings and projections, as in the published models
 
