@@ -13,13 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.inner.causality import Causality
-<<<<<<< HEAD
 from metattt.inner.faults import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
-from metattt.inner.tokens import Tokens
-=======
-from metattt.inner.packing import Packing, pack
->>>>>>> time
 from metattt.layer import TTTLayer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
@@ -27,13 +22,10 @@ from metattt.registry import register
 from metattt.room import check_room
 from metattt.state import Context, State, count_bytes, map_tensors, move_tensors
 
-<<<<<<< HEAD
-OVERHEAD = 2**13  # of a block, in the size of as many numbers: its modules in Python, at least
-=======
 if TYPE_CHECKING:
     from metattt.inner.tokens import Tokens
 
->>>>>>> time
+OVERHEAD = 2**13  # of a block, in the size of as many numbers: its modules in Python, at least
 INIT_STD = 0.02  # of embeddings and projections, as in the published models
 
 
