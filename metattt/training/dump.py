@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
+from metattt.checkpoints.tensors import read_tensors, write_tensors
+from metattt.disk import read_object
 from metattt.errors import MetaTTTError
 
 RECORD, WEIGHTS, VERSION = "record.json", "model.safetensors", 1
@@ -90,7 +91,7 @@ def begin_dump(target: Path, record: Mapping[str, Any], weights: Mapping[str, Te
     new = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         new.mkdir(parents=True)
-        save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, new / WEIGHTS)
+        write_tensors(new / WEIGHTS, weights)
         text = json.dumps({"version": VERSION, **record}, ensure_ascii=False, indent=1)
         (new / RECORD).write_text(text, encoding="utf-8")
         new.rename(target)
@@ -107,8 +108,8 @@ def add_step(target: Path, rank: int, step: Step) -> None:
     tensors = {f"{RANDOM}.{name}": tensor for name, tensor in step.random.items()}
     for number, batch in enumerate(step.batches):
         for part, tensor in enumerate([batch] if isinstance(batch, Tensor) else batch):
-            tensors[f"{BATCH}.{number}.{part}"] = tensor.detach().cpu().contiguous().clone()
-    save_file(tensors, target / f"step-{rank}.safetensors")
+            tensors[f"{BATCH}.{number}.{part}"] = tensor
+    write_tensors(target / f"step-{rank}.safetensors", tensors)
 
 
 def read_dump(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Step]]:
@@ -118,13 +119,12 @@ def read_dump(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Ste
         MetaTTTError: no dump, one of another version, or one that is damaged.
     """
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        known = isinstance(record, dict) and record.get("version") == VERSION
-        if not known:
+        record = read_object(folder / RECORD)
+        if record.get("version") != VERSION:
             raise MetaTTTError(f"replay={folder} is not a dump that this release reads: {RECORD} has another version")
-        weights = load_file(folder / WEIGHTS)
+        weights = read_tensors(folder / WEIGHTS)
         files = [folder / f"step-{rank}.safetensors" for rank in range(int(record["processes"]))]
-        steps = [_step(load_file(file)) for file in files]
+        steps = [_step(read_tensors(file)) for file in files]
         if not steps:
             raise KeyError("processes")
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, SafetensorError) as error:

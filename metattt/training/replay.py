@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
-def replay(folder: str) -> int:
+def replay(folder: str, trust: Collection[str] = ()) -> int:
     """Prints the loss of a step that was written down, what is not finite first, by module, and what the inner loops
     of its first batch do. The batches of all processes of the run follow one after the other.
 
     Args:
         folder: `divergence-step-<n>` of a run.
+        trust: modules of the user's whose classes it may name.
 
     Raises:
         MetaTTTError: a folder that is no such dump.
@@ -40,7 +41,7 @@ def replay(folder: str) -> int:
     path = Path(folder).expanduser()
     record, weights, steps = read_dump(path)
     run = checked_record(record.get("run"), path / RECORD)
-    cfg = record_config(run, path / RECORD, skip=("callback", "strategy", "data"))
+    cfg = record_config(run, path / RECORD, skip=("callback", "strategy", "data"), trust=trust)
     device = pick_device("auto")
     module = _module(cfg, run, record)
     try:

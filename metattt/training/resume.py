@@ -85,7 +85,8 @@ def modernised(record: Mapping[str, Any]) -> dict[str, Any]:
     callbacks = config.get("callbacks") or {}
     kept = {name: one for name, one in callbacks.items() if not _wrote_last(one)}
     if len(kept) < len(callbacks):
-        config["callbacks"] = {name: default["callbacks"][name] for name in ("checkpoint", "watch")} | kept
+        config["callbacks"] = {name: default["callbacks"][name] for name in ("checkpoint", "watch", "divergence")} | kept
+        config.setdefault("on_divergence", default["on_divergence"])
     loggers = config.get("logger") or {}
     config["logger"] = {name: default["logger"]["csv"] if _wrote_log(one) else one for name, one in loggers.items()}
     return {**record, "config": config}

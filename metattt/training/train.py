@@ -21,6 +21,7 @@ from rich.console import Console
 
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.rolling import path_of
+from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import Images
 from metattt.errors import MetaTTTError
@@ -61,7 +62,7 @@ def train(cfg: DictConfig) -> int:
         MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a run that diverges.
     """
     if cfg.replay is not None:
-        return replay(cfg.replay)
+        return replay(cfg.replay, modules(cfg.trust))
     first = is_first()
     console = Console(highlight=False, soft_wrap=True, quiet=not first)  # one of several processes speaks
     if started_by_the_run():
