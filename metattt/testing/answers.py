@@ -51,7 +51,7 @@ class TooLong(BaseException):
     """A command took longer than it may. (No `Exception`: nothing on the way must take it for its own.)"""
 
 
-def ask(words: Sequence[str], seconds: float = 20.0) -> Answer:
+def ask(words: Sequence[str], seconds: float = 60.0) -> Answer:
     """Runs one command in this process, which must be its main thread's, with limits of time and memory."""
     from metattt.cli import main
 

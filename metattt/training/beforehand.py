@@ -68,8 +68,11 @@ def check_before_training(cfg: DictConfig) -> None:
 def _check_trainer(trainer: DictConfig) -> None:
     """What Lightning would take, and fail of later, or in words of its own."""
     if trainer.get("_target_") != TRAINER:
-        kind = get_class(trainer._target_) if trainer.get("_target_") else None
-        if kind is None or not issubclass(kind, lightning.Trainer):
+        try:
+            fits = issubclass(get_class(str(trainer.get("_target_"))), lightning.Trainer)
+        except (ImportError, ValueError):
+            fits = False
+        if not fits:
             raise MetaTTTError(f"trainer._target_={trainer.get('_target_')} is no lightning.Trainer: leave it out")
     given = {key: trainer.get(key) for key in trainer if trainer.get(key) is not None}  # null is Lightning's default
     epochs = given.get("max_epochs", -1)
