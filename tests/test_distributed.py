@@ -4,7 +4,6 @@ batch."""
 import csv
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -175,7 +174,7 @@ def test_killed_and_resumed_logs_the_same_losses(
     )  # fmt: skip
     codes, output = torchrun(tmp_path, *settings, kill_at=5)
     assert codes == [-signal.SIGKILL] * 2, output
-    assert read_checkpoint(run)["global_step"] == 4 and find_checkpoint(run).is_dir() == (strategy == "fsdp")
+    assert read_checkpoint(run)["global_step"] == 4
     codes, output = torchrun(tmp_path, f"resume={run}")
     assert codes == [0, 0] and "from step 4" in output, output
     undisturbed = together[strategy][0]
@@ -217,7 +216,7 @@ def test_a_sharded_checkpoint_is_read_by_everything(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fsdp, ddp = together["fsdp"][0], together["ddp"][0]
-    assert len(list(find_checkpoint(fsdp).glob("*.distcp"))) == 2 and find_checkpoint(ddp).is_file()
+    assert [len(list(find_checkpoint(one).glob("model*.safetensors"))) for one in (fsdp, ddp)] == [2, 1]
     shutil.copytree(fsdp, tmp_path / "run")
     scores = [
         evaluate(
@@ -247,19 +246,22 @@ def test_a_sharded_checkpoint_is_read_by_everything(
     torch.testing.assert_close(dict(longer), dict(whole), rtol=1e-5, atol=1e-8)
 
 
+SECOND = "model-00002-of-00002.safetensors"
+
+
 @pytest.mark.slow
 def test_damaged_shards_are_one_line(
     together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path
 ) -> None:
     for name, damage in (
-        ("cut", lambda folder: (folder / "__1_0.distcp").write_bytes(b"half")),
-        ("missing", lambda folder: (folder / "__1_0.distcp").unlink()),
-        ("plain", lambda folder: (folder / "meta.pt").write_bytes(b"half")),
-        ("code", lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(print))),
+        ("cut", lambda folder: (folder / SECOND).write_bytes(b"half")),
+        ("missing", lambda folder: (folder / SECOND).unlink()),
+        ("plain", lambda folder: (folder / "checkpoint.json").write_bytes(b"half")),
+        ("exchanged", lambda folder: (folder / SECOND.replace("00002-", "00001-")).rename(folder / SECOND)),
     ):
         shutil.copytree(together["fsdp"][0], tmp_path / name)
         damage(find_checkpoint(tmp_path / name))
-        with pytest.raises(MetaTTTError, match="cannot be read as a sharded checkpoint"):
+        with pytest.raises(MetaTTTError, match=r"checkpoint\.json|model-0000[12]-of-00002\.safetensors"):
             read_checkpoint(tmp_path / name)
     shutil.copytree(together["fsdp"][0], tmp_path / "run")
     old = tmp_path / "run" / "last.ckpt.old"  # of an earlier version, killed while the new one took its place

@@ -225,7 +225,7 @@ def test_mixup_mixes_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     cross_entropy = torch.nn.functional.cross_entropy
     monkeypatch.setattr(
         "torch.nn.functional.cross_entropy",
-        lambda logits, labels: seen.update(labels=labels) or cross_entropy(logits, labels),
+        lambda logits, labels, **how: seen.update(labels=labels) or cross_entropy(logits, labels, **how),
     )
     np.random.seed(2)
     images, labels = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])

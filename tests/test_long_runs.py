@@ -25,7 +25,7 @@ LOOKS = 8  # at a run, evenly spread; the first quarter is for what is made once
 TRAIN = (
     "dim=16", "num_heads=2", "model.num_layers=2", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu",
     "trainer.log_every_n_steps=5", "optimizer.mini_batch_size=8", "sample=false", "trainer.val_check_interval=50",
-    "callbacks.checkpoint.every_n_train_steps=50",
+    "callbacks.checkpoint.every_steps=50",
 )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ class LayerBenchmark(Benchmark):
         for form in forms:
             check_choice("benchmark.forms", form, ("auto", *FORMS))
         check_counts(lengths=lengths, batch=batch, dim=dim, num_heads=num_heads, rounds=rounds)
-        check_number("benchmark.limit", limit, above=0)
+        check_number("benchmark.limit", limit, least=0)
         if not layers or not forms:
             raise MetaTTTError(f"benchmark.layers={list(layers)} forms={list(forms)}: lists need an entry")
         self.layers, self.forms, self.lengths, self.batch = list(layers), list(forms), sorted(lengths), batch

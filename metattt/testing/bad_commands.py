@@ -324,7 +324,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
     "callbacks": (
         TRAIN,
         """
-        callbacks.checkpoint.every_n_train_steps=<0|-1|abc>
+        callbacks.checkpoint.every_steps=<0|-1|abc>
         callbacks.checkpoint.anything=1
         callbacks.<progress|checkpoint|loss_curve|interrupt>=null
         callbacks.progress.lines=<0|-1|abc>

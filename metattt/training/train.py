@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,8 +160,10 @@ def _absolute(path: Any) -> Any:
     """A path, or a list of paths, that does not depend on the working directory."""
     if path is None:
         return None
-    if not isinstance(path, str):
+    if isinstance(path, Sequence) and not isinstance(path, str):
         return [_absolute(one) for one in path]
+    if not isinstance(path, str):
+        raise MetaTTTError(f"data.path={path} is no path: give a file, a folder or a list of these")
     return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
 
 

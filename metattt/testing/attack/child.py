@@ -54,7 +54,7 @@ def run(command: Callable[[], Any], writable: Sequence[Path], seconds: float = 6
         answer.seek(0)
         said = answer.read().decode(errors="replace")
         output.seek(0)
-        printed = output.read().decode(errors="replace")[-2000:]
+        printed = output.read().decode(errors="replace")[-20_000:]
     if said:
         kind, detail = json.loads(said)
         return Outcome(kind, detail, printed)
