@@ -61,14 +61,14 @@ class InnerHealth(lightning.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if batch_idx or not self.every:
-            return
-        self.runs += 1
-        if (self.runs - 1) % self.every:
+        if batch_idx or not self.every or self.runs % self.every:
             return
         for line in self._news(self.look(trainer, pl_module, batch), pl_module):
             if trainer.is_global_zero:
                 print(f"step {trainer.global_step}: {line}", file=sys.stderr, flush=True)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.runs += 1  # not earlier: one that a signal cuts off comes again
 
     def look(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> dict[int, Health]:
         """The health of every layer on the first windows or images of a batch. Every process of a run takes part."""

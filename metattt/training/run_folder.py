@@ -169,8 +169,13 @@ def _logged(folder: Path) -> list[Any]:
 
 def _not_ours(folder: Path) -> list[str]:
     """What stands in a folder under the names of a run's files, and is not a run's: nothing of it may be removed."""
-    return [name for name, ours in ((LOG, _is_log), (CONFIGURATION, _is_configuration), (rolling.LAST, _is_checkpoint))
-            if (path := folder / name).is_symlink() or (path.exists() and not ours(path))]  # fmt: skip
+    found = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
+    named = ((LOG, _is_log), (CONFIGURATION, _is_configuration), (rolling.LAST, _is_checkpoint))
+    for name, ours in named:
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not ours(path)):
+            found.append(name)
+    return found
 
 
 def _is_log(path: Path) -> bool:
