@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -64,6 +65,7 @@ class Run:
                 stdout=subprocess.PIPE,
                 text=True,
             )
+        atexit.register(self.process.kill)  # where a test fails
 
     def child(self) -> int:
         """The process that the run has started."""
