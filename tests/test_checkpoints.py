@@ -240,7 +240,7 @@ def test_data_that_changed_in_its_place_is_said(
 
 
 @pytest.mark.parametrize(
-    "override", ["dim=128", "data.context_length=256", "seed=1", "training.lr=8e-3", "learner=mlp", "~data.max_bytes"]
+    "override", ["dim=128", "data.context_length=256", "seed=1", "training.lr=8e-3", "learner=mlp"]
 )
 def test_what_is_given_counts_even_at_its_default(run: Path, copy: Path, override: str) -> None:
     changed(copy, lambda record: record["config"]["training"].update(lr=0.001))

@@ -233,7 +233,7 @@ def test_a_sharded_checkpoint_is_read_by_everything(
 
     codes, output = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "trainer=ddp", "trainer.max_steps=11")
     assert codes == [0, 0] and "from step 10" in output, output
-    assert find_checkpoint(tmp_path / "run").is_file() and read_checkpoint(tmp_path / "run")["global_step"] == 11
+    assert find_checkpoint(tmp_path / "run").is_dir() and read_checkpoint(tmp_path / "run")["global_step"] == 11
     settings = (
         *TINY,
         f"data.path={runs / 'corpus'}",

@@ -128,7 +128,7 @@ def test_webdataset_is_read(folder: Path, tmp_path: Path) -> None:
             "trainer.max_steps=5", "training.warmup_steps=1", f"output_dir={run}", "model.num_classes=2",
         ]
     )  # fmt: skip
-    assert code == 0 and find_checkpoint(run).is_file()  # five steps are three passes
+    assert code == 0 and find_checkpoint(run).exists()  # five steps are three passes
 
 
 def test_a_hugging_face_dataset_is_read(folder: Path, tmp_path: Path) -> None:

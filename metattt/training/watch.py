@@ -25,6 +25,7 @@ from metattt.errors import MetaTTTError
 from metattt.registry import register
 
 BEAT_SECONDS = 1.0
+GRACE_SECONDS = 2.0  # for an error of its own, when another process has one
 ASLEEP_SECONDS = 5.0  # a thread that was this late was itself stopped: what it did not hear meanwhile says nothing
 EXIT_CODE = 1
 BEAT, BYE, FAILED, GONE = b"beat", b"bye", b"failed", b"gone"
@@ -167,7 +168,7 @@ class Watch(lightning.Callback):
         for word in words or ():
             if word == BYE:
                 watched.pop(peer.rank, None)
-            elif word == FAILED:
+            elif word == FAILED and not self._ends_too():
                 self._lost(peer, "has stopped with an error", said=self._rank > 0)
             elif word == GONE:  # the first process has said it
                 self._end()
@@ -175,6 +176,13 @@ class Watch(lightning.Callback):
             selector.unregister(peer.connection)
             if peer.rank in watched:
                 self._lost(peer, "has died")
+
+    def _ends_too(self) -> bool:
+        """Whether this process stops by itself, as where all find the same error: then each says its own."""
+        until = time.monotonic() + GRACE_SECONDS
+        while not self._last_word and time.monotonic() < until:
+            time.sleep(0.05)
+        return bool(self._last_word)
 
     def _lost(self, peer: Peer, what: str, said: bool = False) -> None:
         """Tells the user, unless that is done, and the other processes; ends this one."""
