@@ -216,7 +216,11 @@ def _disturb(kind: str, way: str, run: Path, whole: Path, times: int, seconds: f
         if way == "kill" and (len(life.processes) == 1 or not life.is_under_way() or draw.random() < 0.5):
             life.kill()
         else:
-            os.kill(hit.pid, signal.SIGKILL if way == "kill" else signal.SIGTERM)
+            # before the processes know each other, whoever started them tells them all, as SLURM and torchrun do
+            told = [hit] if way == "kill" or life.is_under_way() else life.processes
+            for process in told:
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL if way == "kill" else signal.SIGTERM)
             codes = life.wait(STOP_SECONDS if way == "kill" else LIMIT_SECONDS)
             slowest = max(slowest, time.monotonic() - began)
             fault = _fault_of_signal(way, codes, life.output.read_text())
