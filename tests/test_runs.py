@@ -465,6 +465,12 @@ def test_a_damaged_log_does_not_keep_a_run_from_going_on(
     assert not aside.exists() or aside.read_bytes() == content
 
 
+def test_a_folder_in_the_place_of_a_log_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv" / "inside").mkdir(parents=True)
+    note = CSVLog(str(tmp_path / "metrics.csv")).go_on_from(3)
+    assert note is not None and "it is not a file" in note and (tmp_path / "metrics.csv.damaged-1" / "inside").is_dir()
+
+
 def test_the_log_is_whole_whenever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.csv"
     first = CSVLog(str(path))

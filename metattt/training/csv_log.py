@@ -140,6 +140,8 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
 
     A last line that a kill cut off is left out, and nothing is wrong with that.
     """
+    if not path.is_file():  # a folder, or a link that leads nowhere
+        return [], "it is not a file"
     content = path.read_bytes()
     content = content[: content.rfind(b"\n") + 1]
     text, damage = content.decode("utf-8", "replace"), ""
