@@ -84,10 +84,13 @@ class Life:
             process.start()
 
     def wait(self, seconds: float = LIMIT_SECONDS) -> list[int | None]:
-        """The exit codes; None: a process had not ended by then, and was killed."""
+        """The exit codes; None: a process had not ended by then, or a minute after another had failed, and was killed, as
+        whoever starts processes does."""
         end = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, end - time.monotonic()))
+        while any(process.exitcode is None for process in self.processes) and time.monotonic() < end:
+            if any(process.exitcode for process in self.processes):
+                end = min(end, time.monotonic() + STOP_SECONDS)
+            time.sleep(0.05)
         codes = [process.exitcode for process in self.processes]
         self.kill()
         return codes
