@@ -153,7 +153,7 @@ def test_a_run_says_it_once(
     assert "learns nothing" not in capsys.readouterr().err
     for wrong in ("every=-1", "windows=0"):
         with pytest.raises(MetaTTTError, match=f"callbacks.inner_health.{wrong}"):
-            train(compose(*given[:-2], f"callbacks.inner_health.{wrong}"))
+            train(compose(*given[:-2], f"callbacks.inner_health.{wrong}", "overwrite=true"))
 
 
 def test_harm_is_said_when_it_is_seen_twice() -> None:

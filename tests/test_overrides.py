@@ -132,7 +132,7 @@ def test_messages_say_the_way(typed: str, expected: str) -> None:
 
 
 def test_a_benchmark_must_be_chosen() -> None:
-    with pytest.raises(MetaTTTError, match="`benchmark` is not chosen: `benchmark=<name>` with one of decode, delta, "):
+    with pytest.raises(MetaTTTError, match="`benchmark` is not chosen: `benchmark=<name>` with one of checkpoint, decode, delta, "):
         compose(job="bench")
     with pytest.raises(MetaTTTError, match="the checkpoint says what it is"):
         compose("checkpoint=x", "layer=attention", job="eval")

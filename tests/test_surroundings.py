@@ -266,7 +266,12 @@ def test_nan_in_x(value: float) -> None:
     assert y.isfinite().all()
 
 
-@pytest.mark.parametrize("heads", [3, 0, -2])
+@pytest.mark.parametrize("heads", [0, -2])
+def test_num_heads_that_are_none(heads: int) -> None:
+    refused(lambda: TTTLayer(8, heads, Reconstruction(), Linear(), GradientDescent()), f"num_heads={heads}", "at least 1")
+
+
+@pytest.mark.parametrize("heads", [3, 5])
 def test_num_heads_that_do_not_divide_dim(heads: int) -> None:
     refused(
         lambda: TTTLayer(8, heads, Reconstruction(), Linear(), GradientDescent()),

@@ -1,6 +1,7 @@
 """Mistakes that show only when a run begins cost a line and exit code 2; and what a run's folder is called and says."""
 
 import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,9 @@ def test_the_folder_of_a_run(given: list[str], name: str, here: Path, capsys: py
     assert "${" not in (folder / "run.yaml").read_text()
     capsys.readouterr()
     assert main(["eval", f"checkpoint={folder}"]) == 0  # it is a run's folder, whatever else lies in it
-    (folder / "checkpoints" / "step-00000001").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-00000001")
     assert main(["eval", f"checkpoint={folder}"]) == 2
-    assert "holds no last.ckpt" in capsys.readouterr().err
+    assert "holds no checkpoints" in capsys.readouterr().err
 
 
 def test_names_do_not_depend_on_how_a_layer_was_chosen() -> None:

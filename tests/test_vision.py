@@ -331,7 +331,7 @@ def test_a_run_goes_on_with_more_steps(finished: Path, tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     for words in ("scikit-learn's digits", "GFLOPs per image of 64 tokens", "from step 4", "top-1", "inner loss"):
         assert words in out
-    assert find_checkpoint(run).is_file()
+    assert find_checkpoint(run).is_dir()
 
 
 def test_sizes_of_data_and_model_are_compared(tmp_path: Path) -> None:

@@ -149,6 +149,6 @@ def test_metattt_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         *TINY,
     ]
     assert main(arguments) == 0, capsys.readouterr().err
-    assert find_checkpoint(tmp_path / "run").is_file()
+    assert find_checkpoint(tmp_path / "run").is_dir()
     assert main([*arguments, "trainer.accumulate_grad_batches=2", f"output_dir={tmp_path / 'other'}"]) == 2
     assert "trainer.accumulate_grad_batches=1" in capsys.readouterr().err
