@@ -14,6 +14,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.measures.inner_health import Health, inner_health
+from metattt.parallel.gradients import several_meshes
 from metattt.registry import register
 from metattt.training.finite import listed
 
@@ -62,6 +63,11 @@ class InnerHealth(lightning.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if batch_idx or not self.every or self.runs % self.every:
+            return
+        if several_meshes(pl_module.parameters()):  # heads divided among processes: no process has a layer's loss
+            if trainer.is_global_zero and "divided" not in self.said:
+                print("inner_health: not looked at, as trainer.tensor_ranks divides the heads", file=sys.stderr, flush=True)
+            self.said.append("divided")
             return
         for line in self._news(self.look(trainer, pl_module, batch), pl_module):
             if trainer.is_global_zero:
