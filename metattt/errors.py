@@ -27,7 +27,7 @@ def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(str(value), map(str, allowed), 1)
         hint = f" Did you mean {key}={near[0]}?" if near else ""
-        raise MetaTTTError(f"{key}={value} is not allowed: choose from {', '.join(map(str, allowed))}.{hint}")
+        raise MetaTTTError(f"{_said(key, value)}: choose from {', '.join(map(str, allowed))}.{hint}")
 
 
 def check_integer(key: str, value: object, least: int = 1, most: int = 2**63 - 1, advice: str = "") -> None:
@@ -85,4 +85,4 @@ def check_flag(key: str, value: object) -> None:
 
 def _said(key: str, value: object) -> str:
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{key}={shown[:100]} is not allowed"
+    return f"{key}={' '.join(shown.split())[:100]} is not allowed"

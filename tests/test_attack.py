@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,9 @@ from metattt.testing.attack.malice import malicious
 
 @pytest.mark.slow
 def test_nothing_is_silently_wrong(tmp_path: Path) -> None:
-    tally = attack(tmp_path, count=24, most_malicious=16, most_commands=16, seed=int(time.time()) % 1000, sharded=False)
-    assert tally.bad == []
+    seed = int(time.time()) % 1000
+    tally = attack(tmp_path, count=24, most_malicious=16, most_commands=16, seed=seed, sharded=False)
+    assert tally.bad == [], f"seed={seed}"
     reads = sum(counts["reads"] for counts in tally.counts.values())
     assert reads >= 56 and sum(counts["clear error"] for counts in tally.counts.values()) > reads / 2
     assert len(list(lines(tally))) == len(tally.counts) + 3
@@ -70,6 +72,11 @@ def _program() -> None:
 )
 def test_what_came_of_a_command_is_seen(tmp_path: Path, command: Callable[[], Any], kind: str) -> None:
     assert run(command, [tmp_path], seconds=2).kind == kind
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_what_a_command_prints_is_kept(tmp_path: Path, stream: str) -> None:
+    assert run(lambda: print("said", file=getattr(sys, stream)), [tmp_path]).printed == "said\n"
 
 
 def test_what_a_command_may_write(tmp_path: Path) -> None:
