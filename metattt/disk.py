@@ -147,6 +147,25 @@ def digest(content: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
+def write_whole(file: Path, content: bytes | memoryview) -> None:
+    """Writes a file that is there as a whole or not at all, whatever happens meanwhile, a loss of power included.
+
+    Raises:
+        OSError: it cannot be written; what was there before still is.
+    """
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")  # another name in every process
+    try:
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    sync(file.parent)
+
+
 def write_text(file: Path, text: str) -> str:
     """Writes a new file, waits until it is on the disk, and returns its checksum."""
     content = text.encode()

@@ -121,6 +121,22 @@ def test_every_byte_of_a_file_of_tensors_is_covered(tmp_path: Path) -> None:
     assert all(str(file) in one and len(one.splitlines()) == 1 for one in said)
 
 
+@pytest.mark.parametrize(
+    "ours",
+    [
+        "[]", "1", "null", "{", '{"xxh3": ["a"]}', '{"xxh3": {"a": 1}}', '{"xxh3": null}', '{"aliases": ["ab"]}',
+        '{"xxh3": {"a": "0"}, "aliases": {"b": ["a"]}}', '{"beside": {"x": 1}}', '{"pieces": [1]}', '{"pieces": {"a": [1]}}',
+        '{"pieces": {"a": [[0], ["x"]]}}', '{"pieces": {"a": [[0], [1], [2]]}}', "[" * 3000,
+    ],
+)  # fmt: skip
+def test_a_header_that_was_made_up(tmp_path: Path, ours: str) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1)}, file, metadata={"metattt": ours})
+    with pytest.raises(MetaTTTError) as error:
+        read_tensors(file)
+    assert str(file) in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
 def test_tensors_that_changed_places(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_tensors(file, {"a": torch.zeros(4), "b": torch.ones(4)})

@@ -2,23 +2,22 @@
 batch."""
 
 import csv
-import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes_for_tests import two_processes
 
 from metattt.checkpoints.convert import convert
 from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.trained import load_model, read_checkpoint
-from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data.windows import ShuffledBatches, batches_in_order
@@ -67,43 +66,16 @@ def metattt(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
 
 
-def one_of_two(rank: int, port: int, folder: str, overrides: tuple[str, ...], kill_at: int) -> None:
-    """In a process of its own: what torchrun would start, killed at the beginning of a step."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-    with open(f"{folder}/{rank}.txt", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    torch.set_num_threads(1)
+def killed(rank: int, step: int) -> None:
+    """This process is going to be killed at the end of a step."""
     end = LossCurve.on_train_batch_end
 
-    def killed(self: LossCurve, trainer: Any, *rest: Any) -> None:
-        if trainer.global_step == kill_at:
+    def instead(self: LossCurve, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
         end(self, trainer, *rest)
 
-    LossCurve.on_train_batch_end = killed  # type: ignore[method-assign]
-    sys.exit(main(["train", *overrides]))
-
-
-def torchrun(folder: Path, *overrides: str, kill_at: int = -1) -> tuple[list[int | None], str]:
-    """Exit codes of two processes as torchrun starts them, and what the first has printed. They need not import
-    anything anew."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["metattt.training.train"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        context.Process(target=one_of_two, args=(rank, port, str(folder), overrides, kill_at)) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(240)
-        process.kill()
-    return [process.exitcode for process in processes], (folder / "0.txt").read_text()
+    LossCurve.on_train_batch_end = instead  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +127,7 @@ def test_two_processes_train_as_one(
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_go_on_with_the_run_of_one(runs: Path, tmp_path: Path, strategy: str) -> None:
     shutil.copytree(runs / "five", tmp_path / "run")
-    codes, output = torchrun(
+    codes, output = two_processes(
         tmp_path, f"resume={tmp_path / 'run'}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2"
     )
     assert codes == [0, 0] and "2 processes" in output, output
@@ -172,10 +144,10 @@ def test_killed_and_resumed_logs_the_same_losses(
         *TINY, f"data.path={runs / 'corpus'}", f"output_dir={run}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2",
         "callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.best=null",
     )  # fmt: skip
-    codes, output = torchrun(tmp_path, *settings, kill_at=5)
+    codes, output = two_processes(tmp_path, *settings, first=partial(killed, step=5))
     assert codes == [-signal.SIGKILL] * 2, output
     assert read_checkpoint(run)["global_step"] == 4
-    codes, output = torchrun(tmp_path, f"resume={run}")
+    codes, output = two_processes(tmp_path, f"resume={run}")
     assert codes == [0, 0] and "from step 4" in output, output
     undisturbed = together[strategy][0]
     assert log(run) == log(undisturbed)
@@ -200,7 +172,7 @@ def test_parameters_without_a_gradient_do_not_stop_two_processes(runs: Path, tmp
         "trainer.max_steps=3",
     )
     assert train(compose(*settings, f"output_dir={tmp_path / 'one'}")) == 0
-    codes, output = torchrun(tmp_path, *settings, f"output_dir={tmp_path / 'two'}", "trainer=ddp")
+    codes, output = two_processes(tmp_path, *settings, f"output_dir={tmp_path / 'two'}", "trainer=ddp")
     assert codes == [0, 0] and "Warning" not in output, output
     one, two = (read_checkpoint(tmp_path / name) for name in ("one", "two"))
     torch.testing.assert_close(dict(two["state_dict"]), dict(one["state_dict"]), **TOLERANCE)
@@ -231,7 +203,7 @@ def test_a_sharded_checkpoint_is_read_by_everything(
     torch.testing.assert_close(load_model(tmp_path / "published")[0](ids), load_model(fsdp)[0](ids), rtol=0, atol=0)
     capsys.readouterr()
 
-    codes, output = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "trainer=ddp", "trainer.max_steps=11")
+    codes, output = two_processes(tmp_path, f"resume={tmp_path / 'run'}", "trainer=ddp", "trainer.max_steps=11")
     assert codes == [0, 0] and "from step 10" in output, output
     assert find_checkpoint(tmp_path / "run").is_dir() and read_checkpoint(tmp_path / "run")["global_step"] == 11
     settings = (

@@ -2,15 +2,12 @@
 
 import csv
 import json
-import multiprocessing
-import os
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes_for_tests import two_processes
 from torch import nn
 
 from metattt.checkpoints.trained import read_checkpoint
@@ -472,18 +469,10 @@ def test_a_snapshot_goes_back_to_before_the_first_step_too() -> None:
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def one_of_two(rank: int, port: int, folder: str, overrides: tuple[str, ...]) -> None:
-    """In a process of its own: what torchrun would start. The loss of step 3 is NaN in the second process alone."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-    with open(f"{folder}/{rank}.txt", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    torch.set_num_threads(1)
+def spoil_the_second(rank: int) -> None:
+    """The loss of step 3 is NaN in the second process alone."""
     if rank == 1:
         spoil_loss(pytest.MonkeyPatch(), 3)
-    sys.exit(main(["train", *overrides]))
 
 
 @pytest.mark.slow
@@ -491,20 +480,9 @@ def one_of_two(rank: int, port: int, folder: str, overrides: tuple[str, ...]) ->
     ("strategy", "policy"), [("ddp", "stop"), ("ddp", "rollback"), ("fsdp", "skip"), ("fsdp", "rollback")]
 )
 def test_processes_decide_alike(settings: tuple[str, ...], tmp_path: Path, strategy: str, policy: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["metattt.training.train"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     given = (*settings, f"trainer={strategy}", f"on_divergence={policy}")
-    processes = [context.Process(target=one_of_two, args=(rank, port, str(tmp_path), given)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(240)
-        process.kill()
-    output = (tmp_path / "0.txt").read_text()
-    assert [process.exitcode for process in processes] == [2 * (policy == "stop")] * 2, output
+    codes, output = two_processes(tmp_path, *given, first=spoil_the_second)
+    assert codes == [2 * (policy == "stop")] * 2, output
     assert output.count("step 3: process 1: the loss is nan") == 1
     assert ("rollback 1 of 3" in output) == (policy == "rollback") and ("Skipped (1" in output) == (policy == "skip")
     assert read_checkpoint(tmp_path / "run")["global_step"] == (2 if policy == "stop" else 6) and finite(

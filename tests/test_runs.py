@@ -565,6 +565,17 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     assert not [file for file in (run / "checkpoints").iterdir() if ".part" in file.name]
 
 
+def test_what_a_kill_left_half_written_is_removed_and_nothing_else(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(compose(*TINY, f"data.path={text}", f"output_dir={run}")) == 0
+    left = [run / "metrics.csv.17.part", run / "run.yaml.4.part"]
+    kept = [run / "metrics.csv.part", run / "notes.17.part", run / "metrics.csv.17.parts"]
+    for file in (*left, *kept):
+        file.write_text("half")
+    assert train(compose(f"resume={run}", "trainer.max_steps=9")) == 0
+    assert not any(file.exists() for file in left) and all(file.exists() for file in kept)
+
+
 def test_a_log_that_cannot_be_written_is_one_line(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,23 +37,20 @@ def make_record(cfg: DictConfig, **others: Any) -> dict[str, Any]:
 def _computed(cfg: DictConfig) -> Any:
     """The plain configuration, with values in the place of what resolvers compute: `${oc.env:...}` means nothing
     elsewhere, and a file may not say what is computed. References from key to key stay."""
-    container = OmegaConf.to_container(cfg)
 
-    def walk(node: Any, live: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: walk(value, (live, key)) for key, value in node.items()}
-        if isinstance(node, list):
-            return [walk(value, (live, index)) for index, value in enumerate(node)]
-        if isinstance(node, str) and "${" in REFERENCE.sub("", node):
-            return _at(cfg, live)
-        return node
+    def value(owner: Any, key: Any, written: Any) -> Any:
+        computed = isinstance(written, str) and "${" in REFERENCE.sub("", written)
+        return owner[key] if computed or isinstance(written, dict | list) else written
 
-    return walk(container, ())
+    def walk(written: Any, live: Any) -> Any:
+        """`written` holds the words of the configuration, `live` the same with everything resolved on access."""
+        if isinstance(written, dict):
+            return {key: walk(one, value(live, key, one)) for key, one in written.items()}
+        if isinstance(written, list):
+            return [walk(one, value(live, index, one)) for index, one in enumerate(written)]
+        return live
 
-
-def _at(cfg: Any, place: Any) -> Any:
-    """The resolved value at a place, given as nested pairs of (owner, key)."""
-    return _at(cfg, place[0])[place[1]] if place else cfg
+    return walk(OmegaConf.to_container(cfg), cfg)
 
 
 def checked_record(record: Any, origin: Path) -> dict[str, Any]:

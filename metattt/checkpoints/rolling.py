@@ -15,7 +15,6 @@ from metattt.errors import MetaTTTError
 
 FOLDER = "checkpoints"  # in the folder of a run
 DAMAGED = ".damaged"  # after the name of a checkpoint that was set aside
-LAST = "last.ckpt"  # the one checkpoint of a run of earlier versions
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.(part|old|gone)")
 

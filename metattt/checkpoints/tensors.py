@@ -115,12 +115,12 @@ class TensorFile:
         stored = (opened.metadata() or {}).get(OURS)
         try:
             ours = json.loads(stored) if stored is not None else {}
-            self.checksums: dict[str, str] | None = ours.get("xxh3")
-            self.aliases: dict[str, str] = dict(ours.get("aliases") or {})
-            self.beside: dict[str, str] = dict(ours.get("beside") or {})
+            self.checksums = _texts(ours["xxh3"]) if "xxh3" in ours else None
+            self.aliases = _texts(ours.get("aliases", {}))
+            self.beside = _texts(ours.get("beside", {}))
             self.pieces = {
                 name: Piece(*(tuple(map(int, one)) for one in piece))
-                for name, piece in dict(ours.get("pieces") or {}).items()
+                for name, piece in dict(ours.get("pieces", {})).items()
             }
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(file) from error
@@ -195,6 +195,13 @@ def damaged(file: Path, reason: str = "") -> MetaTTTError:
         f"{file} cannot be read as safetensors: it is truncated, damaged or of another kind"
         + (f" ({reason})" if reason else "")
     )
+
+
+def _texts(stored: Any) -> dict[str, str]:
+    """Texts by name, as they stand in a header."""
+    if not isinstance(stored, dict) or not all(isinstance(value, str) for value in stored.values()):
+        raise TypeError("texts by name were written")
+    return stored
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
+from metattt.checkpoints.folder import STATES, WEIGHTS
 from metattt.disk import check_own
 from metattt.errors import MetaTTTError
 
 PLAIN, INDEX = "meta.pt", ".metadata"  # of a folder: everything that is no tensor, and where the tensors are
-WEIGHTS, STATES = "state_dict", "optimizer_states"  # the entries with tensors
 LONGEST_INDEX = 2**28  # bytes
 
 

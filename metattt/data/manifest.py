@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from metattt.disk import inside, parse, read_text
+from metattt.disk import inside, parse, read_text, write_whole
 from metattt.errors import MetaTTTError
 
 MANIFEST = "manifest.json"
@@ -85,35 +85,6 @@ def write_signed(file: Path, content: Mapping[str, Any]) -> None:
     """Writes plain data with its own checksum."""
     signed = {**content, "checksum": _own_checksum(content)}
     write_whole(file, json.dumps(signed, indent=1).encode())
-
-
-def write_whole(file: Path, content: bytes | memoryview) -> None:
-    """Writes a file that is there as a whole or not at all, whatever happens meanwhile, a loss of power included."""
-    part = partial(file)
-    try:
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(file)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes new names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def partial(file: Path) -> Path:
-    """The name of a file while it is written, different in every process."""
-    return file.with_name(f"{file.name}.{os.getpid()}.part")
 
 
 def dtype_of(vocab_size: int) -> np.dtype:

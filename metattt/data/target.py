@@ -21,11 +21,11 @@ from metattt.data.manifest import (
     read_manifest,
     refuse_strangers,
     write_signed,
-    write_whole,
 )
 from metattt.data.shard_file import ShardFile
 from metattt.data.tokenizers import FileTokenizer, fingerprint, read_tokenizer
 from metattt.data.windows import Tokenizer
+from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
 from metattt.locking import LOCK
 

@@ -28,14 +28,13 @@ from metattt.data.manifest import (
     read_record,
     record_name,
     refuse_strangers,
-    sync_folder,
     write_signed,
-    write_whole,
 )
 from metattt.data.shard_file import ShardFile
 from metattt.data.tokenizer_probe import trust
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Tokenizer
+from metattt.disk import sync, write_whole
 from metattt.errors import MetaTTTError
 
 
@@ -159,7 +158,7 @@ def write_unit(index: int, unit: list[Document]) -> dict[str, Any]:
     write_signed(work.folder / record_name(index), record)
     for file, content in contents.items():
         write_whole(file, content)
-    sync_folder(work.folder)
+    sync(work.folder)
     return record
 
 

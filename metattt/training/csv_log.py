@@ -13,6 +13,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from metattt.checkpoints.rolling import set_aside
+from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
 from metattt.registry import register
 
@@ -120,18 +121,8 @@ class CSVLog(Logger):
         """A new file takes the place of the old one."""
         self.finalize("")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(f"{self.path.name}.new")
-        with new.open("w", newline="", encoding="utf-8") as file:
-            file.write(_line(columns))
-            file.writelines(_line([row.get(name, "") for name in columns]) for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        lines = [_line(columns), *(_line([row.get(name, "") for name in columns]) for row in rows)]
+        write_whole(self.path, "".join(lines).encode())
         self.columns = list(columns)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from metattt.checkpoints import rolling
-from metattt.checkpoints.files import read_content
+from metattt.checkpoints.files import LAST, read_content
 from metattt.checkpoints.naming import to_names
 from metattt.checkpoints.record import RECORD, VERSION, checked_record, read_yaml, record_config
 from metattt.checkpoints.trust import check_plain
+from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
 from metattt.locking import FolderLock
 from metattt.training.csv_log import check_log, read_rows
@@ -23,6 +25,8 @@ CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people. `config.yaml` beside weights is that of a converted model."""
 LOG = "metrics.csv"
 PICTURES = ("loss_curve.png", "inner_loss.png", "inner_loss.csv")  # written anew as a whole
+
+_LEFTOVER = re.compile(rf"({re.escape(CONFIGURATION)}|{re.escape(LOG)})\.\d+\.part")
 
 
 def new_folder(name: str) -> Path:
@@ -66,7 +70,7 @@ def lock_folder(folder: Path) -> FolderLock:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run has written a checkpoint in its folder, whole or damaged."""
-    return bool(rolling.steps(folder)) or (folder / rolling.LAST).exists()
+    return bool(rolling.steps(folder)) or (folder / LAST).exists()
 
 
 def is_begun(folder: Path) -> bool:
@@ -105,13 +109,25 @@ def clear(folder: Path) -> None:
             f"overwrite=true: {', '.join(foreign)} in {folder} is not of a run; move it, or choose another output_dir"
         )
     rolling.remove_newer(folder, -1)
-    rolling.remove_leftovers(folder)
-    for name in (rolling.LAST, LOG, CONFIGURATION):
+    remove_leftovers(folder)
+    for name in (LAST, LOG, CONFIGURATION):
         path = folder / name
         if path.is_dir():
             rolling.remove_checkpoint(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a killed process left half written. Only for who holds the run's lock: another may be writing.
+
+    Raises:
+        OSError: one that cannot be removed.
+    """
+    rolling.remove_leftovers(folder)
+    for path in list(folder.iterdir()):
+        if _LEFTOVER.fullmatch(path.name) and path.is_file():
+            path.unlink()
 
 
 def write_configuration(folder: Path, cfg: DictConfig) -> None:
@@ -120,11 +136,8 @@ def write_configuration(folder: Path, cfg: DictConfig) -> None:
     Raises:
         MetaTTTError: it cannot be written.
     """
-    path = folder / CONFIGURATION
-    new = path.with_name(f"{path.name}.new")
     try:
-        new.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
-        new.replace(path)
+        write_whole(folder / CONFIGURATION, OmegaConf.to_yaml(cfg, resolve=True).encode())
     except OSError as error:
         raise MetaTTTError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
 
@@ -170,7 +183,7 @@ def _logged(folder: Path) -> list[Any]:
 def _not_ours(folder: Path) -> list[str]:
     """What stands in a folder under the names of a run's files, and is not a run's: nothing of it may be removed."""
     found = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
-    named = ((LOG, _is_log), (CONFIGURATION, _is_configuration), (rolling.LAST, _is_checkpoint))
+    named = ((LOG, _is_log), (CONFIGURATION, _is_configuration), (LAST, _is_checkpoint))
     for name, ours in named:
         path = folder / name
         if path.is_symlink() or (path.exists() and not ours(path)):

@@ -26,6 +26,7 @@ from metattt.training.run_folder import (
     lock_folder,
     new_folder,
     read_configuration,
+    remove_leftovers,
     write_configuration,
 )
 
@@ -110,7 +111,7 @@ def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
     checkpoint, done, moved = None, 0, False
     content: Mapping[str, Any] = {}
     if here and lock is not None:
-        rolling.remove_leftovers(folder)
+        remove_leftovers(folder)
     if source is not None and (has_checkpoint(source) or not (cfg.resume == AUTO or is_begun(source))):
         checkpoint = find_checkpoint(source if given.resume == AUTO else given.resume, fall_back=True)
         content = read_checkpoint(checkpoint, tensors="none")

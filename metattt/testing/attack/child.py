@@ -82,7 +82,7 @@ def _in_child(command: Callable[[], Any], writable: list[str], answer: int, outp
     for stream in (1, 2):
         os.dup2(output, stream)
     # what stands for them in this process may write elsewhere: a test runner keeps what is printed
-    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     _watch(faults, writable)
     try:
         found = Outcome("result", str(command()))
