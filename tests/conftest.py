@@ -14,6 +14,16 @@ if not torch.cuda.is_available():
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays with one worker: what its tests share, a run or four processes, is made once. Files go by name: those
+    with few and long tests would come last by the number of tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     torch.set_num_threads(1)

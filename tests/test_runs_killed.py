@@ -102,9 +102,9 @@ def test_a_second_ctrl_c_stops_at_once_and_says_what_is_kept(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "number"), [("ddp", signal.SIGKILL), ("ddp", signal.SIGSTOP), ("fsdp", signal.SIGKILL)]
+    ("strategy", "number", "which"),
+    [("ddp", signal.SIGKILL, 1), ("ddp", signal.SIGSTOP, 1), ("ddp", signal.SIGSTOP, 0), ("fsdp", signal.SIGKILL, 0)],
 )
-@pytest.mark.parametrize("which", [0, 1])
 def test_a_process_that_dies_or_hangs_is_named_and_the_others_stop(
     strategy: str, number: int, which: int, tmp_path: Path
 ) -> None:
@@ -143,7 +143,7 @@ def test_sigterm_of_one_of_two_processes_stops_both_with_a_checkpoint(tmp_path: 
 @pytest.mark.slow
 def test_killed_at_random_moments_nothing_is_lost(tmp_path: Path) -> None:
     """The campaign in small; `python -m metattt.testing.kills` runs it in full."""
-    cases = campaign(tmp_path / "kills", kinds=("plain",), kills=3, others=1)
+    cases = campaign(tmp_path / "kills", kinds=("plain",), kills=2, others=1)
     cases += campaign(tmp_path / "more", kinds=("fsdp",), kills=1, others=0)
     assert not [case for case in cases if case.fault], cases
-    assert "| plain | SIGKILL |" in table(cases) and sum(case.disturbed for case in cases) >= 4
+    assert "| plain | SIGKILL |" in table(cases) and sum(case.disturbed for case in cases) >= 3

@@ -100,6 +100,16 @@ def test_loss_falls(finished: Path) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_a_signal_that_is_ignored_stays_ignored(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop_at(2, monkeypatch)
+        assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=3")) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends Ctrl-C while a step is under way."""
     original = LossCurve.on_train_batch_end
@@ -122,6 +132,7 @@ def test_ctrl_c_saves_and_resume_is_as_if_nothing_had_happened(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # of a shell's command in the background it is ignored
     with monkeypatch.context() as patch:
         stop_at(step, patch)
         assert train(tiny(corpus, run, "trainer.max_steps=8")) == 130

@@ -54,24 +54,27 @@ class StopRequests:
         self._wakeup = self._pipe = -1
 
     def listen(self) -> None:
-        """Sets the handlers; nothing happens in a thread, where Python allows none."""
-        if self._previous or threading.current_thread() is not threading.main_thread():
+        """Sets the handlers of signals that are not ignored; nothing happens in a thread, where Python allows none."""
+        if self._pipe >= 0 or threading.current_thread() is not threading.main_thread():
             return
         read, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
         self._wakeup = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
         threading.Thread(target=self._stop_at_once, args=(read,), daemon=True, name="second-ctrl-c").start()
-        self._previous = {number: signal.signal(number, self._note) for number in STOPPING}
+        # a signal that is ignored stays so: a script's command in the background does not end with another's Ctrl-C
+        heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._note) for number in heard}
 
     def stop_listening(self) -> None:
         """Puts back the handlers that were there before."""
-        if not self._previous:
+        if self._pipe < 0:
             return
         for number, previous in self._previous.items():
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._pipe)  # the thread ends
+        self._pipe = -1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
