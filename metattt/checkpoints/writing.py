@@ -92,7 +92,7 @@ def write_checkpoint(
             problem = _reason(error)
     problem = _agreed(problem, many)
     if problem is not None:
-        if rank == 0:
+        if rank == 0 and new.exists():
             shutil.rmtree(new, ignore_errors=True)
         raise MetaTTTError(f"{folder} cannot be written: {problem}")
 
@@ -123,7 +123,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise MetaTTTError(f"{folder} cannot be written: {_reason(error)}") from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        if new.exists():
+            shutil.rmtree(new, ignore_errors=True)
 
 
 def _mine(held: Mapping[str, Tensor], rank: int, many: bool) -> tuple[dict[str, Tensor], dict[str, Piece]]:

@@ -257,7 +257,8 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         DIGITS,
         """
         data.img_size=<0|-8|9|abc>
-        data.batch_size=<0|-1|3|1000000000000>
+        data.batch_size=<0|-1|1000000000000>
+        training.mixup=0.2 data.batch_size=3
         data.validation_fraction=<0|1|-1|nan>
         model.depth=<0|-1|1000000000>
         model.img_size=<0|16|-8>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -51,6 +52,16 @@ class TimmRecipe:
         mixup: float = 0.0,
     ):
         need("timm", extra="images", what="training=timm")
+        from timm.optim import get_optimizer_info, list_optimizers
+
+        rule = str(optimizer).lower().removeprefix("lookahead_")
+        try:
+            get_optimizer_info(rule)
+        except ValueError as error:
+            near = difflib.get_close_matches(rule, list_optimizers(), 1) or ["adamw"]
+            raise MetaTTTError(
+                f"training.optimizer={optimizer} is not allowed: timm has no optimizer of that name. Did you mean {near[0]}?"
+            ) from error
         check_number("training.lr", lr, above=0, most=1e36)
         check_betas(betas)
         check_integer("training.warmup_steps", warmup_steps, 0)

@@ -28,7 +28,9 @@ def run_commands(folder: Path, most: int | None, seed: int, seconds: float) -> I
     """
     folder.mkdir(parents=True)
     paths = material(folder)
-    every = [(group, filled(words, paths)) for group in GROUPS for words in commands(group)]
+    groups = [(group, words) for group in GROUPS for words in commands(group)]
+    # each with an output folder of its own: one that is taken would have the next refused
+    every = [(one[0], filled(one[1], paths | {"new": f"{paths['new']}-{n}"})) for n, one in enumerate(groups)]
     if most is not None:
         every = random.Random(seed).sample(every, min(most, len(every)))
     before = os.getcwd()
