@@ -23,9 +23,14 @@ COMMANDS = {  # name: (what it does, module, function)
         "train",
     ),
     "eval": (
-        "bits per byte of a checkpoint on the validation text: checkpoint=<run or file>",
+        "bits per byte of a checkpoint on the validation text, or accuracy on images: checkpoint=<run or file>",
         "metattt.evaluation.evaluate",
         "evaluate",
+    ),
+    "predict": (
+        "the classes that a classifier sees in pictures: checkpoint=<run> source=<folder>",
+        "metattt.evaluation.predict",
+        "predict",
     ),
     "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.generation.generate", "generate"),
     "prepare": (

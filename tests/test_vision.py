@@ -20,11 +20,11 @@ from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.measures.flops import flops_of_layer, flops_per_image
+from metattt.measures.inner_steps import inner_losses_by_layer
 from metattt.models.timm import LAYERS, SIZES
 from metattt.models.vision import ImageTransformer, sincos2d
 from metattt.testing.specimen import cotangent
 from metattt.training.image_module import TimmRecipe
-from metattt.training.inner_loss_curves import inner_losses_by_layer
 from metattt.training.train import train
 
 ROWS = tuple(LAYERS)

@@ -152,7 +152,7 @@ def _check(override: Override, job: str, opened: set[str], searched: bool) -> No
         raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
     if key not in known and key in groups() and "/" not in key:
         reason = (
-            "the checkpoint says what it is" if job in ("eval", "generate") else f"`metattt {job} --help` lists what is"
+            "the checkpoint says what it is" if job in ("eval", "generate", "predict") else f"`metattt {job} --help` lists what is"
         )
         raise MetaTTTError(f"`{key}` is not chosen by name in `metattt {job}`: {reason}")
     if key in NOT_SET_THERE and part in known and part not in opened:

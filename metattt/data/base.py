@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -51,6 +52,13 @@ class Data:
 
     def setup(self, stage: str | None = None) -> None:
         """Finds or reads the data, once; called before the first batch is asked for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data for a checkpoint that makes going on quick. What comes next follows from the trainer's step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `state_dict` gave."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled batches for the whole run, from the step that the trainer has reached."""

@@ -69,6 +69,7 @@ class DigitsData(Images):
         self._splits: dict[str, _Digits] = {}
 
     num_classes = 10
+    class_names = [str(digit) for digit in range(10)]  # noqa: RUF012 (nobody changes it)
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the digits, once."""

@@ -44,6 +44,11 @@ class Images(Data):
         """Number of classes; None if the source does not say."""
         return None
 
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the classes by their numbers; None if the source does not say."""
+        return None
+
     def setup(self, stage: str | None = None) -> None:
         """Finds or reads the images, once."""
         raise NotImplementedError
@@ -188,6 +193,15 @@ class ImageData(Images):
                 f"data.path={self.path} has {len(self._datasets['train'])} training images, fewer than data.batch_size={self.batch_size}"
             )
 
+    def open(self, name: str, found: Dataset[Any] | None = None) -> None:
+        """Opens one split without the others; or takes a data set of pairs (image, label) for it, whose `transform` the
+        loader sets.
+
+        Raises:
+            MetaTTTError: no images.
+        """
+        self._datasets[name] = self._dataset(name) if found is None else found
+
     def _dataset(self, name: str) -> Dataset[Any]:
         if self.path is None and not self.dataset:
             raise MetaTTTError(
@@ -213,13 +227,17 @@ class ImageData(Images):
 
     @property
     def num_classes(self) -> int | None:
+        names = self.class_names
+        return len(names) if names is not None else None
+
+    @property
+    def class_names(self) -> list[str] | None:
         found = self._datasets["train"]
         for source in (getattr(found, "reader", None), getattr(found, "dataset", None)):
-            classes = getattr(source, "class_to_idx", None) or getattr(
-                source, "class_name_to_idx", None
-            )  # a folder's name, or a tar's
+            # a folder's name, or a tar's
+            classes = getattr(source, "class_to_idx", None) or getattr(source, "class_name_to_idx", None)
             if classes:
-                return len(classes)
+                return [str(name) for name in sorted(classes, key=classes.__getitem__)]
         return None
 
     def describe(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -63,6 +64,8 @@ class Stream(Source):
         split: name of its split.
         text_key: column that holds the text.
         files: paths, patterns or addresses of the files to read, local or not; None: those of the dataset.
+        key: of the setting that names it, for messages.
+        options: of the format.
 
     Raises:
         MetaTTTError: the library is not installed, or the dataset cannot be opened or has no such column.
@@ -71,13 +74,25 @@ class Stream(Source):
     num_bytes = None
     can_skip = True
 
-    def __init__(self, name: str, config: str | None, split: str, text_key: str, files: str | list[str] | None = None):
-        what = f"source={name} is no local file or folder, and a dataset of the Hugging Face Hub"
+    def __init__(
+        self,
+        name: str,
+        config: str | None,
+        split: str,
+        text_key: str,
+        files: str | list[str] | None = None,
+        key: str = "source",
+        **options: Any,
+    ):
+        what = f"{key}={name} is no local file or folder, and a dataset of the Hugging Face Hub"
         datasets = need("datasets", extra="text", what=what)
         try:
-            self.dataset: Any = datasets.load_dataset(name, config, data_files=files, split=split, streaming=True)
+            self.dataset: Any = datasets.load_dataset(
+                name, config, data_files=files, split=split, streaming=True, **options
+            )
         except Exception as error:  # no network, no such dataset, no such split: as many kinds of errors
-            raise MetaTTTError(f"source={name} cannot be opened as a dataset: {_first_line(error)}") from error
+            raise MetaTTTError(f"{key}={name} cannot be opened as a dataset: {_first_line(error)}") from error
+        self.key, self.begin = key, self.dataset.state_dict()
         given = [] if files is None else [files] if isinstance(files, str) else files
         self.name = "/".join(filter(None, (name, config, split))) + (f" of {', '.join(given)}" if given else "")
         self.text_key = text_key
@@ -85,19 +100,46 @@ class Stream(Source):
     def documents(self, skip: int = 0) -> Iterator[Document]:
         rows = iter(self.dataset.skip(skip) if skip else self.dataset)
         for row in count(skip):
-            try:
-                content = next(rows)
-            except StopIteration:
+            if (text := self._next(rows, row)) is None:
                 return
-            except Exception as error:  # the library's own, and those of file formats and of the network
-                raise MetaTTTError(f"source={self.name}: row {row} cannot be read: {_first_line(error)}") from error
-            if not isinstance(content.get(self.text_key), str):
-                raise MetaTTTError(
-                    f"source={self.name}: row {row} has no text in {self.text_key!r}, only {', '.join(content)}: set text_key="
-                )
-            if place := half_a_character(content[self.text_key]):
-                raise MetaTTTError(f"source={self.name}: row {row} holds half a pair of surrogates {place}")
-            yield Document(f"{self.name}:{row}", content[self.text_key].encode())  # empty ones too: rows stay countable
+            yield Document(f"{self.name}:{row}", text)  # empty ones too: rows stay countable
+
+    def texts(self, row: int = 0, place: Any = None) -> Iterator[tuple[Any, bytes]]:
+        """All documents from a row on, empty ones too, each with its place: plain data that a later call can begin at.
+
+        Args:
+            row: of the first document.
+            place: of the first document; None for the beginning of the stream.
+        """
+        place = self.begin if place is None else place
+        try:
+            self.dataset.load_state_dict(copy.deepcopy(place))
+        except Exception as error:  # the library looks into it as deep as its formats are nested
+            raise MetaTTTError(f"{self.key}={self.name} has no such place: {_first_line(error)}") from error
+        rows = iter(self.dataset)
+        for number in count(row):
+            if (text := self._next(rows, number)) is None:
+                return
+            after = self.dataset.state_dict()
+            yield place, text
+            place = after
+
+    def _next(self, rows: Iterator[Mapping[str, Any]], row: int) -> bytes | None:
+        """The text of the next row; None at the end."""
+        text_key = f"{self.key.removesuffix('source').removesuffix('path')}text_key"
+        try:
+            content = next(rows)
+        except StopIteration:
+            return None
+        except Exception as error:  # the library's own, and those of file formats and of the network
+            raise MetaTTTError(f"{self.key}={self.name}: row {row} cannot be read: {_first_line(error)}") from error
+        if not isinstance(content.get(self.text_key), str):
+            raise MetaTTTError(
+                f"{self.key}={self.name}: row {row} has no text in {self.text_key!r}, only {', '.join(content)}: set {text_key}="
+            )
+        if half := half_a_character(content[self.text_key]):
+            raise MetaTTTError(f"{self.key}={self.name}: row {row} holds half a pair of surrogates {half}")
+        return bytes(content[self.text_key].encode())
 
 
 def open_source(

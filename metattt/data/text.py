@@ -95,6 +95,8 @@ class TextData(WindowData):
         self._documents: list[Document] | None = None
         self._windows: dict[Split, np.ndarray] = {}
 
+    unit = "MB"
+
     def setup(self, stage: str | None = None) -> None:
         """Reads the documents, once."""
         self.documents  # noqa: B018 (a property that reads the files)

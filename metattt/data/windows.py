@@ -15,6 +15,7 @@ from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, Trainer
 from metattt.errors import check_flag, check_integer
 
 Split = Literal["train", "validation", "all"]
+SHOWN: tuple[tuple[Split, int], ...] = (("train", 1), ("validation", 2))  # sizes, with their digits
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
 
 
@@ -165,6 +166,7 @@ class WindowData(Data):
     """
 
     tokenizer: Tokenizer
+    unit = "M tokens"  #: of the sizes that people are shown
 
     def __init__(self, context_length: int, batch_size: int, seed: int, num_workers: int, document_reset: bool):
         check_integer("data.context_length", context_length, most=2**40)
@@ -179,6 +181,11 @@ class WindowData(Data):
     def source(self) -> str:
         """Where the text comes from, for people."""
         raise NotImplementedError
+
+    def describe(self) -> str:
+        """The text in a line: where it comes from, and how much there is."""
+        sizes = [f"{self.windows(name).size / 1e6:.{digits}f} {self.unit}" for name, digits in SHOWN]
+        return f"{self.source}: {sizes[0]} to train, {sizes[1]} to validate"
 
     def windows(self, name: Split) -> WindowArray:
         """The windows of one split, `[N, T + 1]`, one after the other and without overlap."""

@@ -3,7 +3,6 @@ inner loops."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,8 +24,10 @@ from metattt.data.text import TextData
 from metattt.data.tokenizers import fingerprint, tokenizer_of
 from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, NotFinite, check_choice
-from metattt.evaluation import by_position
+from metattt.evaluation import by_position, images
 from metattt.evaluation.by_position import Scores, bin_edges, score
+from metattt.evaluation.images import ImageScores
+from metattt.evaluation.output import claim
 from metattt.extras import absence
 from metattt.measures import inner_loss
 from metattt.models.language_model import LanguageModel
@@ -49,6 +50,9 @@ class EvalData:
     batch_size: int | None = None
     validation_max_bytes: int | None = None
     validation_max_tokens: int | None = None
+    dataset: str | None = None
+    validation_path: str | None = None
+    validation_split: str | None = None
 
 
 @dataclass
@@ -70,9 +74,9 @@ class EvalSettings:
     data: EvalData = field(default_factory=EvalData)
 
 
-def evaluate(cfg: DictConfig) -> dict[str, Scores]:
+def evaluate(cfg: DictConfig) -> dict[str, Scores] | dict[str, ImageScores]:
     """Prints the scores of checkpoints on one text as tables, writes them by position as CSV and PNG, and returns them
-    by label.
+    by label; or those of classifiers on images (`metattt.evaluation.images`).
 
     Args:
         cfg: the configuration of the job `eval`.
@@ -91,6 +95,8 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     console = Console(highlight=False, soft_wrap=True)
     trust = modules(chosen.trust)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
+    if any("num_classes" in one.config.model for one in known):
+        return images.evaluate(chosen, files, names, known, device, trust, console)
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
@@ -200,10 +206,8 @@ def _tokenizer(model: Trained, given: str | None) -> Tokenizer:
     """The tokenizer of a model.
 
     Raises:
-        MetaTTTError: it is not known, or the model is not for text.
+        MetaTTTError: it is not known.
     """
-    if "vocab_size" not in model.config.model:
-        raise MetaTTTError(f"{model.path} was trained on images, not on text: metattt eval takes language models")
     return tokenizer_of(str(home(model.path)), model.tokenizer, int(model.config.model.vocab_size), given)
 
 
@@ -273,7 +277,7 @@ def _write(
 ) -> list[Path]:
     """The files of an evaluation; returns their paths. Those of an earlier one stay: then all new ones have its
     number, `name-2.csv`."""
-    number = _claim(folder)
+    number = claim(folder, "by_position")
     written, pictures = [folder / f"by_position{number}.csv"], _no_pictures() is None
     by_position.write_csv(scores, edges, written[0])
     if pictures:
@@ -287,17 +291,3 @@ def _write(
         written.append(folder / (f"inner_loss_{part}{number}.png" if len(scores) > 1 else f"inner_loss{number}.png"))
         inner_loss.plot(found, f"Inner loss of {name}", written[-1])
     return written
-
-
-def _claim(folder: Path) -> str:
-    """Takes the first free number in a folder: nothing, `-2`, `-3`, …; another evaluation at the same time takes
-    another one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for count in itertools.count(1):
-        number = f"-{count}" if count > 1 else ""
-        try:
-            (folder / f"by_position{number}.csv").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        break
-    return number

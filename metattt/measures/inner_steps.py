@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
 from metattt.state import State
+
+if TYPE_CHECKING:
+    from metattt.models.vision import ImageTransformer
 
 
 @torch.no_grad()
@@ -51,3 +56,35 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
             parts = [layer.task.loss(learner.predict(accessor, p.k.to(wide)), p.v.to(wide)).sum((0, 2)) for p in pieces]
         losses.append(torch.stack(parts).sum(0) / (batch * count * x.shape[-1] // layer.num_heads))
     return torch.stack(losses)
+
+
+@torch.no_grad()
+def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, Tensor]:
+    """The curves of every layer that takes steps on the whole image.
+
+    Args:
+        model: the model, on the device of the images.
+        images: `[B, C, h, w]`.
+
+    Returns:
+        By number of the block, from 1: `[T + 1]` losses, averaged over images and tokens and summed over heads.
+    """
+    found: dict[int, Tensor] = {}
+    hooks = []
+    for number, block in enumerate(model.blocks, start=1):
+        layer = block.attn.layer  # type: ignore[union-attr]
+        if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read == "final":
+
+            def measure(layer: Any, args: tuple[Tensor], number: int = number) -> None:
+                found[number] = inner_losses(layer, args[0]).sum(1)
+
+            hooks.append(
+                layer.register_forward_pre_hook(measure)
+            )  # at once: the inputs of all layers would take memory
+    try:
+        if hooks:
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

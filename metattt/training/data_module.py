@@ -44,6 +44,12 @@ class ForLightning(lightning.LightningDataModule):
         self.data.trainer = Share(self.trainer)
         self.data.setup(stage)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self.data.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.data.load_state_dict(state_dict)
+
     def train_dataloader(self) -> DataLoader[Any]:
         return self.data.train_dataloader()
 

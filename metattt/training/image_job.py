@@ -55,7 +55,9 @@ class ImageJob(Job["ImageTransformer", ImageClassification]):
         if not isinstance(recipe, TimmRecipe):
             raise MetaTTTError(f"training: {type(recipe).__name__} is not for images: set training=timm")
         self.mixup = recipe.mixup > 0
-        return ImageClassification(model, recipe, make_record(self.cfg, data=fingerprint(self.data)))
+        classes = {"classes": names} if (names := self.data.class_names) else {}
+        record = make_record(self.cfg, data=fingerprint(self.data), **classes)
+        return ImageClassification(model, recipe, record)
 
     def prepare(self, trainer: lightning.Trainer) -> None:
         """Divides the batch among the trainer's processes, and counts the steps between validations over all passes."""

@@ -10,19 +10,14 @@ from __future__ import annotations
 import csv
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning
 import torch
-from torch import Tensor
 
 from metattt.errors import check_integer
-from metattt.layer import TTTLayer
-from metattt.measures.inner_steps import inner_losses
+from metattt.measures.inner_steps import inner_losses_by_layer
 from metattt.registry import register
-
-if TYPE_CHECKING:
-    from metattt.models.vision import ImageTransformer
 
 
 @register(group="callback", name="inner_loss_curves")
@@ -77,38 +72,6 @@ class InnerLossCurves(lightning.Callback):
             writer.writerow(["step", "layer", "inner_step", "loss"])
             writer.writerows([int(step), int(layer), int(inner), loss] for step, layer, inner, loss in self.points)
         plot(self.points, self.path)
-
-
-@torch.no_grad()
-def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, Tensor]:
-    """The curves of every layer that takes steps on the whole image.
-
-    Args:
-        model: the model, on the device of the images.
-        images: `[B, C, h, w]`.
-
-    Returns:
-        By number of the block, from 1: `[T + 1]` losses, averaged over images and tokens and summed over heads.
-    """
-    found: dict[int, Tensor] = {}
-    hooks = []
-    for number, block in enumerate(model.blocks, start=1):
-        layer = block.attn.layer  # type: ignore[union-attr]
-        if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read == "final":
-
-            def measure(layer: Any, args: tuple[Tensor], number: int = number) -> None:
-                found[number] = inner_losses(layer, args[0]).sum(1)
-
-            hooks.append(
-                layer.register_forward_pre_hook(measure)
-            )  # at once: the inputs of all layers would take memory
-    try:
-        if hooks:
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def plot(points: list[list[float]], path: Path) -> None:

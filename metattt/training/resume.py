@@ -18,6 +18,7 @@ from metattt.data.digits import DigitsData
 from metattt.data.images import Images
 from metattt.data.manifest import checksum_of
 from metattt.data.shards import ShardData
+from metattt.data.stream import StreamData
 from metattt.data.windows import WindowData
 from metattt.errors import MetaTTTError
 
@@ -178,6 +179,8 @@ def fingerprint(data: Any) -> str | None:
     if isinstance(data, ShardData):  # the checksums of all shards
         known = [(shard["split"], shard["tokens"], checksum_of(shard)) for shard in data.manifest["shards"]]
         return _digest(json.dumps(known).encode())
+    if isinstance(data, StreamData):  # what is held out
+        return _digest(data.windows("validation")[:])  # type: ignore[index]
     if isinstance(data, WindowData):
         return _digest(*(data.windows(name)[:] for name in ("train", "validation")))  # type: ignore[index]
     if isinstance(data, Images) and not isinstance(data, DigitsData):

@@ -95,10 +95,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         """What is about to run, in three lines."""
         data = self.data
         tokens = data.batch_size * data.context_length * trainer.accumulate_grad_batches * batch_share(trainer)[1]
-        sizes = [data.windows(name).size / 1e6 for name in SPLITS]
-        unit = "MB" if isinstance(data, TextData) else "M tokens"
         processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
-        console.print(f"text    {data.source}: {sizes[0]:.1f} {unit} to train, {sizes[1]:.2f} {unit} to validate")
+        console.print(f"text    {data.describe()}")
         console.print(f"model   {model.num_parameters():,} parameters on {trainer.strategy.root_device}{processes}")
         start = f", from step {done:,}" if done else ""
         console.print(f"run     {trainer.max_steps:,} steps of {tokens:,} tokens{start} -> {self.cfg.output_dir}")

@@ -1,0 +1,243 @@
+"""`metattt eval` of classifiers: top-1 and top-5 accuracy, cross-entropy, and how far the inner loops come."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from metattt.checkpoints.files import home
+from metattt.checkpoints.trained import Trained, load_model
+from metattt.composition.instantiate import instantiate_part
+from metattt.data.images import NO_LABEL, Images
+from metattt.errors import MetaTTTError
+from metattt.evaluation.output import claim
+from metattt.extras import absence
+from metattt.measures.inner_steps import inner_losses_by_layer
+from metattt.registry import PARAMETERS
+
+if TYPE_CHECKING:
+    from metattt.evaluation.evaluate import EvalData, EvalSettings
+
+FIRST = 5  # classes among which the right one counts for top-5
+OF_LOADING = ("batch_size", "num_workers", "seed", "min_area", "flip", "augment", "corrupt", "img_size", "in_chans")
+"""Fields of the data that do not choose the validation images."""
+CHANGES = ("path", "batch_size", "dataset", "validation_path", "validation_split")  # that the command line may make
+
+
+class ImageScores(NamedTuple):
+    """How well a model classifies images.
+
+    Attributes:
+        images: their number.
+        loss: cross-entropy (nats per image).
+        top1, top5: share of images whose label is the first class, or among the first five.
+        inner: number of a block, from 1 -> inner loss before the first step and after each; empty if not asked for.
+    """
+
+    images: int
+    loss: float
+    top1: float
+    top5: float
+    inner: dict[int, list[float]]
+
+
+def evaluate(
+    chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], known: Sequence[Trained], device: torch.device,
+    trust: Collection[str], console: Console,
+) -> dict[str, ImageScores]:  # fmt: skip
+    """Prints the scores of classifiers on the validation images of their runs as a table, writes them as CSV, and
+    returns them by label.
+
+    Args:
+        chosen: the settings of the job `eval`.
+        files, names, known: the checkpoints, their labels, and what is known of them.
+        device: where the models compute.
+        trust: modules of the user's whose classes the checkpoints may name.
+        console: to print on.
+
+    Raises:
+        MetaTTTError: models of another kind among them, images or settings that cannot be used, labels that are no
+            classes.
+    """
+    for file, one in zip(files, known, strict=True):
+        if "num_classes" not in one.config.model:
+            raise MetaTTTError(f"{file} is a language model, and others are classifiers: evaluate them one after the other")
+    if chosen.split != "validation":
+        raise MetaTTTError(f"split={chosen.split} is for text: images are evaluated on those held out, split=validation")
+    sources = [_source(one, chosen.data) for one in known]
+    for name, source in zip(names[1:], sources[1:], strict=True):
+        for key in sorted(sources[0].keys() | source.keys()):
+            if key not in OF_LOADING and sources[0].get(key) != source.get(key):
+                raise MetaTTTError(
+                    f"{names[0]} and {name} have different images, data.{key} is {sources[0].get(key)} and {source.get(key)}: "
+                    f"{f'set data.{key}' if key in CHANGES else 'evaluate them one after the other'}"
+                )
+    scores: dict[str, ImageScores] = {}
+    for name, file, source in zip(names, files, sources, strict=True):
+        model: Any = load_model(file, device, trust)[0]
+        data: Images = instantiate_part(OmegaConf.create({"data": source}), "data")
+        data.setup()
+        scores[name] = score(model, data, chosen.inner_loss_windows if chosen.inner_loss else 0)
+        if chosen.inner_loss and not scores[name].inner:
+            console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image", markup=False)
+    _print(console, scores)
+    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
+    try:
+        written = _write(folder, scores)
+    except OSError as error:
+        raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
+    for path in written:
+        console.print(f"written  {path}", markup=False)
+    return scores
+
+
+def _source(model: Trained, changes: EvalData) -> dict[str, Any]:
+    """The data of a run, as a plain dictionary, with what the command line changes."""
+    run: Any = OmegaConf.to_container(model.config.data, resolve=True) if "data" in model.config else {}
+    given = {key: value for key, value in vars(changes).items() if value is not None}
+    if not run:
+        raise MetaTTTError(f"{home(model.path)} comes with no images: evaluate the checkpoint of a run")
+    allowed = [key for key in CHANGES if key in PARAMETERS.get(run["_target_"], given)]
+    for key in given:
+        if key not in allowed:
+            raise MetaTTTError(f"data.{key} does not apply to these images: they have {', '.join(allowed)}")
+    return run | given
+
+
+@torch.no_grad()
+def score(model: Any, data: Images, inner: int = 0) -> ImageScores:
+    """Accuracy and cross-entropy on the validation images, each once. Layers that permute tokens at random
+    (`optimizer.sampling=sgd`) draw the same permutations every time.
+
+    Args:
+        model: the vision transformer, in evaluation mode.
+        data: set up.
+        inner: of the first so many images also the losses of the inner loops; 0 for none.
+
+    Raises:
+        MetaTTTError: labels that are no classes of the model, predictions that are not finite.
+    """
+    with drawn_alike(model):
+        return _score(model, data, inner)
+
+
+@contextmanager
+def drawn_alike(model: Any) -> Iterator[None]:
+    """What is drawn meanwhile is the same every time; torch's global generators are left as they were."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+def _score(model: Any, data: Images, inner: int) -> ImageScores:
+    device = next(model.parameters()).device
+    nats = first = among = count = 0.0
+    curves: dict[int, list[float]] = {}
+    for images, labels in track(data.val_dataloader(), "images", console=Console(stderr=True), transient=True):
+        images, labels = images.to(device), labels.to(device)
+        if (wrong := labels[(labels < NO_LABEL) | (labels >= model.num_classes)]).numel():
+            raise MetaTTTError(f"an image has the label {wrong[0]}, and the model has {model.num_classes} classes")
+        logits = model(images).float()
+        if not logits.isfinite().all():
+            raise MetaTTTError("the model's predictions are not finite: its run diverged, or it is damaged")
+        found = logits.topk(min(FIRST, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
+        nats += F.cross_entropy(logits, labels, reduction="sum", ignore_index=NO_LABEL).item()
+        first += found[:, 0].sum().item()
+        among += found.sum().item()
+        if inner and not count:
+            curves = {number: loss.tolist() for number, loss in inner_losses_by_layer(model, images[:inner]).items()}
+        count += (labels != NO_LABEL).sum().item()
+    if not count:
+        raise MetaTTTError("there are no validation images")
+    return ImageScores(int(count), nats / count, first / count, among / count, curves)
+
+
+def _print(console: Console, scores: Mapping[str, ImageScores]) -> None:
+    table = Table(title="validation images", title_justify="left")
+    table.add_column("model")
+    for name in ("images", "top-1 %", "top-5 %", "cross-entropy (nats)"):
+        table.add_column(name, justify="right")
+    for name, one in scores.items():
+        table.add_row(name, f"{one.images:,}", f"{100 * one.top1:.2f}", f"{100 * one.top5:.2f}", f"{one.loss:.4f}")
+    console.print(table)
+    if not any(one.inner for one in scores.values()):
+        return
+    steps = max(len(losses) for one in scores.values() for losses in one.inner.values())
+    table = Table(title="inner loss, before the first step and after each", title_justify="left")
+    for name in ("model", "block", *map(str, range(steps))):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for name, one in scores.items():
+        for number, losses in one.inner.items():
+            table.add_row(name, str(number), *(f"{loss:.4g}" for loss in losses))
+    console.print(table)
+
+
+def _write(folder: Path, scores: Mapping[str, ImageScores]) -> list[Path]:
+    """The files of an evaluation; those of an earlier one stay."""
+    number = claim(folder, "images")
+    written = [folder / f"images{number}.csv"]
+    with written[0].open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", "images", "top1", "top5", "loss"])
+        writer.writerows([name, one.images, one.top1, one.top5, one.loss] for name, one in scores.items())
+    curves = {name: one.inner for name, one in scores.items() if one.inner}
+    if curves:
+        written.append(folder / f"inner_loss{number}.csv")
+        with written[-1].open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["model", "block", "inner_step", "loss"])
+            for name, blocks in curves.items():
+                writer.writerows(
+                    [name, block, step, loss] for block, losses in blocks.items() for step, loss in enumerate(losses)
+                )
+        if absence("matplotlib", extra="train", what="writing pictures") is None:
+            written.append(folder / f"inner_loss{number}.png")
+            plot(curves, written[-1])
+    return written
+
+
+def plot(curves: Mapping[str, Mapping[int, Sequence[float]]], path: Path) -> None:
+    """One panel per block, one curve per model, against inner steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    blocks = sorted({block for one in curves.values() for block in one})
+    columns = min(4, len(blocks))
+    figure = Figure(figsize=(max(4.0, 3.2 * columns), 2.6 * math.ceil(len(blocks) / columns)), layout="constrained")
+    for panel, block in enumerate(blocks, start=1):
+        axes = figure.add_subplot(math.ceil(len(blocks) / columns), columns, panel)
+        for name, one in curves.items():
+            if block in one:
+                axes.plot(range(len(one[block])), one[block], marker=".", label=name)
+        axes.set(title=f"block {block}", xlabel="inner steps", ylabel="inner loss", yscale="log")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def probabilities(model: Any, images: Tensor) -> Tensor:
+    """Images `[B, C, h, w]` to probabilities of classes `[B, classes]`, on the CPU.
+
+    Raises:
+        MetaTTTError: predictions that are not finite.
+    """
+    with torch.no_grad():
+        found = model(images.to(next(model.parameters()).device)).float().softmax(1).cpu()
+    if not found.isfinite().all():
+        raise MetaTTTError("the model's predictions are not finite: its run diverged, or it is damaged")
+    return found

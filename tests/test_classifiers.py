@@ -1,0 +1,208 @@
+"""`metattt eval` and `metattt predict` of classifiers."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import metattt
+from metattt.cli import main
+from metattt.composition.compose import compose
+from metattt.data.digits import DigitsData
+from metattt.evaluation.evaluate import evaluate
+from metattt.evaluation.predict import Pictures, predict
+from metattt.training.train import train
+
+TINY = (
+    "experiment=digits_pixel", "dim=16", "num_heads=2", "model.depth=2", "trainer.accelerator=cpu", "trainer.max_steps=6",
+    "trainer.val_check_interval=3", "optimizer.seed=0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("a", "b"):
+        assert train(compose(*TINY, f"seed={ord(name)}", f"output_dir={folder / name}")) == 0
+    text = folder / "text.txt"
+    text.write_text("a text to read " * 60)
+    assert train(compose(
+        "dim=16", "num_heads=2", "model.num_layers=1", f"data.path={text}", "data.context_length=16", "data.batch_size=2",
+        "trainer.max_steps=1", "trainer.accelerator=cpu", "sample=false", f"output_dir={folder / 'text'}",
+    )) == 0  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first validation digits, in folders."""
+    folder = tmp_path_factory.mktemp("pictures")
+    data = DigitsData()
+    data.setup()
+    images, labels = data._splits["validation"][list(range(6))]
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        file = folder / str(label.item()) / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(((image[0] + 1) * 127.5).round().to(torch.uint8).numpy()).save(file)
+    return folder
+
+
+def evaluated(*overrides: str) -> dict[str, Any]:
+    return evaluate(compose(*overrides, "device=cpu", job="eval"))
+
+
+def test_the_figures_are_those_of_all_validation_images(runs: Path, tmp_path: Path) -> None:
+    model: Any = metattt.load_model(runs / "a")[0]
+    data = DigitsData()
+    data.setup()
+    images, labels = data._splits["validation"][list(range(359))]
+    with torch.no_grad():
+        logits = model(images)
+    found = evaluated(f"checkpoint={runs / 'a'}", f"output_dir={tmp_path}")["a"]
+    order = logits.argsort(1, descending=True)
+    assert found.images == len(images) == 359
+    assert found.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert found.top1 == (order[:, 0] == labels).double().mean().item()
+    assert found.top5 == (order[:, :5] == labels[:, None]).double().sum(1).mean().item()
+    with (runs / "a" / "metrics.csv").open(newline="") as file:
+        last = [row for row in csv.DictReader(file) if row["validation/loss"]][-1]
+    assert found.loss == pytest.approx(float(last["validation/loss"]), rel=1e-5)
+    assert found.top1 == pytest.approx(float(last["validation/top1"]), abs=1e-6)
+
+
+def test_several_runs_in_one_table_with_their_inner_losses(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f"checkpoint=[{runs / 'a'},{runs / 'b'}]"
+    for _ in range(2):  # the second does not write over the first
+        found = evaluated(given, "inner_loss=true", "inner_loss_windows=4", f"output_dir={tmp_path}")
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
+        f"{name}{number}.{suffix}"
+        for name, suffix in (("images", "csv"), ("inner_loss", "csv"), ("inner_loss", "png"))
+        for number in ("-2", "")
+    )
+    assert "top-1 %" in capsys.readouterr().out and list(found) == ["a", "b"]
+    with (tmp_path / "images-2.csv").open(newline="") as file:
+        rows = {row["model"]: row for row in csv.DictReader(file)}
+    assert float(rows["b"]["loss"]) == found["b"].loss and found["a"].loss != found["b"].loss
+    assert list(found["a"].inner) == [1, 2] and all(len(losses) > 2 for losses in found["a"].inner.values())
+    with (tmp_path / "inner_loss.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == sum(len(losses) for one in found.values() for losses in one.inner.values())
+
+
+def test_permutations_are_drawn_alike_and_nothing_else_notices(runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(compose(*TINY, "optimizer.seed=null", "optimizer.sampling=sgd", f"output_dir={run}")) == 0
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first, second = (evaluated(f"checkpoint={run}", f"output_dir={tmp_path}")["run"] for _ in range(2))
+    assert first == second and torch.equal(torch.rand(1), expected)
+
+
+def predicted(*overrides: str) -> list[Any]:
+    return predict(compose(*overrides, "device=cpu", job="predict"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pictures_are_seen_as_in_validation(runs: Path, pictures: Path, tmp_path: Path, workers: int) -> None:
+    model: Any = metattt.load_model(runs / "a")[0]
+    found = predicted(
+        f"checkpoint={runs / 'a'}", f"source={pictures}", "top=3", "batch_size=4", f"num_workers={workers}",
+        f"output_dir={tmp_path}",
+    )  # fmt: skip
+    files = sorted(file.relative_to(pictures) for file in pictures.rglob("*.png"))
+    assert [one.name for one in found] == [str(file) for file in files]
+    for one, file in zip(found, files, strict=True):
+        image = torch.from_numpy(np.asarray(Image.open(pictures / file)) / 127.5 - 1).float()[None, None]
+        shares = model(image).softmax(1)[0]
+        # cropping resizes a picture to 8/7 and back: close, and not the same
+        assert shares[[int(name) for name in one.classes]].tolist() == pytest.approx(one.probabilities, abs=0.05)
+        assert one.probabilities == sorted(one.probabilities, reverse=True) and len(one.classes) == 3
+    with (tmp_path / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["class_1"] for row in rows] == [one.classes[0] for one in found]
+
+
+def test_one_picture_and_one_that_cannot_be_read(
+    runs: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = next(pictures.rglob("*.png"))
+    (found,) = predicted(f"checkpoint={runs / 'a'}", f"source={one}", f"output_dir={tmp_path}", "top=99")
+    assert found.name == one.name and len(found.classes) == 10 and sum(found.probabilities) == pytest.approx(1, abs=1e-5)
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "good [bold].png").write_bytes(one.read_bytes())
+    (mixed / "bad.png").write_bytes(one.read_bytes()[:40])
+    capsys.readouterr()
+    for workers in (0, 1):
+        given = [f"checkpoint={runs / 'a'}", f"source={mixed}", "device=cpu", f"num_workers={workers}"]
+        assert main(["predict", *given]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ") and "bad.png" in error and "corrupt=skip" in error
+    assert [one.name for one in predicted(*given, "corrupt=skip")] == ["good [bold].png"]
+    assert "good [bold].png" in (said := capsys.readouterr().out) and "skipped  1 files" in said
+
+
+def test_a_run_on_folders_keeps_the_names_of_its_classes(tmp_path: Path) -> None:
+    for split, count in (("train", 8), ("val", 4)):
+        for name in ("cat", "dog"):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "data" / split / name / f"{number}.png")
+    given = (
+        "experiment=imagenet_patch/mttt_mlp", "dim=16", "num_heads=2", "model.depth=1", f"data.path={tmp_path / 'data'}",
+        "data.img_size=16", "model.img_size=16", "model.patch_size=4", "data.batch_size=4", "data.num_workers=0", "trainer.max_steps=2",
+        "training.warmup_steps=1", "model.num_classes=2", "trainer.accelerator=cpu", "trainer.precision=32",
+        "trainer.val_check_interval=2",
+    )  # fmt: skip
+    assert train(compose(*given, f"output_dir={tmp_path / 'run'}")) == 0
+    found = predicted(f"checkpoint={tmp_path / 'run'}", f"source={tmp_path / 'data' / 'val'}")
+    assert len(found) == 8 and {name for one in found for name in one.classes} == {"cat", "dog"}
+    scores = evaluated(f"checkpoint={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}", "data.batch_size=3")["run"]
+    assert scores.images == 8 and scores.top5 == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("eval", "checkpoint={a}", "split=train"), "split=train is for text"),
+        (("eval", "checkpoint={a}", "data.path=/nowhere"), "data.path does not apply"),
+        (("eval", "checkpoint={a}", "data.context_length=8"), "data.context_length does not apply"),
+        (("eval", "checkpoint=[{a},{text}]"), "is a language model"),
+        (("eval", "checkpoint={text}", "data.validation_split=val"), "data.validation_split does not apply"),
+        (("predict", "checkpoint={text}", "source={a}"), "is a language model"),
+        (("predict", "checkpoint={a}"), "no pictures are given"),
+        (("predict", "source={a}"), "no checkpoint is given"),
+        (("predict", "checkpoint={a}", "source=/nowhere"), "does not exist"),
+        (("predict", "checkpoint={a}", "source={a}/checkpoints"), "holds no pictures"),
+        (("predict", "checkpoint={a}", "source={a}", "top=0"), "top=0 is not allowed"),
+        (("predict", "checkpoint={a}", "source={a}", "batch_size=-1"), "batch_size=-1 is not allowed"),
+        (("predict", "checkpoint={a}", "source={a}", "corrupt=maybe"), "corrupt=maybe is not allowed"),
+        (("predict", "checkpoint={a}", "dataset=nobody/x"), "nobody/x"),
+        (("predict", "checkpoint={a}", "source="), "source"),
+        (("generate", "checkpoint={a}"), "model for images"),
+    ],
+)
+def test_refusals_are_a_line_or_two(
+    runs: Path, command: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word.format(a=runs / "a", text=runs / "text") for word in command]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) <= 2, error
+
+
+def test_names_of_pictures_need_not_be_text(tmp_path: Path) -> None:
+    import os
+
+    with open(os.fsencode(tmp_path) + b"/\xff.png", "wb"):
+        pass
+    assert len(Pictures(tmp_path, (".png",), "L", "skip")) == 1
