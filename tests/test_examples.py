@@ -1,0 +1,56 @@
+"""The examples run, at a small size; the notebook as it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_forecast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    forecast = load("forecast")
+    counts = [sum(p.numel() for p in forecast.Forecaster(name).parameters()) for name in forecast.WIDTHS]
+    assert max(counts) < 1.02 * min(counts), "equal parameters"
+    monkeypatch.setattr(forecast, "RATES", (1e-2,))
+    found = forecast.main(steps=40)
+    assert list(found) == ["the last value", "TTT-Linear", "attention", "GRU"]
+    assert found["TTT-Linear"][0] < 0.8 * found["the last value"][0]
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+@pytest.mark.slow
+def test_a_layer_in_a_model_of_timm() -> None:
+    found = load("timm_vit").main(steps=60)
+    assert found["MTTT-Linear in every second block"] > 0.3, "chance is 0.1"
+
+
+@pytest.mark.slow
+def test_a_layer_in_a_model_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    found = load("transformers_llama").main(steps=20)
+    assert found["TTT-Linear in two of three"] < 4.2, "a guess is ln 256 = 5.5"
+
+
+@pytest.mark.slow
+def test_the_notebook(tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    file = shutil.copy(EXAMPLES / "ten_minutes.ipynb", tmp_path)
+    notebook = nbformat.read(file, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "worst difference" in printed and "Waves" in printed and (tmp_path / "runs" / "waves" / "loss_curve.png").is_file()
