@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import lightning
-from hydra.utils import get_class
 from omegaconf import DictConfig
 
 from metattt.composition.components import TRAINER
@@ -30,6 +30,8 @@ def check_given(cfg: DictConfig) -> None:
     for part in NEEDED:
         if cfg.get(part) is None:
             raise MetaTTTError(f"there is no run without {part}: leave out ~{part}")
+    if cfg.trainer.get("max_steps") is not None:
+        check_integer("trainer.max_steps", cfg.trainer.max_steps, -1, advice=" (-1: no limit)")
     for key in ("resume", "output_dir"):
         if cfg[key] == "":
             raise MetaTTTError(f"{key}= is empty: give a folder, or leave it out (an empty variable of the shell?)")
@@ -68,9 +70,10 @@ def check_before_training(cfg: DictConfig) -> None:
 def _check_trainer(trainer: DictConfig) -> None:
     """What Lightning would take, and fail of later, or in words of its own."""
     if trainer.get("_target_") != TRAINER:
+        module, _, name = str(trainer.get("_target_")).rpartition(".")
         try:
-            fits = issubclass(get_class(str(trainer.get("_target_"))), lightning.Trainer)
-        except (ImportError, ValueError):
+            fits = issubclass(getattr(importlib.import_module(module), name), lightning.Trainer)
+        except (ImportError, AttributeError, TypeError, ValueError):
             fits = False
         if not fits:
             raise MetaTTTError(f"trainer._target_={trainer.get('_target_')} is no lightning.Trainer: leave it out")

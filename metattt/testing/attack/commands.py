@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from metattt.errors import MetaTTTError
-from metattt.testing.attack.child import LINES, Outcome, run
+from metattt.testing.answers import Answer
+from metattt.testing.attack.child import Outcome, run
 from metattt.testing.bad_commands import GROUPS, commands, filled, material
 
 
@@ -49,11 +50,11 @@ def _command(words: list[str]) -> Callable[[], str]:
         out, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             code = main(words)
-        said = errors.getvalue().strip().splitlines()
-        if code == 2 and 0 < len(said) <= LINES and said[0].startswith("error: "):
-            raise MetaTTTError("\n".join(said))
+        answer = Answer(code, out.getvalue(), errors.getvalue(), "")
+        if answer.complaint is None:
+            raise MetaTTTError(answer.err.rpartition("error: ")[2].strip())
         if code == 2:
-            raise RuntimeError(f"exit code 2 with {len(said)} lines: {errors.getvalue()[-500:]}")
-        return f"taken, exit code {code}: {out.getvalue()[-300:]}"
+            raise RuntimeError(f"exit code 2: {answer.complaint}")
+        return f"taken, exit code {code}: {answer.out[-300:]}"
 
     return command
