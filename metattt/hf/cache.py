@@ -10,6 +10,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.extras import need
 from metattt.models.language_model import LanguageModelState
+from metattt.state import count_sequences
 
 need("transformers", extra="hf", what="metattt.hf")
 from transformers.cache_utils import Cache  # noqa: E402
@@ -106,15 +107,7 @@ class MetaTTTCache(Cache):
     @property
     def batch_size(self) -> int:
         """Sequences; -1 before the first call."""
-        sizes: list[int] = []
-
-        def count(tensor: Tensor) -> Tensor:
-            sizes.append(len(tensor))
-            return tensor
-
-        if self._state is not None:
-            self._state.map(count)
-        return sizes[0] if sizes else -1
+        return -1 if self._state is None else count_sequences(self._state)
 
     @property
     def is_initialized(self) -> bool:
