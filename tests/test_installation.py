@@ -19,10 +19,10 @@ from metattt.extras import DISTRIBUTIONS, MissingExtra, absence, need
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRA = ("train", "images", "text", "hf")
+EXTRA = ("train", "images", "text", "hf", "eval")
 LIBRARIES = (
-    "PIL", "accelerate", "datasets", "huggingface_hub", "lightning", "matplotlib", "pandas", "pyarrow", "pytorch_lightning", "scipy",
-    "sklearn", "timm", "tokenizers", "torchmetrics", "torchvision", "transformers", "webdataset",
+    "PIL", "accelerate", "datasets", "huggingface_hub", "lightning", "lm_eval", "matplotlib", "pandas", "pyarrow", "pytorch_lightning",
+    "scipy", "sklearn", "timm", "tokenizers", "torchmetrics", "torchvision", "transformers", "webdataset",
 )  # fmt: skip
 """What the extras bring, and what that brings."""
 
@@ -59,6 +59,7 @@ if blocked:
     name("data=images", lambda: ImageData())
     name("timm", lambda: __import__("metattt.models.timm"))
     name("hf", lambda: __import__("metattt.hf"))
+    name("eval", lambda: __import__("metattt.evaluation.harness"))
     choice = "model=vision_transformer"
     name("choice", lambda: instantiate_model(compose(choice, job="language_model")))
 brought = sorted(set(libraries) & {name.partition(".")[0] for name, module in sys.modules.items() if module is not None})
@@ -125,7 +126,8 @@ def test_without_extras(tmp_path: Path) -> None:
         code, _, message = found[" ".join(command)]
         assert code == 2 and message.count("\n") == 1, (command, message)
         assert f"pip install 'metattt[{title.partition(' ')[0]}]'" in message, (command, message)
-    extras = {"train": "train", "hf": "hf"} | dict.fromkeys(("vision", "data=digits", "data=images", "timm", "choice"), "images")
+    extras = dict.fromkeys(("vision", "data=digits", "data=images", "timm", "choice"), "images")
+    extras |= {name: name for name in ("train", "hf", "eval")}
     assert mistakes.keys() == extras.keys()
     for title, message in mistakes.items():
         assert "\n" not in message and f"pip install 'metattt[{extras[title]}]'" in message, (title, message)

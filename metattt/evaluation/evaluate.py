@@ -64,15 +64,20 @@ class EvalSettings:
     num_bins: int = 16
     inner_loss: bool = False
     inner_loss_windows: int = 32
+    tasks: list[str] = field(default_factory=list)
+    task_path: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 16
     tokenizer: str | None = None
     output_dir: str | None = None
     trust: Any = None
     data: EvalData = field(default_factory=EvalData)
 
 
-def evaluate(cfg: DictConfig) -> dict[str, Scores]:
+def evaluate(cfg: DictConfig) -> dict[str, Any]:
     """Prints the scores of checkpoints on one text as tables, writes them by position as CSV and PNG, and returns them
-    by label.
+    by label; or the figures of tasks.
 
     Args:
         cfg: the configuration of the job `eval`.
@@ -90,6 +95,8 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     names = labels(files, chosen.labels)
     console = Console(highlight=False, soft_wrap=True)
     trust = modules(chosen.trust)
+    if chosen.tasks:
+        return _evaluate_tasks(chosen, files, names, console)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
@@ -134,6 +141,37 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores]:
     if line := _no_pictures():
         console.print(line, markup=False)
     return scores
+
+
+def _evaluate_tasks(
+    chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], console: Console
+) -> dict[str, Any]:
+    """Tasks of the evaluation harness, for every checkpoint."""
+    from metattt.evaluation import tasks
+    from metattt.evaluation.harness import MetaTTTLM, ModelSettings
+
+    for key, value in vars(chosen.data).items():
+        if value is not None:
+            raise MetaTTTError(f"data.{key}={value} does not apply to tasks=[...], which bring their own texts: leave it out")
+    manager = tasks.find_tasks(chosen.tasks, chosen.task_path)
+    results: dict[str, Any] = {}
+    for name, file in zip(names, files, strict=True):
+        given = ModelSettings(str(file), chosen.tokenizer, chosen.device, chosen.batch_size, chosen.segment, chosen.trust)
+        try:
+            results[name] = tasks.run_tasks(MetaTTTLM.load(given), chosen.tasks, manager, chosen.num_fewshot, chosen.limit)
+        except NotFinite as error:
+            raise MetaTTTError(f"{file}: {error}") from error
+    tasks.print_results(console, results, "tasks")
+    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
+    try:
+        written = tasks.write_results(folder, results)
+    except OSError as error:
+        raise MetaTTTError(
+            f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>"
+        ) from error
+    for path in written:
+        console.print(f"written  {path}", markup=False)
+    return results
 
 
 def checkpoints(given: Any) -> list[Path]:
