@@ -274,11 +274,14 @@ def test_the_words_of_the_harness(home: Path) -> None:
 
 BLOCKED = """
 import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "transformers":
-            raise ModuleNotFoundError(name, name=name)
-sys.meta_path.insert(0, Refuse())
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] == "transformers" else self.finder.find_spec(name, *rest)
+sys.meta_path[:] = map(Hiding, sys.meta_path)
 from metattt.evaluation.harness import main
 sys.exit(main())
 """

@@ -332,6 +332,10 @@ def test_calls(model: MetaTTTForCausalLM) -> None:
         model(ids, attention_mask=torch.ones(2, 5))
     with pytest.raises(MetaTTTError, match="0 to 256"):
         model(ids + 300)
+    with pytest.raises(MetaTTTError, match="output_hidden_states is not supported"):
+        model.generate(ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    with pytest.raises(MetaTTTError, match="inputs_embeds is not supported"):
+        model.generate(inputs_embeds=torch.zeros(1, 3, 16), max_new_tokens=2)
     with pytest.raises(TypeError, match="atention_mask"):
         model(ids, atention_mask=None)
     with pytest.raises(ValueError, match="stateful"):

@@ -87,6 +87,9 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        inputs_embeds: None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token, and the state to go on from.
 
@@ -100,10 +103,15 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: of the last so many columns, or of the columns of a tensor; 0: of all. 1: of the last real
                 token of each sequence.
             num_items_in_batch: labels that count in all batches of a step, over which the loss is a mean.
+            inputs_embeds, output_attentions, output_hidden_states: not there; libraries hand them on unasked.
 
         Raises:
-            MetaTTTError: a cache of another kind, a mask that does not fit, or what the model refuses.
+            MetaTTTError: a cache of another kind, a mask that does not fit, what is not there, or what the model refuses.
         """
+        asked = {"inputs_embeds": inputs_embeds is not None}
+        asked |= {"output_attentions": bool(output_attentions), "output_hidden_states": bool(output_hidden_states)}
+        for name in (name for name, wanted in asked.items() if wanted):
+            raise MetaTTTError(f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out")
         if past_key_values is not None and not isinstance(past_key_values, MetaTTTCache):
             raise MetaTTTError(
                 f"past_key_values is a {type(past_key_values).__name__}: give a MetaTTTCache of an earlier call, or None"
