@@ -244,6 +244,8 @@ def test_what_a_model_cannot_be_asked() -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     pytest.param(["tasks=[our_lambda]"], "Did you mean our_lambada?", marks=pytest.mark.slow),  # looks at all tasks of lm_eval
+    (["tasks=[3]"], "tasks=[3] is not allowed"),
+    (["tasks=our_lambada", "limit=-2"], "limit=-2 is not allowed"),
     (["tasks=[our_lambada]", "task_path=/nowhere"], "task_path=/nowhere does not exist"),
     (["tasks=[our_lambada]", "limit=0"], "limit=0 is not allowed"),
     (["tasks=[our_lambada]", "num_fewshot=-1"], "num_fewshot=-1 is not allowed"),

@@ -64,7 +64,7 @@ class EvalSettings:
     num_bins: int = 16
     inner_loss: bool = False
     inner_loss_windows: int = 32
-    tasks: list[str] = field(default_factory=list)
+    tasks: Any = None
     task_path: str | None = None
     num_fewshot: int | None = None
     limit: int | None = None
@@ -150,15 +150,18 @@ def _evaluate_tasks(
     from metattt.evaluation import tasks
     from metattt.evaluation.harness import MetaTTTLM, ModelSettings
 
+    wanted = [chosen.tasks] if isinstance(chosen.tasks, str) else chosen.tasks
+    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
+        raise MetaTTTError(f"tasks={chosen.tasks} is not allowed: give names of tasks, tasks=[lambada_openai,hellaswag]")
     for key, value in vars(chosen.data).items():
         if value is not None:
             raise MetaTTTError(f"data.{key}={value} does not apply to tasks=[...], which bring their own texts: leave it out")
-    manager = tasks.find_tasks(chosen.tasks, chosen.task_path)
+    manager = tasks.find_tasks(wanted, chosen.task_path)
     results: dict[str, Any] = {}
     for name, file in zip(names, files, strict=True):
         given = ModelSettings(str(file), chosen.tokenizer, chosen.device, chosen.batch_size, chosen.segment, chosen.trust)
         try:
-            results[name] = tasks.run_tasks(MetaTTTLM.load(given), chosen.tasks, manager, chosen.num_fewshot, chosen.limit)
+            results[name] = tasks.run_tasks(MetaTTTLM.load(given), wanted, manager, chosen.num_fewshot, chosen.limit)
         except NotFinite as error:
             raise MetaTTTError(f"{file}: {error}") from error
     tasks.print_results(console, results, "tasks")

@@ -372,7 +372,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         ~data
         checkpoint=[@run,@run] labels=[a,a]
         tasks=[nobody] task_path=<@nowhere|@file>
-        tasks=nobody
+        tasks=<3|[3]|[[a]]>
         tasks=[nobody] data.context_length=8
         """,
     ),
