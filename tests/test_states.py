@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -200,3 +200,23 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         runpy.run_path(str(folder / "remember.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert "103 tokens" in said and said.count("Where is it? ") == said.count("And then? ") == 1
+
+
+class Pair(NamedTuple):
+    """The state of a layer that is not ours."""
+
+    first: State
+    second: Any
+
+
+def test_named_tuples_that_torch_knows(tmp_path: Path) -> None:
+    inner = metattt.build("layer=linear_attention", "dim=16", "num_heads=2")(torch.randn(1, 3, 16))[1]
+    state = LanguageModelState((Pair(inner, None),), (None,))
+    with pytest.raises(MetaTTTError, match="that holds Pair cannot be saved"):
+        state.save(tmp_path / "state")
+    with torch.serialization.safe_globals([Pair]):
+        state.save(tmp_path / "state")
+        found = LanguageModelState.load(tmp_path / "state")
+    assert type(found.layers[0]) is Pair and type(found.layers[0].first) is State and same(found, state)
+    with pytest.raises(MetaTTTError, match="does not hold what a state holds"):
+        LanguageModelState.load(tmp_path / "state")

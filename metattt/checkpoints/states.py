@@ -24,8 +24,13 @@ from metattt.state import State
 S = TypeVar("S")
 
 FORMAT, VERSION = "metattt state", 1
-KIND = "kind"  # the entry that says which of these a dictionary stands for
-KINDS: dict[str, type] = {"layer": State, "language_model": LanguageModelState}
+KIND = "kind"  # the entry that says which named tuple a dictionary stands for
+
+
+def kinds() -> dict[str, Any]:
+    """The named tuples that a state may be made of, by name: those that torch itself may make of a file."""
+    known = {one.__name__: one for one in torch.serialization.get_safe_globals() if isinstance(one, type) and hasattr(one, "_fields")}
+    return known | {cls.__name__: cls for cls in (State, LanguageModelState)}
 
 
 def write_state(path: str | Path, state: Any, model: nn.Module | None = None) -> None:
@@ -95,9 +100,8 @@ def _compare(file: Path, known: Any, model: nn.Module) -> None:
 
 def _as_plain(node: Any) -> Any:
     """The states as dictionaries, with what else there is in them."""
-    for kind, cls in KINDS.items():
-        if isinstance(node, cls):
-            return {KIND: kind} | {key: _as_plain(value) for key, value in node._asdict().items()}  # type: ignore[attr-defined]
+    if kinds().get(type(node).__name__) is type(node):
+        return {KIND: type(node).__name__} | {key: _as_plain(value) for key, value in node._asdict().items()}
     if isinstance(node, Mapping):
         return {key: _as_plain(value) for key, value in node.items()}
     if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
@@ -117,17 +121,20 @@ def _as_state(node: Any, file: Path) -> Any:
     kind = read.pop(KIND) if isinstance(read.get(KIND), str) else None
     if kind is None:
         return read
-    if kind not in KINDS or read.keys() != set(KINDS[kind]._fields) or not _fits(kind, read):  # type: ignore[attr-defined]
+    cls = kinds().get(kind)
+    if cls is None or read.keys() != set(cls._fields) or not _fits(cls, read):
         raise MetaTTTError(f"{file} is damaged: it does not hold what a state holds")
-    return KINDS[kind](**read)
+    return cls(**read)
 
 
-def _fits(kind: str, read: Mapping[str, Any]) -> bool:
+def _fits(cls: type, read: Mapping[str, Any]) -> bool:
     """Whether fields have the types that they must have; shapes are compared by the layer that goes on from them."""
-    if kind == "language_model":
+    if cls is LanguageModelState:
         layers, tails = read["layers"], read["tails"]
         same = isinstance(layers, tuple) and isinstance(tails, tuple) and len(layers) == len(tails)
         return same and all(tail is None or isinstance(tail, Tensor) for tail in tails)
+    if cls is not State:
+        return True
     parts = [read[name] for name in ("task", "optimizer", "learner")]
     weights = list(read["weights"].values()) if isinstance(read["weights"], dict) else [None]
     tensors = all(isinstance(part, dict) and all(isinstance(one, Tensor) for one in part.values()) for part in parts + weights)

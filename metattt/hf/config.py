@@ -70,7 +70,8 @@ class MetaTTTConfig(PreTrainedConfig):
         """
         if "vocab_size" not in config.model:
             raise MetaTTTError("this is a model for images: metattt export takes language models")
-        parts = {key: OmegaConf.to_container(config[key], resolve=True) for key in PARTS if key in config}
+        # a model with a pattern of blocks has no layer for all of them
+        parts = {key: OmegaConf.to_container(config[key], resolve=True) for key in PARTS if config.get(key) is not None}
         return cls(metattt=make_record(OmegaConf.create(parts)), **fields)
 
     def composed(self, trust: Collection[str] = ()) -> DictConfig:
