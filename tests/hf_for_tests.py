@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from metattt.models import LanguageModel
 from metattt.models.published import own_tensors
 
 GOLDEN = Path(__file__).parent / "golden"
-LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "attention")
+LAYERS = {name: [f"layer={name}", "model.num_layers=1"] for name in ("ttt_linear", "ttt_mlp", "delta_net", "attention")}
+if "blocks" in inspect.signature(LanguageModel.__init__).parameters:  # stacks of different layers
+    LAYERS["hybrid"] = ["model.blocks=[ttt_mlp,attention]", "model.num_layers=2"]
 PUBLISHED = "linear_mamba"  # of the golden vectors
 
 

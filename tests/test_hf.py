@@ -64,8 +64,8 @@ print(json.dumps(found))
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of ours, a published checkpoint, and that one converted."""
     folder = tmp_path_factory.mktemp("models")
-    for layer in LAYERS:
-        write_made(folder / layer, f"layer={layer}", "model.num_layers=1")
+    for name, overrides in LAYERS.items():
+        write_made(folder / name, *overrides)
     write_published(folder / "published")
     convert(compose(f"source={folder / 'published'}", f"target={folder / 'converted'}", job="convert"))
     return folder
@@ -505,6 +505,22 @@ def test_another_vocabulary(exported: Path, tmp_path: Path) -> None:
     assert again.config.vocab_size == again.model.vocab_size == 260 and again.get_output_embeddings().weight.shape == (260, 16)
     torch.testing.assert_close(again(ids).logits[..., :257], wanted)
     again(torch.tensor([[259]]))
+
+
+def test_weights_in_several_files(exported: Path, tmp_path: Path) -> None:
+    model, ids = load(exported / "ttt_mlp", device_map="auto"), torch.randint(257, (1, 9))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    with torch.no_grad():
+        wanted = model(ids.to(model.device)).logits.cpu()
+        assert torch.equal(load(tmp_path)(ids).logits, wanted)
+        assert torch.equal(metattt.load_model(tmp_path)[0](ids), wanted)
+    files[0].unlink()
+    with pytest.raises((MetaTTTError, OSError)):
+        load(tmp_path)
+    with pytest.raises(MetaTTTError, match="parts that are not there"):
+        metattt.load_model(tmp_path)
 
 
 def test_the_version_of_transformers_is_one_we_know() -> None:

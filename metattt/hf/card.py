@@ -75,8 +75,9 @@ def _layers(blocks: Any) -> list[tuple[str, str]]:
 
 
 def _described(layer: Any) -> str:
-    if not isinstance(layer, TTTLayer):
-        return type(layer).__name__
+    if not isinstance(layer, TTTLayer):  # of somebody else, or several in the place of one
+        inside = [_described(one) for one in layer.children() if isinstance(one, TTTLayer)]
+        return " and ".join([type(layer).__name__, *inside])
     learner, task, rule = (type(part).__name__ for part in (layer.learner, layer.task, layer.optimizer))
-    size = layer.optimizer.mini_batch_size
-    return f"{layer.num_heads} heads; learner {learner}, task {task}, inner optimizer {rule}, mini-batches of {size} tokens"
+    size = f", mini-batches of {layer.optimizer.mini_batch_size} tokens" if layer.learner.has_weights else ""
+    return f"{layer.num_heads} heads; learner {learner}, task {task}, inner optimizer {rule}{size}"
