@@ -334,6 +334,10 @@ def test_calls(model: MetaTTTForCausalLM) -> None:
         model(ids + 300)
     with pytest.raises(MetaTTTError, match="output_hidden_states is not supported"):
         model.generate(ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    with pytest.raises(MetaTTTError, match="a row of padding alone"):
+        model.generate(ids, attention_mask=torch.tensor([[1] * 11, [0] * 11]), max_new_tokens=2)
+    with pytest.raises(MetaTTTError, match=r"not of shape \[1, 0\]"):
+        model.generate(ids[:1, :0], max_new_tokens=2)
     with pytest.raises(MetaTTTError, match="inputs_embeds is not supported"):
         model.generate(inputs_embeds=torch.zeros(1, 3, 16), max_new_tokens=2)
     with pytest.raises(TypeError, match="atention_mask"):

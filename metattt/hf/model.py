@@ -122,12 +122,12 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and use_cache:
             cache = MetaTTTCache()
         state = None if cache is None else cache.give_up()
+        mask = _columns(attention_mask, input_ids)
+        last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
+        if last_only and mask is not None and not mask.any(1).all():
+            raise MetaTTTError("attention_mask has a row of padding alone, which no token can follow: leave out that prompt")
         logits, state = self.model.step(
-            input_ids,
-            state,
-            _columns(attention_mask, input_ids),
-            last_only=labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1,
-            in_place=not torch.is_grad_enabled(),
+            input_ids, state, mask, last_only=last_only, in_place=not torch.is_grad_enabled()
         )
         if cache is not None:
             cache.take(state, input_ids.shape[1])
@@ -146,9 +146,10 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             MetaTTTError: weights that are damaged, missing, of another model or not finite.
         """
-        if isinstance(path, (str, Path)) and Path(path).is_dir():
-            config = options.get("config") or MetaTTTConfig.from_pretrained(path)
-            _verify(Path(path), config)
+        folder = Path(path, options.get("subfolder") or "") if isinstance(path, (str, Path)) else None
+        if folder is not None and folder.is_dir():
+            config = options.get("config")
+            _verify(folder, config if isinstance(config, MetaTTTConfig) else MetaTTTConfig.from_pretrained(folder))
         options.setdefault("use_safetensors", True)
         try:
             loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **options)
