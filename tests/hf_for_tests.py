@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.models import LanguageModel
 from metattt.models.published import own_tensors
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported, which is after this module
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = {name: [f"layer={name}", "model.num_layers=1"] for name in ("ttt_linear", "ttt_mlp", "delta_net", "attention")}
