@@ -43,6 +43,11 @@ COMMANDS = {  # name: (what it does, module, function)
         "metattt.checkpoints.convert",
         "convert",
     ),
+    "export": (
+        "a folder for Hugging Face Transformers: source=<run or folder> target=<new folder>",
+        "metattt.hf.export",
+        "export",
+    ),
     "layers": ("the known layers: their three parts, and the state and cost of each", "metattt.known_layers", "layers"),
     "bench": ("a benchmark, gated by a check of its results: metattt bench <name>", "metattt.bench.run", "bench"),
     "check": (

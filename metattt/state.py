@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
 
 Tensors = dict[str, Tensor]
 S = TypeVar("S")
@@ -77,6 +82,36 @@ class State(NamedTuple):
         """Bytes of all distinct tensors."""
         return count_bytes(self)
 
+    def save(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Writes the state to a file of safetensors: what was learned, apart from the model that learned it.
+
+        Args:
+            path: the file; one that is there is replaced when all of the new one is on the disk.
+            model: the layer that it is of: `load` can then tell whether it gets the same one.
+
+        Raises:
+            MetaTTTError: the file cannot be written.
+        """
+        from metattt.checkpoints.states import write_state
+
+        write_state(path, self, model)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu", model: nn.Module | None = None) -> State:
+        """What `save` has written, bit for bit.
+
+        Args:
+            path: the file.
+            device: where the tensors go.
+            model: the layer that is to go on from it; None: not compared.
+
+        Raises:
+            MetaTTTError: a file that is damaged or holds something else, or a state of another model.
+        """
+        from metattt.checkpoints.states import read_state
+
+        return read_state(path, cls, device, model)
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:
     """`value` with `function` applied to every tensor in its tuples, lists and dictionaries, whatever their types."""
@@ -132,6 +167,18 @@ def count_bytes(state: Any) -> int:
 
     map_tensors(count, state)
     return sum(sizes.values())
+
+
+def count_sequences(state: Any) -> int:
+    """B, the sequences that a state is of; −1 of one without tensors."""
+    sizes: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        sizes.append(len(tensor))
+        return tensor
+
+    map_tensors(count, state)
+    return sizes[0] if sizes else -1
 
 
 torch.serialization.add_safe_globals([State])  # `torch.load` reads it once this module is imported, as every layer does

@@ -19,10 +19,10 @@ from metattt.extras import DISTRIBUTIONS, MissingExtra, absence, need
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRA = ("train", "images", "text")
+EXTRA = ("train", "images", "text", "hf", "eval")
 LIBRARIES = (
-    "PIL", "datasets", "huggingface_hub", "lightning", "matplotlib", "pandas", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "timm",
-    "tokenizers", "torchmetrics", "torchvision", "webdataset",
+    "PIL", "accelerate", "datasets", "huggingface_hub", "lightning", "lm_eval", "matplotlib", "pandas", "pyarrow", "pytorch_lightning",
+    "scipy", "sklearn", "timm", "tokenizers", "torchmetrics", "torchvision", "transformers", "webdataset",
 )  # fmt: skip
 """What the extras bring, and what that brings."""
 
@@ -58,6 +58,8 @@ if blocked:
     name("data=digits", lambda: DigitsData().setup())
     name("data=images", lambda: ImageData())
     name("timm", lambda: __import__("metattt.models.timm"))
+    name("hf", lambda: __import__("metattt.hf"))
+    name("eval", lambda: __import__("metattt.evaluation.harness"))
     choice = "model=vision_transformer"
     name("choice", lambda: instantiate_model(compose(choice, job="language_model")))
 brought = sorted(set(libraries) & {name.partition(".")[0] for name, module in sys.modules.items() if module is not None})
@@ -110,6 +112,7 @@ def test_without_extras(tmp_path: Path) -> None:
         "text (data set)": [*prepare, "source=someone/texts"],
         "train (digits)": ["bench", "digits"],
         "images": ["bench", "pixel"],
+        "hf": ["export", "source=run", "target=out"],
     }
     found, mistakes, brought = trial(tmp_path, True, *WORK, *refused.values())
     assert brought == []
@@ -123,7 +126,8 @@ def test_without_extras(tmp_path: Path) -> None:
         code, _, message = found[" ".join(command)]
         assert code == 2 and message.count("\n") == 1, (command, message)
         assert f"pip install 'metattt[{title.partition(' ')[0]}]'" in message, (command, message)
-    extras = {"train": "train"} | dict.fromkeys(("vision", "data=digits", "data=images", "timm", "choice"), "images")
+    extras = dict.fromkeys(("vision", "data=digits", "data=images", "timm", "choice"), "images")
+    extras |= {name: name for name in ("train", "hf", "eval")}
     assert mistakes.keys() == extras.keys()
     for title, message in mistakes.items():
         assert "\n" not in message and f"pip install 'metattt[{extras[title]}]'" in message, (title, message)
@@ -176,7 +180,7 @@ def test_the_extra_that_is_named_brings_the_library() -> None:
         named.add(DISTRIBUTIONS.get(library, library).lower())
         assert DISTRIBUTIONS.get(library, library).lower() in names(extras[extra]), (file, library, extra)
     given = set().union(*(names(extras[extra]) for extra in EXTRA))
-    assert given - named == {"webdataset"}  # timm asks for it, for data.dataset=wds/...
+    assert given - named == {"webdataset", "accelerate"}  # timm asks for it, for data.dataset=wds/...; Trainer
     assert extras["all"] == [f"metattt[{','.join(EXTRA)}]"]
     assert not given & names(PROJECT["dependencies"])
 

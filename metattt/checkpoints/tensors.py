@@ -51,6 +51,7 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     pieces: Mapping[str, Piece] | None = None,
     beside: Mapping[str, str] | None = None,
+    about: str | None = None,
 ) -> str:
     """Writes a file and waits until it is on the disk.
 
@@ -59,6 +60,7 @@ def write_tensors(
         tensors: by name, on any device; a tensor with several names is written once.
         pieces: of the tensors that are not whole.
         beside: files of text that belong to it, with their checksums.
+        about: a text that says what the tensors are.
 
     Returns:
         The checksum of the header, which holds those of the tensors.
@@ -82,6 +84,7 @@ def write_tensors(
     ours |= {"aliases": aliases} if aliases else {}
     ours |= {"pieces": pieces} if pieces else {}
     ours |= {"beside": dict(beside)} if beside else {}
+    ours |= {"about": about, "about_xxh3": digest(about.encode())} if about is not None else {}
     save_file(kept, file, metadata={"format": "pt", OURS: json.dumps(ours, sort_keys=True)})
     sync(file)
     return header_checksum(file)
@@ -108,6 +111,7 @@ class TensorFile:
         names: of its tensors; aliases included.
         pieces: of the tensors that are not whole.
         beside: files that belong to it, with their checksums.
+        about: what the tensors are, compared with its checksum; None where the file does not say.
     """
 
     def __init__(self, file: Path, opened: Any):
@@ -118,6 +122,9 @@ class TensorFile:
             self.checksums = _texts(ours["xxh3"]) if "xxh3" in ours else None
             self.aliases = _texts(ours.get("aliases", {}))
             self.beside = _texts(ours.get("beside", {}))
+            self.about: str | None = ours.get("about")
+            if self.about is not None and digest(self.about.encode()) != ours.get("about_xxh3"):
+                raise ValueError("about")
             self.pieces = {
                 name: Piece(*(tuple(map(int, one)) for one in piece))
                 for name, piece in dict(ours.get("pieces", {})).items()

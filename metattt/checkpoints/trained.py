@@ -26,7 +26,8 @@ from metattt.models.language_model import LanguageModel
 from metattt.models.published import Side, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty
 
-PREFIX = "model."  # of the model's parameters in a run's state_dict
+PREFIX = "model."  # of the model's parameters in a run's state_dict, and for Transformers
+EXPORTED = "metattt"  # the entry of a config.json of Transformers with the record of a model of ours
 
 
 class Trained(NamedTuple):
@@ -91,7 +92,7 @@ def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: C
         content = read_content(file, "none", mmap=True)
         if RECORD in content or not beside:
             return _of_run(file, _checked(file, content), skip, trust)
-    return _ours(file, skip, trust) if CONFIG in beside else _theirs(file)
+    return _ours(file, skip, trust) if CONFIG in beside else _theirs(file, trust)
 
 
 def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
@@ -117,6 +118,9 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
         return Weights(about, tensors, "ours", of_run)
     if set(content) == {WEIGHTS} and isinstance(content[WEIGHTS], Mapping):
         content = dict(content[WEIGHTS])
+    if _is_exported(file):
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in content.items()}
+        return Weights(_theirs(file, trust), tensors, "ours", False)
     side = guess_side(_paths(content))
     if side is None:
         names = ", ".join(list(content)[:3]) or "nothing"
@@ -126,7 +130,7 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
         )
     if side == "ours":
         return Weights(_ours(file, OF_TRAINING, trust), content, side, False)
-    about = _theirs(file)
+    about = _theirs(file, trust)
     return Weights(about, to_ours(content, build_empty(about.config), side), side, False)
 
 
@@ -256,10 +260,21 @@ def _ours(file: Path, skip: Collection[str], trust: Collection[str]) -> Trained:
     return Trained(file, config, read_tokenizer(file.parent))
 
 
-def _theirs(file: Path) -> Trained:
-    """A published model."""
-    config = PublishedConfig.read(read_object(file.parent / PUBLISHED_CONFIG)).compose()
+def _theirs(file: Path, trust: Collection[str]) -> Trained:
+    """A published model, or one of ours that Transformers wrote."""
+    content = read_object(file.parent / PUBLISHED_CONFIG)
+    if EXPORTED in content:
+        origin = file.parent / PUBLISHED_CONFIG
+        config = record_config(checked_record(content[EXPORTED], origin), origin, (), trust)
+    else:
+        config = PublishedConfig.read(content).compose()
     return Trained(file, config, read_tokenizer(file.parent))
+
+
+def _is_exported(file: Path) -> bool:
+    """Whether the configuration beside weights is of `metattt export`."""
+    path = file.parent / PUBLISHED_CONFIG
+    return path.is_file() and EXPORTED in read_object(path)
 
 
 def _tied(model: LanguageModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -248,7 +248,7 @@ def _first(tokenizer: Any, names: Sequence[str]) -> int | None:
 
 def _bytes_of_characters(token: str) -> bytes:
     """Byte-level BPE writes every byte as a character: the printable ones as themselves, the others from U+0100 on."""
-    return b"".join(bytes([_BYTES[character]]) if character in _BYTES else character.encode() for character in token)
+    return b"".join(bytes([BYTES[character]]) if character in BYTES else character.encode() for character in token)
 
 
 def _byte_characters() -> dict[str, int]:
@@ -257,7 +257,8 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTES = _byte_characters()
+BYTES = _byte_characters()
+"""Character -> the byte that it stands for in byte-level tokens."""
 
 
 def _word_piece(token: str) -> bytes:

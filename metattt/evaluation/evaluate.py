@@ -26,7 +26,6 @@ from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, NotFinite, check_choice
 from metattt.evaluation import by_position, images
 from metattt.evaluation.by_position import Scores, bin_edges, score
-from metattt.evaluation.images import ImageScores
 from metattt.evaluation.output import claim
 from metattt.extras import absence
 from metattt.measures import inner_loss
@@ -68,15 +67,20 @@ class EvalSettings:
     num_bins: int = 16
     inner_loss: bool = False
     inner_loss_windows: int = 32
+    tasks: Any = None
+    task_path: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 16
     tokenizer: str | None = None
     output_dir: str | None = None
     trust: Any = None
     data: EvalData = field(default_factory=EvalData)
 
 
-def evaluate(cfg: DictConfig) -> dict[str, Scores] | dict[str, ImageScores]:
+def evaluate(cfg: DictConfig) -> dict[str, Any]:
     """Prints the scores of checkpoints on one text as tables, writes them by position as CSV and PNG, and returns them
-    by label; or those of classifiers on images (`metattt.evaluation.images`).
+    by label; or those of classifiers on images (`metattt.evaluation.images`), or the figures of tasks.
 
     Args:
         cfg: the configuration of the job `eval`.
@@ -94,6 +98,8 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores] | dict[str, ImageScores]:
     names = labels(files, chosen.labels)
     console = Console(highlight=False, soft_wrap=True)
     trust = modules(chosen.trust)
+    if chosen.tasks:
+        return _evaluate_tasks(chosen, files, names, console)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
     if any("num_classes" in one.config.model for one in known):
         return images.evaluate(chosen, files, names, known, device, trust, console)
@@ -140,6 +146,40 @@ def evaluate(cfg: DictConfig) -> dict[str, Scores] | dict[str, ImageScores]:
     if line := _no_pictures():
         console.print(line, markup=False)
     return scores
+
+
+def _evaluate_tasks(
+    chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], console: Console
+) -> dict[str, Any]:
+    """Tasks of the evaluation harness, for every checkpoint."""
+    from metattt.evaluation import tasks
+    from metattt.evaluation.harness import MetaTTTLM, ModelSettings
+
+    wanted = [chosen.tasks] if isinstance(chosen.tasks, str) else chosen.tasks
+    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
+        raise MetaTTTError(f"tasks={chosen.tasks} is not allowed: give names of tasks, tasks=[lambada_openai,hellaswag]")
+    for key, value in vars(chosen.data).items():
+        if value is not None:
+            raise MetaTTTError(f"data.{key}={value} does not apply to tasks=[...], which bring their own texts: leave it out")
+    manager = tasks.find_tasks(wanted, chosen.task_path)
+    results: dict[str, Any] = {}
+    for name, file in zip(names, files, strict=True):
+        given = ModelSettings(str(file), chosen.tokenizer, chosen.device, chosen.batch_size, chosen.segment, chosen.trust)
+        try:
+            results[name] = tasks.run_tasks(MetaTTTLM.load(given), wanted, manager, chosen.num_fewshot, chosen.limit)
+        except NotFinite as error:
+            raise MetaTTTError(f"{file}: {error}") from error
+    tasks.print_results(console, results, "tasks")
+    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
+    try:
+        written = tasks.write_results(folder, results)
+    except OSError as error:
+        raise MetaTTTError(
+            f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>"
+        ) from error
+    for path in written:
+        console.print(f"written  {path}", markup=False)
+    return results
 
 
 def checkpoints(given: Any) -> list[Path]:

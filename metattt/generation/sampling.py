@@ -10,7 +10,8 @@ from torch import Tensor
 from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
 from metattt.inner.faults import require_ids
 from metattt.inner.packing import check_flags
-from metattt.models.language_model import LanguageModel
+from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.state import count_sequences
 
 MAX_NEW_TOKENS = 10_000_000  # more are a slip, and would not end
 
@@ -67,6 +68,7 @@ def generate(
     stop: Collection[int] = (),
     seed: int | None = None,
     mask: Tensor | None = None,
+    state: LanguageModelState | None = None,
 ) -> Iterator[Tensor]:
     """Continues prompts. The prompt is read in one call; then every token costs one step from the carried state.
 
@@ -80,16 +82,19 @@ def generate(
         stop: token ids that end a sequence. An ended sequence goes on with its stop token until all have ended.
         seed: of the draws; None is torch's own state.
         mask: `[B, T]` True for the real tokens of prompts of different lengths, padded on either side.
+        state: of B sequences, which the prompts go on from; it stays as it is. None: from the beginning.
 
     Yields:
         The next token of every sequence, `[B]`; a stop token is the last one.
 
     Raises:
-        MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, or a setting that
-            is not allowed; while it generates, `NotFinite` as `sample`.
+        MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, a setting that is
+            not allowed, or a state of other sequences; while it generates, `NotFinite` as `sample`.
     """
     _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask, seed, stop)
-    return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask)
+    if state is not None and count_sequences(state) != len(ids):
+        raise MetaTTTError(f"the state is of {count_sequences(state)} sequences, and there are {len(ids)} prompts: state.select(index)")
+    return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask, state)
 
 
 def _generate(
@@ -102,11 +107,14 @@ def _generate(
     stop: Collection[int],
     seed: int | None,
     mask: Tensor | None,
+    state: LanguageModelState | None,
 ) -> Iterator[Tensor]:
+    if state is not None:  # steps write over what they are given
+        state = state.map(torch.clone)
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     stops = torch.tensor(sorted(stop), device=ids.device, dtype=ids.dtype)
     with torch.inference_mode():
-        logits, state = model.step(ids, None, mask, last_only=True)
+        logits, state = model.step(ids, state, mask, last_only=True)
     token = torch.zeros_like(ids[:, 0])
     ended = torch.zeros_like(token, dtype=torch.bool)
     for index in range(max_new_tokens):

@@ -10,7 +10,8 @@ import torch
 
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
-from metattt.models.language_model import LanguageModel
+from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.state import count_sequences
 
 
 class TextTokenizer(Protocol):
@@ -101,8 +102,10 @@ def generate_text(
     top_p: float | None = None,
     stop: Sequence[str] = (),
     seed: int | None = None,
+    state: LanguageModelState | None = None,
 ) -> list[str]:
-    """Continues every prompt; each is read from a separator on, as documents are in training.
+    """Continues every prompt; each is read from a separator on, as documents are in training, or as what follows in the
+    document that `state` has read.
 
     Args:
         model: the model, in evaluation mode.
@@ -114,26 +117,32 @@ def generate_text(
         top_p: see there.
         stop: a continuation ends before the first of these strings.
         seed: of the draws; None is torch's own state.
+        state: of one sequence, which every prompt goes on from, or of as many as there are prompts; it stays as it is.
 
     Returns:
         The continuations, without prompt and stop string.
 
     Raises:
-        MetaTTTError: no prompts, or a setting that is not allowed.
+        MetaTTTError: no prompts, a setting that is not allowed, or an empty prompt after a state.
     """
     if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         raise MetaTTTError(f"prompts={prompts!r} is not allowed: give a list of at least one text")
     for prompt in prompts:
         check_text(prompt, "prompt")
     texts = [Continuation(tokenizer, stop) for _ in prompts]
-    rows = [torch.tensor([tokenizer.separator, *map(int, tokenizer.encode(prompt))]) for prompt in prompts]
+    start = [tokenizer.separator] if state is None else []
+    rows = [torch.tensor([*start, *map(int, tokenizer.encode(prompt))], dtype=torch.long) for prompt in prompts]
+    if not all(map(len, rows)):
+        raise MetaTTTError("prompt='' is not allowed after a state: give the text that follows what was read")
+    if state is not None and count_sequences(state) == 1:
+        state = state.select(torch.zeros(len(rows), dtype=torch.long, device=model.embedding.weight.device))
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths.unsqueeze(1)
     device = model.embedding.weight.device
     drawn: list[list[str]] = [[] for _ in prompts]
     for tokens in generate(
-        model, ids.to(device), max_new_tokens, temperature, top_k, top_p, ends(tokenizer), seed, mask.to(device)
+        model, ids.to(device), max_new_tokens, temperature, top_k, top_p, ends(tokenizer), seed, mask.to(device), state
     ):
         for index, token in enumerate(tokens.tolist()):
             drawn[index].append(texts[index].add(token))

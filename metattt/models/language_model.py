@@ -23,6 +23,8 @@ from metattt.room import check_room
 from metattt.state import Context, State, count_bytes, map_tensors, move_tensors
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from metattt.inner.tokens import Tokens
 
 OVERHEAD = 2**13  # of a block, in the size of as many numbers: its modules in Python, at least
@@ -60,6 +62,21 @@ class LanguageModelState(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of all distinct tensors."""
         return count_bytes(self)
+
+    def save(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Writes what was learned to a file, apart from the model; see `State.save`."""
+        from metattt.checkpoints.states import write_state
+
+        write_state(path, self, model)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, device: torch.device | str = "cpu", model: nn.Module | None = None
+    ) -> LanguageModelState:
+        """What `save` has written, bit for bit; see `State.load`."""
+        from metattt.checkpoints.states import read_state
+
+        return read_state(path, cls, device, model)
 
 
 torch.serialization.add_safe_globals([LanguageModelState])

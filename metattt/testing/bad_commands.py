@@ -372,6 +372,9 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         ~split
         ~data
         checkpoint=[@run,@run] labels=[a,a]
+        tasks=[nobody] task_path=<@nowhere|@file>
+        tasks=<3|[3]|[[a]]>
+        tasks=[nobody] data.context_length=8
         """,
     ),
     "generate": (
@@ -409,6 +412,23 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         source=@run target=@file/below direction=to_published
         source=@run target=@new direction=<nobody|from_published|from_jax|null>
         source=@run target=@new direction=to_published +anything=1
+        """,
+    ),
+    "export": (
+        "export",
+        """
+        target=@new
+        source=@run
+        source=<@nowhere|@text|@file|@junk> target=@new
+        source=[@run] target=@new
+        source=@run target=@text
+        source=@run target=/proc/nobody
+        source=@run target=@file/below
+        source=@run target=@new dtype=<int8|float64|3>
+        source=@run target=@new tokenizer=<@nowhere|@file>
+        source=@run target=@new push_to_hub=<nobody|a/b/c|3>
+        source=@run target=@new private=maybe
+        source=@run target=@new +anything=1
         """,
     ),
     "prepare": (

@@ -1,0 +1,151 @@
+"""States on disk: what a model has learned while it read, apart from the model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from metattt.checkpoints.plain import SCALARS, TENSOR, put_together, take_apart
+from metattt.checkpoints.tensors import checksum, open_tensors, write_tensors
+from metattt.disk import check_own, parse, path_of, sync
+from metattt.errors import MetaTTTError
+from metattt.models.language_model import LanguageModelState
+from metattt.state import State
+
+S = TypeVar("S")
+
+FORMAT, VERSION = "metattt state", 1
+KIND = "kind"  # the entry that says which named tuple a dictionary stands for
+
+
+def kinds() -> dict[str, Any]:
+    """The named tuples that a state may be made of, by name: those that torch itself may make of a file."""
+    known = {one.__name__: one for one in torch.serialization.get_safe_globals() if isinstance(one, type) and hasattr(one, "_fields")}
+    return known | {cls.__name__: cls for cls in (State, LanguageModelState)}
+
+
+def write_state(path: str | Path, state: Any, model: nn.Module | None = None) -> None:
+    """What `State.save` and `LanguageModelState.save` do.
+
+    Raises:
+        MetaTTTError: a state of a layer that carries other things than tensors and plain data, or a file that cannot be
+            written.
+    """
+    file = Path(path).expanduser()
+    tensors: dict[str, Tensor] = {}
+    content = take_apart(_as_plain(state), tensors)
+    about = {"format": FORMAT, "version": VERSION, "model": None if model is None else fingerprint(model), "state": content}
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        write_tensors(part, tensors, about=json.dumps(about))
+        part.replace(file)
+        sync(file.absolute().parent)
+    except (OSError, SafetensorError) as error:
+        raise MetaTTTError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def read_state(path: str | Path, kind: type[S], device: torch.device | str, model: nn.Module | None = None) -> S:
+    """What `State.load` and `LanguageModelState.load` do.
+
+    Raises:
+        MetaTTTError: as they say.
+    """
+    file = path_of(str(path), "state")
+    if not file.is_file():
+        raise MetaTTTError(f"no state: {path} does not exist; state.save(path) writes one")
+    check_own(file)
+    with open_tensors(file) as opened:
+        about = None if opened.about is None else parse(opened.about, f"{file}")
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise MetaTTTError(f"{file} holds tensors, but not a state: give a file that state.save has written")
+        if about.get("version") != VERSION:
+            raise MetaTTTError(f"{file} has a state of version {about.get('version')!r:.20}; this release reads version {VERSION}")
+        if model is not None:
+            _compare(file, about.get("model"), model)
+        content = about.get("state")
+        if _names(content) != sorted(opened.names):
+            raise MetaTTTError(f"{file} is damaged: it does not hold the tensors of its state")
+        state = _as_state(put_together(content, {name: opened[name].to(device, copy=True) for name in opened.names}), file)
+    if type(state) is not kind:
+        raise MetaTTTError(f"{file} holds a {type(state).__name__}: load it with {type(state).__name__}.load")
+    return state
+
+
+def fingerprint(model: nn.Module) -> str:
+    """What identifies a model: the names, shapes, types and values of its parameters and buffers."""
+    found = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(checksum(name, tensor.cpu()).encode())
+    return found.hexdigest()
+
+
+def _compare(file: Path, known: Any, model: nn.Module) -> None:
+    if known is None:
+        raise MetaTTTError(f"{file} does not say which model it is of: save it with state.save(path, model=model)")
+    if known != fingerprint(model):
+        raise MetaTTTError(f"{file} was learned by another model, or with other weights: load that one, or leave out model=")
+
+
+def _as_plain(node: Any) -> Any:
+    """The states as dictionaries, with what else there is in them."""
+    if kinds().get(type(node).__name__) is type(node):
+        return {KIND: type(node).__name__} | {key: _as_plain(value) for key, value in node._asdict().items()}
+    if isinstance(node, Mapping):
+        return {key: _as_plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
+        return type(node)(_as_plain(value) for value in node)
+    if isinstance(node, (Tensor, *SCALARS)):
+        return node
+    raise MetaTTTError(f"a state that holds {type(node).__name__} cannot be saved: tensors, numbers, texts, lists and dictionaries can")
+
+
+def _as_state(node: Any, file: Path) -> Any:
+    """What `_as_plain` was made of."""
+    if isinstance(node, list | tuple):
+        return type(node)(_as_state(value, file) for value in node)
+    if not isinstance(node, dict):
+        return node
+    read = {key: _as_state(value, file) for key, value in node.items()}
+    kind = read.pop(KIND) if isinstance(read.get(KIND), str) else None
+    if kind is None:
+        return read
+    cls = kinds().get(kind)
+    if cls is None or read.keys() != set(cls._fields) or not _fits(cls, read):
+        raise MetaTTTError(f"{file} is damaged: it does not hold what a state holds")
+    return cls(**read)
+
+
+def _fits(cls: type, read: Mapping[str, Any]) -> bool:
+    """Whether fields have the types that they must have; shapes are compared by the layer that goes on from them."""
+    if cls is LanguageModelState:
+        layers, tails = read["layers"], read["tails"]
+        same = isinstance(layers, tuple) and isinstance(tails, tuple) and len(layers) == len(tails)
+        return same and all(tail is None or isinstance(tail, Tensor) for tail in tails)
+    if cls is not State:
+        return True
+    parts = [read[name] for name in ("task", "optimizer", "learner")]
+    weights = list(read["weights"].values()) if isinstance(read["weights"], dict) else [None]
+    tensors = all(isinstance(part, dict) and all(isinstance(one, Tensor) for one in part.values()) for part in parts + weights)
+    pos, phase = read["pos"], read["phase"]
+    return tensors and isinstance(pos, Tensor) and pos.dtype == torch.long and (phase is None or type(phase) is int)
+
+
+def _names(node: Any) -> list[str]:
+    """The tensors that a content names, in order."""
+    if isinstance(node, dict):
+        if isinstance(node.get(TENSOR), str):
+            return [node[TENSOR]]
+        return sorted(name for value in node.values() for name in _names(value))
+    return sorted(name for value in node for name in _names(value)) if isinstance(node, list) else []

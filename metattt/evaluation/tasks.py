@@ -1,0 +1,145 @@
+"""`metattt eval tasks=[...]`: tasks of the language model evaluation harness, as a table and as files."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from metattt.errors import MetaTTTError, check_integer
+from metattt.evaluation.harness import MetaTTTLM
+from metattt.extras import need
+
+need("lm_eval", extra="eval", what="metattt eval tasks=")
+from lm_eval import simple_evaluate  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+Results = dict[str, dict[str, Any]]
+"""Task -> name of a metric with its filter (`acc,none`) -> value; and with `_stderr` after the name, its standard error."""
+
+
+class _Tasks(TaskManager):
+    """The tasks of the harness and those of a folder; what cannot be loaded is one line."""
+
+    def load(self, task_list: Any) -> Any:
+        try:
+            return super().load(task_list)
+        except Exception as error:  # of a file, of the network, of a data set: as many kinds as there are tasks
+            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise MetaTTTError(f"tasks={_listed(task_list)} cannot be loaded: {lines[0][:200]}") from error
+
+
+def find_tasks(names: Sequence[str], path: str | None = None) -> TaskManager:
+    """The tasks of the harness, and those in a folder of the user's.
+
+    Args:
+        names: of tasks, groups or tags; all must be there.
+        path: a folder with task files; their Python functions are run.
+
+    Raises:
+        MetaTTTError: a folder or a name that is not there.
+    """
+    if path is not None and not Path(path).expanduser().is_dir():
+        raise MetaTTTError(f"task_path={path} does not exist: give a folder with YAML files of lm_eval")
+    folder = None if path is None else str(Path(path).expanduser())
+    if folder is not None:  # thousands of files less to look at, if all names are in it
+        own = _Tasks(include_path=folder, include_defaults=False)
+        if all(own.match_tasks([name]) for name in names):
+            return own
+    found = _Tasks(include_path=folder)
+    for name in names:
+        if not found.match_tasks([name]):
+            near = difflib.get_close_matches(name, found.all_tasks, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise MetaTTTError(
+                f"tasks={_listed(names)}: lm_eval has no task {name!r:.60}.{hint}\n"
+                "`lm_eval ls tasks` lists them; task_path=<folder> adds yours"
+            )
+    return found
+
+
+def run_tasks(
+    model: MetaTTTLM, names: Sequence[str], manager: TaskManager, num_fewshot: int | None = None, limit: int | None = None
+) -> Results:
+    """The figures of one model.
+
+    Args:
+        model: as the harness knows it.
+        names: of tasks, groups or tags.
+        manager: of `find_tasks`.
+        num_fewshot: examples before every question; None: as the task says.
+        limit: use this many questions of each task, from the first on; None: all.
+
+    Raises:
+        MetaTTTError: a task whose data cannot be loaded, or that asks for more than texts.
+    """
+    for key, value in (("num_fewshot", num_fewshot), ("limit", limit)):
+        if value is not None:
+            check_integer(key, value, least=0 if key == "num_fewshot" else 1, advice=", or null")
+    try:
+        found: Any = simple_evaluate(
+            model, tasks=list(names), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+        )
+    except (NotImplementedError, ValueError) as error:  # images, chat, unsafe code
+        if isinstance(error, MetaTTTError):
+            raise
+        raise MetaTTTError(f"tasks={_listed(names)} cannot be done: {(str(error).splitlines() or ['not for texts'])[0][:200]}") from error
+    return {task: dict(values) for task, values in found["results"].items()}
+
+
+def print_results(console: Console, results: Mapping[str, Results], title: str) -> None:
+    """A table: a row for every task and metric, a column for every model."""
+    table = Table(title=title, title_justify="left")
+    for name in ("task", "metric"):
+        table.add_column(name)
+    for name in results:
+        table.add_column(name, justify="right")
+    for (task, metric), values in _rows(results).items():
+        table.add_row(task, metric, *(_shown(*values.get(name, (None, None))) for name in results))
+    console.print(table)
+
+
+def write_results(folder: Path, results: Mapping[str, Results]) -> list[Path]:
+    """Writes `tasks.csv` and `tasks.json` (numbered, where they are there already); returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number, count = "", 1
+    while (folder / f"tasks{number}.csv").exists():
+        count += 1
+        number = f"-{count}"
+    written = [folder / f"tasks{number}.csv", folder / f"tasks{number}.json"]
+    with written[0].open("x", newline="", encoding="utf-8") as stream:
+        lines = csv.writer(stream)
+        lines.writerow(["model", "task", "metric", "value", "stderr"])
+        for (task, metric), values in _rows(results).items():
+            lines.writerows([name, task, metric, *values[name]] for name in results if name in values)
+    written[1].write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
+    return written
+
+
+def _rows(results: Mapping[str, Results]) -> dict[tuple[str, str], dict[str, tuple[Any, Any]]]:
+    """(task, metric) -> model -> value and standard error."""
+    rows: dict[tuple[str, str], dict[str, tuple[Any, Any]]] = {}
+    for name, tasks in results.items():
+        for task, values in tasks.items():
+            for key, value in values.items():
+                metric, comma, kept = key.partition(",")  # the filter of answers; what has none is no metric
+                if comma and isinstance(value, int | float) and not metric.endswith("_stderr"):
+                    label = metric if kept == "none" else f"{metric} ({kept})"
+                    rows.setdefault((task, label), {})[name] = value, values.get(f"{metric}_stderr,{kept}")
+    return rows
+
+
+def _shown(value: Any, error: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" + (f" ± {error:.2g}" if isinstance(error, int | float) else "")
+
+
+def _listed(names: Any) -> str:
+    return f"[{','.join(map(str, names))}]"[:100] if isinstance(names, list | tuple) else str(names)[:100]

@@ -1,0 +1,16 @@
+"""Models of ours for Hugging Face Transformers.
+
+After `import metattt.hf`, `AutoConfig` and `AutoModelForCausalLM` know the folders that `metattt export` writes.
+"""
+
+from metattt.extras import need
+from metattt.hf.cache import MetaTTTCache
+from metattt.hf.config import MetaTTTConfig
+from metattt.hf.model import MetaTTTForCausalLM
+from metattt.hf.tokenizer import to_transformers
+
+_transformers = need("transformers", extra="hf", what="metattt.hf")
+_transformers.AutoConfig.register(MetaTTTConfig.model_type, MetaTTTConfig)
+_transformers.AutoModelForCausalLM.register(MetaTTTConfig, MetaTTTForCausalLM)
+
+__all__ = ["MetaTTTCache", "MetaTTTConfig", "MetaTTTForCausalLM", "to_transformers"]

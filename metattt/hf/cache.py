@@ -1,0 +1,131 @@
+"""What Transformers hands from call to call: our state in the place of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.extras import need
+from metattt.models.language_model import LanguageModelState
+from metattt.state import count_sequences
+
+need("transformers", extra="hf", what="metattt.hf")
+from transformers.cache_utils import Cache  # noqa: E402
+
+
+class MetaTTTCache(Cache):
+    """The state of a model after the tokens that it has read; its size does not grow with them, but for attention.
+
+    Args:
+        state: what was learned before, e.g. `LanguageModelState.load(...)`; it is copied, and stays as it is. None:
+            nothing yet.
+
+    `model.generate(..., past_key_values=MetaTTTCache(state))` reads the prompt as what follows in the same document.
+    A token that was read cannot be taken back (`crop`): the state is no list of tokens.
+    """
+
+    def __init__(self, state: LanguageModelState | None = None):
+        super().__init__(layers=[])
+        if state is not None and not isinstance(state, LanguageModelState):
+            raise MetaTTTError(f"state is a {type(state).__name__}, expected a LanguageModelState of an earlier call, or None")
+        self._state = None if state is None else state.map(torch.clone)
+        self._seen = 0
+
+    @property
+    def state(self) -> LanguageModelState | None:
+        """A copy of the state, which later calls do not change; to be saved, or to go on from with another cache."""
+        return None if self._state is None else self._state.map(torch.clone)
+
+    def give_up(self) -> LanguageModelState | None:
+        """The state itself: the model may write over it, and hands the next one to `take`."""
+        return self._state
+
+    def take(self, state: LanguageModelState, count: int) -> None:
+        """The state after another `count` columns of tokens."""
+        self._state = state
+        self._seen += count
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of tokens (padding included) that were read through this cache, and not by a state that it was given."""
+        return self._seen
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns that a mask has, and where it begins."""
+        return self._seen + query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether anything was read."""
+        return self._state is not None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i goes on from what sequence `beam_idx[i]` has read."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices`, in this order."""
+        if self._state is not None:
+            indices = torch.as_tensor(indices)
+            indices = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+            self._state = self._state.map(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times, one after the other."""
+        if self._state is not None:
+            self._state = self._state.map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._state, self._seen = None, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused, but for 0 tokens.
+
+        Raises:
+            MetaTTTError: always else.
+        """
+        if tokens_to_remove:
+            self._refuse("a token that a model has learned from cannot be taken back")
+
+    def update(self, *args: Any, **options: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            MetaTTTError: always.
+        """
+        self._refuse("it holds no keys and values")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise MetaTTTError(f"a MetaTTTCache cannot do that: {reason}; generate without speculation (greedy, sampling, beams)")
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences; -1 before the first call."""
+        return -1 if self._state is None else count_sequences(self._state)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was read."""
+        return self._state is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: the state's tensors are new ones after every call."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: see `crop`."""
+        return False
+
+    def __len__(self) -> int:
+        return 0 if self._state is None else len(self._state.layers)
+
+    def __repr__(self) -> str:
+        return f"MetaTTTCache(columns={self._seen}, sequences={self.batch_size})"

@@ -1,0 +1,155 @@
+"""`metattt export`: a trained model as a folder that Transformers reads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from metattt.checkpoints.files import SAFETENSORS, check_new
+from metattt.checkpoints.naming import OF_TRAINING
+from metattt.checkpoints.tensors import write_tensors
+from metattt.checkpoints.trained import load_model, open_trained
+from metattt.checkpoints.trust import modules
+from metattt.checkpoints.writing import new_folder
+from metattt.composition.settings import settings
+from metattt.data.text import ByteTokenizer
+from metattt.data.tokenizers import FileTokenizer, tokenizer_of
+from metattt.disk import sync, write_text
+from metattt.errors import MetaTTTError, check_choice
+from metattt.extras import need
+from metattt.generation.text import ends
+from metattt.hf.card import CARD, model_card
+from metattt.hf.config import MetaTTTConfig
+from metattt.hf.model import MetaTTTForCausalLM
+from metattt.hf.tokenizer import to_transformers
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class ExportSettings:
+    """The keys of `configs/export.yaml`."""
+
+    source: str
+    target: str
+    dtype: str | None = None
+    tokenizer: str | None = None
+    push_to_hub: str | None = None
+    private: bool = True
+    trust: Any = None
+
+
+def export(cfg: DictConfig) -> None:
+    """Writes the folder, uploads it if that is asked for, and says what it wrote.
+
+    Args:
+        cfg: the configuration of the job `export`.
+
+    Raises:
+        MetaTTTError: a source or a setting that cannot be used, a target that exists, an upload that fails.
+    """
+    usage = "metattt export source=<run or folder> target=<new folder>"
+    chosen = settings(ExportSettings, cfg, source=f"no source is given: {usage}", target=f"no target is given: {usage}")
+    if chosen.dtype is not None:
+        check_choice("dtype", chosen.dtype, DTYPES)
+    if chosen.push_to_hub is not None:
+        check_name(chosen.push_to_hub)
+    target, trust = check_new(chosen.target), modules(chosen.trust)
+    about = open_trained(chosen.source, (*OF_TRAINING, "data"), trust)
+    if "vocab_size" not in about.config.model:
+        raise MetaTTTError(f"{chosen.source} is a model for images: metattt export takes language models")
+    tokenizer = tokenizer_of(chosen.source, about.tokenizer, about.config.model.vocab_size, chosen.tokenizer)
+    model, config = load_model(chosen.source, "cpu", trust)
+    types = {parameter.dtype for parameter in model.parameters()}
+    model.to(reduce(torch.promote_types, types) if chosen.dtype is None else DTYPES[chosen.dtype])  # one type for all
+    made = MetaTTTForCausalLM.of(model, config, trust)
+    write_folder(target, made, tokenizer, _context(config))
+    print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")
+    if chosen.push_to_hub is not None:
+        print(push(target, chosen.push_to_hub, chosen.private))
+
+
+def write_folder(
+    target: Path, made: MetaTTTForCausalLM, tokenizer: ByteTokenizer | FileTokenizer, context: int | None = None
+) -> None:
+    """Writes what `from_pretrained` reads. Killed at any moment, it leaves the whole folder or none of this name.
+
+    Args:
+        target: a folder that is not there, or empty.
+        made: the model; its weights have one type.
+        tokenizer: of the model.
+        context: tokens of the windows that it was trained on, for the model card; None: not known.
+
+    Raises:
+        MetaTTTError: it cannot be written.
+    """
+    transformers = need("transformers", extra="hf", what="metattt export")
+    start, stops = tokenizer.separator, ends(tokenizer)
+    config = MetaTTTConfig(
+        metattt=made.config.metattt,
+        bos_token_id=start,
+        eos_token_id=stops[-1],
+        pad_token_id=start,
+        architectures=[type(made).__name__],
+        dtype=made.config.dtype,
+    )
+    generation = transformers.GenerationConfig(
+        bos_token_id=start, eos_token_id=stops if len(stops) > 1 else stops[0], pad_token_id=start
+    )
+    with new_folder(target) as folder:
+        config.save_pretrained(folder)
+        generation.save_pretrained(folder)
+        to_transformers(tokenizer).save_pretrained(folder)
+        tied = set(made.all_tied_weights_keys)
+        weights = {name: one for name, one in made.state_dict().items() if name not in tied}
+        write_tensors(folder / SAFETENSORS, weights)
+        write_text(folder / CARD, model_card(made, target.absolute().name, context))
+        for file in folder.iterdir():
+            sync(file)
+
+
+def check_name(name: str) -> None:
+    """Refuses what cannot be the name of a repository.
+
+    Raises:
+        MetaTTTError: naming it.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name, flags=re.ASCII):
+        raise MetaTTTError(f"push_to_hub={name:.100} is not allowed: give <user or organisation>/<name>, as on the Hugging Face Hub")
+
+
+def push(folder: Path, name: str, private: bool = True) -> str:
+    """Uploads an exported folder, with the account of `hf auth login`, and returns where it is.
+
+    Args:
+        folder: to be uploaded.
+        name: of the repository, `<user or organisation>/<name>`; it is made if it is not there.
+        private: a repository that is made is seen by its owner alone.
+
+    Raises:
+        MetaTTTError: the name is none, or the Hub does not take it. The folder stays.
+    """
+    check_name(name)
+    hub = need("huggingface_hub", extra="hf", what="push_to_hub")
+    try:
+        api = hub.HfApi()
+        api.create_repo(name, private=private, exist_ok=True)
+        found = api.upload_folder(repo_id=name, folder_path=folder, commit_message="metattt export")
+    except Exception as error:  # of the network, of the Hub, of an account: as many kinds as they have
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise MetaTTTError(
+            f"{folder} is written, but push_to_hub={name} cannot be done: {reason[:200]}\n"
+            f"Log in with `hf auth login`, and then: hf upload {name} {folder}"
+        ) from error
+    return str(getattr(found, "commit_url", found))
+
+
+def _context(config: DictConfig) -> int | None:
+    found = config.get("data", {}).get("context_length") if "data" in config else None
+    return int(found) if isinstance(found, int) else None

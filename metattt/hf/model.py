@@ -1,0 +1,248 @@
+"""A language model of ours as Transformers knows models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from metattt.checkpoints.tensors import open_tensors
+from metattt.checkpoints.trained import check_numbers
+from metattt.checkpoints.trust import check_amounts
+from metattt.composition.instantiate import instantiate_model
+from metattt.errors import MetaTTTError
+from metattt.extras import need
+from metattt.hf.cache import MetaTTTCache
+from metattt.hf.config import MetaTTTConfig
+from metattt.models.language_model import LanguageModel
+
+need("transformers", extra="hf", what="metattt.hf")
+from transformers import GenerationMixin, PreTrainedModel  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+from transformers.utils.generic import can_return_tuple  # noqa: E402
+
+
+class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
+    """`LanguageModel` with the methods of Transformers: `from_pretrained`, `generate`, `save_pretrained`, ...
+
+    Args:
+        config: of the model.
+        trust: modules of yours whose classes the configuration may name; `from_pretrained` takes it as well:
+            `trust=["my_learner"]`.
+
+    Attributes:
+        model: the `LanguageModel`.
+    """
+
+    config_class = MetaTTTConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    accepts_loss_kwargs = True  # Trainer: `num_items_in_batch`
+    supports_gradient_checkpointing = True
+    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012 (as Transformers has it)
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _is_stateful = True
+
+    config: MetaTTTConfig
+
+    def __init__(self, config: MetaTTTConfig, trust: Collection[str] = ()):
+        super().__init__(config)
+        self.trust = trust
+        self.model: LanguageModel = instantiate_model(config.composed(trust))
+        if not isinstance(self.model, LanguageModel):
+            raise MetaTTTError(f"config.json makes a {type(self.model).__name__}: it must be a language model")
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: LanguageModel, config: DictConfig, trust: Collection[str] = ()) -> MetaTTTForCausalLM:
+        """Around a model that is there: `MetaTTTForCausalLM.of(*metattt.load_model("runs/…"))`; no weights are copied.
+
+        Args:
+            model: it stays the same object, with its device and the types of its parameters.
+            config: of its run, or of the model alone.
+            trust: modules of yours whose classes the configuration names.
+
+        Raises:
+            MetaTTTError: a configuration of another model.
+        """
+        with torch.device("meta"):
+            made = cls(MetaTTTConfig.of(config), trust)
+        if _shapes(made.model) != _shapes(model):
+            raise MetaTTTError("the configuration is of another model: give what metattt.load_model has returned")
+        made.model = model
+        made.config.dtype = next(model.parameters()).dtype
+        return made.train(model.training)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: MetaTTTCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        inputs_embeds: None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the next token, and the state to go on from.
+
+        Args:
+            input_ids: `[B, T]` token ids.
+            attention_mask: `[B, T]`, or with columns for what the cache has read before; 0 for padding, which may stand
+                anywhere and changes nothing.
+            past_key_values: what an earlier call returned; it is changed in place, as every cache of Transformers.
+            labels: `[B, T]` the same ids, which are shifted here; −100 does not count.
+            use_cache: return the state; None: as the configuration says, and not while training.
+            logits_to_keep: of the last so many columns, or of the columns of a tensor; 0: of all. 1: of the last real
+                token of each sequence.
+            num_items_in_batch: labels that count in all batches of a step, over which the loss is a mean.
+            inputs_embeds, output_attentions, output_hidden_states: not there; libraries hand them on unasked.
+
+        Raises:
+            MetaTTTError: a cache of another kind, a mask that does not fit, what is not there, or what the model refuses.
+        """
+        asked = {"inputs_embeds": inputs_embeds is not None}
+        asked |= {"output_attentions": bool(output_attentions), "output_hidden_states": bool(output_hidden_states)}
+        for name in (name for name, wanted in asked.items() if wanted):
+            raise MetaTTTError(f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out")
+        if past_key_values is not None and not isinstance(past_key_values, MetaTTTCache):
+            raise MetaTTTError(
+                f"past_key_values is a {type(past_key_values).__name__}: give a MetaTTTCache of an earlier call, or None"
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = MetaTTTCache()
+        state = None if cache is None else cache.give_up()
+        mask = _columns(attention_mask, input_ids)
+        last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
+        if last_only and mask is not None and not mask.any(1).all():
+            raise MetaTTTError("attention_mask has a row of padding alone, which no token can follow: leave out that prompt")
+        logits, state = self.model.step(
+            input_ids, state, mask, last_only=last_only, in_place=not torch.is_grad_enabled()
+        )
+        if cache is not None:
+            cache.take(state, input_ids.shape[1])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
+        keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep if logits_to_keep else None, None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits[:, keep], past_key_values=cache if use_cache else None)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, path: Any, *args: Any, output_loading_info: bool = False, **options: Any
+    ) -> Any:
+        """As every model of Transformers, from a folder or a name on the Hub; only safetensors are read.
+
+        Raises:
+            MetaTTTError: weights that are damaged, missing, of another model or not finite.
+        """
+        folder = Path(path, options.get("subfolder") or "") if isinstance(path, (str, Path)) else None
+        if folder is not None and folder.is_dir():
+            config = options.get("config")
+            _verify(folder, config if isinstance(config, MetaTTTConfig) else MetaTTTConfig.from_pretrained(folder))
+        options.setdefault("use_safetensors", True)
+        try:
+            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **options)
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise MetaTTTError(f"{path} has weights of other shapes than the model of its own config.json") from error
+        made, found = loaded
+        problems = {kind: sorted(map(str, found[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
+        wrong = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in problems.items() if names)
+        if wrong:
+            raise MetaTTTError(f"{path} does not fit the model of its own config.json: {wrong}")
+        made._compute_buffers()
+        there = [(name, one) for name, one in made.model.named_parameters() if not one.is_meta]
+        check_numbers([(name, one) for name, one in there if one.is_floating_point()], path)
+        made.model.check_causal()
+        return (made, found) if output_loading_info else made
+
+    def _compute_buffers(self) -> None:
+        """Values for the buffers that no file holds: those of a new model."""
+        names = {name for name, _ in self.named_buffers()} - self.state_dict().keys()
+        if not names:
+            return
+        with torch.random.fork_rng(devices=[]):
+            fresh = dict(type(self)(self.config, self.trust).named_buffers())
+        for name, buffer in self.named_buffers():
+            if name in names:
+                buffer.copy_(fresh[name])
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: our modules draw their parameters when they are made."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """False: `forward` makes the cache."""
+        return False
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        self.model.head = new_embeddings
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As every model of Transformers: more or fewer tokens."""
+        embedding: nn.Embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.model.vocab_size = embedding.num_embeddings
+        self.config.take_vocabulary(embedding.num_embeddings)
+        return embedding
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **options: Any) -> None:
+        """Keeps what enters a block, and runs it again in the backward pass. (The inner loop does so by itself, in groups
+        of mini-batches.)"""
+        self.model.checkpoint_blocks = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps everything that the backward pass needs."""
+        self.model.checkpoint_blocks = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.model.checkpoint_blocks
+
+
+def _columns(mask: Tensor | None, ids: Tensor) -> Tensor | None:
+    """The mask of the tokens of this call: the last columns of one that may go back to the beginning."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != len(ids) or mask.shape[1] < ids.shape[1]:
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise MetaTTTError(f"attention_mask is {found}, expected [B, T] with 1 for real tokens, of input_ids {list(ids.shape)}")
+    return mask[:, mask.shape[1] - ids.shape[1] :].bool()
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in model.named_parameters()}
+
+
+def _verify(folder: Path, config: MetaTTTConfig) -> None:
+    """Compares the weights in a folder with their checksums, where it has them, and their number with what the
+    configuration asks for, before a model is made."""
+    count = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with open_tensors(file) as opened:
+            opened.verify()
+            count += len(opened.names)
+    if config.metattt is not None and count:
+        check_amounts(config.metattt["config"], folder, count)

@@ -1,0 +1,313 @@
+"""Tasks of the evaluation harness, offline, from files of a few questions: the figures are those of a direct computation."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hf_for_tests import made, write_made, write_published
+
+pytest.importorskip("lm_eval")
+
+import datasets
+
+import metattt
+from metattt.cli import main
+from metattt.composition.compose import compose
+from metattt.data.text import ByteTokenizer
+from metattt.data.tokenizers import load_tokenizer
+from metattt.errors import MetaTTTError, NotFinite
+from metattt.evaluation import harness
+from metattt.evaluation.evaluate import evaluate
+from metattt.evaluation.harness import MetaTTTLM, ModelSettings
+from metattt.generation.text import generate_text
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = ["the key is under the stone", "a b c", "inner loops learn while they read", "one more"]
+QUESTIONS = [
+    {"question": "The sky is", "choices": ["blue", "a very long and wrong answer", "x"], "label": 0},
+    {"question": "Two and two are", "choices": ["five", "four"], "label": 1},
+    {"question": "", "choices": ["nothing", "all"], "label": 0},
+]
+PAGES = ["a page of some words. " * 9, "short", "wörds ünd möre"]
+
+TASKS = {
+    "lambada": """
+output_type: loglikelihood
+doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
+doc_to_target: "{{' '+text.split(' ')[-1]}}"
+metric_list:
+  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+""",
+    "choices": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_target: label
+doc_to_choice: choices
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+""",
+    "pages": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{page}}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+  - {metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
+""",
+    "answers": """
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{wanted}}"
+generation_kwargs: {until: ["\\n"], do_sample: false, max_gen_toks: 6}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, tasks, and their data."""
+    folder = tmp_path_factory.mktemp("harness")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        (folder / "tasks").mkdir()
+        model = write_made(folder / "linear", "layer=ttt_linear", "model.num_layers=1")
+        write_made(folder / "mlp", "layer=ttt_mlp", "model.num_layers=1")
+        wanted = generate_text(model, ByteTokenizer(), TEXTS, 6, temperature=0, stop=["\n"])
+        rows = {
+            "lambada": [{"text": text} for text in TEXTS],
+            "choices": QUESTIONS,
+            "pages": [{"page": page} for page in PAGES],
+            "answers": [{"text": text, "wanted": one if i else "no"} for i, (text, one) in enumerate(zip(TEXTS, wanted, strict=True))],
+        }
+        for name, text in TASKS.items():
+            file = folder / f"{name}.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+            head = f"task: our_{name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test"
+            (folder / "tasks" / f"{name}.yaml").write_text(head + text)
+        yield folder
+
+
+def figures(home: Path, *words: str) -> Any:
+    """What the command returns."""
+    names = ",".join(f"our_{name}" for name in TASKS)
+    given = (f"tasks=[{names}]", f"task_path={home / 'tasks'}", "device=cpu", f"output_dir={home / 'out'}")
+    return evaluate(compose(*given, *words, job="eval"))
+
+
+def score(model: Any, context: str, following: str) -> tuple[float, bool]:
+    """Directly: one text, one call, from the separator on."""
+    ids = torch.tensor([[256, *(context + following).encode()]])
+    with torch.no_grad():
+        logits = model(ids)[0, :-1].double().log_softmax(-1)
+    count = len(following.encode())
+    found = logits.gather(1, ids[0, 1:, None])[-count:]
+    return found.sum().item(), bool((logits[-count:].argmax(-1) == ids[0, -count:]).all())
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("linear", ()),
+    ("mlp", ("batch_size=2", "segment=5")),  # the figures do not depend on how texts are put together or cut
+])  # fmt: skip
+def test_the_figures_are_those_of_a_direct_computation(name: str, words: tuple[str, ...], home: Path) -> None:
+    model, _ = metattt.load_model(home / name)
+    found = figures(home, f"checkpoint={home / name}", *words)[name]
+
+    last = [score(model, text.rpartition(" ")[0], " " + text.rpartition(" ")[2]) for text in TEXTS]
+    assert found["our_lambada"]["acc,none"] == sum(same for _, same in last) / len(last)
+    perplexity = math.exp(-sum(value for value, _ in last) / len(last))
+    assert found["our_lambada"]["perplexity,none"] == pytest.approx(perplexity, rel=1e-4)
+
+    right = normed = 0
+    for one in QUESTIONS:
+        scores = [score(model, one["question"], " " + choice)[0] for choice in one["choices"]]
+        by_length = [value / len(choice) for value, choice in zip(scores, one["choices"], strict=True)]
+        right += scores.index(max(scores)) == one["label"]
+        normed += by_length.index(max(by_length)) == one["label"]
+    assert found["our_choices"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
+    assert found["our_choices"]["acc_norm,none"] == pytest.approx(normed / len(QUESTIONS))
+
+    total = sum(score(model, "", page)[0] for page in PAGES)
+    size, words_ = sum(len(page.encode()) for page in PAGES), sum(len(page.split()) for page in PAGES)
+    assert found["our_pages"]["bits_per_byte,none"] == pytest.approx(-total / size / math.log(2), rel=1e-5)
+    assert found["our_pages"]["byte_perplexity,none"] == pytest.approx(math.exp(-total / size), rel=1e-5)
+    assert math.log(found["our_pages"]["word_perplexity,none"]) == pytest.approx(-total / words_, rel=0.2)  # it splits at every space
+
+    if name == "linear":
+        assert found["our_answers"]["exact_match,none"] == (len(TEXTS) - 1) / len(TEXTS)
+
+
+def test_several_models_as_a_table_and_files(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = f"checkpoint=[{home / 'linear'},{home / 'mlp'}]"
+    words = ["tasks=[our_lambada]", f"task_path={home / 'tasks'}", "device=cpu", "limit=2", f"output_dir={tmp_path}"]
+    for _ in range(2):
+        assert main(["eval", both, *words]) == 0
+    shown = capsys.readouterr().out
+    assert "perplexity" in shown and "linear" in shown and "mlp" in shown
+    assert {file.name for file in tmp_path.iterdir()} == {"tasks.csv", "tasks.json", "tasks-2.csv", "tasks-2.json"}
+    rows = list(csv.DictReader((tmp_path / "tasks.csv").open()))
+    assert [(row["model"], row["metric"]) for row in rows] == [(m, k) for k in ("perplexity", "acc") for m in ("linear", "mlp")]
+    model, _ = metattt.load_model(home / "mlp")
+    last = [score(model, text.rpartition(" ")[0], " " + text.rpartition(" ")[2])[0] for text in TEXTS[:2]]
+    assert float(rows[1]["value"]) == pytest.approx(math.exp(-sum(last) / 2), rel=1e-4)
+    held = json.loads((tmp_path / "tasks.json").read_text())
+    assert held["mlp"]["our_lambada"]["perplexity,none"] == float(rows[1]["value"])
+
+
+# -- the model, asked directly -----------------------------------------------------------------------------------------
+
+
+def request(*args: Any) -> Any:
+    return SimpleNamespace(args=args)
+
+
+def test_a_long_text_is_read_whole_with_carried_state() -> None:
+    model = made("layer=ttt_mlp", "model.num_layers=1")[0]
+    texts = ["a long text, " * 30, "short", "b" * 77]
+    whole = MetaTTTLM(model, ByteTokenizer(), segment=1000).loglikelihood_rolling([request(text) for text in texts])
+    cut = MetaTTTLM(model, ByteTokenizer(), batch_size=2, segment=13).loglikelihood_rolling([request(text) for text in texts])
+    for text, one, other in zip(texts, whole, cut, strict=True):
+        assert one == pytest.approx(score(model, "", text)[0], rel=1e-5)
+        assert other == pytest.approx(one, rel=1e-5)
+
+
+def test_log_likelihoods_of_pairs() -> None:
+    model = made("layer=delta_net", "model.num_layers=1")[0]
+    lm = MetaTTTLM(model, ByteTokenizer(), batch_size=2)
+    with torch.no_grad():
+        first = bytes(model(torch.tensor([[256, *b"abc"]]))[0, -1, :256].argmax(-1, keepdim=True).tolist()).decode(errors="replace")
+    pairs = [("abc", "d"), ("", "the whole"), ("a context ", "ends with a space"), ("abc", first), ("x" * 50, " y")]
+    found = lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    for (context, following), (value, greedy) in zip(pairs, found, strict=True):
+        stripped = context.rstrip()
+        wanted = score(model, stripped, context[len(stripped) :] + following)
+        assert value == pytest.approx(wanted[0], rel=1e-5) and greedy == wanted[1]
+    if first.isascii():
+        assert found[3][1]
+
+
+def test_a_tokenizer_file(tmp_path: Path) -> None:
+    write_published(tmp_path / "published")
+    lm = MetaTTTLM.load(ModelSettings(str(tmp_path / "published"), device="cpu"))
+    tokenizer = load_tokenizer(str(tmp_path / "published" / "tokenizer.json"))
+    assert (lm.prefix_token_id, lm.eot_token_id) == (0, 1)
+    ids = torch.tensor([[0, *tokenizer.encode("inner loop").tolist()]])
+    with torch.no_grad():
+        wanted = lm.model(ids)[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).sum().item()
+    assert lm.loglikelihood_rolling([request("inner loop")])[0] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_continuations() -> None:
+    model = made("layer=ttt_linear", "model.num_layers=1")[0]
+    lm = MetaTTTLM(model, ByteTokenizer(), batch_size=2)
+    free = generate_text(model, ByteTokenizer(), TEXTS, 8, temperature=0)
+    stop = next(character for character in free[2][1:] if character.isascii()) if any(c.isascii() for c in free[2][1:]) else "zzz"
+    last = {"until": ["zzz", ""], "do_sample": False, "max_gen_toks": 2}
+    asked: list[Any] = [{"until": [], "max_gen_toks": 8}, {"until": stop, "max_new_tokens": 8}, last]
+    for options in asked:
+        found = lm.generate_until([request(text, options) for text in TEXTS])
+        until = [one for one in ([options["until"]] if isinstance(options["until"], str) else options["until"]) if one]
+        count = options.get("max_gen_toks", options.get("max_new_tokens"))
+        assert found == generate_text(model, ByteTokenizer(), TEXTS, count, temperature=0, stop=until)
+    mixed = lm.generate_until([request(text, asked[i % 2]) for i, text in enumerate(TEXTS)])
+    assert mixed[::2] == free[::2]
+    with pytest.raises(MetaTTTError, match="asks for num_beams"):
+        lm.generate_until([request("a", {"until": ["b"], "num_beams": 3})])
+
+
+def test_what_a_model_cannot_be_asked() -> None:
+    model = made("model.num_layers=1")[0]
+    with pytest.raises(MetaTTTError, match="batch_size=0 is not allowed"):
+        MetaTTTLM(model, ByteTokenizer(), batch_size=0)
+    with torch.no_grad():
+        model.head.weight[5] = float("nan")
+    with pytest.raises(NotFinite, match="have diverged"):
+        MetaTTTLM(model, ByteTokenizer()).loglikelihood_rolling([request("abc")])
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    pytest.param(["tasks=[our_lambda]"], "Did you mean our_lambada?", marks=pytest.mark.slow),  # looks at all tasks of lm_eval
+    (["tasks=[3]"], "tasks=[3] is not allowed"),
+    (["tasks=our_lambada", "limit=-2"], "limit=-2 is not allowed"),
+    (["tasks=[our_lambada]", "task_path=/nowhere"], "task_path=/nowhere does not exist"),
+    (["tasks=[our_lambada]", "limit=0"], "limit=0 is not allowed"),
+    (["tasks=[our_lambada]", "num_fewshot=-1"], "num_fewshot=-1 is not allowed"),
+    (["tasks=[our_lambada]", "batch_size=0"], "batch_size=0 is not allowed"),
+    (["tasks=[our_lambada]", "batch_size=auto"], "batch_size"),
+    (["tasks=[our_lambada]", "data.context_length=8"], "data.context_length=8 does not apply"),
+    (["tasks=[our_broken]"], "tasks=[our_broken] cannot be loaded"),
+    (["tasks=[our_lambada]", "output_dir=/proc/nobody"], "/proc/nobody cannot be written"),
+])  # fmt: skip
+def test_mistakes_are_one_line(words: list[str], message: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = (home / "tasks" / "lambada.yaml").read_text().replace("our_lambada", "our_broken").replace("lambada.jsonl", "nowhere.jsonl")
+    (home / "tasks" / "broken.yaml").write_text(broken)
+    given = [f"checkpoint={home / 'linear'}", "device=cpu", f"task_path={home / 'tasks'}", f"output_dir={home / 'out'}"]
+    assert main(["eval", *given, *words]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and message in said[0], said
+
+
+def test_the_words_of_the_harness(home: Path) -> None:
+    more = {"batch_size": 4, "device": "cpu", "max_batch_size": None}
+    lm = MetaTTTLM.create_from_arg_string(f"checkpoint={home / 'mlp'},segment=64", more)
+    assert isinstance(lm, MetaTTTLM) and (lm.batch_size, lm.segment) == (4, 64)
+    mistakes = {"": "no checkpoint is given", "checkpoint=/nowhere": "does not exist", "chekpoint=a": "checkpoint, tokenizer"}
+    for words, message in mistakes.items():
+        with pytest.raises(MetaTTTError, match=message):
+            MetaTTTLM.create_from_arg_string(words)
+
+
+BLOCKED = """
+import sys
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] == "transformers" else self.finder.find_spec(name, *rest)
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+from metattt.evaluation.harness import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_the_command_of_the_harness_without_transformers(home: Path, tmp_path: Path) -> None:
+    words = ["--model", "metattt", "--tasks", "our_pages,our_lambada", "--include_path", str(home / "tasks"), "--device", "cpu"]
+    words += ["--model_args", f"checkpoint={home / 'linear'}", "--output_path", str(tmp_path / "out")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *words], env=environment, cwd=tmp_path, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (file,) = (tmp_path / "out").rglob("*.json")
+    found, wanted = json.loads(file.read_text())["results"], figures(home, f"checkpoint={home / 'linear'}")["linear"]
+    for task in ("our_pages", "our_lambada"):
+        for metric in (key for key in found[task] if key.endswith(",none") and "stderr" not in key):
+            assert found[task][metric] == pytest.approx(wanted[task][metric])
+
+
+def test_a_mistake_at_the_command_of_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from lm_eval.api.registry import get_model
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: get_model("metattt").create_from_arg_string("checkpoint=/nowhere"))
+    assert harness.main() == 2
+    assert capsys.readouterr().err.startswith("error: no checkpoint: /nowhere does not exist")

@@ -1,0 +1,531 @@
+"""Models of ours in Hugging Face Transformers: the same numbers and texts, in a process that knows nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hf_for_tests import GOLDEN, LAYERS, PUBLISHED, made, write_made, write_published
+from omegaconf import OmegaConf
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import metattt
+import metattt.hf
+from metattt.checkpoints.convert import convert
+from metattt.cli import main
+from metattt.composition.compose import compose
+from metattt.data.text import ByteTokenizer
+from metattt.data.tokenizers import load_tokenizer
+from metattt.errors import MetaTTTError
+from metattt.generation.text import generate_text
+from metattt.hf import MetaTTTCache, MetaTTTConfig, MetaTTTForCausalLM, to_transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = ["hello wörld", "a", "def read(text):\n    return"]
+TOKENS = 12
+
+FRESH = """
+import json, sys, torch, metattt.hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+torch.set_num_threads(1)
+found = {}
+for name, (folder, prompts, tokens) in json.loads(sys.argv[1]).items():
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    given = tokenizer(prompts, return_tensors="pt", padding=True)
+    alone = [tokenizer(one, return_tensors="pt") for one in prompts]
+    greedy = lambda given: model.generate(**given, max_new_tokens=tokens, do_sample=False)[:, given.input_ids.shape[1]:]
+    with torch.no_grad():
+        found[name] = {
+            "logits": [model(**one).logits[0].tolist() for one in alone],
+            "padded": [model(**given).logits[i, -one.input_ids.shape[1]:].tolist() for i, one in enumerate(alone)],
+            "texts": tokenizer.batch_decode(greedy(given), skip_special_tokens=True),
+            "single": [tokenizer.decode(greedy(one)[0], skip_special_tokens=True) for one in alone],
+        }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of ours, a published checkpoint, and that one converted."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, overrides in LAYERS.items():
+        write_made(folder / name, *overrides)
+    write_published(folder / "published")
+    convert(compose(f"source={folder / 'published'}", f"target={folder / 'converted'}", job="convert"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of them, exported."""
+    folder = tmp_path_factory.mktemp("exported")
+    for source in sorted(sources.iterdir()):
+        assert main(["export", f"source={source}", f"target={folder / source.name}"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh(exported: Path) -> Any:
+    """What a new process gets from the folders."""
+    asked = {one.name: (str(one), _prompts(one.name), TOKENS) for one in sorted(exported.iterdir())}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, json.dumps(asked)], env=environment, cwd=exported, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _prompts(name: str) -> list[str]:
+    return ["hello world", "a", "the inner loop"] if name in ("published", "converted") else PROMPTS
+
+
+def _tokenizer(source: Path) -> Any:
+    file = source / "tokenizer.json"
+    return load_tokenizer(str(file)) if file.exists() else ByteTokenizer()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LAYERS, "published", "converted"])
+def test_a_fresh_process_has_our_logits_and_texts(name: str, sources: Path, fresh: Any) -> None:
+    model, _ = metattt.load_model(sources / name)
+    tokenizer, found = _tokenizer(sources / name), fresh[name]
+    for prompt, alone, padded in zip(_prompts(name), found["logits"], found["padded"], strict=True):
+        ids = torch.tensor([[tokenizer.separator, *tokenizer.encode(prompt).tolist()]])
+        for logits in (alone, padded):
+            torch.testing.assert_close(torch.tensor(logits), model(ids)[0], rtol=0, atol=1e-5)
+    wanted = generate_text(model, tokenizer, _prompts(name), TOKENS, temperature=0)
+    assert found["texts"] == found["single"] == wanted
+    assert len(set(wanted)) == len(wanted) and max(map(len, wanted)) > TOKENS // 2  # texts that tell models apart
+
+
+def test_a_published_checkpoint_keeps_its_golden_logits(exported: Path) -> None:
+    vectors = np.load(GOLDEN / f"lm_{PUBLISHED}.npz")
+    for name in ("published", "converted"):
+        logits = load(exported / name)(torch.from_numpy(vectors["ids"])).logits
+        torch.testing.assert_close(logits, torch.from_numpy(vectors["logits"]), rtol=0, atol=1e-4)
+
+
+def test_the_text_of_metattt_generate(sources: Path, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([
+        "generate", f"checkpoint={sources / 'ttt_mlp'}", "prompt=once", "max_new_tokens=20", "temperature=0", "device=cpu",
+    ]) == 0  # fmt: skip
+    tokenizer, model = AutoTokenizer.from_pretrained(exported / "ttt_mlp"), load(exported / "ttt_mlp")
+    ids = model.generate(**tokenizer("once", return_tensors="pt"), max_new_tokens=20)
+    assert capsys.readouterr().out == tokenizer.decode(ids[0], skip_special_tokens=True) + "\n"
+
+
+def load(folder: Path, **options: Any) -> MetaTTTForCausalLM:
+    found = AutoModelForCausalLM.from_pretrained(folder, **options)
+    assert type(found) is MetaTTTForCausalLM and not found.training
+    return found
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ttt_mlp", "converted"])
+def test_save_pretrained_keeps_every_bit(name: str, sources: Path, exported: Path, tmp_path: Path) -> None:
+    load(exported / name).save_pretrained(tmp_path)
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / file).read_bytes() == (exported / name / file).read_bytes()
+    first, again = (load_file(folder / "model.safetensors") for folder in (exported / name, tmp_path))
+    model, _ = metattt.load_model(sources / name)
+    assert first.keys() == again.keys() == {f"model.{key}" for key, _ in model.named_parameters()}
+    for key, parameter in model.named_parameters():
+        for held in (first[f"model.{key}"], again[f"model.{key}"]):
+            assert held.dtype == parameter.dtype and torch.equal(held, parameter)
+    back, _ = metattt.load_model(tmp_path)  # what Transformers has written is a checkpoint for our commands as well
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
+
+
+def test_the_files_and_the_card(exported: Path) -> None:
+    found = {file.name for file in (exported / "ttt_mlp").iterdir()}
+    assert found == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(exported / "ttt_mlp" / "README.md")
+    assert card.data.library_name == "transformers" and "metattt" in card.data.tags
+    assert "learner MLP" in card.text and "257 tokens" in card.text
+    config = json.loads((exported / "ttt_mlp" / "config.json").read_text())
+    assert config["metattt"]["config"]["layer"]["learner"]["_component_"] == "learner=mlp"
+    assert config["model_type"] == "metattt" and config["vocab_size"] == 257 and config["architectures"] == ["MetaTTTForCausalLM"]
+    generation = json.loads((exported / "converted" / "generation_config.json").read_text())
+    assert (generation["bos_token_id"], generation["eos_token_id"], generation["pad_token_id"]) == (0, [0, 1], 0)
+
+
+def test_a_run_is_exported_without_what_it_was_trained_on(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    (tmp_path / "secret.txt").write_text("alpha beta gamma " * 60)
+    small = ("dim=16", "num_heads=2", "model.num_layers=1", "data.batch_size=2", "data.context_length=24", "trainer.max_steps=1")
+    rest = ("sample=false", "trainer.accelerator=cpu", f"data.path={tmp_path / 'secret.txt'}", f"output_dir={tmp_path / 'run'}")
+    assert main(["train", *small, *rest]) == 0
+    assert main(["export", f"source={tmp_path / 'run'}", f"target={tmp_path / 'out'}", "dtype=bfloat16"]) == 0
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert "secret" not in text and "max_steps" not in text and "output_dir" not in text
+    assert "windows of 24 tokens" in (tmp_path / "out" / "README.md").read_text()
+    model, ids = load(tmp_path / "out"), torch.randint(257, (1, 20))
+    assert model.dtype == torch.bfloat16
+    ours, _ = metattt.load_model(tmp_path / "run")
+    torch.testing.assert_close(model(ids).logits, ours.to(torch.bfloat16)(ids), rtol=0, atol=0)
+    wide = load(tmp_path / "out", dtype=torch.float32)
+    assert wide.dtype == torch.float32 and torch.equal(wide.model.embedding.weight, model.model.embedding.weight.float())
+
+
+def test_byte_tokens(exported: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported / "ttt_linear")
+    ours = ByteTokenizer()
+    for text in ("", "a", "wörld 你好 \U0001f600\r\n\t\x00", "<|endoftext|> is text", "  two  spaces "):
+        assert tokenizer(text).input_ids == [256, *ours.encode(text).tolist()]
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    assert [tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(number)) for number in range(257)] == list(range(257))
+    for data in (b"\xff", b"a\xc3", b"\xe4\xbd", bytes(range(256))):  # what is no UTF-8 is shown as our command shows it
+        assert tokenizer.decode(list(data)) == data.decode(errors="replace")
+    assert tokenizer(["a", "long"], padding=True).input_ids == [[256, 256, 256, 256, 97], [256, *b"long"]]
+    again = load_tokenizer(str(exported / "ttt_linear"))
+    assert again.separator == 256 and again.end is None and again.decode([104, 105, 256]) == b"hi"
+
+
+def test_a_tokenizer_file(sources: Path, exported: Path) -> None:
+    tokenizer, ours = AutoTokenizer.from_pretrained(exported / "converted"), _tokenizer(sources / "converted")
+    for text in ("inner loop", "", "<s> bos"):
+        assert tokenizer(text).input_ids == [0, *ours.encode(text).tolist()]
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<s>")
+    assert to_transformers(ours)("two", "texts").input_ids == tokenizer("two", "texts").input_ids
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(exported: Path) -> MetaTTTForCausalLM:
+    return load(exported / "ttt_mlp")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(exported: Path) -> Any:
+    return AutoTokenizer.from_pretrained(exported / "ttt_mlp")
+
+
+def without_cache(model: MetaTTTForCausalLM, given: Any, **options: Any) -> Tensor:
+    """The same, every token from the beginning: the oracle."""
+    torch.manual_seed(3)
+    found: Tensor = model.generate(**given, max_new_tokens=9, use_cache=False, **options)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}, {"num_beams": 4, "do_sample": True}])
+def test_generation_with_the_state_is_that_without(options: Any, model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    given = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    torch.manual_seed(3)
+    found = model.generate(**given, max_new_tokens=9, **options)
+    assert torch.equal(found, without_cache(model, given, **options))
+
+
+def test_padding_on_either_side_changes_nothing(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    sides = {}
+    for side in ("left", "right"):
+        given = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side=side)
+        sides[side] = model.generate(**given, max_new_tokens=9)[:, given.input_ids.shape[1] :]
+    assert torch.equal(sides["left"], sides["right"])
+
+
+def test_many_sequences_of_one_prompt(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    given = tokenizer(PROMPTS[:1], return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=9, num_beams=3, num_return_sequences=3)
+    assert found.shape[0] == 3 and len({tuple(row.tolist()) for row in found}) == 3
+
+
+def test_a_conversation_goes_on_from_the_cache(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    first = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    turn = model.generate(first, max_new_tokens=5, return_dict_in_generate=True)
+    longer = torch.cat([turn.sequences, tokenizer("and then?", return_tensors="pt", add_special_tokens=False).input_ids], 1)
+    kept = copy.deepcopy(turn.past_key_values)
+    assert isinstance(kept, MetaTTTCache) and kept.get_seq_length() == turn.sequences.shape[1] - 1
+    found = model.generate(longer, max_new_tokens=5, past_key_values=turn.past_key_values)
+    assert torch.equal(found, model.generate(longer, max_new_tokens=5))
+    assert torch.equal(found, model.generate(longer, max_new_tokens=5, past_key_values=kept))  # the copy stayed as it was
+
+
+def test_a_long_prompt_in_chunks(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    given = tokenizer(PROMPTS[2], return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=5, past_key_values=MetaTTTCache(), prefill_chunk_size=7)
+    assert torch.equal(found, model.generate(**given, max_new_tokens=5))
+
+
+def test_a_state_learned_elsewhere(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    document, question = (tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in PROMPTS[::2])
+    _, state = model.model.step(document)
+    before = [tensor.clone() for tensor in torch.utils._pytree.tree_leaves(state) if isinstance(tensor, Tensor)]
+    whole = model.generate(torch.cat([document, question], 1), max_new_tokens=20)[:, -20:]
+    for _ in range(2):  # what is read and drawn after it does not change it
+        assert torch.equal(model.generate(question, max_new_tokens=20, past_key_values=MetaTTTCache(state))[:, -20:], whole)
+    after = [tensor for tensor in torch.utils._pytree.tree_leaves(state) if isinstance(tensor, Tensor)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_cache(model: MetaTTTForCausalLM) -> None:
+    ids = torch.randint(257, (3, 9))
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    assert (len(cache), cache.batch_size, cache.get_seq_length(), cache.get_max_length()) == (1, 3, 9, -1)
+    assert cache.is_initialized and not cache.is_compileable and not cache.is_croppable and cache.has_previous_state()
+    state = cache.state
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([4, 0]))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    following = torch.randint(257, (2, 4))
+    with torch.no_grad():
+        found = model(following, past_key_values=cache).logits
+        wanted = model.model.step(following, state.select(torch.tensor([0, 2])))[0]
+    torch.testing.assert_close(found, wanted)
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert cache.batch_size == 1
+    with pytest.raises(MetaTTTError, match="cannot be taken back"):
+        cache.crop(1)
+    with pytest.raises(MetaTTTError, match="no keys and values"):
+        cache.update(ids, ids, 0)
+    cache.crop(0)
+    cache.reset()
+    assert (cache.batch_size, len(cache), cache.get_seq_length(), cache.state) == (-1, 0, 0, None)
+    with pytest.raises(MetaTTTError, match="expected a LanguageModelState"):
+        MetaTTTCache(ids)  # type: ignore[arg-type]
+
+
+def test_calls(model: MetaTTTForCausalLM) -> None:
+    ids = torch.randint(257, (2, 11))
+    with torch.no_grad():
+        whole = model(ids)
+        assert torch.equal(model(ids, logits_to_keep=3).logits, whole.logits[:, -3:])
+        torch.testing.assert_close(model(ids, logits_to_keep=1).logits, whole.logits[:, -1:])
+        assert torch.equal(model(ids, logits_to_keep=torch.tensor([0, 4])).logits, whole.logits[:, [0, 4]])
+        logits, cache = model(ids, return_dict=False)
+        assert torch.equal(logits, whole.logits) and isinstance(cache, MetaTTTCache)
+        assert model(ids, use_cache=False).past_key_values is None
+        pieces = model(ids[:, :4])
+        rest = model(ids[:, 4:], attention_mask=torch.ones_like(ids), past_key_values=pieces.past_key_values)
+    torch.testing.assert_close(torch.cat([pieces.logits, rest.logits], 1), whole.logits, rtol=0, atol=1e-5)
+    loss = model(ids, labels=ids).loss
+    wanted = torch.nn.functional.cross_entropy(whole.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, wanted)
+    with pytest.raises(MetaTTTError, match="past_key_values is a DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(MetaTTTError, match=r"attention_mask is \[2, 5\]"):
+        model(ids, attention_mask=torch.ones(2, 5))
+    with pytest.raises(MetaTTTError, match="0 to 256"):
+        model(ids + 300)
+    with pytest.raises(MetaTTTError, match="output_hidden_states is not supported"):
+        model.generate(ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    with pytest.raises(MetaTTTError, match="a row of padding alone"):
+        model.generate(ids, attention_mask=torch.tensor([[1] * 11, [0] * 11]), max_new_tokens=2)
+    with pytest.raises(MetaTTTError, match=r"not of shape \[1, 0\]"):
+        model.generate(ids[:1, :0], max_new_tokens=2)
+    with pytest.raises(MetaTTTError, match="inputs_embeds is not supported"):
+        model.generate(inputs_embeds=torch.zeros(1, 3, 16), max_new_tokens=2)
+    with pytest.raises(TypeError, match="atention_mask"):
+        model(ids, atention_mask=None)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(ids[:1], max_new_tokens=4, prompt_lookup_num_tokens=2)
+
+
+# -- mistakes, damage and files that mean harm -------------------------------------------------------------------------
+
+
+def changed(folder: Path, target: Path, change: Any) -> Path:
+    """A copy with another config.json."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    change(config)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def put(path: str, value: Any, also: str | None = None) -> Any:
+    def change(config: Any) -> None:
+        if also:
+            config[also] = value
+        *before, last = path.split("/")
+        for key in before:
+            config = config[key]
+        config[last] = value
+
+    return change
+
+
+LAYER, MODEL = "metattt/config/layer", "metattt/config/model"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (put(f"{LAYER}/_component_", "learner=nobody"), "which nothing here registers"),
+    (put(f"{LAYER}/learner", {"_target_": "os.system", "command": "true"}), "no registered component"),
+    (put(f"{LAYER}/learner/surprise", 1), "no such parameter"),
+    (put(f"{LAYER}/dim", "${oc.env:HOME}"), "nothing is computed"),
+    (put(f"{MODEL}/num_layers", 10**9), "num_hidden_layers=1 and a model of 1000000000"),
+    (put(f"{MODEL}/dim", None), "hidden_size=16 and a model of None"),
+    (put(f"{MODEL}/num_layers", 9999, "num_hidden_layers"), "num_layers=9,999, and [0-9]+ at most"),
+    (put(f"{MODEL}/dim", 48, "hidden_size"), "weights of other shapes"),
+    (put("vocab_size", 300), "vocab_size=300 and a model of 257"),
+    (put("metattt", {"version": 99, "config": {}}), "version 99"),
+    (put("metattt", None), "no `metattt`"),
+    (put("metattt", [1]), "holds no configuration"),
+    (put("metattt/config", {"layer": {}}), "without a model"),
+    (put(MODEL, {"_component_": "model=language_model"}), "without vocab_size"),
+    (put("trust", ["os"]), None),
+])  # fmt: skip
+def test_what_a_configuration_may_say(change: Any, message: str | None, exported: Path, tmp_path: Path) -> None:
+    folder = changed(exported / "ttt_linear", tmp_path / "other", change)
+    if message is None:
+        load(folder)
+        return
+    with pytest.raises(MetaTTTError, match=message) as refused:
+        load(folder)
+    assert str(refused.value).count("\n") <= 1
+
+
+def test_a_class_of_the_users_needs_his_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_learner.py").write_text(
+        "from metattt.learners import Learner, Weight\n"
+        "class Doubled(Learner):\n"
+        "    def weights(self, d_in, d_out): return {'w': Weight((d_in, d_out))}\n"
+        "    def forward(self, w, x): return 2 * w.linear(x, 'w')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = write_made(tmp_path / "model", "learner=custom", "learner._target_=own_learner.Doubled", "layer=custom", "optimizer=minibatch")
+    ids = torch.randint(257, (1, 9))
+    export = ["export", f"source={tmp_path / 'model'}", f"target={tmp_path / 'out'}"]
+    assert main(export) == 2 and not (tmp_path / "out").exists()
+    assert main([*export, "trust=own_learner"]) == 0
+    with pytest.raises(MetaTTTError, match="add trust=own_learner"):
+        load(tmp_path / "out")
+    changed(tmp_path / "out", tmp_path / "sly", put("trust", ["own_learner"]))
+    with pytest.raises(MetaTTTError, match="add trust=own_learner"):  # a file cannot give it
+        load(tmp_path / "sly")
+    torch.testing.assert_close(load(tmp_path / "out", trust=["own_learner"])(ids).logits, model(ids))
+
+
+def test_damaged_weights(exported: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cut" / "model.safetensors"
+    shutil.copytree(exported / "ttt_mlp", file.parent)
+    whole = file.read_bytes()
+    flipped = whole[:-9] + bytes([whole[-9] ^ 64]) + whole[-8:]
+    for content, message in ((whole[:-40], "truncated"), (flipped, "checksum"), (b"", "truncated")):
+        file.write_bytes(content)
+        with pytest.raises(MetaTTTError, match=message):
+            load(file.parent)
+    file.unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        load(file.parent)
+    torch.save({"model.embedding.weight": torch.zeros(257, 16)}, file.parent / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # a pickle is not read
+        load(file.parent)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda held: held.pop("model.blocks.0.ffn.up.weight"), "missing: model.blocks.0.ffn.up.weight"),
+    (lambda held: held.update({"model.more": torch.zeros(1)}), "unexpected: model.more"),
+    (lambda held: held["model.embedding.weight"].fill_(float("nan")), "not finite"),
+])  # fmt: skip
+def test_weights_of_another_model(change: Any, message: str, exported: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.copytree(exported / "ttt_mlp", tmp_path / "other")
+    held = load_file(exported / "ttt_mlp" / "model.safetensors")
+    change(held)
+    save_file(held, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MetaTTTError, match=message):
+        load(tmp_path / "other")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "no source is given: metattt export source="),
+    (["source=@nowhere", "target=@new"], "does not exist"),
+    (["source=@ttt_mlp"], "no target is given"),
+    (["source=@ttt_mlp", "target=@ttt_mlp"], "exists and is not empty"),
+    (["source=@ttt_mlp", "target=@new.safetensors"], "name of a file"),
+    (["source=@ttt_mlp", "target=@new", "dtype=int8"], "dtype=int8 is not allowed"),
+    (["source=@ttt_mlp", "target=@new", "dtyp=float32"], "Did you mean"),
+    (["source=@ttt_mlp", "target=@new", "push_to_hub=nobody"], "push_to_hub=nobody is not allowed"),
+    (["source=@ttt_mlp", "target=@new", "tokenizer=@nowhere"], "does not exist"),
+    (["source=@published", "target=@new", "tokenizer=bytes"], "257 tokens"),
+    (["source=@ttt_mlp", "target=/proc/nobody"], "/proc/nobody"),
+])  # fmt: skip
+def test_mistakes_are_one_line(words: list[str], message: str, sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", *(word.replace("@", f"{sources}/") for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") <= 2 and not (sources / "new").exists()
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    with pytest.raises(MetaTTTError, match="for images"):
+        MetaTTTConfig.of(OmegaConf.create({"model": {"img_size": 8}}))
+    model = made("model.num_layers=1")[0]
+    other = made("model.num_layers=2")[1]
+    with pytest.raises(MetaTTTError, match="of another model"):
+        MetaTTTForCausalLM.of(model, other)  # type: ignore[arg-type]
+
+
+def test_an_export_that_is_stopped_leaves_nothing(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import metattt.hf.export as module
+
+    for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
+
+        def stop(*_: Any, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "write_text", stop)
+            assert main(["export", f"source={sources / 'ttt_mlp'}", f"target={tmp_path / 'out'}"]) in (2, 130)
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out.part").mkdir()  # of one that was killed
+    (tmp_path / "out.part" / "half").touch()
+    assert main(["export", f"source={sources / 'ttt_mlp'}", f"target={tmp_path / 'out'}"]) == 0
+    assert [one.name for one in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "half").exists()
+
+
+def test_another_vocabulary(exported: Path, tmp_path: Path) -> None:
+    model, ids = load(exported / "ttt_mlp"), torch.randint(257, (1, 9))
+    wanted = model(ids).logits
+    model.resize_token_embeddings(260)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.config.vocab_size == again.model.vocab_size == 260 and again.get_output_embeddings().weight.shape == (260, 16)
+    torch.testing.assert_close(again(ids).logits[..., :257], wanted)
+    again(torch.tensor([[259]]))
+
+
+def test_weights_in_several_files(exported: Path, tmp_path: Path) -> None:
+    model, ids = load(exported / "ttt_mlp", device_map="auto"), torch.randint(257, (1, 9))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    with torch.no_grad():
+        wanted = model(ids.to(model.device)).logits.cpu()
+        assert torch.equal(load(tmp_path)(ids).logits, wanted)
+        assert torch.equal(metattt.load_model(tmp_path)[0](ids), wanted)
+    files[0].unlink()
+    with pytest.raises((MetaTTTError, OSError)):
+        load(tmp_path)
+    with pytest.raises(MetaTTTError, match="parts that are not there"):
+        metattt.load_model(tmp_path)
+
+
+def test_the_version_of_transformers_is_one_we_know() -> None:
+    assert int(transformers.__version__.partition(".")[0]) >= 5

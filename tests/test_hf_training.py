@@ -1,0 +1,268 @@
+"""What is built on Transformers takes our models: pipelines, Trainer, LoRA of peft, and the Hub (a fake one)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hf_for_tests import made, write_made
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import huggingface_hub
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import metattt
+import metattt.hf
+from metattt.cli import main
+from metattt.data.text import ByteTokenizer
+from metattt.errors import MetaTTTError
+from metattt.generation.text import generate_text
+from metattt.hf import MetaTTTForCausalLM
+from metattt.hf.export import push
+
+PROMPTS = ["the key is", "a", "one two three four five"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for layer in ("ttt_linear", "ttt_mlp", "delta_net"):
+        write_made(folder / f"{layer} source", f"layer={layer}", "model.num_layers=1")
+        assert main(["export", f"source={folder / f'{layer} source'}", f"target={folder / layer}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def model(exported: Path) -> MetaTTTForCausalLM:
+    found: MetaTTTForCausalLM = AutoModelForCausalLM.from_pretrained(exported / "ttt_mlp")
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(exported: Path) -> Any:
+    return AutoTokenizer.from_pretrained(exported / "ttt_mlp")
+
+
+def test_a_pipeline(exported: Path) -> None:
+    write = pipeline("text-generation", model=str(exported / "ttt_mlp"), device="cpu")
+    source, _ = metattt.load_model(exported / "ttt_mlp source")
+    wanted = generate_text(source, ByteTokenizer(), PROMPTS, 9, temperature=0)
+    for batch_size in (1, 3):
+        found = write(PROMPTS, max_new_tokens=9, do_sample=False, return_full_text=False, batch_size=batch_size)
+        assert [one[0]["generated_text"] for one in found] == wanted
+
+
+# -- Trainer -----------------------------------------------------------------------------------------------------------
+
+
+def texts(tokenizer: Any) -> list[dict[str, Any]]:
+    """Documents of different lengths: the batches are padded."""
+    return [dict(tokenizer(f"document {i} " + "alpha beta gamma " * (1 + i % 3))) for i in range(8)]
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "learning_rate": 3e-3, "max_steps": 6,
+        "report_to": [], "use_cpu": True, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
+    }  # fmt: skip
+    return TrainingArguments(**(settings | changes))
+
+
+def trainer(model: Any, tokenizer: Any, folder: Path, **changes: Any) -> Trainer:
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    data: Any = texts(tokenizer)
+    return Trainer(model, arguments(folder, **changes), train_dataset=data, eval_dataset=data, data_collator=collate)
+
+
+def test_trainer_trains_and_what_it_saves_is_loaded(model: MetaTTTForCausalLM, tokenizer: Any, tmp_path: Path) -> None:
+    one = trainer(model, tokenizer, tmp_path / "run", save_strategy="steps", save_steps=3)
+    before = one.evaluate()["eval_loss"]
+    one.train()
+    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.2 and one.evaluate()["eval_loss"] < before - 0.2
+    one.save_model(str(tmp_path / "saved"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    second = trainer(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3"), tokenizer, tmp_path / "run")
+    second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    for (name, a), b in zip(model.named_parameters(), second.model.parameters(), strict=True):  # type: ignore[union-attr]
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_the_loss_of_padded_batches_is_that_of_single_texts(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    data = texts(tokenizer)[:3]
+    batch = dict(collate([dict(one) for one in data]))
+    assert not batch["attention_mask"].all()
+    loss = model(**batch).loss
+    sums = [model(**collate([dict(one)])).loss * (len(one["input_ids"]) - 1) for one in data]
+    count = sum(len(one["input_ids"]) - 1 for one in data)
+    torch.testing.assert_close(loss, torch.stack(sums).sum() / count)
+    torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(2 * count)).loss, loss / 2)
+
+
+@pytest.mark.parametrize("changes", [
+    {"gradient_checkpointing": True},
+    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+])  # fmt: skip
+def test_other_ways_to_the_same_step(changes: Any, exported: Path, tokenizer: Any, tmp_path: Path) -> None:
+    found = []
+    for settings in ({}, changes):
+        model = AutoModelForCausalLM.from_pretrained(exported / "ttt_mlp")
+        one = trainer(model, tokenizer, tmp_path, max_steps=2, **settings)
+        one.train()
+        assert model.is_gradient_checkpointing == ("gradient_checkpointing" in settings)
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# -- peft --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp", "delta_net"])
+@pytest.mark.parametrize("targets", [["q", "v", "out"], "all-linear"])
+def test_lora_on_the_projections(layer: str, targets: Any, exported: Path, tokenizer: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(exported / layer)
+    frozen = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    given = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        plain = base(**given).logits
+    tuned = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
+    adapted = {name.split(".lora_A")[0].removeprefix("base_model.model.") for name, _ in tuned.named_parameters() if ".lora_A" in name}
+    assert {"model.blocks.0.layer.task.q", "model.blocks.0.layer.out"} <= adapted and "model.head" not in adapted
+    with torch.no_grad():  # an adapter begins at 0
+        torch.testing.assert_close(tuned(**given).logits, plain)
+    one = trainer(tuned, tokenizer, tmp_path / "run", max_steps=4, learning_rate=2e-2)
+    one.train()
+    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.1
+    held = {name.replace(".base_layer", "").removeprefix("base_model.model."): one for name, one in tuned.named_parameters()}
+    assert all(torch.equal(held[name], before) for name, before in frozen.items())
+    tuned.eval()
+    with torch.no_grad():
+        wanted = tuned(**given).logits
+    assert (wanted - plain).abs().max() > 1e-2
+    tuned.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(exported / layer), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(**given).logits, wanted)
+        texts_ = tuned.generate(**given, max_new_tokens=7, do_sample=False)
+        merged = loaded.merge_and_unload()
+        torch.testing.assert_close(merged(**given).logits, wanted, rtol=1e-3, atol=1e-4)
+        assert torch.equal(merged.generate(**given, max_new_tokens=7, do_sample=False), texts_)
+    merged.save_pretrained(tmp_path / "merged")  # a model of ours again, for our commands as well
+    ours, _ = metattt.load_model(tmp_path / "merged")
+    ids = given.input_ids[-1:]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), merged(ids).logits)
+
+
+def test_only_the_adapter_has_gradients_through_the_inner_loop(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["k", "v", "q"], init_lora_weights=False))
+    given = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    tuned(**given, labels=given.input_ids).loss.backward()
+    for name, parameter in tuned.named_parameters():
+        moved = isinstance(parameter.grad, Tensor) and bool(parameter.grad.abs().sum() > 0)
+        assert moved == ("lora_" in name), name
+
+
+# -- the Hub -----------------------------------------------------------------------------------------------------------
+
+
+class FakeHub:
+    """What is asked of `HfApi`."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.files: dict[str, bytes] = {}
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> None:
+        self.made.append((name, private, exist_ok))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> Any:
+        self.files = {f"{repo_id}/{file.name}": file.read_bytes() for file in Path(folder_path).iterdir()}
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+
+def test_push_to_hub(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    words = [f"source={exported / 'ttt_mlp source'}", f"target={tmp_path / 'out'}", "push_to_hub=someone/a-model", "private=false"]
+    assert main(["export", *words]) == 0
+    assert hub.made == [("someone/a-model", False, True)] and capsys.readouterr().out.endswith("https://hub/someone/a-model/commit/1\n")
+    assert hub.files == {f"someone/a-model/{file.name}": file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert json.loads(hub.files["someone/a-model/config.json"])["model_type"] == "metattt"
+    push(tmp_path / "out", "someone/other")
+    assert hub.made[-1] == ("someone/other", True, True)
+
+
+def test_an_upload_that_fails(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise huggingface_hub.errors.LocalTokenNotFoundError("Token is required\nand more lines")
+
+    monkeypatch.setattr(FakeHub, "create_repo", refuse)
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    words = [f"source={exported / 'ttt_mlp source'}", f"target={tmp_path / 'out'}", "push_to_hub=someone/a-model"]
+    assert main(["export", *words]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be done: Token is required\n" in said and "hf upload someone/a-model" in said and said.count("\n") == 2
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # the folder stays
+    for name in ("a", "a/b/c", "../a", "", "a/ b", None):
+        with pytest.raises((MetaTTTError, TypeError)):
+            push(tmp_path / "out", name)  # type: ignore[arg-type]
+
+
+def test_the_models_own_push_to_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    api, hub = huggingface_hub.HfApi, "transformers.utils.hub"
+    monkeypatch.setattr(api, "create_repo", lambda self, name, **_: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(api, "create_commit", lambda self, **asked: sent.extend(one.path_in_repo for one in asked["operations"]))
+    monkeypatch.setattr(f"{hub}.create_and_tag_model_card", lambda *_, **__: huggingface_hub.ModelCard("a card"))
+    model, cfg = made("model.num_layers=1")
+    MetaTTTForCausalLM.of(model, cfg).push_to_hub("someone/a-model")  # type: ignore[arg-type]
+    assert {"config.json", "model.safetensors", "README.md"} <= set(sent)
+
+
+# -- the documentation -------------------------------------------------------------------------------------------------
+
+
+def test_what_the_documentation_shows_runs(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    text = (Path(__file__).resolve().parent.parent / "docs" / "hugging_face.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(exported / "ttt_mlp source")
+    (tmp_path / "my-model").symlink_to(exported / "ttt_mlp")
+    (tmp_path / "notes.txt").write_text("the key is under the stone")
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "hugging_face.md", "exec"), names)
+    assert names["texts"][1].startswith("The") and len(names["texts"]) == 2
+    assert names["adapted"].num_parameters(only_trainable=True) > 0
+    state, (question,) = names["state"], [" it"]
+    source, _ = metattt.load_model("runs/demo")
+    wanted = generate_text(source, ByteTokenizer(), ["the key is under the stone" + question], 9, temperature=0)
+    assert generate_text(source, ByteTokenizer(), [question], 9, temperature=0, state=state) == wanted
+    ids = names["tokenizer"](question, return_tensors="pt", add_special_tokens=False).input_ids
+    model = AutoModelForCausalLM.from_pretrained("my-model")
+    found = model.generate(ids, max_new_tokens=9, past_key_values=metattt.hf.MetaTTTCache(state))
+    assert names["tokenizer"].decode(found[0, ids.shape[1] :], skip_special_tokens=True) == wanted[0]

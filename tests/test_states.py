@@ -1,0 +1,222 @@
+"""States on disk: bit for bit, for every layer; what is damaged or of another model is refused; and answers from them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hf_for_tests import made
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import metattt
+from metattt.data.text import ByteTokenizer
+from metattt.errors import MetaTTTError
+from metattt.generation.sampling import generate
+from metattt.generation.text import generate_text
+from metattt.models.language_model import LanguageModelState
+from metattt.state import State
+
+CAUSAL = ("ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "linear_attention", "attention", "titans", "lact", "nested_ttt")
+SMALL = {"lact": ["optimizer.mini_batch_size=8"], "titans": ["optimizer.mini_batch_size=8"]}
+
+
+def same(a: Any, b: Any) -> bool:
+    first, second = tree_leaves(a), tree_leaves(b)
+    return len(first) == len(second) and all(
+        torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, Tensor) else x == y for x, y in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_state_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    layer = metattt.build(f"layer={name}", "dim=16", "num_heads=2", *SMALL.get(name, []))
+    x = torch.randn(2, 21, 16)
+    with torch.no_grad():
+        _, state = layer(x[:, :13])
+        state.save(tmp_path / "state.safetensors", model=layer)
+        found = State.load(tmp_path / "state.safetensors", model=layer)
+        assert type(found) is State and found.phase == state.phase and same(found, state)
+        assert torch.equal(layer(x[:, 13:], found)[0], layer(x[:, 13:], state)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_memory_of_a_model(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = made("layer=ttt_mlp")[0].to(dtype)
+    ids, file = torch.randint(257, (2, 40)), tmp_path / "memory"
+    with torch.no_grad():
+        _, state = model.step(ids[:, :23])
+        assert file not in tmp_path.iterdir()
+        state.save(file, model)
+        state.save(file, model)  # over the first
+        assert list(tmp_path.iterdir()) == [file]
+        found = LanguageModelState.load(str(file), model=model)
+        assert type(found) is LanguageModelState and same(found, state)
+        assert torch.equal(model.step(ids[:, 23:], found)[0], model.step(ids[:, 23:], state)[0])
+
+
+def test_states_of_layers_that_are_not_ours(tmp_path: Path) -> None:
+    state = LanguageModelState((({"h.0": torch.ones(2, 3)}, [torch.zeros(2)], None, "text", 1.5),), (None,))
+    state.save(tmp_path / "state")
+    assert same(LanguageModelState.load(tmp_path / "state"), state)
+    with pytest.raises(MetaTTTError, match="that holds object cannot be saved"):
+        LanguageModelState((object(),), (None,)).save(tmp_path / "other")
+    assert [one.name for one in tmp_path.iterdir()] == ["state"]
+
+
+def test_answers_from_a_memory(tmp_path: Path) -> None:
+    model, tokenizer = made("layer=ttt_linear")[0], ByteTokenizer()
+    document, questions = "the inner loop learns from every token. ", ["what", "which of them?"]
+    ids = torch.tensor([[256, *document.encode()]])
+    with torch.no_grad():
+        model.step(ids)[1].save(tmp_path / "memory", model)
+    state = LanguageModelState.load(tmp_path / "memory", model=model)
+    before = state.map(torch.clone)
+    wanted = generate_text(model, tokenizer, [document + one for one in questions], 12, temperature=0)
+    for _ in range(2):
+        assert generate_text(model, tokenizer, questions, 12, temperature=0, state=state) == wanted
+        assert same(state, before)
+    two = state.select(torch.tensor([0, 0]))
+    assert generate_text(model, tokenizer, questions, 12, temperature=0, state=two) == wanted
+    assert generate_text(model, tokenizer, questions, 12, temperature=0) != wanted
+    with pytest.raises(MetaTTTError, match="'' is not allowed after a state"):
+        generate_text(model, tokenizer, ["a", ""], 12, state=state)
+    with pytest.raises(MetaTTTError, match="of 2 sequences, and there are 3 prompts"):
+        generate_text(model, tokenizer, ["a", "b", "c"], 12, state=two)
+    with pytest.raises(MetaTTTError, match="of 1 sequences, and there are 2 prompts"):
+        generate(model, torch.zeros(2, 3, dtype=torch.long), 4, state=state)
+
+
+def test_another_model(tmp_path: Path) -> None:
+    model, other = made("layer=ttt_linear")[0], made("layer=ttt_linear", seed=1)[0]
+    with torch.no_grad():
+        state = model.step(torch.randint(257, (1, 9)))[1]
+        state.save(tmp_path / "with", model)
+        state.save(tmp_path / "without")
+        state.layers[0].save(tmp_path / "layer")
+    with pytest.raises(MetaTTTError, match="learned by another model"):
+        LanguageModelState.load(tmp_path / "with", model=other)
+    LanguageModelState.load(tmp_path / "with")
+    with pytest.raises(MetaTTTError, match="does not say which model"):
+        LanguageModelState.load(tmp_path / "without", model=model)
+    with pytest.raises(MetaTTTError, match=r"holds a State: load it with State\.load"):
+        LanguageModelState.load(tmp_path / "layer")
+    with pytest.raises(MetaTTTError, match=r"holds a LanguageModelState: load it with LanguageModelState\.load"):
+        State.load(tmp_path / "without")
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "tensors")
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "empty").touch()
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pickle")
+    for name, message in {
+        "nowhere": "no state: ", "": "does not exist", "tensors": "not a state", "text": "cannot be read", "empty": "cannot be read",
+        "pickle": "cannot be read",
+    }.items():  # fmt: skip
+        with pytest.raises(MetaTTTError, match=message) as refused:
+            State.load(tmp_path / name)
+        assert "\n" not in str(refused.value)
+    state = metattt.build("layer=ttt_linear", "dim=16", "num_heads=2")(torch.randn(1, 3, 16))[1]
+    for path in (tmp_path, tmp_path / "text" / "below", "/proc/nobody"):
+        with pytest.raises(MetaTTTError, match="cannot be written"):
+            state.save(path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def rewritten(file: Path, change: Any) -> None:
+    """The file with another text about its tensors, and a checksum that fits it: as somebody who wants to deceive writes it."""
+    from safetensors import safe_open
+
+    from metattt.disk import digest
+
+    with safe_open(file, "pt") as opened:
+        held, about = {name: opened.get_tensor(name) for name in opened.keys()}, json.loads(opened.metadata()["metattt"])  # noqa: SIM118
+    content = json.loads(about["about"])
+    change(content)
+    about["about"] = json.dumps(content)
+    about["about_xxh3"] = digest(about["about"].encode())
+    save_file(held, file, metadata={"format": "pt", "metattt": json.dumps(about)})
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda it: it.update(version=2), "version 2"),
+    (lambda it: it.update(format="other"), "not a state"),
+    (lambda it: it["state"].update(kind="os.system"), "does not hold what a state holds"),
+    (lambda it: it["state"].pop("pos"), "tensors of its state"),
+    (lambda it: it["state"].update(phase="seven"), "does not hold what a state holds"),
+    (lambda it: it["state"].update(pos=it["state"]["weights"]["anchor"]["w1"]), "tensors of its state"),
+    (lambda it: it["state"].update(weights=[]), "tensors of its state"),
+    (lambda it: it["state"].update(task={"a": 3}), "does not hold what a state holds"),
+    (lambda it: it["state"].update(more=1), "does not hold what a state holds"),
+    (lambda it: it["state"].update(learner={"$call": "os"}), "is not what a checkpoint of ours holds"),
+    (lambda it: it.update(state=7), "tensors of its state"),
+])  # fmt: skip
+def test_forged_files(change: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    metattt.build("layer=linear_attention", "dim=16", "num_heads=2")(torch.randn(1, 3, 16))[1].save(file)
+    rewritten(file, lambda content: None)
+    State.load(file)
+    rewritten(file, change)
+    with pytest.raises(MetaTTTError, match=message):
+        State.load(file)
+
+
+def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    layer = metattt.build("layer=linear_attention", "dim=8", "num_heads=2")
+    layer(torch.randn(1, 3, 8))[1].save(file)
+    whole, wanted = file.read_bytes(), State.load(file)
+    harmless = 0
+    for place in range(0, len(whole), 7):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            harmless += same(State.load(file), wanted)
+        except MetaTTTError:
+            continue
+        assert same(State.load(file), wanted), place  # padding of the header, or a name of its own
+    assert harmless < len(whole) // 70
+    file.write_bytes(whole[:-3])
+    with pytest.raises(MetaTTTError, match="truncated"):
+        State.load(file)
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).resolve().parent.parent / "examples"
+    from hf_for_tests import write_made
+
+    write_made(tmp_path / "model", "layer=ttt_mlp")
+    (tmp_path / "notes.txt").write_text("The key is under the third stone. " * 3)
+    for words in (
+        ["read", str(tmp_path / "model"), str(tmp_path / "notes.txt"), str(tmp_path / "memory.safetensors")],
+        ["answer", str(tmp_path / "model"), str(tmp_path / "memory.safetensors"), "Where is it? ", "And then? "],
+    ):
+        monkeypatch.setattr("sys.argv", ["remember.py", *words])
+        runpy.run_path(str(folder / "remember.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "103 tokens" in said and said.count("Where is it? ") == said.count("And then? ") == 1
+
+
+class Pair(NamedTuple):
+    """The state of a layer that is not ours."""
+
+    first: State
+    second: Any
+
+
+def test_named_tuples_that_torch_knows(tmp_path: Path) -> None:
+    inner = metattt.build("layer=linear_attention", "dim=16", "num_heads=2")(torch.randn(1, 3, 16))[1]
+    state = LanguageModelState((Pair(inner, None),), (None,))
+    with pytest.raises(MetaTTTError, match="that holds Pair cannot be saved"):
+        state.save(tmp_path / "state")
+    with torch.serialization.safe_globals([Pair]):
+        state.save(tmp_path / "state")
+        found = LanguageModelState.load(tmp_path / "state")
+    assert type(found.layers[0]) is Pair and type(found.layers[0].first) is State and same(found, state)
+    with pytest.raises(MetaTTTError, match="does not hold what a state holds"):
+        LanguageModelState.load(tmp_path / "state")
