@@ -98,7 +98,7 @@ def examine(name: str, dim: int, num_heads: int) -> KnownLayer:
     cfg = compose(f"layer={name}", f"dim={dim}", f"num_heads={num_heads}", job="build")
     layer = instantiate_layer(cfg)
     parts = {group: _part(cfg[group], group) for group in GROUPS}
-    block = max(layer.optimizer.block, 16)
+    block = max(layer.optimizer.block, getattr(layer.learner, "window", None) or 0, 16)
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
     sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
     state = _polynomial(sizes, counts)

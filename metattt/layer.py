@@ -207,6 +207,8 @@ class TTTLayer(nn.Module):
     def observe(self, x: Tensor, state: State, ctx: Context) -> tuple[Views, Gates, Tensors, Tensors]:
         """Views and gates of the tokens, gates in fp32 or wider, and what the task and the optimizer carry on."""
         views, task_state = self.task.views(x, state.task, ctx)
+        if not self.learner.takes_groups:
+            views = views.for_every_head()
         gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         wide = torch.promote_types(views.k.dtype, torch.float32)
         if gates.eta.dtype != wide or gates[1:] != ABSENT:

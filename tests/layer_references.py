@@ -334,15 +334,25 @@ def lact(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
 # -- layers whose state is the data ------------------------------------------------------------------------------------
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int) -> list[Tensor]:
+    """Softmax over the last `window` keys, for every query."""
+    rows = []
+    for t in range(q.shape[2]):
+        seen = slice(max(0, t + 1 - window), t + 1)
+        scores = torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, seen]) / math.sqrt(q.shape[-1])
+        weight = scores.exp()
+        rows.append(torch.einsum("bhs,bhsd->bhd", weight / weight.sum(-1, keepdim=True), v[:, :, seen]))
+    return rows
+
+
 def attention(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
+    return window_attention(p, x, num_heads, b, window=x.shape[1])
+
+
+def window_attention(p: Parameters, x: Tensor, num_heads: int, b: int, window: int = 3) -> Tensor:
     q, k, v = views(p, x, num_heads)
     q, k = (rope(z, list(range(x.shape[1]))) for z in (q, k))
-    rows = []
-    for t in range(x.shape[1]):
-        scores = torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, : t + 1]) / math.sqrt(q.shape[-1])
-        weight = scores.exp()
-        rows.append(torch.einsum("bhs,bhsd->bhd", weight / weight.sum(-1, keepdim=True), v[:, :, : t + 1]))
-    return output(p, x, rows)
+    return output(p, x, attend(q, k, v, window))
 
 
 def nearest(p: Parameters, x: Tensor, num_heads: int, b: int, neighbours: int = 3) -> Tensor:

@@ -12,11 +12,21 @@ from metattt.state import Context, Tensors
 
 
 class Views(NamedTuple):
-    """The three views of a token, each `[B, H, T, ·]`: training view k, label view v, test view q."""
+    """The three views of a token, each `[B, H, T, ·]`: training view k, label view v, test view q.
+
+    With grouped-query heads k and v are `[B, G, T, ·]`, each shared by H / G neighbouring heads of q.
+    """
 
     k: Tensor
     v: Tensor
     q: Tensor
+
+    def for_every_head(self) -> Views:
+        """k and v for each of the H heads."""
+        copies = self.q.shape[1] // self.k.shape[1]
+        if copies == 1:
+            return self
+        return Views(self.k.repeat_interleave(copies, 1), self.v.repeat_interleave(copies, 1), self.q)
 
 
 class Task(Part, ABC):

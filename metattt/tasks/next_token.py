@@ -22,7 +22,7 @@ class NextToken(Reconstruction):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
-        self.start = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+        self.start = nn.Parameter(torch.zeros(self.groups, 1, head_dim))
 
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         views, after = super().views(x, state, ctx)

@@ -26,6 +26,8 @@ class Reconstruction(Task):
     Args:
         views: `separate` projections, or `shared_qk`: one projection for q and k, each with a causal convolution of its
             own.
+        kv_heads: heads G of k and v, each shared by H / G neighbouring heads of q (grouped-query attention, arXiv
+            2305.13245); None: H. Attention keeps G of them; a learner with weights keeps its H.
         conv_width: taps of these convolutions (tokens).
         rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch
             (`mini_batch`).
@@ -41,7 +43,8 @@ class Reconstruction(Task):
         huber_delta: where the Huber loss turns linear.
 
     Raises:
-        MetaTTTError: a value that is not allowed, or an odd head width with rope.
+        MetaTTTError: a value that is not allowed, an odd head width with rope, or `kv_heads` with views=shared_qk; when
+            the layer is built, for `kv_heads` that do not divide its heads.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Reconstruction(Task):
         seed: int | None = None,
         loss: Literal["squared", "mean_squared", "dot", "huber", "cosine"] = "squared",
         huber_delta: float = 1.0,
+        kv_heads: int | None = None,
     ):
         super().__init__()
         check_choice("task.views", views, ("separate", "shared_qk"))
@@ -69,6 +73,13 @@ class Reconstruction(Task):
         check_number("task.rope_theta", rope_theta, above=0)
         check_number("task.huber_delta", huber_delta, above=0)
         check_number("task.corruption_rate", corruption_rate, least=0, most=1 if corruption == "mask" else LARGEST)
+        if kv_heads is not None:
+            check_integer("task.kv_heads", kv_heads, advice=", or null for one of each head")
+            if views == "shared_qk":
+                raise MetaTTTError(
+                    f"task.kv_heads={kv_heads} needs keys of their own, and task.views=shared_qk makes them from the queries: "
+                    "set task.views=separate, or task.kv_heads=null"
+                )
         if seed is not None:
             check_integer("task.seed", seed, least=0, most=2**62)
         for key, flag in (("normalize_qk", normalize_qk), ("bias", bias)):
@@ -77,7 +88,7 @@ class Reconstruction(Task):
         self.rope, self.rope_theta = rope, rope_theta
         self.feature_map, self.normalize_qk = feature_map, normalize_qk
         self.corruption, self.corruption_rate, self.seed = corruption, corruption_rate, seed
-        self.loss_name, self.huber_delta = loss, huber_delta
+        self.loss_name, self.huber_delta, self.kv_heads = loss, huber_delta, kv_heads
         self.squared_error = loss == "squared"
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
@@ -85,14 +96,20 @@ class Reconstruction(Task):
             raise MetaTTTError(
                 f"rope turns pairs of features, and the head width {head_dim} is odd: set task.rope=none or num_heads"
             )
-        self.num_heads, self.head_dim = num_heads, head_dim
+        groups = num_heads if self.kv_heads is None else self.kv_heads
+        if num_heads % groups:
+            raise MetaTTTError(
+                f"task.kv_heads={groups} does not divide num_heads={num_heads}: choose from "
+                f"{', '.join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)}"
+            )
+        self.num_heads, self.head_dim, self.groups = num_heads, head_dim, groups
         width = num_heads * head_dim
         self.q = projection(dim, width, self.bias)  # shared by q and k in `shared_qk`
-        self.v = projection(dim, width, self.bias)
+        self.v = projection(dim, groups * head_dim, self.bias)
         if self.shared_qk:
             self.conv_q, self.conv_k = CausalConv(width, self.conv_width), CausalConv(width, self.conv_width)
         else:
-            self.k = projection(dim, width, self.bias)
+            self.k = projection(dim, groups * head_dim, self.bias)
 
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         kept: Tensors = {}
@@ -102,8 +119,7 @@ class Reconstruction(Task):
             kept["conv"] = self.conv_q.tail(shared, ctx)
         else:
             q, k = self.q(x), self.k(x)
-        heads = (*x.shape[:2], self.num_heads, self.head_dim)
-        q, k, v = q.view(heads).transpose(1, 2), k.view(heads).transpose(1, 2), self.v(x).view(heads).transpose(1, 2)
+        q, k, v = self._heads(q), self._heads(k), self._heads(self.v(x))
         if self.feature_map != "identity":
             q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
         if self.normalize_qk:
@@ -124,10 +140,14 @@ class Reconstruction(Task):
             k = self.corrupt(k, kept["seed"], ctx)
         return Views(k, v, q), kept
 
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[B, T, n d]` to `[B, n, T, d]`."""
+        return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim).transpose(1, 2)
+
     def _decodes(self, q: Tensor) -> bool:
         """Whether one token per sequence is read on the CPU, at a place of its mini-batch and without derivatives."""
         plain = type(q) is Tensor and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
-        one = plain and self.rope == "mini_batch" and q.shape[2] == 1
+        one = plain and self.rope == "mini_batch" and q.shape[2] == 1 and self.groups == self.num_heads
         return one and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def draw_seed(self, x: Tensor) -> Tensor:
@@ -139,9 +159,9 @@ class Reconstruction(Task):
     def corrupt(self, k: Tensor, seed: Tensor, ctx: Context) -> Tensor:
         """The training view with noise or holes that depend on (seed, position) alone."""
         if self.corruption == "noise":
-            noise = corruption.normal(seed, ctx.positions, self.num_heads, self.head_dim)
+            noise = corruption.normal(seed, ctx.positions, self.groups, self.head_dim)
             return k + self.corruption_rate * noise.to(k.dtype)
-        keep = corruption.uniform(seed, ctx.positions, self.num_heads, self.head_dim) >= self.corruption_rate
+        keep = corruption.uniform(seed, ctx.positions, self.groups, self.head_dim) >= self.corruption_rate
         return k * keep
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
