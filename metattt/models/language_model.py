@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from metattt.combined import Combined
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.inner.causality import Causality
 from metattt.inner.faults import FAILURES, require_ids
@@ -115,7 +116,7 @@ class Block(nn.Module):
         self.conv = CausalConv(dim, conv_width) if conv_width else None
         self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.layer = layer
-        self.ours = isinstance(layer, TTTLayer)  # others are told of padding and documents by mask= and reset=
+        self.ours = isinstance(layer, TTTLayer | Combined)  # others are told of padding and documents by mask= and reset=
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = SwiGLU(dim, ffn_dim)
 
@@ -140,8 +141,8 @@ class Block(nn.Module):
             y, tail = self.conv(z, tail, ctx)
             x = x + y
         if self.ours:
-            start = None if early is None else early.start
-            y, state = self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, start=start)
+            found: dict[str, Any] = {} if early is None else {"start": early.start}
+            y, state = self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, **found)
         else:
             y, state = self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
         x = x + y
