@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,14 +13,14 @@ from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.layer import TTTLayer
 from metattt.modules import projection, rms_norm
-from metattt.state import State
+from metattt.state import count_bytes, map_tensors, move_tensors
 
 HOW = ("sum", "gate", "serial")
 NORM_EPS = 1e-5  # of the RMSNorms
 
 
 class CombinedState(NamedTuple):
-    """The states of both layers."""
+    """The states of both layers; methods as those of `State`."""
 
     first: Any
     second: Any
@@ -27,13 +28,29 @@ class CombinedState(NamedTuple):
     @property
     def pos(self) -> Tensor:
         """`[B]` tokens read since the start of the document."""
-        return self.first.pos  # type: ignore[no-any-return]
+        pos: Tensor = self.first.pos
+        return pos
 
-    map = State.map
-    to = State.to
-    detach = State.detach
-    select = State.select
-    nbytes = State.nbytes
+    def map(self, function: Callable[[Tensor], Tensor]) -> CombinedState:
+        """A state with `function` applied to every tensor."""
+        return map_tensors(function, self)
+
+    def to(self, *args: Any, **kwargs: Any) -> CombinedState:
+        """The state on another device, or in another type: see `metattt.state.move_tensors`."""
+        return move_tensors(self, *args, **kwargs)
+
+    def detach(self) -> CombinedState:
+        """Cuts the graph: later losses no longer reach what was read so far."""
+        return self.map(Tensor.detach)
+
+    def select(self, index: Tensor) -> CombinedState:
+        """The states of the sequences `index` (to reorder beams or drop finished sequences)."""
+        return self.map(lambda tensor: tensor.index_select(0, index))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all distinct tensors."""
+        return count_bytes(self)
 
 
 torch.serialization.add_safe_globals([CombinedState])
@@ -102,7 +119,8 @@ class Combined(nn.Module):
             )
             for layer in (first, second):
                 layer.group_size = group_size  # type: ignore[assignment]
-        self.dim, self.how, self.group_size = dim, how, group_size
+        self.how, self.group_size = how, group_size
+        self.dim: int = dim
         self.first, self.second = first, second
         self.out: nn.Module | None = None
         self.head_norm: nn.RMSNorm | None = None
@@ -191,7 +209,7 @@ class Combined(nn.Module):
         """The answers of the second layer's heads, `[B, T, D]`, normed and scaled."""
         if self.head_norm is None and self.head_scale is None:
             return y
-        heads = y.unflatten(-1, (self.second.num_heads, -1))  # type: ignore[arg-type]
+        heads = y.unflatten(-1, (self.second.num_heads, -1))
         if self.head_norm is not None:
             heads = rms_norm(self.head_norm, heads)
         if self.head_scale is not None:

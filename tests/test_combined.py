@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
+from pathlib import Path
 
 import layer_references
 import pytest
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import metattt
+from metattt.checkpoints.record import make_record
+from metattt.checkpoints.trained import load_model
+from metattt.checkpoints.writing import write_model
 from metattt.combined import Combined, CombinedState
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -22,6 +26,7 @@ from metattt.layer import TTTLayer
 from metattt.learners import KernelEstimator, Linear
 from metattt.measures.inner_health import inner_health
 from metattt.models import LanguageModel
+from metattt.models.published_config import PublishedConfig
 from metattt.optimizers import Append, GradientDescent
 from metattt.parallel.cuts import check_cut
 from metattt.tasks import DecodedReconstruction, Reconstruction
@@ -255,6 +260,21 @@ def test_as_an_entry_of_a_pattern() -> None:
     assert (
         isinstance(block, Combined) and block.first.learner.window == 5 and block.second.optimizer.mini_batch_size == 4
     )  # type: ignore[union-attr]
+
+
+def test_kept_on_disk(tmp_path: Path) -> None:
+    cfg = compose(
+        "dim=8", "num_heads=2", "model.num_layers=3", "model.ffn_dim=8", "model.vocab_size=11",
+        "model.blocks=[lact_block,titans_mag,titans_mal]",
+        job="language_model",
+    )  # fmt: skip
+    model = instantiate_model(cfg)
+    write_model(tmp_path / "model", make_record(cfg), model.state_dict(), None)
+    again, _ = load_model(tmp_path / "model")
+    ids = torch.randint(11, (2, 9))
+    assert torch.equal(again(ids), model(ids))
+    with pytest.raises(MetaTTTError, match="no published form: its layers are Combined"):
+        PublishedConfig.of(model)
 
 
 @pytest.mark.filterwarnings("error")

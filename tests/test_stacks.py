@@ -307,8 +307,9 @@ def test_a_block_that_is_no_layer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "time_parallel"])
 def test_two_processes_train_as_one(runs: Path, tmp_path: Path, strategy: str) -> None:
+    """Each with half of the windows, or with half of the time of all."""
     settings = (f"data.path={runs / 'corpus'}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4")
     codes, output = two_processes(tmp_path, *TINY, *settings, f"trainer={strategy}", "trainer.devices=2")
     assert codes == [0, 0], output

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from metattt.models.language_model import LanguageModel
 
 
+DAMAGED = "model.blocks is no composed pattern of layers: the configuration is damaged"
+
+
 def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
     """The object of one node, with plain lists and dictionaries inside.
 
@@ -43,7 +46,8 @@ def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
 
 
 def instantiate_layer(cfg: DictConfig) -> TTTLayer:
-    """A new layer from `cfg.layer`, with its own task, learner and optimizer.
+    """A new layer from `cfg.layer`, with its own task, learner and optimizer (or, of `layer=titans_mag` and the like, a
+    `Combined` of two).
 
     Raises:
         MetaTTTError: as `instantiate_part`.
@@ -78,10 +82,13 @@ def _pattern(cfg: DictConfig) -> list[Callable[[], Any]] | None:
     blocks = cfg.model.get("blocks")
     if blocks is None:
         return None
-    pattern, layers = (blocks.get(key) if isinstance(blocks, DictConfig) else None for key in ("pattern", "layers"))
-    known = isinstance(layers, DictConfig) and all(isinstance(one, DictConfig) and "_target_" in one for one in layers.values())
-    if not known or not isinstance(pattern, ListConfig) or not pattern or any(name not in layers for name in pattern):
-        raise MetaTTTError("model.blocks is no composed pattern of layers: the configuration is damaged")
+    given = blocks if isinstance(blocks, DictConfig) else {}
+    pattern, layers = given.get("pattern"), given.get("layers")
+    if not isinstance(layers, DictConfig) or not isinstance(pattern, ListConfig) or not pattern:
+        raise MetaTTTError(DAMAGED)
+    nodes = [layers.get(str(name)) for name in pattern]
+    if not all(isinstance(node, DictConfig) and "_target_" in node for node in nodes):
+        raise MetaTTTError(DAMAGED)
 
     def make(name: str) -> Any:
         try:
