@@ -3,11 +3,14 @@ layer has: state, conversion, generation, masks and reset."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -304,6 +307,20 @@ def test_a_damaged_pattern_allocates_nothing(tmp_path: Path, key: str, value: ob
 def test_a_block_that_is_no_layer() -> None:
     with pytest.raises(MetaTTTError, match="the layer of block 0 is a int: it must be a torch"):
         LanguageModel(31, 16, 1, blocks=[lambda: 3])
+
+
+def test_the_documentation() -> None:
+    """Its Python runs, and its commands compose."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "stacks.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "stacks"}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        exec(compile(block, "stacks.md", "exec"), names)
+    assert names["model"](torch.randint(257, (1, 5))).shape == (1, 5, 257)
+    assert names["layer"](torch.randn(1, 5, 64))[0].shape == (1, 5, 64)
+    commands = re.findall(r"^metattt train (.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
+    assert len(commands) == 7
+    for command in commands:
+        instantiate_model(compose("dim=16", "num_heads=2", *shlex.split(command, comments=True)))
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 
+MOST_SINKS = 2**16  # a state has a place for each from the start
+
 
 @register(group="learner", name="kernel_estimator")
 class KernelEstimator(NonParametric):
@@ -62,7 +64,7 @@ class KernelEstimator(NonParametric):
         check_flag("learner.bias", bias)
         if window is not None:
             check_integer("learner.window", window, advice=", or null for all tokens")
-        check_integer("learner.sinks", sinks, 0)
+        check_integer("learner.sinks", sinks, 0, MOST_SINKS)
         if sinks and window is None:
             raise MetaTTTError(
                 f"learner.sinks={sinks} has no meaning without a window, where every query sees all tokens: set "
