@@ -83,8 +83,10 @@ class Window:
         if plain and not state:
             y = estimate(q[:, :, :head], k[:, :, :head], v[:, :, :head], None)
         else:
-            data = first + past + new.cut(0, head)
-            y = estimate(q[:, :, :head], data.k, data.v, self._seen(ctx.positions[:, :head], document[:, :head], data))
+            data = (first + past if self.sinks else past) + new.cut(0, head)
+            y = estimate(
+                q[:, :, :head], data.k, data.v, self._seen(ctx.positions[:, :head], document[:, :head], data, plain)
+            )
         if head < q.shape[2]:
             y = torch.cat([y, self._chunks(estimate, q, new, first, ctx.positions, plain)], dim=2)
         return y, self._kept(new, first, past, ctx)
@@ -106,14 +108,17 @@ class Window:
         data = Data(k, v, torch.zeros_like(state["position"]), state["position"])
         return data.cut(0, self.sinks), data.cut(self.sinks, places)
 
-    def _seen(self, positions: Tensor, document: Tensor, data: Data) -> Tensor:
-        """`[B, 1, T, S]`: which data the queries see; the last T places of `data` are their own tokens."""
+    def _seen(self, positions: Tensor, document: Tensor, data: Data, real: bool = False) -> Tensor:
+        """`[B, 1, T, S]`: which data the queries see; the last T places of `data` are their own tokens. `real`: there is
+        no padding among them."""
         place, of = positions.unsqueeze(-1), document.unsqueeze(-1)
         position = data.position.unsqueeze(-2)
         near = position > place - self.size
         if self.sinks:
             near = near | (position < self.sinks)
         seen = (data.document.unsqueeze(-2) == of) & (position > EMPTY) & (position <= place) & near
+        if real:
+            return seen.unsqueeze(1)
         # A padded query sees its own token, so that its (unused) average is finite.
         count, width = seen.shape[-2:]
         own = torch.ones(count, width, dtype=torch.bool, device=seen.device).tril(width - count).triu(width - count)
@@ -161,7 +166,16 @@ class Window:
     def _kept(self, new: Data, first: Data, past: Data, ctx: Context) -> Tensors:
         """The state after the call: sinks and last tokens of the last document."""
         data, before = past + new, past.position.shape[1]
-        size = min(data.position.shape[1], self.size - 1)
+        total = data.position.shape[1]
+        size = min(total, self.size - 1)
+        if ctx.first is None and ctx.valid is None and not self.sinks:
+            kept = data.cut(total - size, total)
+            long = total > 4 * size  # a state must not hold on to a long sequence
+            return {
+                "k": kept.k.clone() if long else kept.k,
+                "v": kept.v.clone() if long else kept.v,
+                "position": kept.position,
+            }
         end = before + ctx.lengths.unsqueeze(1)  # of the real tokens
         last = data.document.gather(1, (end - 1).clamp(min=0))
         rows = end - size + torch.arange(size, device=end.device)
