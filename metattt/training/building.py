@@ -71,7 +71,7 @@ class Builder:
         if self.weights is not None:
             fill(model, read_weights(self.weights, modules(self.cfg.trust)), f"init_from={self.weights} does not fit this model")
         if self.cfg.compile:
-            for block in model.blocks:  # alike, so compiled once
+            for block in model.blocks:  # those that are alike are compiled once
                 block.compile()
 
 
