@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
+from metattt.inner.faults import FAILURES, explain
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.layer import TTTLayer
 from metattt.modules import projection, rms_norm
@@ -182,7 +183,11 @@ class Combined(nn.Module):
             x = x if packing is None else packing.sort(x)
         before = CombinedState(None, None) if state is None else state
         options: dict[str, Any] = {"packing": packing, "in_place": in_place}
-        y, after = self._combined(x, before, options)
+        try:
+            y, after = self._combined(x, before, options)
+        except FAILURES as error:
+            explain(error, x, self.parameters(), state, {})
+            raise
         if packing is not None:
             y = packing.blank(y) if placed else packing.restore(packing.blank(y))
         return y, after

@@ -221,12 +221,14 @@ def test_what_is_refused() -> None:
         with pytest.raises(MetaTTTError) as error:
             call()
         assert message in str(error.value) and str(error.value).count("\n") <= 1
-    layer = make("titans_mag")
     x = torch.randn(2, 5, 8, dtype=torch.float64)
+    with pytest.raises(MetaTTTError, match="bfloat16"):
+        make("lact_block")(x.bfloat16())
+    layer = make("titans_mag")
     for arguments, options in (
         ((x[..., :4],), {}), ((x[:, :0],), {}), ((x[0],), {}), ((3,), {}), ((x, layer.first(x)[1]), {}), ((x, layer(x[:1])[1]), {}),
         ((x, make("titans_mal")(x)[1]), {}), ((x,), {"mask": torch.ones(2, 5)}), ((x,), {"reset": torch.ones(2, 4, dtype=torch.bool)}),
-        ((x.masked_fill(x > 0, torch.nan),), {}),
+        ((x.masked_fill(x > 0, torch.nan),), {}), ((x.bfloat16(),), {}), ((x.long(),), {}), ((x.tolist(),), {}),
     ):  # fmt: skip
         with pytest.raises(MetaTTTError):
             layer(*arguments, **options)
