@@ -15,6 +15,7 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from metattt.combined import Combined
 from metattt.composition.choices import choices
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_layer
@@ -96,9 +97,11 @@ def examine(name: str, dim: int, num_heads: int) -> KnownLayer:
         MetaTTTError: an unknown name, or widths that the layer refuses.
     """
     cfg = compose(f"layer={name}", f"dim={dim}", f"num_heads={num_heads}", job="build")
-    layer = instantiate_layer(cfg)
-    parts = {group: _part(cfg[group], group) for group in GROUPS}
-    block = max(layer.optimizer.block, 16)
+    layer: TTTLayer | Combined = instantiate_layer(cfg)
+    nodes = [cfg.layer.first, cfg.layer.second] if isinstance(layer, Combined) else [cfg]
+    parts = {group: _joined([_part(node[group], group) for node in nodes]) for group in GROUPS}
+    inner = [one for one in layer.modules() if isinstance(one, TTTLayer)]
+    block = max(16, *(max(one.optimizer.block, getattr(one.learner, "window", None) or 0) for one in inner))
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
     sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
     state = _polynomial(sizes, counts)
@@ -126,6 +129,13 @@ def _part(node: DictConfig, group: str) -> tuple[str, str]:
     return name, ", ".join(f"{key}={_yaml(value)}" for key, value in changed if value != defaults[key])
 
 
+def _joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The parts of two layers in the place of one."""
+    if len(parts) == 1:
+        return parts[0]
+    return " + ".join(name for name, _ in parts), " + ".join(settings or "defaults" for _, settings in parts)
+
+
 def _yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
@@ -145,7 +155,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def _measure(layer: TTTLayer, count: int) -> tuple[int, int]:
+def _measure(layer: TTTLayer | Combined, count: int) -> tuple[int, int]:
     """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for
     them."""
     x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
@@ -169,7 +179,7 @@ def _degree(polynomial: tuple[float, ...]) -> int:
     return max((i for i, factor in enumerate(polynomial) if abs(factor) > 1e-6), default=0)
 
 
-def _goes_on(layer: TTTLayer) -> bool:
+def _goes_on(layer: TTTLayer | Combined) -> bool:
     """Whether a call can go on from the state of another."""
     x = torch.zeros(1, 1, layer.dim)
     with torch.no_grad():
@@ -180,7 +190,7 @@ def _goes_on(layer: TTTLayer) -> bool:
     return True
 
 
-def _is_causal(layer: TTTLayer) -> bool:
+def _is_causal(layer: TTTLayer | Combined) -> bool:
     """Whether later tokens change earlier outputs."""
     changes = found_out(layer, layer.dim)
     if changes is None:

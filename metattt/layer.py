@@ -130,6 +130,7 @@ class TTTLayer(nn.Module):
         packing: Packing | None = None,
         in_place: bool = False,
         start: Callable[[TTTLayer, Tokens, State, Context, Packing | None], tuple[Tokens, State]] | None = None,
+        projected: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, State]:
         """Reads the tokens `x` and returns the outputs and the state to go on from.
 
@@ -144,6 +145,7 @@ class TTTLayer(nn.Module):
             in_place: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
             start: finds the weights to go on from when views and gates are known (another process may have them);
                 `state` then only says where the tokens stand.
+            projected: what the task would project `x` to, where another layer has done it (`Task.borrow`).
 
         Returns:
             Outputs `[B, T, D]` and the new state.
@@ -153,7 +155,7 @@ class TTTLayer(nn.Module):
                 `x` (checked on CPU, if `refuse_nan`).
         """
         try:
-            return self._read(x, state, mask, reset, packing, in_place, start)
+            return self._read(x, state, mask, reset, packing, in_place, start, projected)
         except FAILURES as error:
             explain(error, x, self.parameters(), state, {"mask": mask, "reset": reset})
             raise
@@ -167,6 +169,7 @@ class TTTLayer(nn.Module):
         packing: Packing | None,
         in_place: bool,
         start: Callable[[TTTLayer, Tokens, State, Context, Packing | None], tuple[Tokens, State]] | None,
+        projected: tuple[Tensor, ...] | None,
     ) -> tuple[Tensor, State]:
         self._check_tokens(x, mask, reset)
         placed = packing is not None
@@ -183,7 +186,7 @@ class TTTLayer(nn.Module):
         elif start is None:
             self._check_state(x, state)
         ctx, pos = self.context(x, state, packing)
-        views, gates, task_state, rule_state = self.observe(x, state, ctx)
+        views, gates, task_state, rule_state = self.observe(x, state, ctx, projected)
         if given is not None:
             self._check_kept(given, task_state, rule_state)
         if isinstance(self.learner, NonParametric):
@@ -204,9 +207,14 @@ class TTTLayer(nn.Module):
             y = packing.blank(y) if placed else packing.restore(packing.blank(y))
         return y, State(pos, read.phase, read.weights, task_state, rule_state, read.learner)
 
-    def observe(self, x: Tensor, state: State, ctx: Context) -> tuple[Views, Gates, Tensors, Tensors]:
+    def observe(
+        self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
+    ) -> tuple[Views, Gates, Tensors, Tensors]:
         """Views and gates of the tokens, gates in fp32 or wider, and what the task and the optimizer carry on."""
-        views, task_state = self.task.views(x, state.task, ctx)
+        given = {} if projected is None else {"projected": projected}  # tasks that share nothing do not take it
+        views, task_state = self.task.views(x, state.task, ctx, **given)
+        if not self.learner.takes_groups:
+            views = views.for_every_head()
         gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         wide = torch.promote_types(views.k.dtype, torch.float32)
         if gates.eta.dtype != wide or gates[1:] != ABSENT:

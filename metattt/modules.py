@@ -31,6 +31,11 @@ def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
+def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """`norm(x)`, computed in the type of its scale, to which autocast does not bring a narrower `x`."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
 def spread(factor: Tensor, like: Tensor) -> Tensor:
     """`[B]` or `[B, H]` with trailing axes, to broadcast against `[B, H, *shape]`."""
     return factor[(...,) + (None,) * (like.ndim - factor.ndim)]

@@ -283,13 +283,20 @@ def titans(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     return output(p, x, rows)
 
 
-def polar_factor(matrix: Tensor) -> Tensor:
-    """Five Newton–Schulz steps (Muon), from a matrix of norm 1 but for an ε of 1e-7."""
+MUON = [(3.4445, -4.7750, 2.0315)] * 5
+LACT = [
+    (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]  # fmt: skip
+
+
+def polar_factor(matrix: Tensor, steps: list[tuple[float, float, float]]) -> Tensor:
+    """Five Newton–Schulz steps, from a matrix of norm 1 but for an ε of 1e-7."""
     x = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
     x = x / (x.square().sum((-2, -1), keepdim=True) + 1e-14).sqrt()
-    for _ in range(5):
+    for first, third, fifth in steps:
         a = x @ x.mT
-        x = 3.4445 * x - 4.7750 * (a @ x) + 2.0315 * (a @ a @ x)
+        x = first * x + third * (a @ x) + fifth * (a @ a @ x)
     return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
 
 
@@ -301,6 +308,18 @@ def lact(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """
     q, k, v = views(p, x, num_heads)
     q, k = (F.silu(z) / F.silu(z).norm(dim=-1, keepdim=True) for z in (q, k))
+    return output(p, x, lact_rows(p, x, (q, k, v), num_heads, b, MUON))
+
+
+def lact_rows(
+    p: Parameters,
+    x: Tensor,
+    views: tuple[Tensor, Tensor, Tensor],
+    num_heads: int,
+    b: int,
+    steps: list[tuple[float, float, float]],
+) -> list[Tensor]:
+    q, k, v = views
     projected = torch.einsum("btd,nd->btn", x, p["optimizer.rate_weight"]) + p["optimizer.rate_bias"]
     lr = F.softplus(projected).unflatten(-1, (num_heads, 3)).transpose(1, 2)  # [B, H, T, matrix]
     momentum = torch.sigmoid(gate(p, "momentum_gate.", x))
@@ -325,24 +344,39 @@ def lact(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
             memory = {name: total[name] + spread(mean, m) * m for name, m in memory.items()}
             total = {name: torch.zeros_like(g) for name, g in total.items()}
             for name, m in memory.items():
-                moved = now[name] + polar_factor(m)
+                moved = now[name] + polar_factor(m, steps)
                 before, after = ((w.square().sum(-2, keepdim=True) + 1e-12).sqrt() for w in (start[name], moved))
                 now = now | {name: moved / after * before}
-    return output(p, x, rows)
+    return rows
 
 
 # -- layers whose state is the data ------------------------------------------------------------------------------------
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int, always: tuple[Tensor, ...] = ()) -> list[Tensor]:
+    """Softmax over the last `window` keys, for every query, and over one more key and value `[H, d]` of every head."""
+    rows = []
+    for t in range(q.shape[2]):
+        seen = slice(max(0, t + 1 - window), t + 1)
+        keys, values = k[:, :, seen], v[:, :, seen]
+        if always:
+            more = (one.expand_as(k[:, :, 0]).unsqueeze(2) for one in always)
+            keys, values = (torch.cat([one, z], 2) for one, z in zip(more, (keys, values), strict=True))
+        scores = torch.einsum("bhd,bhsd->bhs", q[:, :, t], keys) / math.sqrt(q.shape[-1])
+        weight = scores.exp()
+        rows.append(torch.einsum("bhs,bhsd->bhd", weight / weight.sum(-1, keepdim=True), values))
+    return rows
+
+
 def attention(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
+    return window_attention(p, x, num_heads, b, window=x.shape[1])
+
+
+def window_attention(p: Parameters, x: Tensor, num_heads: int, b: int, window: int = 3) -> Tensor:
     q, k, v = views(p, x, num_heads)
     q, k = (rope(z, list(range(x.shape[1]))) for z in (q, k))
-    rows = []
-    for t in range(x.shape[1]):
-        scores = torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, : t + 1]) / math.sqrt(q.shape[-1])
-        weight = scores.exp()
-        rows.append(torch.einsum("bhs,bhsd->bhd", weight / weight.sum(-1, keepdim=True), v[:, :, : t + 1]))
-    return output(p, x, rows)
+    always = [p[f"learner.slow.{name}"] for name in ("k0", "v0") if f"learner.slow.{name}" in p]
+    return output(p, x, attend(q, k, v, window, tuple(always)))
 
 
 def nearest(p: Parameters, x: Tensor, num_heads: int, b: int, neighbours: int = 3) -> Tensor:
@@ -511,3 +545,49 @@ def linear_attention_image(p: Parameters, x: Tensor, num_heads: int, b: int) -> 
 
 def linear_attention_elu_image(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     return to_all(p, x, num_heads, lambda q, k: ((F.elu(q) + 1) * (F.elu(k) + 1)).sum(-1), normalize=True)
+
+
+# -- two layers in the place of one ------------------------------------------------------------------------------------
+
+
+def within(p: Parameters, prefix: str) -> Parameters:
+    """The parameters of one of the layers."""
+    return {name.removeprefix(prefix): x for name, x in p.items() if name.startswith(prefix)}
+
+
+def rms(x: Tensor, scale: Tensor) -> Tensor:
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * scale
+
+
+def titans_mag(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
+    attended = window_attention(within(p, "first."), x, num_heads, b)
+    remembered = titans(within(p, "second."), x, num_heads, b)
+    return rms(attended, p["norms.0.weight"]) * torch.sigmoid(rms(remembered, p["norms.1.weight"]))
+
+
+def titans_mal(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
+    remembered = titans(within(p, "first."), x, num_heads, b)
+    return window_attention(within(p, "second."), remembered, num_heads, b)
+
+
+def lact_block(p: Parameters, x: Tensor, num_heads: int, b: int, memory_heads: int | None = None) -> Tensor:
+    """q, k, v of one projection, q and k normed over D; attention turns them, and the memory its own of them:
+    `u = silu(s ∘ q + o)`, of unit length in each of its heads, turned in those of the attention; `silu(v)`.
+    """
+    few = num_heads if memory_heads is None else memory_heads
+    q, k, v = (x @ p[f"first.task.{name}.weight"].T for name in ("q", "k", "v"))
+    q, k = rms(q, p["first.task.q_norm.weight"]), rms(k, p["first.task.k_norm.weight"])
+    positions = list(range(x.shape[1]))
+    turned = [rope(heads_of(z, num_heads), positions) for z in (q, k)]
+    attended = torch.stack(attend(*turned, heads_of(v, num_heads), window=3), 1).flatten(2)
+    own = []
+    for i, z in enumerate((q, k)):
+        u = heads_of(F.silu(z * p["second.task.qk_scale"][i] + p["second.task.qk_offset"][i]), few)
+        u = u / (u.norm(dim=-1, keepdim=True) + 1e-5)
+        u = rope(heads_of(u.transpose(1, 2).flatten(2), num_heads), positions)
+        own.append(heads_of(u.transpose(1, 2).flatten(2), few))
+    memory = within(p, "second.")
+    rows = lact_rows(memory, x, (own[0], own[1], heads_of(F.silu(v), few)), few, b, LACT)
+    remembered = rms(torch.stack(rows, 1), p["head_norm.weight"])  # [B, T, H, d]
+    scale = F.silu(x @ p["head_scale.weight"].T + p["head_scale.bias"])
+    return (attended + (remembered * scale.unsqueeze(-1)).flatten(2)) @ p["out.weight"].T

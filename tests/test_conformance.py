@@ -16,7 +16,7 @@ from metattt.learners import MLP, FastWeights, KernelEstimator, Learner, Linear,
 from metattt.optimizers import Adam, Append, BlockMomentum, Gates, GradientDescent, InnerOptimizer, Momentum
 from metattt.optimizers.base import Coefficients
 from metattt.state import Context, Tensors
-from metattt.tasks import Reconstruction, Task, Views
+from metattt.tasks import LaCTViews, Reconstruction, Task, Views
 from metattt.testing import (
     LAWS,
     LearnerConformance,
@@ -45,6 +45,10 @@ class TestGaussianKernel(LearnerConformance):
     make = staticmethod(lambda: KernelEstimator("gaussian", residual=True, norm=True))
 
 
+class TestWindow(LearnerConformance):
+    make = staticmethod(lambda: KernelEstimator(window=3, sinks=2, bias=True, learn_init=True))
+
+
 class TestReconstruction(TaskConformance):
     make = staticmethod(lambda: Reconstruction(bias=True, feature_map="elu", normalize_qk=True))
 
@@ -63,6 +67,14 @@ class TestReconstructionFromHoles(TaskConformance):
     make = staticmethod(
         lambda: Reconstruction(feature_map="silu", corruption="mask", corruption_rate=0.3, seed=1, loss="dot")
     )
+
+
+class TestGroupedHeads(TaskConformance):
+    make = staticmethod(lambda: Reconstruction(kv_heads=1, qk_norm=True, rope="full", corruption="noise", seed=1))
+
+
+class TestLaCTViews(TaskConformance):
+    make = staticmethod(lambda: LaCTViews(rope_heads=1, qk_norm=True))
 
 
 class TestGradientDescent(OptimizerConformance):

@@ -35,7 +35,8 @@ class Shifted(nn.Linear):
 
 
 def build(name: str) -> TTTLayer:
-    small = {"lact": ["optimizer.mini_batch_size=8"], "titans": ["optimizer.mini_batch_size=8"]}
+    small = {name: ["optimizer.mini_batch_size=8"] for name in ("lact", "lact_block", "titans")}
+    small["window_attention"] = ["learner.window=4"]
     return metattt.build(f"layer={name}", "dim=16", "num_heads=2", *small.get(name, []))
 
 

@@ -25,13 +25,14 @@ SMALL = {
     "titans": [f"optimizer.mini_batch_size={B}"],
     "ttt_linear": [f"optimizer.mini_batch_size={B}"],
     "ttt_mlp": [f"optimizer.mini_batch_size={B}"],
+    "window_attention": ["learner.window=3"],
 }
 NO_GRADIENT = {"nearest": {"task.q.weight", "task.k.weight"}}  # which tokens are nearest is a choice
 NOT_APPLICABLE = {
     *(
         (row, law) for row in ("mttt_linear", "mttt_mlp") for law in ("splits", "causality", "packing")
     ),  # a call answers at its end
-    *((row, "forms") for row in ("attention", "nearest", "kernel_ridge")),  # they have one
+    *((row, "forms") for row in ("attention", "window_attention", "nearest", "kernel_ridge")),  # they have one
 }
 ONE_CALL = [
     "self_attention",
@@ -53,6 +54,7 @@ SEQUENTIAL = [
         "titans",
         "lact",
         "attention",
+        "window_attention",
         "nearest",
         "kernel_ridge",
         "mttt_linear",
@@ -62,6 +64,7 @@ SEQUENTIAL = [
     ),
 ]
 ROWS = SEQUENTIAL + ONE_CALL
+TWO_IN_ONE = ["lact_block", "titans_mag", "titans_mal"]  # of a `Combined`: see test_combined.py
 
 
 def specimen(row: str) -> Specimen:
@@ -71,7 +74,7 @@ def specimen(row: str) -> Specimen:
 def test_every_known_layer_is_a_row() -> None:
     folder = files("metattt.configs") / "layer"
     known = {file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")}
-    assert known - {"custom"} == set(ROWS)  # custom chooses nothing
+    assert known - {"custom"} == {*ROWS, *TWO_IN_ONE}  # custom chooses nothing
 
 
 @pytest.mark.parametrize("row", ROWS)

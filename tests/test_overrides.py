@@ -91,6 +91,7 @@ def test_the_inner_loop_has_such_a_key_too(typed: str) -> None:
 
 def test_the_table_of_names_points_at_keys_that_exist() -> None:
     composed = [compose(job=job) for job in ("train", "eval", "generate", "prepare", "convert")]
+    composed.append(compose("layer=window_attention"))
     composed.append(compose("model=vision_transformer", "data=images", "training=timm"))
     known = {key for cfg in composed for key in known_keys(cfg).values()}
     assert not set(KEYS) - known

@@ -80,7 +80,8 @@ def test_a_layer_prints_what_it_is() -> None:
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_known_layer_prints(name: str) -> None:
     built = metattt.build(f"layer={name}", "dim=16", "num_heads=2")
-    assert repr(built).startswith("TTTLayer(\n  dim=16, num_heads=2, form=")
+    one = repr(built).startswith("TTTLayer(\n  dim=16, num_heads=2, form=")
+    assert one or repr(built).startswith("Combined(\n  dim=16, how=")
 
 
 def test_settings_of_a_part_of_ones_own() -> None:

@@ -32,7 +32,8 @@ NOT_CAUSAL = {
     "linear_attention_image",
     "linear_attention_elu_image",
 }  # for images
-CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL]
+TWO_IN_ONE = {"lact_block", "titans_mag", "titans_mal"}  # backbones set keys of one layer
+CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL | TWO_IN_ONE]
 
 
 def golden(kind: str) -> Any:

@@ -64,5 +64,6 @@ def _read_libraries() -> None:
     """Classes that no decorator registers: the composer, which names nothing of configurations, and Lightning's
     Trainer."""
     store("layer", "ttt_layer", "metattt.layer.TTTLayer", constructor("metattt.layer", "TTTLayer"))
+    store("layer", "combined", "metattt.combined.Combined", constructor("metattt.combined", "Combined"))
     with suppress(Unreadable):  # not installed, or of another version: then a new argument needs Hydra's `+`
         PARAMETERS[TRAINER] = {one.name: () for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")}

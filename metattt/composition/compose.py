@@ -21,7 +21,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.composition.choices import keys_of
+from metattt.composition.blocks import fill_blocks, take_settings
+from metattt.composition.choices import groups, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.keys import check_keys
@@ -85,17 +86,25 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
     """
     load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
     prepared = prepare(overrides, job)
-    try:
-        cfg, chosen = _compose(prepared, job)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise MetaTTTError(_unknown_key(prepared, job) or explain_composition(error, job)) from error
-    check_keys(cfg, keys_of(job), job)
+    prepared, settings = take_settings(prepared) if "model" in groups(job) else (prepared, [])
+    cfg, chosen = _checked(prepared, job)
+    stack = fill_blocks(cfg, prepared, settings, lambda of_block: _checked(of_block, job)[0])
     if "name" in cfg and cfg.name is None:
-        cfg.name = chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"]
+        cfg.name = stack or (chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"])
     if "given" in cfg:
         cfg.given = [override for override in overrides if override not in NOTHING]
-    _check_parameters(cfg, job)
     return cfg
+
+
+def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
+    """As `_compose`, with all that can be wrong said in the words of `metattt.composition.messages`."""
+    try:
+        cfg, chosen = _compose(overrides, job)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise MetaTTTError(_unknown_key(overrides, job) or explain_composition(error, job)) from error
+    check_keys(cfg, keys_of(job), job)
+    _check_parameters(cfg, job)
+    return cfg, chosen
 
 
 def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.messages import explain_instantiation
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from metattt.layer import TTTLayer
     from metattt.models.language_model import LanguageModel
+
+
+DAMAGED = "model.blocks is no composed pattern of layers: the configuration is damaged"
 
 
 def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
@@ -42,7 +46,8 @@ def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
 
 
 def instantiate_layer(cfg: DictConfig) -> TTTLayer:
-    """A new layer from `cfg.layer`, with its own task, learner and optimizer.
+    """A new layer from `cfg.layer`, with its own task, learner and optimizer (or, of `layer=titans_mag` and the like, a
+    `Combined` of two).
 
     Raises:
         MetaTTTError: as `instantiate_part`.
@@ -52,15 +57,43 @@ def instantiate_layer(cfg: DictConfig) -> TTTLayer:
 
 
 def instantiate_model(cfg: DictConfig, on_block: Callable[[nn.Module], object] | None = None) -> LanguageModel:
-    """The model of `cfg.model`; every one of its blocks gets a new layer of `cfg.layer`. `on_block`: see
-    `LanguageModel`.
+    """The model of `cfg.model`. Every one of its blocks gets a new layer of `cfg.layer`, or of its place in the pattern
+    `cfg.model.blocks` (`metattt.composition.blocks`). `on_block`: see `LanguageModel`.
 
     Raises:
         MetaTTTError: as `instantiate_part`.
     """
+    layers = _pattern(cfg)
+    if layers is not None:
+        cfg = copy.deepcopy(cfg)
+        cfg.model.blocks = None
     make = instantiate_part(cfg, "model", _partial_=True)
-    layer = partial(instantiate_layer, cfg)
-    model: LanguageModel = make(layer=layer) if on_block is None else make(layer=layer, on_block=on_block)
+    options: dict[str, Any] = {"layer": partial(instantiate_layer, cfg)} if layers is None else {"blocks": layers}
+    if on_block is not None:
+        options["on_block"] = on_block
+    model: LanguageModel = make(**options)
     if not hasattr(model, "parameters"):
         raise MetaTTTError(f"model._target_={cfg.model._target_} makes a {type(model).__name__}: it must be a torch.nn.Module")
     return model
+
+
+def _pattern(cfg: DictConfig) -> list[Callable[[], Any]] | None:
+    """What makes the layers of a pattern of blocks; None: there is none."""
+    blocks = cfg.model.get("blocks")
+    if blocks is None:
+        return None
+    given = blocks if isinstance(blocks, DictConfig) else {}
+    pattern, layers = given.get("pattern"), given.get("layers")
+    if not isinstance(layers, DictConfig) or not isinstance(pattern, ListConfig) or not pattern:
+        raise MetaTTTError(DAMAGED)
+    nodes = [layers.get(str(name)) for name in pattern]
+    if not all(isinstance(node, DictConfig) and "_target_" in node for node in nodes):
+        raise MetaTTTError(DAMAGED)
+
+    def make(name: str) -> Any:
+        try:
+            return instantiate_part(layers, name)
+        except MetaTTTError as error:
+            raise MetaTTTError(f"model.blocks, {name}: {error}") from error
+
+    return [partial(make, str(name)) for name in pattern]

@@ -212,7 +212,8 @@ def _in_another_choice(owner: str, name: str) -> str | None:
     """A field called `name` of another choice of the same group."""
     having = [schema for (group, schema), target in REGISTERED.items() if group == owner and name in PARAMETERS[target]]
     schema = next((one for one in having if one == name), next(iter(having), None))
-    return f"{owner}={choice_of_schema(owner, schema) or schema} {owner}.{name}" if schema else None
+    choice = choice_of_schema(owner, schema) if schema else None
+    return f"{owner}={choice} {owner}.{name}" if choice else None
 
 
 def _elsewhere(owner: str, name: str, known: dict[str, str]) -> str | None:

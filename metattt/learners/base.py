@@ -64,6 +64,7 @@ class Learner(Part, ABC):
     mixes_tokens = False
     has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
     causal = True  #: False for learners that answer a query from later tokens too
+    takes_groups = False  #: True if k and v may have fewer heads than q (grouped-query heads); else each gets a copy
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
 
     def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):

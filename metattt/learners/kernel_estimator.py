@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import check_choice, check_flag, check_integer, check_number
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
+from metattt.learners.window import Window
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
+
+MOST_SINKS = 2**16  # a state has a place for each from the start
 
 
 @register(group="learner", name="kernel_estimator")
@@ -29,13 +32,19 @@ class KernelEstimator(NonParametric):
             nearest labels.
         bandwidth: h; None takes √d.
         neighbours: how many labels `nearest` averages (tokens).
+        window: a query sees the last `window` tokens, its own among them (sliding-window attention), and the state
+            holds no more of them; None: all.
+        sinks: with a window, the first tokens of a document that every query sees beside it (attention sinks, arXiv
+            2309.17453).
         bias: add a constant to the estimate.
         residual, norm: use `x + LN(f(x))`.
         learn_init: start from one learned data point (k₀, v₀); False starts from no data.
 
     Raises:
-        MetaTTTError: an unknown kernel, or a bandwidth or number of neighbours that is not positive.
+        MetaTTTError: an unknown kernel, a bandwidth or number of tokens that is not positive, or sinks without a window.
     """
+
+    takes_groups = True
 
     def __init__(
         self,
@@ -46,14 +55,25 @@ class KernelEstimator(NonParametric):
         residual: bool = False,
         norm: bool = False,
         learn_init: bool = False,
+        window: int | None = None,
+        sinks: int = 0,
     ):
         super().__init__(residual=residual, norm=norm, learn_init=learn_init)
         check_choice("learner.kernel", kernel, ("exponential", "gaussian", "nearest"))
         check_integer("learner.neighbours", neighbours)
         check_flag("learner.bias", bias)
+        if window is not None:
+            check_integer("learner.window", window, advice=", or null for all tokens")
+        check_integer("learner.sinks", sinks, 0, MOST_SINKS)
+        if sinks and window is None:
+            raise MetaTTTError(
+                f"learner.sinks={sinks} has no meaning without a window, where every query sees all tokens: set "
+                "learner.window, or learner.sinks=0"
+            )
         if bandwidth is not None:
             check_number("learner.bandwidth", bandwidth, above=0, advice=", or null for the root of the head width")
         self.kernel, self.bandwidth, self.neighbours, self.with_bias = kernel, bandwidth, neighbours, bias
+        self.window, self.sinks = window, sinks
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         weights = {"bias": Weight((d_out,), std=0.0, fast=False)} if self.with_bias else {}
@@ -64,8 +84,14 @@ class KernelEstimator(NonParametric):
     def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]` for the queries, and the data with the new tokens appended.
 
-        `state` holds keys and values `[B, H, S, d]` and, where sequences differ, `document` `[B, S]` (−1 for padding).
+        `state` holds keys and values `[B, G, S, d]` (G heads, as the task makes them) and, where sequences differ,
+        `document` `[B, S]` (−1 for padding); with a window, what `Window.scan` says.
         """
+        if self.window is not None:
+            y, after = Window(self.window, self.sinks).scan(self.estimate, views, state, ctx)
+            return self.finished(y, views.q), after
+        if "position" in state:
+            raise MetaTTTError("the state is from another layer: it has a window, and this one has learner.window=null")
         k, v, q = views
         batch, count = ctx.positions.shape
         past = state["k"].shape[2] if state else 0
@@ -78,10 +104,12 @@ class KernelEstimator(NonParametric):
         if state:
             k, v = torch.cat([state["k"].to(k.dtype), k], dim=2), torch.cat([state["v"].to(v.dtype), v], dim=2)
         y = self.estimate(q, k, v, self.visible(document, count, past, q.device))
+        return self.finished(y, q), {"k": k, "v": v} | ({} if document is None else {"document": document})
+
+    def finished(self, y: Tensor, q: Tensor) -> Tensor:
+        """Predictions from averages `y` `[B, H, T, d]`: with the constant, the norm and the queries `q`."""
         slow = FastWeights({}, dict(self.slow.items()), q.dtype)
-        if self.with_bias:
-            y = slow.bias(y, "bias")
-        return self.wrap(slow, q, y), {"k": k, "v": v} | ({} if document is None else {"document": document})
+        return self.wrap(slow, q, slow.bias(y, "bias") if self.with_bias else y)
 
     def visible(self, document: Tensor | None, count: int, past: int, device: torch.device) -> Tensor | None:
         """Which data each query may see, `[B or 1, 1, T, S]`; None means all earlier tokens of a call without a
@@ -96,7 +124,12 @@ class KernelEstimator(NonParametric):
         return (causal & same).unsqueeze(1)
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """Averages `[B, H, T, d]` over the data that is `visible` `[B or 1, 1, T, S]` (None: causally all of it)."""
         bandwidth = math.sqrt(q.shape[-1]) if self.bandwidth is None else self.bandwidth
+        grouped = k.shape[1] != q.shape[1]
+        if grouped and (self.learn_init or self.kernel != "exponential"):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            grouped = False
         if self.learn_init:
             k, v = (
                 torch.cat([self.slow[n].to(x.dtype).unsqueeze(1).expand(x.shape[0], -1, 1, -1), x], 2)
@@ -107,7 +140,7 @@ class KernelEstimator(NonParametric):
             visible = F.pad(visible, (1, 0), value=True)
         if self.kernel == "exponential":
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=visible, is_causal=visible is None, scale=1 / bandwidth
+                q, k, v, attn_mask=visible, is_causal=visible is None, scale=1 / bandwidth, enable_gqa=grouped
             )
         if visible is None:
             visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]

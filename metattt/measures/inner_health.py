@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from metattt.combined import Combined
 from metattt.inner.loop import Work
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
@@ -57,8 +58,8 @@ def inner_health(model: nn.Module, run: Callable[[], Any]) -> dict[int, Health]:
     found: dict[int, Health] = {}
     hooks = []
     for index, block in enumerate(getattr(model, "blocks", ())):
-        layer = getattr(block, "layer", None) or getattr(getattr(block, "attn", None), "layer", None)
-        if isinstance(layer, TTTLayer) and layer.learner.has_weights:
+        layer = learning(block)
+        if layer is not None:
 
             def look(module: Any, arguments: tuple[Any, ...], index: int = index) -> None:
                 found[index] = layer_health(module, arguments[0])
@@ -71,6 +72,19 @@ def inner_health(model: nn.Module, run: Callable[[], Any]) -> dict[int, Health]:
         for hook in hooks:
             hook.remove()
     return found
+
+
+def learning(block: nn.Module) -> TTTLayer | None:
+    """The layer of a block that has weights to train, which may be one of two in its place; None: there is none, or
+    its views are made elsewhere."""
+    layer = getattr(block, "layer", None) or getattr(getattr(block, "attn", None), "layer", None)
+    if isinstance(layer, Combined):
+        return None if layer.out is not None else next(filter(_learns, layer.modules()), None)
+    return layer if _learns(layer) else None
+
+
+def _learns(layer: object) -> TypeGuard[TTTLayer]:
+    return isinstance(layer, TTTLayer) and layer.learner.has_weights
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from metattt.combined import Combined
 from metattt.errors import MetaTTTError, NotFinite
 from metattt.extras import need
 from metattt.inner.tokens import Tokens
@@ -85,7 +86,9 @@ def unmeasured(model: LanguageModel) -> dict[int, str]:
     reasons = {}
     for index, block in enumerate(model.blocks):
         layer: Any = block.layer
-        if not isinstance(layer, TTTLayer):
+        if isinstance(layer, Combined):
+            reasons[index] = "the two layers in its place are not measured"
+        elif not isinstance(layer, TTTLayer):
             reasons[index] = f"{type(layer).__name__} has no inner loop"
         elif not layer.learner.has_weights:
             reasons[index] = f"{type(layer.learner).__name__} keeps its data and has no weights to train"

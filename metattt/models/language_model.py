@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from metattt.combined import Combined
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.inner.causality import Causality
 from metattt.inner.faults import FAILURES, require_ids
@@ -132,7 +133,7 @@ class Block(nn.Module):
         self.conv = CausalConv(dim, conv_width) if conv_width else None
         self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.layer = layer
-        self.ours = isinstance(layer, TTTLayer)  # others are told of padding and documents by mask= and reset=
+        self.ours = isinstance(layer, TTTLayer | Combined)  # others are told of padding and documents by mask= and reset=
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = SwiGLU(dim, ffn_dim)
 
@@ -157,12 +158,46 @@ class Block(nn.Module):
             y, tail = self.conv(z, tail, ctx)
             x = x + y
         if self.ours:
-            start = None if early is None else early.start
-            y, state = self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, start=start)
+            found: dict[str, Any] = {} if early is None else {"start": early.start}
+            y, state = self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, **found)
         else:
             y, state = self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
         x = x + y
         return x + self.ffn(self.ffn_norm(x)), state, tail
+
+
+def pattern_of(layer: object, blocks: object, count: int) -> Sequence[Callable[[], nn.Module]]:
+    """What makes the layers of `count` blocks, in turn: `layer` for all, or a pattern `blocks`.
+
+    Raises:
+        MetaTTTError: both or none of them, no functions, or more of them than blocks.
+    """
+    if blocks is None:
+        check_function("layer", layer)
+        return [layer]  # type: ignore[list-item]
+    if layer is not None:
+        raise MetaTTTError("layer is for every block, and blocks a pattern of layers: give one of them")
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not blocks:
+        raise MetaTTTError(f"blocks is {blocks!r:.60}: it must be a list of functions that make layers, one at least")
+    for number, make in enumerate(blocks):
+        check_function(f"blocks[{number}]", make)
+    if len(blocks) > count:
+        raise MetaTTTError(
+            f"model.blocks is a pattern of {len(blocks)} blocks, and model.num_layers={count}: set "
+            f"model.num_layers={len(blocks)}, or more"
+        )
+    return blocks
+
+
+def check_function(name: str, function: object) -> None:
+    """Refuses what cannot be called to make something; a module is made already.
+
+    Raises:
+        MetaTTTError: naming it.
+    """
+    if not callable(function) or isinstance(function, nn.Module):
+        kind = type(function).__name__
+        raise MetaTTTError(f"{name} is a {kind}: it must be a function, such as one that makes a layer")
 
 
 def check_blocks(key: str, count: int, numbers: int) -> None:
@@ -191,6 +226,8 @@ class LanguageModel(nn.Module):
         num_layers: number of blocks.
         layer: makes the sequence layer of one block; called `num_layers` times. The layer is called as
             `y, state = layer(x, state, mask=..., reset=...)`.
+        blocks: in place of `layer`, such functions for a pattern of blocks, which is repeated to `num_layers`: every
+            block gets the layer of its place. In configurations: names of layers (`metattt.composition.blocks`).
         ffn_dim: hidden width of the SwiGLU. None: 8/3 of dim, rounded up to a multiple of 16.
         pre_conv: a causal depthwise convolution before the layer (the Mamba backbone of the paper).
         conv_width: its taps (tokens).
@@ -204,7 +241,8 @@ class LanguageModel(nn.Module):
         on_block: called with every block before the next is made, e.g. to divide it among processes; from Python alone.
 
     Raises:
-        MetaTTTError: a size that is not positive, or a layer that sees the future.
+        MetaTTTError: a size that is not positive, a layer that sees the future, or a pattern of more blocks than there
+            are.
     """
 
     def __init__(
@@ -212,7 +250,7 @@ class LanguageModel(nn.Module):
         vocab_size: int,
         dim: int,
         num_layers: int,
-        layer: Callable[[], nn.Module],
+        layer: Callable[[], nn.Module] | None = None,
         ffn_dim: int | None = None,
         pre_conv: bool = True,
         conv_width: int = 4,
@@ -221,6 +259,7 @@ class LanguageModel(nn.Module):
         checkpoint_blocks: bool = False,
         on_block: Callable[[nn.Module], object] | None = None,
         causal: bool = True,
+        blocks: Any = None,
     ):
         super().__init__()
         check_integer("dim", dim)
@@ -237,9 +276,9 @@ class LanguageModel(nn.Module):
         flags = {"pre_conv": pre_conv, "tie_embeddings": tie_embeddings, "causal": causal}
         for name, flag in (flags | {"checkpoint_blocks": checkpoint_blocks}).items():
             check_flag(f"model.{name}", flag)
-        for name, function in (("layer", layer), ("on_block", on_block)):
-            if (not callable(function) or isinstance(function, nn.Module)) and (name, function) != ("on_block", None):
-                raise MetaTTTError(f"{name} is a {type(function).__name__}: it must be a function, such as one that makes a layer")
+        layers = pattern_of(layer, blocks, num_layers)
+        if on_block is not None:
+            check_function("on_block", on_block)
         check_room(dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim")
         check_blocks("model.num_layers", num_layers, 3 * dim * ffn_dim + dim * dim)
         self.vocab_size = vocab_size
@@ -249,8 +288,10 @@ class LanguageModel(nn.Module):
         width = conv_width if pre_conv else None
         self.blocks = nn.ModuleList()
         self.causal, self.dim, causality = causal, dim, Causality()
-        for _ in range(num_layers):
-            made = layer()
+        for number in range(num_layers):
+            made = layers[number % len(layers)]()
+            if not isinstance(made, nn.Module):
+                raise MetaTTTError(f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module")
             if causal:
                 causality.check(made, dim)
             self.blocks.append(Block(dim, made, ffn_dim, width, norm_eps))

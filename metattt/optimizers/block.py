@@ -117,6 +117,8 @@ class BlockMomentum(BlockRule):
         decay, decay_init: α likewise.
         pool: what is averaged over a mini-batch: the gates' `logits` (Titans) or the `gates` themselves (LaCT).
         orthogonalize: replace the step of each matrix by its polar factor, by Newton–Schulz iterations (Muon).
+        newton_schulz: the coefficients of these iterations: `constant`, Muon's in all five, or `scheduled`, five of their
+            own (LaCT's language models).
         row_norm: rescale the weights of every output of a matrix to the norm they have in W0 (LaCT, arXiv 2505.23884;
             rows of its matrices, which are `(d_out, d_in)`).
     """
@@ -138,7 +140,9 @@ class BlockMomentum(BlockRule):
         orthogonalize: bool = False,
         row_norm: bool = False,
         compute_chunk: int | None = None,
+        newton_schulz: Literal["constant", "scheduled"] = "constant",
     ):
+        check_choice("optimizer.newton_schulz", newton_schulz, SCHEDULES)
         check_choice("optimizer.lr", lr, ("per_head", "shared", "constant", "per_weight"))
         super().__init__(
             mini_batch_size,
@@ -165,6 +169,7 @@ class BlockMomentum(BlockRule):
             check_flag(f"optimizer.{key}", flag)
         self.momentum, self.momentum_init, self.decay, self.decay_init = momentum, momentum_init, decay, decay_init
         self.pool, self.orthogonalize, self.row_norm = pool, orthogonalize, row_norm
+        self.newton_schulz = newton_schulz
         self.roles = ("momentum",) if momentum != "none" else ()
         self.pull = row_norm  # W0 is carried, for its norms
 
@@ -215,13 +220,13 @@ class BlockMomentum(BlockRule):
         memory = dict(carry["update"])
         if beta is not None and "momentum" in carry:
             memory = {name: spread(beta, x) * carry["momentum"][name] + x for name, x in memory.items()}
-        after = {}
+        after, schedule = {}, SCHEDULES[self.newton_schulz]
         for name, weight in carry["commit"].items():
             step, factors = memory[name], carry.get("factors", {})
             if self.orthogonalize and f"{name}.left" in factors:
-                step = newton_schulz_factored(factors[f"{name}.left"], factors[f"{name}.right"])
+                step = newton_schulz_factored(factors[f"{name}.left"], factors[f"{name}.right"], schedule)
             elif self.orthogonalize and weight.ndim == 4:
-                step = newton_schulz(step)
+                step = newton_schulz(step, schedule)
             moved = (weight if alpha is None else spread(alpha, weight) * weight) + step
             if self.row_norm and weight.ndim == 4:
                 moved = moved * (_output_norms(carry["origin"][name]) / _output_norms(moved))
@@ -288,27 +293,43 @@ class Adam(BlockRule):
         return {"commit": after, "momentum": first, "second": second, "age": age}
 
 
-def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """Approximate polar factor of `[..., m, n]`: singular values go towards 1 (Muon; quintic with coefficients 3.4445,
-    −4.7750, 2.0315)."""
+Schedule = tuple[tuple[float, float, float], ...]
+"""The coefficients a, b, c of every iteration `X ← aX + (bG + cG²)X`, `G = XXᵀ`."""
+
+SCHEDULES: dict[str, Schedule] = {
+    "constant": ((3.4445, -4.7750, 2.0315),) * 5,
+    "scheduled": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+
+def newton_schulz(matrix: Tensor, schedule: Schedule = SCHEDULES["constant"], eps: float = 1e-7) -> Tensor:
+    """Approximate polar factor of `[..., m, n]`: singular values go towards 1 (Muon, quintic iterations)."""
     transpose = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if transpose else matrix
     x = x / (x.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()
-    for _ in range(steps):
+    for a, b, c in schedule:
         gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if transpose else x
 
 
-def newton_schulz_factored(left: Tensor, right: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+def newton_schulz_factored(
+    left: Tensor, right: Tensor, schedule: Schedule = SCHEDULES["constant"], eps: float = 1e-7
+) -> Tensor:
     """`newton_schulz(leftᵀ right)` for `[..., b, m]` and `[..., b, n]`, iterating on `[..., b, b]`: `X = leftᵀ M right`
     throughout."""
     first, second = left @ left.mT, right @ right.mT
     norm = ((first * second).sum((-2, -1), keepdim=True) + eps**2).sqrt()
     middle = torch.eye(left.shape[-2], dtype=left.dtype, device=left.device) / norm
-    for _ in range(steps):
+    for a, b, c in schedule:
         gram = middle @ second @ middle.mT @ first  # X Xᵀ leftᵀ = leftᵀ gram
-        middle = 3.4445 * middle + (-4.7750 * gram + 2.0315 * gram @ gram) @ middle
+        middle = a * middle + (b * gram + c * gram @ gram) @ middle
     return left.mT @ middle @ right
 
 

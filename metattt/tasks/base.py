@@ -7,16 +7,27 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.part import Part
 from metattt.state import Context, Tensors
 
 
 class Views(NamedTuple):
-    """The three views of a token, each `[B, H, T, ·]`: training view k, label view v, test view q."""
+    """The three views of a token, each `[B, H, T, ·]`: training view k, label view v, test view q.
+
+    With grouped-query heads k and v are `[B, G, T, ·]`, each shared by H / G neighbouring heads of q.
+    """
 
     k: Tensor
     v: Tensor
     q: Tensor
+
+    def for_every_head(self) -> Views:
+        """k and v for each of the H heads."""
+        copies = self.q.shape[1] // self.k.shape[1]
+        if copies == 1:
+            return self
+        return Views(self.k.repeat_interleave(copies, 1), self.v.repeat_interleave(copies, 1), self.q)
 
 
 class Task(Part, ABC):
@@ -50,6 +61,22 @@ class Task(Part, ABC):
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the
         start."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the views are made of where two layers share it (`metattt.combined.Combined`): `x` `[B, T, D]`, projected.
+
+        Raises:
+            MetaTTTError: the task does not tell projections from views.
+        """
+        raise MetaTTTError(f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false")
+
+    def borrow(self, lender: Task) -> None:
+        """Gives up the projections: `views` is handed what `lender.project(x)` returns, as `projected`.
+
+        Raises:
+            MetaTTTError: it cannot be made of that.
+        """
+        raise MetaTTTError(f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false")
 
     @abstractmethod
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from metattt.modules import take_tail
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
-from metattt.tasks.reconstruction import Reconstruction
+from metattt.tasks.reconstruction import Projected, Reconstruction
 
 
 @register(group="task", name="next_token")
@@ -22,10 +22,12 @@ class NextToken(Reconstruction):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
-        self.start = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+        self.start = nn.Parameter(torch.zeros(self.groups, 1, head_dim))
 
-    def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        views, after = super().views(x, state, ctx)
+    def views(
+        self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
+    ) -> tuple[Views, Tensors]:
+        views, after = super().views(x, state, ctx, projected)
         k = views.k
         start = self.start.to(k.dtype).expand(k.shape[0], -1, -1, -1)
         padded = torch.cat([state["previous"].to(k.dtype) if "previous" in state else start, k], dim=2)

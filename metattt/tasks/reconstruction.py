@@ -7,14 +7,19 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from metattt.errors import LARGEST, MetaTTTError, check_choice, check_flag, check_integer, check_number
-from metattt.modules import CausalConv, projection
+from metattt.modules import CausalConv, projection, rms_norm
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks import corruption
 from metattt.tasks.base import Task, Views
+
+Projected = tuple[Tensor, Tensor, Tensor]
+"""q, k and v `[B, T, ·]` before heads are told apart."""
+
+NORM_EPS = 1e-5  # of `qk_norm`, as in the released code of LaCT
 
 FEATURE_MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": F.silu}
 
@@ -26,6 +31,9 @@ class Reconstruction(Task):
     Args:
         views: `separate` projections, or `shared_qk`: one projection for q and k, each with a causal convolution of its
             own.
+        kv_heads: heads G of k and v, each shared by H / G neighbouring heads of q (grouped-query attention, arXiv
+            2305.13245); None: H. Attention keeps G of them; a learner with weights keeps its H.
+        qk_norm: RMSNorm of the projected q and k over all their heads, with a learned scale (QK-norm).
         conv_width: taps of these convolutions (tokens).
         rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch
             (`mini_batch`).
@@ -41,7 +49,8 @@ class Reconstruction(Task):
         huber_delta: where the Huber loss turns linear.
 
     Raises:
-        MetaTTTError: a value that is not allowed, or an odd head width with rope.
+        MetaTTTError: a value that is not allowed, an odd head width with rope, or `kv_heads` with views=shared_qk; when
+            the layer is built, for `kv_heads` that do not divide its heads.
     """
 
     def __init__(
@@ -58,6 +67,8 @@ class Reconstruction(Task):
         seed: int | None = None,
         loss: Literal["squared", "mean_squared", "dot", "huber", "cosine"] = "squared",
         huber_delta: float = 1.0,
+        kv_heads: int | None = None,
+        qk_norm: bool = False,
     ):
         super().__init__()
         check_choice("task.views", views, ("separate", "shared_qk"))
@@ -69,15 +80,22 @@ class Reconstruction(Task):
         check_number("task.rope_theta", rope_theta, above=0)
         check_number("task.huber_delta", huber_delta, above=0)
         check_number("task.corruption_rate", corruption_rate, least=0, most=1 if corruption == "mask" else LARGEST)
+        if kv_heads is not None:
+            check_integer("task.kv_heads", kv_heads, advice=", or null for one of each head")
+            if views == "shared_qk":
+                raise MetaTTTError(
+                    f"task.kv_heads={kv_heads} needs keys of their own, and task.views=shared_qk makes them from the queries: "
+                    "set task.views=separate, or task.kv_heads=null"
+                )
         if seed is not None:
             check_integer("task.seed", seed, least=0, most=2**62)
-        for key, flag in (("normalize_qk", normalize_qk), ("bias", bias)):
+        for key, flag in (("normalize_qk", normalize_qk), ("bias", bias), ("qk_norm", qk_norm)):
             check_flag(f"task.{key}", flag)
         self.shared_qk, self.conv_width, self.bias = views == "shared_qk", conv_width, bias
         self.rope, self.rope_theta = rope, rope_theta
         self.feature_map, self.normalize_qk = feature_map, normalize_qk
         self.corruption, self.corruption_rate, self.seed = corruption, corruption_rate, seed
-        self.loss_name, self.huber_delta = loss, huber_delta
+        self.loss_name, self.huber_delta, self.kv_heads, self.qk_norm = loss, huber_delta, kv_heads, qk_norm
         self.squared_error = loss == "squared"
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
@@ -85,25 +103,56 @@ class Reconstruction(Task):
             raise MetaTTTError(
                 f"rope turns pairs of features, and the head width {head_dim} is odd: set task.rope=none or num_heads"
             )
-        self.num_heads, self.head_dim = num_heads, head_dim
+        groups = num_heads if self.kv_heads is None else self.kv_heads
+        if num_heads % groups:
+            raise MetaTTTError(
+                f"task.kv_heads={groups} does not divide num_heads={num_heads}: choose from "
+                f"{', '.join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)}"
+            )
+        self.num_heads, self.head_dim, self.groups = num_heads, head_dim, groups
         width = num_heads * head_dim
         self.q = projection(dim, width, self.bias)  # shared by q and k in `shared_qk`
-        self.v = projection(dim, width, self.bias)
+        self.v = projection(dim, groups * head_dim, self.bias)
         if self.shared_qk:
             self.conv_q, self.conv_k = CausalConv(width, self.conv_width), CausalConv(width, self.conv_width)
         else:
-            self.k = projection(dim, width, self.bias)
+            self.k = projection(dim, groups * head_dim, self.bias)
+        if self.qk_norm:
+            keys = width if self.shared_qk else groups * head_dim
+            self.q_norm, self.k_norm = nn.RMSNorm(width, eps=NORM_EPS), nn.RMSNorm(keys, eps=NORM_EPS)
 
-    def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
+    def project(self, x: Tensor) -> Projected:
+        if self.shared_qk:
+            raise MetaTTTError("task.views=shared_qk has no keys that two layers can share: set task.views=separate")
+        q, k = self.q(x), self.k(x)
+        return (rms_norm(self.q_norm, q), rms_norm(self.k_norm, k), self.v(x)) if self.qk_norm else (q, k, self.v(x))
+
+    def borrow(self, lender: Task) -> None:
+        if not isinstance(lender, Reconstruction) or lender.shared_qk or self.shared_qk:
+            raise MetaTTTError(
+                f"{type(self).__name__} and {type(lender).__name__} share projections of their own for q, k and v each: set "
+                "task.views=separate, or layer.shared=false"
+            )
+        ours, theirs = ((one.num_heads * one.head_dim, one.groups * one.head_dim) for one in (self, lender))
+        if ours != theirs:
+            raise MetaTTTError(f"layers that share q, k and v have as many features of k, not {ours[1]} and {theirs[1]}: set kv_heads")
+        if self.qk_norm:
+            raise MetaTTTError("task.qk_norm is the first layer's where q and k are shared: set layer.first.task.qk_norm")
+        del self.q, self.k, self.v
+
+    def views(
+        self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
+    ) -> tuple[Views, Tensors]:
         kept: Tensors = {}
         if self.shared_qk:
             shared = self.conv_q.pad(self.q(x), state.get("conv"))
             q, k = self.conv_q.convolve(shared, ctx), self.conv_k.convolve(shared, ctx)
             kept["conv"] = self.conv_q.tail(shared, ctx)
+            q, k = (rms_norm(self.q_norm, q), rms_norm(self.k_norm, k)) if self.qk_norm else (q, k)
+            v = self.v(x)
         else:
-            q, k = self.q(x), self.k(x)
-        heads = (*x.shape[:2], self.num_heads, self.head_dim)
-        q, k, v = q.view(heads).transpose(1, 2), k.view(heads).transpose(1, 2), self.v(x).view(heads).transpose(1, 2)
+            q, k, v = self.project(x) if projected is None else projected
+        q, k, v = self._heads(q), self._heads(k), self._heads(v)
         if self.feature_map != "identity":
             q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
         if self.normalize_qk:
@@ -124,10 +173,14 @@ class Reconstruction(Task):
             k = self.corrupt(k, kept["seed"], ctx)
         return Views(k, v, q), kept
 
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[B, T, n d]` to `[B, n, T, d]`."""
+        return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim).transpose(1, 2)
+
     def _decodes(self, q: Tensor) -> bool:
         """Whether one token per sequence is read on the CPU, at a place of its mini-batch and without derivatives."""
         plain = type(q) is Tensor and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
-        one = plain and self.rope == "mini_batch" and q.shape[2] == 1
+        one = plain and self.rope == "mini_batch" and q.shape[2] == 1 and self.groups == self.num_heads
         return one and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def draw_seed(self, x: Tensor) -> Tensor:
@@ -139,9 +192,9 @@ class Reconstruction(Task):
     def corrupt(self, k: Tensor, seed: Tensor, ctx: Context) -> Tensor:
         """The training view with noise or holes that depend on (seed, position) alone."""
         if self.corruption == "noise":
-            noise = corruption.normal(seed, ctx.positions, self.num_heads, self.head_dim)
+            noise = corruption.normal(seed, ctx.positions, self.groups, self.head_dim)
             return k + self.corruption_rate * noise.to(k.dtype)
-        keep = corruption.uniform(seed, ctx.positions, self.num_heads, self.head_dim) >= self.corruption_rate
+        keep = corruption.uniform(seed, ctx.positions, self.groups, self.head_dim) >= self.corruption_rate
         return k * keep
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:

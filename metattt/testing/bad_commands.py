@@ -152,6 +152,18 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         layer.group_size=<-1|1.5|abc>
         layer.<output_norm|gate|output_bias>=maybe
         layer._target_=nobody.Class
+        layer=titans_mag layer.how=<nobody|null|3>
+        layer=titans_mag layer.<shared|head_norm|head_scale>=<true|maybe>
+        layer=titans_mag layer.first.learner.window=<0|-1|abc>
+        layer=titans_mag layer.second.num_heads=<0|3>
+        layer=titans_mag layer.<gate|form>=auto
+        layer=lact_block layer.shared=false
+        model.blocks=<[]|nobody|[nobody]|3|true|linear*0|attention*99999999|[attention,null]|[attention,attention]>
+        model.blocks=[attention] layer=attention
+        model.blocks=[attention] optimizer.mini_batch_size=4
+        model.blocks=[attention] model.blocks.attention.<dim|num_heads|learner.nobody|layer.nobody|model.vocab_size>=3
+        model.blocks=[attention] model.blocks.<nobody|1|-1>.num_heads=1
+        model.blocks.attention.num_heads=1
         """,
     ),
     "learners": (
@@ -172,6 +184,9 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         learner=kernel_estimator optimizer=append learner.bandwidth=<0|-1|nan|inf>
         learner=kernel_estimator optimizer=append learner.neighbours=<0|-1>
         learner=kernel_estimator optimizer=append learner.kernel=nobody
+        learner=kernel_estimator optimizer=append learner.window=<0|-1|1.5|abc>
+        learner=kernel_estimator optimizer=append learner.sinks=<1|-1|null>
+        learner=kernel_estimator optimizer=append learner.window=4 learner.sinks=1000000000000
         learner=kernel_ridge optimizer=append learner.ridge=<0|-1|nan|inf>
         learner=kernel_ridge optimizer=append learner.bandwidth=<0|-1|nan|inf>
         learner=global_estimator optimizer=append
@@ -200,7 +215,11 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         task.corruption=noise task.corruption_rate=<-1|nan|inf>
         task.corruption=noise task.seed=<-1|abc|99999999999999999999999999>
         task.loss=huber task.huber_delta=<0|-1|nan|inf>
-        task.<normalize_qk|bias>=maybe
+        task.<normalize_qk|bias|qk_norm>=maybe
+        task.kv_heads=<0|3|-1|1000000000000>
+        task=ttt task.kv_heads=1
+        task=lact task.rope_heads=<0|3|8|1000000000000>
+        task=lact task.silu_v=maybe
         task=mttt task.decoder_norm=maybe
         """,
     ),
@@ -225,6 +244,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         optimizer=block_momentum optimizer.read=inclusive
         optimizer=block_momentum optimizer.anchor=online
         optimizer=block_momentum optimizer.momentum_init=<2|nan>
+        optimizer=block_momentum optimizer.newton_schulz=nobody
         optimizer=adam optimizer.beta1=<1.5|-1|nan>
         optimizer=adam optimizer.beta2=<1.5|-1|nan>
         optimizer=adam optimizer.eps=<-1|nan|inf>

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from metattt.composition.instantiate import instantiate_layer, instantiate_part
+from metattt.errors import MetaTTTError
 from metattt.inner.inspect import explain, unsupported
 from metattt.layer import TTTLayer
 from metattt.testing.laws import LAWS
@@ -27,6 +28,11 @@ def check(cfg: DictConfig) -> None:
         MetaTTTError: the configuration does not make a layer.
     """
     layer = instantiate_layer(cfg)
+    if not isinstance(layer, TTTLayer):
+        raise MetaTTTError(
+            f"metattt check looks at the three parts of one layer, and this is a {type(layer).__name__}: check each of its "
+            "layers, e.g. layer=window_attention, or layer=custom with the other's parts"
+        )
     spec = specimen_of(cfg)
     console = Console()
     console.print(

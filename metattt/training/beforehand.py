@@ -11,7 +11,8 @@ from omegaconf import DictConfig
 from metattt.composition.components import TRAINER
 from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
 
-NEEDED = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer")  # parts of the configuration
+NEEDED = ("model", "data", "training", "trainer")  # parts of the configuration
+OF_THE_LAYER = ("task", "learner", "optimizer", "layer")  # which a pattern of blocks has inside
 
 AUTO = "auto"  # resume=auto
 
@@ -27,7 +28,8 @@ def check_given(cfg: DictConfig) -> None:
     Raises:
         MetaTTTError: such a configuration.
     """
-    for part in NEEDED:
+    stacked = cfg.get("model") is not None and cfg.model.get("blocks") is not None
+    for part in NEEDED if stacked else (*OF_THE_LAYER, *NEEDED):
         if cfg.get(part) is None:
             raise MetaTTTError(f"there is no run without {part}: leave out ~{part}")
     if cfg.trainer.get("max_steps") is not None:

@@ -14,6 +14,7 @@ from metattt.checkpoints.trained import fill, open_trained, read_weights
 from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_model
 from metattt.models.language_model import LanguageModel
+from metattt.training.resume import leaves
 
 PARTS = ("model", "layer", "learner", "task", "optimizer")
 HOW_NOT_WHAT = (
@@ -70,7 +71,7 @@ class Builder:
         if self.weights is not None:
             fill(model, read_weights(self.weights, modules(self.cfg.trust)), f"init_from={self.weights} does not fit this model")
         if self.cfg.compile:
-            for block in model.blocks:  # alike, so compiled once
+            for block in model.blocks:  # those that are alike are compiled once
                 block.compile()
 
 
@@ -98,12 +99,15 @@ def differences(cfg: DictConfig, weights: str) -> str | None:
 
 
 def _settings(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """The settings that decide what a model computes, by part."""
+    """The settings that decide what a model computes, by part. Those of a pattern of blocks stand under dotted keys."""
     named = to_names(OmegaConf.to_container(cfg, resolve=True))
-    return {
-        part: {key: value for key, value in (named.get(part) or {}).items() if key not in (*HOW_NOT_WHAT, *PARTS)}
-        for part in PARTS
-    }
+    found = {}
+    for part in PARTS:
+        settings = dict(named.get(part) or {})
+        blocks = settings.pop("blocks", None)
+        settings |= leaves(blocks, "blocks") if blocks else {}
+        found[part] = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in (*HOW_NOT_WHAT, *PARTS)}
+    return found
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.measures.inner_health import Health, inner_health
+from metattt.measures.inner_health import Health, inner_health, learning
 from metattt.parallel.gradients import several_meshes
 from metattt.registry import register
 from metattt.training.finite import listed
@@ -86,8 +86,8 @@ class InnerHealth(lightning.Callback):
     def _news(self, found: dict[int, Health], pl_module: Any) -> Iterator[str]:
         before, self.last = self.last, []
         for index, health in found.items():
-            block = pl_module.model.blocks[index]
-            layer = getattr(block, "layer", None) or block.attn.layer
+            layer = learning(pl_module.model.blocks[index])
+            assert layer is not None  # it was looked at
             for kind, line in complaints(health, layer):
                 name = f"{kind} {index}"
                 self.last.append(name)

@@ -1,0 +1,67 @@
+"""The views of LaCT's language models."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_flag, check_integer
+from metattt.registry import register
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+from metattt.tasks.reconstruction import Projected, Reconstruction, rotary_table, rotate
+
+LENGTH_EPS = 1e-5  # added to the lengths of q and k
+
+
+@register(group="task", name="lact")
+class LaCTViews(Reconstruction):
+    """`k = RoPE(u / ‖u‖)`, `u = silu(s_k ∘ θK x + o_k)`, q likewise, and `v = silu(θV x)`, with the loss −⟨v, f(k)⟩ (LaCT,
+    arXiv 2505.23884, as in its released language models).
+
+    Scales s and offsets o are learned per feature. The released code turns the pairs (i, i + d/2), and this the pairs
+    (2i, 2i + 1): the same up to the order of the features of q and k.
+
+    Args:
+        rope_theta: base of the rotary encoding.
+        rope_heads: the heads that it tells apart, where they are not those of the layer: LaCT's memory has few, and turns
+            q and k as its attention does, which has many.
+        silu_v: silu on v.
+        qk_norm: see `Reconstruction`.
+
+    Raises:
+        MetaTTTError: a value that is not allowed; when the layer is built, `rope_heads` that leave no pairs of features.
+    """
+
+    def __init__(
+        self, rope_theta: float = 10000.0, rope_heads: int | None = None, silu_v: bool = True, qk_norm: bool = False
+    ):
+        super().__init__(rope="full", rope_theta=rope_theta, loss="dot", qk_norm=qk_norm)
+        if rope_heads is not None:
+            check_integer("task.rope_heads", rope_heads, advice=", or null for those of the layer")
+        check_flag("task.silu_v", silu_v)
+        self.rope_heads, self.silu_v = rope_heads, silu_v
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        heads = num_heads if self.rope_heads is None else self.rope_heads
+        if dim % heads or dim // heads % 2:
+            raise MetaTTTError(
+                f"task.rope_heads={heads} does not divide dim={dim} into heads of an even width: set it to the attention's heads"
+            )
+        self.rope_width = dim // heads
+        self.qk_scale, self.qk_offset = nn.Parameter(torch.ones(2, dim)), nn.Parameter(torch.zeros(2, dim))
+
+    def views(
+        self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
+    ) -> tuple[Views, Tensors]:
+        q, k, v = self.project(x) if projected is None else projected
+        cos, sin = rotary_table(ctx.positions, self.rope_width, self.rope_theta, q.dtype)
+        turned = []
+        for one, scale, offset in zip((q, k), self.qk_scale, self.qk_offset, strict=True):
+            heads = self._heads(F.silu(one * scale.to(one.dtype) + offset.to(one.dtype)))
+            flat = (heads / (heads.norm(dim=-1, keepdim=True) + LENGTH_EPS)).transpose(1, 2).flatten(2)
+            pairs = flat.unflatten(-1, (-1, self.rope_width)).transpose(1, 2)
+            turned.append(self._heads(rotate(pairs, cos, sin).transpose(1, 2).flatten(2)))
+        return Views(turned[1], self._heads(F.silu(v) if self.silu_v else v), turned[0]), {}

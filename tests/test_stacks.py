@@ -1,0 +1,333 @@
+"""A stack of different layers: its pattern, from the command line and from Python, and that every block keeps what its
+layer has: state, conversion, generation, masks and reset."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from processes_for_tests import two_processes
+from torch import Tensor
+
+import metattt
+from metattt.checkpoints.convert import convert
+from metattt.checkpoints.naming import to_names
+from metattt.checkpoints.record import make_record, record_config
+from metattt.checkpoints.trained import load_model, read_checkpoint
+from metattt.checkpoints.writing import write_model
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
+from metattt.errors import MetaTTTError
+from metattt.generation.generate import generate
+from metattt.models import LanguageModel
+from metattt.training.building import differences
+from metattt.training.train import train
+
+SMALL = ("dim=16", "num_heads=2", "model.ffn_dim=16")
+HYBRID = (
+    *SMALL, "model.num_layers=3", "model.blocks=ttt_mlp*2+window_attention", "model.blocks.ttt_mlp.optimizer.mini_batch_size=8",
+    "model.blocks.window_attention.learner.window=6", "model.blocks.window_attention.learner.sinks=1",
+)  # fmt: skip
+TINY = (
+    *HYBRID, "data.context_length=24", "data.batch_size=4", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "training.lr=5e-3",
+    "trainer.accumulate_grad_batches=2", "sample=false",
+)  # fmt: skip
+
+
+def make(*overrides: str) -> LanguageModel:
+    torch.manual_seed(0)
+    return instantiate_model(compose(*overrides, "model.vocab_size=31", job="language_model")).double().eval()
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(31, shape, generator=torch.Generator().manual_seed(1))
+
+
+# -- the pattern -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "learners"),
+    [
+        ("model.blocks=[ttt_mlp,ttt_mlp,window_attention]", "MLP MLP KernelEstimator MLP MLP"),
+        ("model.blocks=ttt_mlp*3+attention", "MLP MLP MLP KernelEstimator MLP"),
+        ("model.blocks=[ttt_linear*2,attention]", "Linear Linear KernelEstimator Linear Linear"),
+        ("model.blocks='ttt_linear + delta_net'", "Linear LinearMap Linear LinearMap Linear"),
+        ("model.blocks=attention", "KernelEstimator " * 5),
+        ("model.blocks=null", "Linear " * 5),
+        ("model=ttt_hybrid", "MLP MLP MLP KernelEstimator MLP"),
+    ],
+)
+def test_a_pattern_is_repeated_to_the_depth(pattern: str, learners: str) -> None:
+    model = make(*SMALL, "model.num_layers=5", pattern)
+    found = [type(block.layer.learner).__name__ for block in model.blocks]  # type: ignore[union-attr]
+    assert [name.replace("LinearMap", "Linear") for name in found] == learners.replace("LinearMap", "Linear").split()
+
+
+def test_entries_have_settings_of_their_own() -> None:
+    model = make(
+        *SMALL, "model.num_layers=4", "model.blocks=[ttt_mlp,ttt_mlp,attention]", "model.blocks.attention.num_heads=8",
+        "model.blocks.ttt_mlp.learner.activation=silu", "model.blocks.1.optimizer.mini_batch_size=4", "layer.group_size=2",
+        "model.blocks.attention.layer.group_size=0",
+    )  # fmt: skip
+    layers = [block.layer for block in model.blocks]
+    assert [layer.num_heads for layer in layers] == [2, 2, 8, 2]
+    assert [layer.optimizer.mini_batch_size for layer in layers] == [16, 4, 1, 16]  # type: ignore[union-attr]
+    assert [layer.group_size for layer in layers] == [2, 2, 0, 2]
+    assert (
+        layers[0].learner.extra_repr()
+        == layers[1].learner.extra_repr()
+        != metattt.build("layer=ttt_mlp").learner.extra_repr()
+    )  # type: ignore[operator, union-attr]
+
+
+def test_update_periods_by_depth() -> None:
+    """A continuum of memories: one layer, with mini-batches that grow with the depth."""
+    entries = ",".join(f"{{layer:ttt_linear,optimizer:{{mini_batch_size:{size}}}}}" for size in (4, 16, 64))
+    model = make(*SMALL, "model.num_layers=3", f"model.blocks=[{entries}]")
+    assert [block.layer.optimizer.mini_batch_size for block in model.blocks] == [4, 16, 64]  # type: ignore[union-attr]
+    ids = tokens(2, 70)
+    state = model.step(ids[:, :33])[1]
+    torch.testing.assert_close(model.step(ids[:, 33:], state)[0], model(ids)[:, 33:], rtol=1e-9, atol=1e-9)
+
+
+def test_an_entry_is_what_its_layer_would_be_alone() -> None:
+    """With the same backbone, so its parameters have the same names and sizes."""
+    common = (*SMALL, "model.num_layers=1", "model=mamba_backbone")
+    for name in ("ttt_mlp", "window_attention"):
+        alone, entry = make(*common, f"layer={name}"), make(*common, f"model.blocks=[{name}]")
+        assert repr(alone) == repr(entry)
+        assert all(torch.equal(x, entry.state_dict()[key]) for key, x in alone.state_dict().items())
+
+
+def test_from_python() -> None:
+    mlp, window = (
+        partial(metattt.build, f"layer={name}", "dim=16", "num_heads=2") for name in ("ttt_mlp", "window_attention")
+    )
+    model = LanguageModel(31, 16, 5, blocks=[mlp, window])
+    kinds = [type(block.layer.learner).__name__ for block in model.blocks]  # type: ignore[union-attr]
+    assert kinds == ["MLP", "KernelEstimator", "MLP", "KernelEstimator", "MLP"]
+    for wrong in (
+        {},
+        {"layer": mlp, "blocks": [mlp]},
+        {"blocks": []},
+        {"blocks": "ttt_mlp"},
+        {"blocks": [mlp()]},
+        {"blocks": [mlp] * 6},
+    ):
+        with pytest.raises(MetaTTTError):
+            LanguageModel(31, 16, 5, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_name_of_a_run_and_the_parts_that_it_has_not() -> None:
+    cfg = compose(*HYBRID)
+    assert cfg.name == "ttt_mlp-window_attention"
+    assert all(cfg[part] is None for part in ("layer", "learner", "task", "optimizer"))
+    assert list(cfg.model.blocks.pattern) == ["ttt_mlp", "ttt_mlp", "window_attention"]
+
+
+REFUSED = {
+    "model.blocks=[]": "`model.blocks=[]` has no layer",
+    "model.blocks=[ttt_mpl]": "`ttt_mpl` is not a choice of layer. Did you mean `layer=ttt_mlp`?",
+    "model.blocks=3": "`model.blocks=3` is no pattern",
+    "model.blocks=[attention,null]": "is no pattern",
+    "model.blocks=ttt_mlp*0": "`model.blocks=ttt_mlp*0` is no pattern",
+    "model.blocks=ttt_mlp*99999999999999": "is no pattern of at most 10,000 layers",
+    "model.blocks=ttt_mlp++attention": "is no pattern",
+    "model.blocks=[ttt_mlp,attention,attention,attention]": "is a pattern of 4 blocks, and model.num_layers=3: set model.num_layers=4",
+    "model.blocks=[{layer:ttt_mlp,mini_batch_size:4}]": "`mini_batch_size` in an entry of model.blocks is nothing of a block",
+    "model.blocks=[self_attention]": "must not see it",
+    "model.blocks=[attention] layer=ttt_mlp": "leave out one of them",
+    "model.blocks=[attention] num_heads=3": "num_heads=3 does not divide dim=16",
+    "model.blocks=[attention] model.blocks.atention.num_heads=2": "Did you mean `model.blocks.attention`?",
+    "model.blocks=[attention] model.blocks.1.num_heads=2": "1 is not in the pattern of attention, whose places are 0 to 0",
+    "model.blocks=[attention] model.blocks.attention.dim=2": "sets nothing of a block",
+    "model.blocks=[attention] model.blocks.attention=2": "sets nothing of a block",
+    "model.blocks=[attention] model.blocks.attention.learner.windw=2": "Did you mean `learner.window`?",
+    "model.blocks=[attention] model.blocks.attention.num_heads=x": "`num_heads=x` is not allowed: expected an integer",
+    "model.blocks=[attention,ttt_mlp] optimizer.mini_batch_size=8": "is for all blocks: for some, model.blocks.<layer>.optimizer",
+    "model.blocks.attention.num_heads=2": "there is none: give model.blocks=",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_is_refused(overrides: str) -> None:
+    with pytest.raises(MetaTTTError) as error:
+        make(*SMALL, "model.num_layers=3", *overrides.split())
+    assert REFUSED[overrides] in str(error.value) and str(error.value).count("\n") <= 1
+
+
+# -- what blocks keep --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [[19, 20, 21], [1, 2, 3, 4, 5], [7, 8, 31], list(range(1, 41))])
+def test_any_split_gives_the_logits_of_one_call(cuts: list[int]) -> None:
+    model, ids = make(*HYBRID), tokens(2, 41)
+    state, pieces = None, []
+    for start, end in zip([0, *cuts], [*cuts, 41], strict=True):
+        logits, state = model.step(ids[:, start:end], state)
+        pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), model(ids), rtol=1e-9, atol=1e-9)
+    single = model.float()
+    state = single.step(ids[:, : cuts[0]])[1]
+    torch.testing.assert_close(
+        single.step(ids[:, cuts[0] :], state)[0], single(ids)[:, cuts[0] :], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_padding_and_documents() -> None:
+    model, ids = make(*HYBRID), tokens(1, 33)
+    mask, reset = torch.zeros(1, 50, dtype=torch.bool), torch.zeros(1, 50, dtype=torch.bool)
+    columns = torch.arange(50)[(torch.arange(50) % 3 > 0)][:33]
+    mask[:, columns], wide = True, torch.full((1, 50), 7)
+    wide[:, columns] = ids
+    reset[:, columns[20]] = True
+    expected = torch.cat([model(ids[:, :20]), model(ids[:, 20:])], 1)
+    whole, state = model.step(wide, mask=mask, reset=reset)
+    torch.testing.assert_close(whole[:, columns], expected, rtol=1e-9, atol=1e-9)
+    first, before = model.step(wide[:, :24], mask=mask[:, :24], reset=reset[:, :24])
+    second, after = model.step(wide[:, 24:], before, mask[:, 24:], reset[:, 24:])
+    pieces = torch.cat([first, second], 1)
+    torch.testing.assert_close(pieces[:, columns], whole[:, columns], rtol=1e-9, atol=1e-9)
+    more = tokens(1, 5)
+    torch.testing.assert_close(model.step(more, after)[0], model.step(more, state)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_the_state_of_a_stack_stops_growing() -> None:
+    model, state, sizes = make(*HYBRID), None, []
+    for _ in range(6):
+        _, state = model.step(tokens(2, 8), state)
+        sizes.append(state.nbytes)
+    assert len(set(sizes[1:])) == 1
+
+
+@pytest.mark.slow
+def test_an_exported_stack() -> None:
+    model = make(*HYBRID).float()
+    ids, others = tokens(2, 9), torch.randint(31, (2, 9))
+    program = torch.export.export(model, (ids,)).module()
+    for given in (ids, others):
+        torch.testing.assert_close(program(given), model(given), rtol=1e-4, atol=1e-6)
+
+
+# -- training and files ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus, a run of four steps (`whole`), and the same gone on with from its second step (`resumed`)."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "corpus").mkdir()
+    for index in range(10):
+        (folder / "corpus" / f"{index}.txt").write_text(f"document {index}\n" + "alpha beta gamma delta " * 20)
+    settings = (f"data.path={folder / 'corpus'}", f"output_dir={folder / 'whole'}", "trainer.max_steps=4")
+    assert train(compose(*TINY, *settings, "callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.keep=5")) == 0
+    shutil.copytree(folder / "whole", folder / "resumed")
+    middle = folder / "resumed" / "checkpoints" / "step-00000002"
+    assert train(compose(f"resume={middle}", "overwrite=true")) == 0
+    return folder
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(runs: Path) -> None:
+    found, wanted = (read_checkpoint(runs / name) for name in ("resumed", "whole"))
+    assert found["global_step"] == wanted["global_step"] == 4
+    torch.testing.assert_close(dict(found["state_dict"]), dict(wanted["state_dict"]), rtol=0, atol=0)
+
+
+def test_a_run_is_read_converted_and_goes_on_generating(runs: Path, tmp_path: Path) -> None:
+    """Its weights can be saved alone and read again; no published configuration makes such a model."""
+    model, config = load_model(runs / "whole")
+    assert list(config.model.blocks.pattern) == ["ttt_mlp", "ttt_mlp", "window_attention"]
+    write_model(tmp_path / "alone", make_record(config), model.state_dict(), None)
+    again, _ = load_model(tmp_path / "alone")
+    ids = torch.randint(257, (2, 40))
+    assert torch.equal(again(ids), model(ids))
+    target = f"target={tmp_path / 'published'}"
+    with pytest.raises(MetaTTTError, match="no published form"):
+        convert(compose(f"source={runs / 'whole'}", target, "direction=to_published", job="convert"))
+    generate(compose(f"checkpoint={runs / 'whole'}", "prompt=alpha", "max_new_tokens=12", "device=cpu", job="generate"))
+
+
+def test_a_run_that_starts_from_another_says_what_differs(runs: Path) -> None:
+    other = [one for one in TINY if "mini_batch_size" not in one]
+    line = differences(compose(*other), str(runs / "whole"))
+    assert line is not None and "blocks.layers.ttt_mlp.optimizer.mini_batch_size 16 (there 8)" in line
+    assert differences(compose(*TINY), str(runs / "whole")) is None
+
+
+def test_a_resumed_run_keeps_its_pattern(runs: Path) -> None:
+    with pytest.raises(MetaTTTError, match="would change the run"):
+        train(compose(f"resume={runs / 'whole'}", "model.blocks=[attention]", "trainer.max_steps=5"))
+
+
+def test_the_record_of_a_pattern() -> None:
+    cfg = compose(*HYBRID, job="language_model")
+    record = make_record(cfg)
+    assert "metattt." not in OmegaConf.to_yaml(OmegaConf.create(record["config"]["model"]))  # components, no paths
+    back = record_config(record, Path("config"))
+    assert to_names(OmegaConf.to_container(back)) == record["config"]
+    for damage in (
+        {"pattern": ["ttt_mlp"] * 3, "layers": {}},
+        {"pattern": "ttt_mlp", "layers": {"ttt_mlp": record["config"]["model"]["blocks"]["layers"]["ttt_mlp"]}},
+        {"pattern": [], "layers": {"ttt_mlp": 3}},
+        ["ttt_mlp"],
+        "ttt_mlp",
+        7,
+    ):
+        broken = {**record, "config": {**record["config"], "model": {**record["config"]["model"], "blocks": damage}}}
+        with pytest.raises(MetaTTTError, match=r"model\.blocks is no composed pattern"):
+            instantiate_model(record_config(broken, Path("config")))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.num_layers", 10**9),
+        ("model.blocks.layers.ttt_mlp.learner.depth", 10**9),
+        ("model.blocks.pattern", ["ttt_mlp"] * 300),
+    ],
+)
+def test_a_damaged_pattern_allocates_nothing(tmp_path: Path, key: str, value: object) -> None:
+    model, cfg = make(*HYBRID), compose(*HYBRID, "model.vocab_size=31", job="language_model")
+    OmegaConf.update(cfg, key, value)
+    write_model(tmp_path / "damaged", make_record(cfg), model.state_dict(), None)
+    with pytest.raises(MetaTTTError) as error:
+        load_model(tmp_path / "damaged")
+    assert str(error.value).count("\n") <= 1
+
+
+def test_a_block_that_is_no_layer() -> None:
+    with pytest.raises(MetaTTTError, match="the layer of block 0 is a int: it must be a torch"):
+        LanguageModel(31, 16, 1, blocks=[lambda: 3])
+
+
+def test_the_documentation() -> None:
+    """Its Python runs, and its commands compose."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "stacks.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "stacks"}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        exec(compile(block, "stacks.md", "exec"), names)
+    assert names["model"](torch.randint(257, (1, 5))).shape == (1, 5, 257)
+    assert names["layer"](torch.randn(1, 5, 64))[0].shape == (1, 5, 64)
+    commands = re.findall(r"^metattt train (.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
+    assert len(commands) == 7
+    for command in commands:
+        assert compose(*shlex.split(command, comments=True)).model.num_layers >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "time_parallel"])
+def test_two_processes_train_as_one(runs: Path, tmp_path: Path, strategy: str) -> None:
+    """Each with half of the windows, or with half of the time of all."""
+    settings = (f"data.path={runs / 'corpus'}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4")
+    codes, output = two_processes(tmp_path, *TINY, *settings, f"trainer={strategy}", "trainer.devices=2")
+    assert codes == [0, 0], output
+    one, two = (read_checkpoint(run)["state_dict"] for run in (runs / "whole", tmp_path / "run"))
+    torch.testing.assert_close(dict(two), dict(one), rtol=0, atol=1e-6)
