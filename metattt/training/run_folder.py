@@ -19,7 +19,8 @@ from metattt.checkpoints.trust import check_plain
 from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
 from metattt.locking import FolderLock
-from metattt.training.csv_log import check_log, read_rows
+from metattt.metrics_file import read_rows
+from metattt.training.csv_log import check_log
 
 CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people. `config.yaml` beside weights is that of a converted model."""
