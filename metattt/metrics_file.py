@@ -8,6 +8,9 @@ from pathlib import Path
 STEP = "step"
 Row = dict[str, str]
 
+CLOCK = ("tokens_per_second", "images_per_second", "model_tflops_per_second", "model_flops_utilization", "peak_memory_gib")
+"""Columns of the machine, and not of the run: no two runs share them."""
+
 
 def read_rows(path: Path) -> tuple[list[Row], str]:
     """The rows of a log that can be read, and what is wrong with the others: empty, or a reason.

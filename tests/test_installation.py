@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRA = ("train", "images", "text")
 LIBRARIES = (
-    "PIL", "datasets", "huggingface_hub", "lightning", "matplotlib", "pandas", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "timm",
-    "tokenizers", "torchmetrics", "torchvision", "webdataset",
+    "PIL", "datasets", "huggingface_hub", "joblib", "lightning", "matplotlib", "mlflow", "optuna", "pandas", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "submitit",
+    "tensorboard", "timm", "tokenizers", "torchmetrics", "torchvision", "wandb", "webdataset",
 )  # fmt: skip
 """What the extras bring, and what that brings."""
 
@@ -162,7 +162,8 @@ def calls() -> Iterator[tuple[Path, str, str]]:
                 named = {word.arg: word.value for word in node.keywords}
                 library, extra = node.args[0], named["extra"]
                 assert isinstance(library, ast.Constant) and isinstance(extra, ast.Constant), file
-                yield file, str(library.value).partition(".")[0], str(extra.value)
+                name = str(library.value)
+                yield file, name if name in DISTRIBUTIONS else name.partition(".")[0], str(extra.value)
 
 
 def names(requirements: list[str]) -> set[str]:

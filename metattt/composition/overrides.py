@@ -62,7 +62,9 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
     searched = any(one.key_or_group == SEARCH_PATH for one in parsed)
     for one in parsed:
-        if not (sweep and (one.is_sweep_override() or _is_of_hydra(one.key_or_group))):
+        if sweep and (one.is_sweep_override() or _is_of_hydra(one.key_or_group)):
+            _refuse_nothing(one, one.key_or_group, str(one.input_line).partition("=")[2])
+        else:
             _check(one, job, opened, searched)
     missing = unchosen(job) - {one.key_or_group for one in parsed}
     for group in sorted(missing):
@@ -180,6 +182,9 @@ def _check(override: Override, job: str, opened: set[str], searched: bool) -> No
     if _is_of_hydra(key):
         folder = "; the folder of a single run is output_dir" if key.endswith(".dir") else ""
         raise MetaTTTError(f"`{key}` is a setting of sweeps, and has no effect without -m (--multirun){folder}")
+    several = override.value() if key in ENTRIES else None
+    if isinstance(several, list) and several and (searched or set(map(str, several)) <= known.get(key, frozenset())):
+        return
     if key in known and known[key] and not isinstance(override.value(), str):
         raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
     if key in optional(job) and override.value() not in (None, *known[key]) and not searched:
@@ -195,6 +200,8 @@ def _check(override: Override, job: str, opened: set[str], searched: bool) -> No
 
 def _refuse_nothing(override: Override, key: str, given: str) -> None:
     """For the value that an unset variable of the shell gives: the default in its place would be another run."""
+    if override.type == OverrideType.DEL:
+        return
     value = override.value()
     values = value if isinstance(value, list) else [value]
     blank = not values or any(isinstance(one, str) and not one.strip() for one in values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,13 +63,13 @@ def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
                     "hydra.sweep.dir=<folder>, and the same command with that folder goes on with the sweep"
                 )
         ours = [(one, typed) for one, typed in zip(parsed, _typed(overrides), strict=True) if not _is_of_hydra(one)]
-        for probe in _probes(ours):
-            compose(*probe, job=command)
         try:
             cfg = app.compose_config(command, prepared, RunMode.MULTIRUN)
+            _check_intervals(parsed, cfg)
         except (HydraException, OmegaConfBaseException) as error:
+            _check_every_value(ours, command)  # in the words for a single run, if it is about one
             raise MetaTTTError(explain_composition(error, command)) from error
-        _check_intervals(parsed, cfg)
+        _check_every_value(ours, command)
         folder = Path(str(cfg.hydra.sweep.dir))
         fixed = [typed for one, typed in ours if not one.is_sweep_override()]
         fixed_keys = [one.key_or_group for one, _ in ours if not one.is_sweep_override()]
@@ -163,14 +163,18 @@ def _values(override: Override) -> list[str]:
     return found if not override.is_range_sweep() else found[:1]
 
 
-def _probes(ours: Sequence[tuple[Override, str]]) -> Iterator[list[str]]:
-    """Overrides of single runs in which every value occurs: what is wrong with one shows before anything runs."""
+def _check_every_value(ours: Sequence[tuple[Override, str]], command: str) -> None:
+    """Composes single runs in which every value occurs: what is wrong with one shows before anything runs.
+
+    Raises:
+        MetaTTTError: what is wrong.
+    """
     values = [_values(one) if one.is_sweep_override() else [typed] for one, typed in ours]
     first = [several[0] for several in values]
-    yield first
+    compose(*first, job=command)
     for place, several in enumerate(values):
         for value in several[1:]:
-            yield [*first[:place], value, *first[place + 1 :]]
+            compose(*first[:place], value, *first[place + 1 :], job=command)
 
 
 def _is_basic(cfg: DictConfig) -> bool:

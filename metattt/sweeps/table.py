@@ -102,9 +102,10 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:  # a file has no width
         console.width = 160
-    few = [FIXED[0], *keys, *FIXED[1:], *shown] if not keys else [*keys, *FIXED[1:], *shown]
+    told_apart = len({tuple(run.swept.items()) for run in found}) == len(found) and all(run.swept for run in found)
+    few = [*(() if told_apart else FIXED[:1]), *keys, *FIXED[1:], *shown]
     console.print(_table(f"{folder}, by {by}", few, [_cells(run, few) for run in found]))
-    means = _over_seeds(found, keys, by)
+    means = _over_seeds(found, keys, by) if told_apart else []
     if means:
         console.print(_table("over seeds", list(means[0]), [list(row.values()) for row in means]))
     for run in found:
