@@ -85,7 +85,7 @@ def test_every_block_gets_a_layer_of_its_own() -> None:
         (["seed=x"], "`seed=x` is not allowed"),
         (["learner.bias"], "write <key>=<value>"),
         (["dim=(a"], "cannot be read"),
-        (["dim=1,2"], 'one value at a time. A list is written "dim=[1,2]"'),
+        (["dim=1,2"], 'add -m (--multirun) to run `metattt build` once for each. A list is written "dim=[1,2]"'),
         (["learner=custom"], "give learner._target_=package.Class"),
         (
             ["learner=custom", "learner._target_=nowhere.Class"],
@@ -126,7 +126,7 @@ def test_errors_of_the_parts_pass_through() -> None:
         (["check", "learner=mpl"], "Did you mean `learner=mlp`?"),
         (["check", "optimizer.mini_batch_size=big"], "expected an integer"),
         (["chekc"], "Did you mean `metattt check`?"),
-        (["check", "--learner=mlp"], "learner=<value>, without dashes"),
+        (["check", "--learner=mlp"], "settings are given as learner=mlp, without dashes"),
     ],
 )
 def test_exit_code_2_without_a_traceback(

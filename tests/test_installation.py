@@ -19,7 +19,7 @@ from metattt.extras import DISTRIBUTIONS, MissingExtra, absence, need
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRA = ("train", "images", "text")
+EXTRA = ("train", "images", "text", "sweep", "loggers")
 LIBRARIES = (
     "PIL", "datasets", "huggingface_hub", "joblib", "lightning", "matplotlib", "mlflow", "optuna", "pandas", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "submitit",
     "tensorboard", "timm", "tokenizers", "torchmetrics", "torchvision", "wandb", "webdataset",

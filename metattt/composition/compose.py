@@ -90,9 +90,10 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise MetaTTTError(_unknown_key(prepared, job) or explain_composition(error, job)) from error
     for group in ENTRIES:
-        entries = cfg.get(group)
-        for name in [name for name in entries or () if entries._get_node(name)._is_none()]:
-            del entries[name]  # null in a file, as `left_out` on the command line
+        entries = cfg.get(group) or {}
+        for name in [name for name in entries if entries._get_node(name)._is_none()]:
+            with open_dict(entries):
+                del entries[name]  # null in a file, as `left_out` on the command line
     check_keys(cfg, keys_of(job), job)
     if "name" in cfg and cfg.name is None:
         cfg.name = chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"]

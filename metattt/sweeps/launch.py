@@ -53,16 +53,15 @@ def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
         MetaTTTError: an override that is wrong for any cell, or a folder that cannot be used.
     """
     _check_plugins(overrides)
-    prepared = prepare(overrides, command, sweep=True)
     with application(command) as app:
-        parsed = OverridesParser.create(config_loader=app.config_loader).parse_overrides(prepared)
+        prepared, parsed, typed = _read(overrides, command, app)
         for one in parsed:
             if one.key_or_group in OF_THE_SWEEP and one.key_or_group in keys_of(command):
                 raise MetaTTTError(
                     f"`{one.input_line}` is of a single run: the cells of a sweep have folders of their own in "
                     "hydra.sweep.dir=<folder>, and the same command with that folder goes on with the sweep"
                 )
-        ours = [(one, typed) for one, typed in zip(parsed, _typed(overrides), strict=True) if not _is_of_hydra(one)]
+        ours = [(one, written) for one, written in zip(parsed, typed, strict=True) if not _is_of_hydra(one)]
         try:
             cfg = app.compose_config(command, prepared, RunMode.MULTIRUN)
             _check_intervals(parsed, cfg)
@@ -71,7 +70,7 @@ def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
             raise MetaTTTError(explain_composition(error, command)) from error
         _check_every_value(ours, command)
         folder = Path(str(cfg.hydra.sweep.dir))
-        fixed = [typed for one, typed in ours if not one.is_sweep_override()]
+        fixed = [written for one, written in ours if not one.is_sweep_override()]
         fixed_keys = [one.key_or_group for one, _ in ours if not one.is_sweep_override()]
         planned = Sweep(command, fixed, _cells(parsed, cfg, fixed_keys))
         try:
@@ -135,9 +134,15 @@ def _check_plugins(overrides: Sequence[str]) -> None:
             need("hydra_plugins.hydra_optuna_sweeper", extra="sweep", what=override)
 
 
-def _typed(overrides: Sequence[str]) -> list[str]:
-    """Overrides as they were typed, those that `prepare` leaves out aside."""
-    return [one for one in overrides if one != "experiment=null"]
+def _read(overrides: Sequence[str], command: str, app: Hydra) -> tuple[list[str], list[Override], list[str]]:
+    """Overrides in Hydra's syntax, what they say, and as they were typed. Of several for one key the last counts, as
+    in a single run: it may name one value where an earlier one names several, and the other way round."""
+    prepared = prepare(overrides, command, sweep=True)
+    parsed = OverridesParser.create(config_loader=app.config_loader).parse_overrides(prepared)
+    typed = [one for one in overrides if one != "experiment=null"]  # which `prepare` leaves out
+    last = {one.get_key_element(): place for place, one in enumerate(parsed)}
+    kept = sorted(last.values())
+    return [prepared[place] for place in kept], [parsed[place] for place in kept], [typed[place] for place in kept]
 
 
 def _is_of_hydra(override: Override) -> bool:

@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from metattt.metrics_file import CLOCK
+
 KINDS = {"plain": (), "ddp": ("trainer=ddp", "trainer.devices=2"), "fsdp": ("trainer=fsdp", "trainer.devices=2")}
 WAYS = ("kill", "term", "full")
 STEPS = 24
