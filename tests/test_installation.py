@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRA = ("train", "images", "text", "sweep", "loggers")
 LIBRARIES = (
-    "PIL", "datasets", "huggingface_hub", "joblib", "lightning", "matplotlib", "mlflow", "optuna", "pandas", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "submitit",
-    "tensorboard", "timm", "tokenizers", "torchmetrics", "torchvision", "wandb", "webdataset",
+    "PIL", "datasets", "huggingface_hub", "joblib", "lightning", "matplotlib", "mlflow", "optuna", "pandas", "pyarrow",
+    "pytorch_lightning", "scipy", "sklearn", "submitit", "tensorboard", "timm", "tokenizers", "torchmetrics", "torchvision", "wandb", "webdataset",
 )  # fmt: skip
 """What the extras bring, and what that brings."""
 

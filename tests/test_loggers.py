@@ -89,7 +89,10 @@ def test_wandb_offline(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 found[row["trainer/global_step"]] = row["train/loss"]
     assert found == pytest.approx(logged("train/loss"), rel=1e-6) and max(found) == 8
     assert "log         run/wandb" in capsys.readouterr().out
-    assert main(["train", *TINY, "logger=wandb", "logger.wandb.offline=true", "trainer.max_steps=2", "overwrite=true"]) == 0
+    assert (
+        main(["train", *TINY, "logger=wandb", "logger.wandb.offline=true", "trainer.max_steps=2", "overwrite=true"])
+        == 0
+    )
     assert json.loads(Path("run", LOGGED_AS).read_text())["wandb"] != name  # begun anew is another run
 
 
@@ -105,12 +108,26 @@ def test_mlflow(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert found == pytest.approx(logged("train/loss"), rel=1e-6) and max(found) == 8
     assert run.data.params["dim"] == "8" and run.info.run_name == "linear_attention"
-    assert main(["train", *TINY, "output_dir=other", "trainer.max_steps=1", "logger=mlflow", "logger.mlflow.tracking_uri=nobody://x"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                *TINY,
+                "output_dir=other",
+                "trainer.max_steps=1",
+                "logger=mlflow",
+                "logger.mlflow.tracking_uri=nobody://x",
+            ]
+        )
+        == 2
+    )
     assert "set logger.mlflow.tracking_uri" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("library", ["tensorboard", "wandb", "mlflow"])
-def test_without_the_extra(library: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_extra(
+    library: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
@@ -123,8 +140,14 @@ def test_without_the_extra(library: str, here: Path, monkeypatch: pytest.MonkeyP
 def test_wandb_without_a_login(here: Path) -> None:
     code = "import os, sys; os.environ |= {'HOME': os.getcwd(), 'NETRC': os.getcwd() + '/none'}; os.environ.pop('WANDB_API_KEY', None)\n"
     code += f"from metattt.cli import main; sys.exit(main(['train', *{TINY!r}, 'logger=wandb', 'trainer.max_steps=1']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    assert done.returncode == 2 and "error: logger=wandb cannot begin" in done.stderr and "logger.wandb.offline=true" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    assert (
+        done.returncode == 2
+        and "error: logger=wandb cannot begin" in done.stderr
+        and "logger.wandb.offline=true" in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -143,19 +166,35 @@ def test_a_profiler_shows_its_result(name: str, here: Path, capsys: pytest.Captu
 
 
 def test_figures_of_merit(here: Path) -> None:
-    assert train(compose(*TINY, "trainer.max_steps=6", "trainer.accumulate_grad_batches=2", "callbacks.step_statistics.peak_tflops=0.5")) == 0
+    assert (
+        train(
+            compose(
+                *TINY,
+                "trainer.max_steps=6",
+                "trainer.accumulate_grad_batches=2",
+                "callbacks.step_statistics.peak_tflops=0.5",
+            )
+        )
+        == 0
+    )
     rate, tflops = logged("tokens_per_second"), logged("model_tflops_per_second")
     per_token = 3 * flops_per_window(empty("layer=linear_attention"), 16) / 16
     assert min(tflops) == 2 and max(tflops) == 6
     for step, value in tflops.items():
         assert value == pytest.approx(rate[step] * per_token / 1e12, rel=1e-5)
-    assert logged("model_flops_utilization") == pytest.approx({step: value / 0.5 for step, value in tflops.items()}, rel=1e-5)
-    assert all(0.05 < value < 100 for value in logged("peak_memory_gib").values()) and len(logged("peak_memory_gib")) == 6
+    assert logged("model_flops_utilization") == pytest.approx(
+        {step: value / 0.5 for step, value in tflops.items()}, rel=1e-5
+    )
+    assert (
+        all(0.05 < value < 100 for value in logged("peak_memory_gib").values()) and len(logged("peak_memory_gib")) == 6
+    )
 
 
 def empty(*overrides: str) -> Any:
     with torch.device("meta"):
-        return instantiate_model(compose("dim=8", "num_heads=2", "model.num_layers=1", *overrides, job="language_model"))
+        return instantiate_model(
+            compose("dim=8", "num_heads=2", "model.num_layers=1", *overrides, job="language_model")
+        )
 
 
 def test_operations_of_a_window() -> None:
@@ -167,7 +206,9 @@ def test_operations_of_a_window() -> None:
     attention = flops_per_window(empty("layer=attention", "layer.output_norm=false", *sizes), length) - backbone
     projections, scores = 4 * 2 * length * 8 * 8, 2 * 2 * length * length * 8
     assert attention == projections + scores
-    one, three = (flops_per_window(empty("layer=ttt_mlp", f"model.num_layers={count}", *sizes), length) for count in (1, 3))
+    one, three = (
+        flops_per_window(empty("layer=ttt_mlp", f"model.num_layers={count}", *sizes), length) for count in (1, 3)
+    )
     assert three - one == pytest.approx(2 * (one - 2 * length * 8 * vocabulary))
     linear = flops_per_window(empty("layer=ttt_linear", *sizes), length)
     assert linear < one and flops_per_window(empty("layer=ttt_mlp", *sizes), 2 * length) == pytest.approx(2 * one)

@@ -384,7 +384,13 @@ def test_what_hydra_tells(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("metattt train --config-dir", None),
     ],
 )
-def test_completion(line: str, expected: list[str] | None, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion(
+    line: str,
+    expected: list[str] | None,
+    mine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     mine.rename(mine.parent / "my_files")
     monkeypatch.setenv("COMP_LINE", line)
     assert main(["-sc", "query=bash"]) == 0

@@ -19,7 +19,18 @@ from omegaconf import OmegaConf
 from metattt.cli import main
 from metattt.errors import MetaTTTError
 from metattt.extras import MissingExtra, need
-from metattt.sweeps.record import CELL, LONGEST_NAME, SWEEP, Cell, Sweep, cell_name, read_cell, read_sweep, write_cell, write_sweep
+from metattt.sweeps.record import (
+    CELL,
+    LONGEST_NAME,
+    SWEEP,
+    Cell,
+    Sweep,
+    cell_name,
+    read_cell,
+    read_sweep,
+    write_cell,
+    write_sweep,
+)
 from metattt.sweeps.table import collect, tell
 
 TINY = (
@@ -51,8 +62,23 @@ def table(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     """With joblib, as the issue of every cluster: SIGKILL to the sweep while two cells are under way."""
-    command = [sys.executable, "-m", "metattt.cli", "train", "-m", *TINY, "trainer.max_steps=120", "layer=linear_attention,retnet"]
-    command += ["seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=sweep", "trainer.val_check_interval=0.5"]
+    command = [
+        sys.executable,
+        "-m",
+        "metattt.cli",
+        "train",
+        "-m",
+        *TINY,
+        "trainer.max_steps=120",
+        "layer=linear_attention,retnet",
+    ]
+    command += [
+        "seed=0,1",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        "hydra.sweep.dir=sweep",
+        "trainer.val_check_interval=0.5",
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     sweep = here / "sweep"
     with (here / "first.txt").open("w") as output:
@@ -84,11 +110,17 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     with (sweep / stopped / "metrics.csv").open(newline="") as file:
         steps = [row["step"] for row in csv.DictReader(file) if row["train/loss"]]
     assert steps == sorted(set(steps), key=int) and steps[-1] == "120"  # went on: no row twice
-    assert (sweep / "runs.png").read_bytes().startswith(b"\x89PNG") and "| retnet | 1 | finished | 120 |" in (sweep / "runs.md").read_text()
+    assert (sweep / "runs.png").read_bytes().startswith(b"\x89PNG") and "| retnet | 1 | finished | 120 |" in (
+        sweep / "runs.md"
+    ).read_text()
 
     began = time.monotonic()
     third = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert third.returncode == 0 and third.stdout.count("finished before") == 4 and "->" not in third.stdout.partition("\n")[2]
+    assert (
+        third.returncode == 0
+        and third.stdout.count("finished before") == 4
+        and "->" not in third.stdout.partition("\n")[2]
+    )
     assert time.monotonic() - began < 60
 
 
@@ -101,20 +133,37 @@ def test_a_cell_that_fails_does_not_stop_the_others(here: Path, capsys: pytest.C
         "    def forward(self, w, x):\n        return w.linear(x, 'w')\n"
     )
     own = ("learner=custom", "learner._target_=my_learner.Mine", "layer=custom")
-    command = ["train", "-m", *TINY, *own, "trainer.max_steps=2", "data.context_length=100000,16", "hydra.sweep.dir=sweep"]  # TINY names one, too: the last counts
+    command = [
+        "train",
+        "-m",
+        *TINY,
+        *own,
+        "trainer.max_steps=2",
+        "data.context_length=100000,16",
+        "hydra.sweep.dir=sweep",
+    ]  # TINY names one, too: the last counts
     assert main(command) == 1
     out = capsys.readouterr().out
     assert states(here / "sweep") == {"data.context_length=100000": "failed", "data.context_length=16": "finished"}
     cell = read_cell(here / "sweep" / "data.context_length=100000")
     assert cell is not None and "100000" in cell.message and cell.message in out
     assert "1 cells have not finished" in out
-    assert main([*command[:-2], "data.context_length=16,8", "hydra.sweep.dir=sweep"]) == 1  # the grid has grown; one is as it was
+    assert (
+        main([*command[:-2], "data.context_length=16,8", "hydra.sweep.dir=sweep"]) == 1
+    )  # the grid has grown; one is as it was
     out = capsys.readouterr().out
     assert "data.context_length=16: finished before" in out and "data.context_length=8 finished in" in out
-    assert set(states(here / "sweep")) == {"data.context_length=100000", "data.context_length=16", "data.context_length=8"}
+    assert set(states(here / "sweep")) == {
+        "data.context_length=100000",
+        "data.context_length=16",
+        "data.context_length=8",
+    }
     # a cell is a run like any other, and goes on by itself
     assert main(["train", "resume=sweep/data.context_length=16", "trainer.max_steps=3", "trust=my_learner"]) == 0
-    assert main(["train", "-m", *TINY, *own, "trainer.max_steps=9", "data.context_length=16", "hydra.sweep.dir=sweep"]) == 2
+    assert (
+        main(["train", "-m", *TINY, *own, "trainer.max_steps=9", "data.context_length=16", "hydra.sweep.dir=sweep"])
+        == 2
+    )
     assert "with trainer.max_steps=2 and without trainer.max_steps=9" in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -134,7 +183,16 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_submitit(here: Path) -> None:
-    command = [sys.executable, "-m", "metattt.cli", "layers", "-m", "dim=8,16", "num_heads=2", "hydra/launcher=submitit_local"]
+    command = [
+        sys.executable,
+        "-m",
+        "metattt.cli",
+        "layers",
+        "-m",
+        "dim=8,16",
+        "num_heads=2",
+        "hydra/launcher=submitit_local",
+    ]
     done = subprocess.run([*command, "hydra.sweep.dir=sweep"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states(here / "sweep") == {"dim=8": "finished", "dim=16": "finished"}
@@ -187,11 +245,16 @@ def test_without_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     assert main(["train", "-m", "seed=0,1", choice]) == 2
-    assert capsys.readouterr().err == f"error: {choice} needs {package}, which is not installed: pip install 'metattt[sweep]'\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {choice} needs {package}, which is not installed: pip install 'metattt[sweep]'\n"
+    )
 
 
 def test_an_extra_without_any_plugin() -> None:
-    with pytest.raises(MissingExtra, match=r"this needs nothing_of_this, which is not installed: pip install 'metattt\[sweep\]'"):
+    with pytest.raises(
+        MissingExtra, match=r"this needs nothing_of_this, which is not installed: pip install 'metattt\[sweep\]'"
+    ):
         need("nothing_of_this.plugin", extra="sweep", what="this")
 
 
@@ -230,7 +293,13 @@ def test_records_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
     assert read_sweep(tmp_path) == sweep and read_cell(tmp_path) == cell
     for file, read in ((SWEEP, read_sweep), (CELL, read_cell)):
         good = json.loads((tmp_path / file).read_text())
-        for damaged in ("", "[]", "{", json.dumps(good | {"version": 2}), *(json.dumps(good | {key: 3}) for key in good if key != "seconds")):
+        for damaged in (
+            "",
+            "[]",
+            "{",
+            json.dumps(good | {"version": 2}),
+            *(json.dumps(good | {key: 3}) for key in good if key != "seconds"),
+        ):
             (tmp_path / file).write_text(damaged)
             with pytest.raises(MetaTTTError, match=file):
                 read(tmp_path)
@@ -262,7 +331,9 @@ def test_the_table_is_sorted_and_whole(tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "d: failed: it broke" in out and "deviation" in out
     text = (tmp_path / "runs.md").read_text()
-    assert "| layer | seed | state | step | validation/bits_per_byte |" in text and "| b | 2.2500 | 0.3536 | 2 |" in text
+    assert (
+        "| layer | seed | state | step | validation/bits_per_byte |" in text and "| b | 2.2500 | 0.3536 | 2 |" in text
+    )
     assert (tmp_path / "runs.png").stat().st_size > 5000
 
 

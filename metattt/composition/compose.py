@@ -90,8 +90,10 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise MetaTTTError(_unknown_key(prepared, job) or explain_composition(error, job)) from error
     for group in ENTRIES:
-        entries = cfg.get(group) or {}
-        for name in [name for name in entries if entries._get_node(name)._is_none()]:
+        entries = cfg.get(group)
+        if not isinstance(entries, DictConfig):
+            continue
+        for name in [name for name, entry in entries.items_ex(resolve=False) if entry is None]:
             with open_dict(entries):
                 del entries[name]  # null in a file, as `left_out` on the command line
     check_keys(cfg, keys_of(job), job)

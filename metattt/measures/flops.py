@@ -73,7 +73,7 @@ def _description(layer: nn.Module) -> str:
         (type(module).__name__, [(name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)])
         for module in layer.modules()
     ]
-    return str(settings + [tuple(parameter.shape) for parameter in layer.parameters()])  # type: ignore[operator]
+    return str(settings + [tuple(parameter.shape) for parameter in layer.parameters()])
 
 
 def _count(module: nn.Module, x: Tensor) -> int:

@@ -89,8 +89,9 @@ def read_sweep(folder: Path) -> Sweep | None:
     if content is None:
         return None
     cells = content.get("cells")
-    listed = isinstance(cells, list) and all(map(_are_texts, [content.get("fixed"), *cells]))
-    if not listed or not isinstance(content.get("command"), str):
+    if not isinstance(cells, list) or not all(map(_are_texts, [content.get("fixed"), *cells])):
+        raise _damaged(folder / SWEEP)
+    if not isinstance(content.get("command"), str):
         raise _damaged(folder / SWEEP)
     return Sweep(content["command"], content["fixed"], cells)
 

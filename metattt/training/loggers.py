@@ -122,13 +122,17 @@ class MLflowLog(MLFlowLogger):
         MetaTTTError: MLflow is not installed.
     """
 
-    def __init__(self, folder: str, experiment: str = "metattt", name: str | None = None, tracking_uri: str | None = None):
+    def __init__(
+        self, folder: str, experiment: str = "metattt", name: str | None = None, tracking_uri: str | None = None
+    ):
         mlflow = need("mlflow", extra="loggers", what="logger=mlflow")
         logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for every table that it makes
         self.folder, where = Path(folder), str(tracking_uri or mlflow.get_tracking_uri())
         self.place = where
         try:
-            super().__init__(experiment_name=experiment, run_name=name, tracking_uri=where, run_id=_name_of(self.folder, "mlflow"))
+            super().__init__(
+                experiment_name=experiment, run_name=name, tracking_uri=where, run_id=_name_of(self.folder, "mlflow")
+            )
         except Exception as error:
             raise _refused(where, error) from error
 
