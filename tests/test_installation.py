@@ -22,7 +22,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRA = ("train", "images", "text", "sweep", "loggers")
 LIBRARIES = (
     "PIL", "datasets", "huggingface_hub", "joblib", "lightning", "matplotlib", "mlflow", "optuna", "pandas", "pyarrow",
-    "pytorch_lightning", "scipy", "sklearn", "submitit", "tensorboard", "timm", "tokenizers", "torchmetrics", "torchvision", "wandb", "webdataset",
+    "pytorch_lightning", "scipy", "sklearn", "submitit", "tensorboard",
+    "timm", "tokenizers", "torchmetrics", "torchvision", "wandb", "webdataset",
 )  # fmt: skip
 """What the extras bring, and what that brings."""
 
