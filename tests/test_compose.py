@@ -215,9 +215,12 @@ def test_free_text_is_taken_as_written(text: str) -> None:
 
 
 def test_overrides_that_are_not_text_are_left_alone() -> None:
-    for override in ("checkpoint=null", "prompt='quoted'", "data.path=[a,b]", "learner.depth=3", "~prompt", "prompt"):
+    for override in ("checkpoint=null", "prompt='quoted'", "data.path=['a',b]", "data.path=[]", "learner.depth=3", "~prompt", "prompt"):
         assert quote_free_text(override) == override
     assert quote_free_text("checkpoint=/a=b/x.ckpt") == "checkpoint='/a=b/x.ckpt'"
+    assert quote_free_text("checkpoint=[/a=b/x, c d]") == "checkpoint=['/a=b/x','c d']"
+    assert quote_free_text("checkpoint=/a=b/x,'c, d'", sweep=True) == "checkpoint='/a=b/x','c, d'"
+    assert quote_free_text("checkpoint=glob(*)", sweep=True) == "checkpoint=glob(*)"
 
 
 def test_a_registered_constructor_names_its_parameters() -> None:

@@ -95,6 +95,11 @@ def quote_free_text(override: str, sweep: bool = False) -> str:
     if match is None or match[2] not in FREE_TEXT:
         return override
     prefix, key, value = match.groups()
+    if key in LISTS and value.startswith("[") and value.endswith("]") and "${" not in value:
+        inside = value[1:-1].strip()
+        texts = _several(inside) or list(filter(None, [inside]))
+        if not any(text[:1] in (*QUOTES, "[", "{") for text in texts):  # a path may hold `=`, or spaces
+            return f"{prefix}{key}=[{','.join(map(_quoted, texts))}]"
     in_quotes = re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL)
     if value == "null" or in_quotes or (key in LISTS and value.startswith("[") and value.endswith("]")):
         return override

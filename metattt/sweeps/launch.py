@@ -86,7 +86,7 @@ def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
                 command, module, fixed, fixed_keys, tuple(key for key in ("output_dir", "resume", "trust") if key in keys_of(command)),
                 _trusted(overrides), str(cfg.get("objective") or ""), not _is_basic(cfg), os.getpid(),
             )  # fmt: skip
-            count = f"{len(planned.cells)} cells" if planned.cells else "cells"
+            count = f"{len(planned.cells)} cell{'s' if len(planned.cells) > 1 else ''}" if planned.cells else "cells"
             print(f"sweep   {count} of `metattt {command}` -> {folder}", flush=True)
             # deletions are put back by the cell: Hydra's sweepers would write `~key` as `~key=null`
             kept = [text for text, one in zip(prepared, parsed, strict=True) if one.type != OverrideType.DEL]
@@ -118,8 +118,8 @@ def _report(folder: Path, command: str, code: int) -> int:
 
     unfinished = tell(folder)
     if unfinished or code:
-        again = f"the same command with hydra.sweep.dir={folder} goes on with {'them' if unfinished != 1 else 'it'}"
-        print(f"sweep   {unfinished} cells have not finished: {again}", flush=True)
+        count = f"{unfinished} cells have" if unfinished != 1 else "1 cell has"
+        print(f"sweep   {count} not finished: the same command with hydra.sweep.dir={folder} goes on", flush=True)
     return code or (1 if unfinished else 0)
 
 
@@ -251,6 +251,7 @@ def _defaults(cfg: DictConfig, overrides: Sequence[str], folder: Path, fixed_key
     assert isinstance(node, dict)
     if node["sweep"]["subdir"] == "${hydra.job.num}":  # a cell is found again by what it is
         settings.append("hydra.sweep.subdir='${metattt_cell:${hydra.job.override_dirname}}'")
+        settings.append("hydra.job.config.override_dirname.item_sep='+'")  # a comma would separate values in an override
         keys = ",".join(f"'{key}'" for key in fixed_keys)
         settings.append(f"hydra.job.config.override_dirname.exclude_keys=[{keys}]")
     for group in ("hydra/job_logging", "hydra/hydra_logging"):  # a line for every cell says it; its output is in a file

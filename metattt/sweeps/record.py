@@ -55,7 +55,7 @@ class Cell(NamedTuple):
 
 
 def cell_name(swept: str) -> str:
-    """The name of a cell's folder, from its overrides with commas between them (Hydra's `override_dirname`).
+    """The name of a cell's folder, from its overrides with + between them (Hydra's `override_dirname`).
 
     Quotes are left out. Where other characters have to be, or it would be too long, a checksum tells the names apart.
     """

@@ -93,7 +93,8 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
         raise MetaTTTError(
             f"sort={sort} is not a column of the runs: choose from {', '.join(columns) or 'none: they have no metrics yet'}"
         )
-    by = sort or next((one for one in (*PREFERRED, *columns) if one in columns), STEP)
+    usual = [one for one in (*PREFERRED, *columns) if one in columns and one.startswith("validation/")]
+    by = sort or next(iter(usual), STEP)
     down = by.endswith(LARGER_IS_BETTER) if descending is None else descending
     found.sort(key=lambda run: (math.isnan(run.final(by)), -run.final(by) if down else run.final(by), run.name))
     keys = list(dict.fromkeys(key for run in found for key in run.swept))
@@ -133,7 +134,7 @@ def collect(folder: Path) -> Iterator[Run]:
     planned = read_sweep(folder)
     for overrides in planned.cells if planned else ():
         if sorted(overrides) not in begun:
-            yield Run(",".join(overrides), "missing", _pairs(overrides), [])
+            yield Run("+".join(overrides), "missing", _pairs(overrides), [])
 
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
