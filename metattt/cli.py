@@ -13,8 +13,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 from metattt.composition.choices import choices, groups
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from metattt.composition.flags import Flags
 
 COMMANDS = {  # name: (what it does, module, function)
     "train": (
@@ -49,6 +55,11 @@ COMMANDS = {  # name: (what it does, module, function)
         "export",
     ),
     "layers": ("the known layers: their three parts, and the state and cost of each", "metattt.known_layers", "layers"),
+    "runs": (
+        "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs <folder>",
+        "metattt.sweeps.table",
+        "runs",
+    ),
     "bench": ("a benchmark, gated by a check of its results: metattt bench <name>", "metattt.bench.run", "bench"),
     "check": (
         "check every law of the conformance suite for the chosen parts: learner=<name>",
@@ -57,7 +68,10 @@ COMMANDS = {  # name: (what it does, module, function)
     ),
 }
 
-NAMED = {"bench": "benchmark"}  # commands whose first word may be a name alone: the choice for this key
+NAMED = {  # commands whose first word may be a value alone: its key, and what it looks like
+    "bench": ("benchmark", r"\w+"),
+    "runs": ("folder", r"[^=-][^=]*"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,46 +90,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] == "--version":
         print(f"metattt {_version()}")
         return 0
+    if given[0] in ("-sc", "--shell-completion"):  # as Hydra's scripts for shells call it
+        given.insert(0, "train")
     command, overrides = given[0], given[1:]
-    if command in NAMED and overrides and re.fullmatch(r"\w+", overrides[0]):
-        overrides[0] = f"{NAMED[command]}={overrides[0]}"
+    if command in NAMED and overrides and re.fullmatch(NAMED[command][1], overrides[0]):
+        overrides[0] = f"{NAMED[command][0]}={overrides[0]}"
     if command not in COMMANDS:
         return _fail(f"`{command}` is not a command.{_did_you_mean(command)} Commands: {', '.join(COMMANDS)}")
-    if any(flag in ("-h", "--help") for flag in overrides):
+    from metattt.composition.flags import take_flags
+    from metattt.errors import MetaTTTError
+
+    try:
+        flags, overrides = take_flags(overrides, command)
+    except MetaTTTError as error:
+        return _fail(str(error))
+    if flags.help:
         print(_command_help(command))
         return 0
-    shown = _take_show(overrides)
-    flag = next((word for word in overrides if re.match("-{1,2}[a-zA-Z]", word)), None)
-    if flag:
-        return _fail(_not_an_option(flag, command))
     _see_the_working_directory()
-    return _run(command, overrides, shown)
-
-
-def _take_show(words: list[str]) -> str | None:
-    """Takes Hydra's `--cfg job` and `--resolve` out of the words: `job` or `resolved` shows that configuration, None
-    runs."""
-    wanted = resolved = False
-    for word in tuple(words):
-        if word in ("--cfg", "-c"):
-            place = words.index(word)
-            del words[place : place + (2 if words[place + 1 : place + 2] == ["job"] else 1)]
-            wanted = True
-        elif word in ("--cfg=job", "--resolve"):
-            words.remove(word)
-            wanted, resolved = True, resolved or word == "--resolve"
-    return None if not wanted else "resolved" if resolved else "job"
-
-
-def _not_an_option(flag: str, command: str) -> str:
-    """For a word that begins with dashes."""
-    name, _, value = flag.lstrip("-").partition("=")
-    if name in ("m", "multirun"):
-        return f"`{flag}`: there are no sweeps; run `metattt {command}` once for each value"
-    if name in ("cd", "config-dir", "config_dir", "config-path", "cp"):
-        return f"`{flag}` is not an option: files of your own are found with hydra.searchpath={value or '<folder>'}"
-    key = name.replace("-", "_")
-    return f"`{flag}` is not an option: settings are given as {key}=<value>, without dashes; --cfg shows them all"
+    return _run(command, overrides, flags)
 
 
 def _see_the_working_directory() -> None:
@@ -124,18 +117,26 @@ def _see_the_working_directory() -> None:
         sys.path.append(os.getcwd())
 
 
-def _run(command: str, overrides: list[str], shown: str | None) -> int:
-    """Compose the configuration of a command, and show it or call the command's function."""
+def _run(command: str, overrides: list[str], flags: "Flags") -> int:
+    """Compose the configuration of a command, and show it or call the command's function; or do so for every cell of a
+    sweep."""
     from metattt.errors import MetaTTTError
 
     _, module, function = COMMANDS[command]
     code = 0
     try:
-        from metattt.composition.compose import compose, show
+        if flags.completion:
+            print(_completion(overrides), end="")
+            return 0
+        if flags.multirun:
+            from metattt.sweeps.launch import sweep
+
+            return sweep(command, module, overrides)
+        from metattt.composition.compose import compose
 
         cfg = compose(*overrides, job=command)  # first: a mistake shows before anything heavy is imported
-        if shown:
-            print(show(cfg, resolve=shown == "resolved"), end="")
+        if flags.cfg or flags.info:
+            print(_shown(cfg, command, overrides, flags), end="")
         else:
             code = getattr(importlib.import_module(module), function)(cfg)
     except MetaTTTError as error:
@@ -151,6 +152,24 @@ def _run(command: str, overrides: list[str], shown: str | None) -> int:
             raise
         return _fail(line)
     return code if isinstance(code, int) else 0
+
+
+def _shown(cfg: "DictConfig", command: str, overrides: list[str], flags: "Flags") -> str:
+    """What `--cfg` or `--info` prints."""
+    from metattt.composition.compose import show
+    from metattt.composition.information import show_hydra, show_info
+
+    if flags.info:
+        return show_info(flags.info, overrides, command)
+    if flags.cfg == "job":
+        return show(cfg, flags.resolve, flags.package)
+    return show_hydra(flags.cfg or "", overrides, command, flags.package, flags.resolve)
+
+
+def _completion(words: list[str]) -> str:
+    from metattt.composition.information import complete
+
+    return complete(words, tuple(COMMANDS))
 
 
 def _fault_of_the_surroundings(error: Exception, command: str) -> str | None:

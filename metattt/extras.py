@@ -9,7 +9,13 @@ from types import ModuleType
 
 from metattt.errors import MetaTTTError
 
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "Pillow"}
+DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "PIL": "Pillow",
+    "hydra_plugins.hydra_joblib_launcher": "hydra-joblib-launcher",
+    "hydra_plugins.hydra_submitit_launcher": "hydra-submitit-launcher",
+    "hydra_plugins.hydra_optuna_sweeper": "hydra-optuna-sweeper",
+}
 """Names to install, where they are not those to import."""
 
 
@@ -31,8 +37,8 @@ def need(library: str, *, extra: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(library)
     except ModuleNotFoundError as error:
-        package = (error.name or library).partition(".")[0]
-        if importlib.util.find_spec(package) is not None:  # it is there, but not as it should be
+        package = library if library in DISTRIBUTIONS else (error.name or library).partition(".")[0]
+        if _is_there(package):  # it is there, but not as it should be
             raise
         raise MissingExtra(_line(package, extra, what)) from error
 
@@ -40,10 +46,17 @@ def need(library: str, *, extra: str, what: str) -> ModuleType:
 def absence(library: str, *, extra: str, what: str) -> str | None:
     """The line that `need` would raise, for what can be done without `library`; None if it is installed. Nothing is
     imported."""
-    return None if importlib.util.find_spec(library) is not None else _line(library, extra, what)
+    return None if _is_there(library) else _line(library, extra, what)
+
+
+def _is_there(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
 
 
 def _line(library: str, extra: str, what: str) -> str:
-    package = library.partition(".")[0]
+    package = library if library in DISTRIBUTIONS else library.partition(".")[0]
     name = DISTRIBUTIONS.get(package, package)
     return f"{what} needs {name}, which is not installed: pip install 'metattt[{extra}]'"

@@ -85,7 +85,7 @@ def test_every_block_gets_a_layer_of_its_own() -> None:
         (["seed=x"], "`seed=x` is not allowed"),
         (["learner.bias"], "write <key>=<value>"),
         (["dim=(a"], "cannot be read"),
-        (["dim=1,2"], 'one value at a time. A list is written "dim=[1,2]"'),
+        (["dim=1,2"], 'add -m (--multirun) to run `metattt build` once for each. A list is written "dim=[1,2]"'),
         (["learner=custom"], "give learner._target_=package.Class"),
         (
             ["learner=custom", "learner._target_=nowhere.Class"],
@@ -126,7 +126,7 @@ def test_errors_of_the_parts_pass_through() -> None:
         (["check", "learner=mpl"], "Did you mean `learner=mlp`?"),
         (["check", "optimizer.mini_batch_size=big"], "expected an integer"),
         (["chekc"], "Did you mean `metattt check`?"),
-        (["check", "--learner=mlp"], "learner=<value>, without dashes"),
+        (["check", "--learner=mlp"], "settings are given as learner=mlp, without dashes"),
     ],
 )
 def test_exit_code_2_without_a_traceback(
@@ -215,9 +215,12 @@ def test_free_text_is_taken_as_written(text: str) -> None:
 
 
 def test_overrides_that_are_not_text_are_left_alone() -> None:
-    for override in ("checkpoint=null", "prompt='quoted'", "data.path=[a,b]", "learner.depth=3", "~prompt", "prompt"):
+    for override in ("checkpoint=null", "prompt='quoted'", "data.path=['a',b]", "data.path=[]", "learner.depth=3", "~prompt", "prompt"):
         assert quote_free_text(override) == override
     assert quote_free_text("checkpoint=/a=b/x.ckpt") == "checkpoint='/a=b/x.ckpt'"
+    assert quote_free_text("checkpoint=[/a=b/x, c d]") == "checkpoint=['/a=b/x','c d']"
+    assert quote_free_text("checkpoint=/a=b/x,'c, d'", sweep=True) == "checkpoint='/a=b/x','c, d'"
+    assert quote_free_text("checkpoint=glob(*)", sweep=True) == "checkpoint=glob(*)"
 
 
 def test_a_registered_constructor_names_its_parameters() -> None:

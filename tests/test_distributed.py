@@ -24,6 +24,7 @@ from metattt.data.windows import ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
+from metattt.metrics_file import CLOCK
 from metattt.training.batches import plan_batches
 from metattt.training.building import Builder
 from metattt.training.callbacks import LossCurve
@@ -89,11 +90,11 @@ def together(runs: Path) -> dict[str, tuple[Path, subprocess.CompletedProcess[st
 
 
 def log(run: Path) -> list[list[str]]:
-    """The rows of a log, without the clock's column, which no two runs share."""
+    """The rows of a log, without the columns of the machine, which no two runs share."""
     with (run / "metrics.csv").open(newline="") as file:
         rows = list(csv.reader(file))
-    clock = rows[0].index("tokens_per_second")
-    return [row[:clock] + row[clock + 1 :] for row in rows]
+    kept = [place for place, name in enumerate(rows[0]) if name not in CLOCK]
+    return [[row[place] for place in kept] for row in rows]
 
 
 def assert_same(run: Path, expected: Path) -> None:

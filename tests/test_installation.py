@@ -19,10 +19,11 @@ from metattt.extras import DISTRIBUTIONS, MissingExtra, absence, need
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRA = ("train", "images", "text", "hf", "eval")
+EXTRA = ("train", "images", "text", "hf", "eval", "sweep", "loggers")
 LIBRARIES = (
-    "PIL", "accelerate", "datasets", "huggingface_hub", "lightning", "lm_eval", "matplotlib", "pandas", "pyarrow", "pytorch_lightning",
-    "scipy", "sklearn", "timm", "tokenizers", "torchmetrics", "torchvision", "transformers", "webdataset",
+    "PIL", "accelerate", "datasets", "huggingface_hub", "joblib", "lightning", "lm_eval", "matplotlib", "mlflow", "optuna",
+    "pandas", "pyarrow", "pytorch_lightning", "scipy", "sklearn", "submitit", "tensorboard", "timm", "tokenizers",
+    "torchmetrics", "torchvision", "transformers", "wandb", "webdataset",
 )  # fmt: skip
 """What the extras bring, and what that brings."""
 
@@ -166,7 +167,8 @@ def calls() -> Iterator[tuple[Path, str, str]]:
                 named = {word.arg: word.value for word in node.keywords}
                 library, extra = node.args[0], named["extra"]
                 assert isinstance(library, ast.Constant) and isinstance(extra, ast.Constant), file
-                yield file, str(library.value).partition(".")[0], str(extra.value)
+                name = str(library.value)
+                yield file, name if name in DISTRIBUTIONS else name.partition(".")[0], str(extra.value)
 
 
 def names(requirements: list[str]) -> set[str]:

@@ -105,8 +105,8 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
             "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`",
         ),
         ("optimizer=sgd", "The outer one is `training=<adamw, timm, zeroth_order>`"),
-        ("layer=ttt_mlp,ttt_linear", "give one value at a time"),
-        ("trainer.max_steps=range(0,3)", "give one value at a time"),
+        ("layer=ttt_mlp,ttt_linear", "names several values: add -m (--multirun) to run `metattt train` once for each"),
+        ("trainer.max_steps=range(0,3)", "names several values: add -m (--multirun)"),
         ("model.layer=attention", "layer=<name> chooses the layer of every block"),
         ("+model.layer=attention", "layer=<name> chooses the layer of every block"),
         ("model.dim=32", "dim=<value> sets it for the model and its layers"),
@@ -309,9 +309,10 @@ def test_cfg_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flag", "expected"),
     [
-        ("--multirun", "there are no sweeps"),
-        ("-m", "there are no sweeps"),
-        ("--config-dir=x", "searchpath=x"),
+        ("--config-dir=x", "there is no folder x"),
+        ("--config-path=x", "--config-dir <folder> adds files of your own"),
+        ("--info=x", "--info is one of all, config, defaults"),
+        ("--resolve", "add --cfg job"),
         ("--lr", "lr=<value>"),
     ],
 )
@@ -335,6 +336,100 @@ def test_files_of_ones_own(mine: Path, form: str) -> None:
     assert cfg.dim == 48 and cfg.learner._target_.endswith("MLP") and "hydra" not in cfg
     with pytest.raises(MetaTTTError, match="`bais` is not a field of learner"):
         compose("experiment=mine", f"hydra.searchpath={form.format(mine)}", "learner.bais=1")
+
+
+def test_a_folder_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine / "learner").mkdir()
+    (mine / "learner" / "wide.yaml").write_text("# A wide one\ndefaults:\n  - mlp\n  - _self_\nexpansion: 8.0\n")
+    for folder in ("my files", str(mine)):
+        for flags in (["--config-dir", folder], [f"--config-dir={folder}"], ["-cd", folder]):
+            assert main(["train", *flags, "experiment=mine", "dim=56", "--cfg", "job"]) == 0
+            shown = OmegaConf.create(capsys.readouterr().out)
+            assert shown.dim == 56 and shown.learner._target_.endswith("MLP")
+    assert main(["train", "--config-dir", "my files", "learner=wide", "--cfg", "job", "--package", "learner.expansion"]) == 0
+    assert capsys.readouterr().out == "8.0\n"
+    other = mine.parent / "a, 'b'"
+    (other / "experiment").mkdir(parents=True)
+    (other / "experiment" / "mine.yaml").write_text("# @package _global_\ndim: 40\n")
+    assert main(["train", "--config-dir", str(other), "hydra.searchpath=[my files]", "experiment=mine", "learner=wide", "--cfg"]) == 0
+    assert OmegaConf.create(capsys.readouterr().out).dim == 40
+    assert main(["train", "--config-dir", "my files", "experiment=mien"]) == 2
+    assert "Did you mean `experiment=mine`?" in capsys.readouterr().err
+
+
+def test_what_hydra_tells(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import logging
+
+    handlers = list(logging.getLogger().handlers)
+    for what, expected in (("defaults", "experiment/mine "), ("defaults-tree", "  experiment: mine"), ("searchpath", "my files")):
+        assert main(["train", "--config-dir", "my files", "experiment=mine", "--info", what]) == 0
+        assert expected in capsys.readouterr().out
+    assert logging.getLogger().handlers == handlers
+    assert main(["train", "--cfg", "hydra"]) == 0
+    assert OmegaConf.create(capsys.readouterr().out).hydra.launcher._target_.endswith("BasicLauncher")
+    assert main(["train", "dim=8", "--cfg", "all", "-p", "dim"]) == 0
+    assert capsys.readouterr().out.strip() == "8"
+    assert main(["train", "--info", "defaults", "learner=mpl"]) == 2
+    assert "Did you mean `learner=mlp`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("metattt tr", ["train"]),
+        ("metattt train layer=ttt_", ["layer=ttt_linear", "layer=ttt_mlp"]),
+        ("metattt train layer=ttt_mlp learner.exp", ["learner.expansion="]),
+        ("metattt train -m seed=0,1 trainer.max_st", ["trainer.max_steps="]),
+        ("metattt train --config-dir my_files experiment=mi", ["experiment=mine"]),
+        ("metattt nobody x", []),
+        ("metattt train --config-dir", None),
+    ],
+)
+def test_completion(
+    line: str,
+    expected: list[str] | None,
+    mine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mine.rename(mine.parent / "my_files")
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=bash"]) == 0
+    assert expected is None or capsys.readouterr().out.split() == expected
+
+
+def test_the_script_of_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--shell-completion", "install=bash"]) == 0
+    script = capsys.readouterr().out
+    assert script.rstrip().endswith("-F hydra_bash_completion metattt")
+    (tmp_path / "metattt").write_text("#!/bin/sh\necho layer=ttt_linear layer=ttt_mlp\n")  # what it asks
+    (tmp_path / "metattt").chmod(0o755)
+    ask = "COMP_LINE='metattt train layer=' COMP_CWORD=2; hydra_bash_completion; echo ${COMPREPLY[@]}"
+    done = subprocess.run(
+        ["bash", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{ask}"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "layer=ttt_linear layer=ttt_mlp", done.stderr
+    assert main(["-sc", "install=nobody"]) == 2 and "one of bash, fish, zsh" in capsys.readouterr().err
+
+
+def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
+    default = compose()
+    cfg = compose("callbacks.progress=null", "logger.csv=null")
+    assert set(cfg.callbacks) == set(default.callbacks) - {"progress"} and not cfg.logger
+    assert cfg.given == ["callbacks.progress=null", "logger.csv=null"]
+    assert "logger" not in compose("logger=null") and "callbacks" not in compose("callbacks=null")
+    with pytest.raises(MetaTTTError, match="`interrupt` is not a field of callbacks"):
+        compose("callbacks.interrupt=null")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "quiet.yaml").write_text("# @package _global_\ncallbacks:\n  watch: null\nlogger:\n  csv: null\n")
+    cfg = compose("experiment=quiet", f"hydra.searchpath={tmp_path}")
+    assert set(cfg.callbacks) == set(default.callbacks) - {"watch"} and not cfg.logger
+
+
+def test_several_loggers_at_once() -> None:
+    assert set(compose("logger=[tensorboard,wandb,mlflow]").logger) == {"csv", "tensorboard", "wandb", "mlflow"}
+    with pytest.raises(MetaTTTError, match="choose one of csv, mlflow, tensorboard, wandb"):
+        compose("logger=[csv,nobody]")
 
 
 def test_a_class_beside_the_user(tmp_path: Path) -> None:

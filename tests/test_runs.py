@@ -27,6 +27,7 @@ from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
 from metattt.locking import LOCK, FolderLock
+from metattt.metrics_file import CLOCK
 from metattt.training import saving
 from metattt.training.callbacks import LossCurve
 from metattt.training.csv_log import CSVLog
@@ -41,7 +42,6 @@ TINY = (
     "trainer.max_steps=8", "trainer.log_every_n_steps=1",
     "callbacks.checkpoint.every_steps=3", "callbacks.loss_curve.every=1",
 )  # fmt: skip
-CLOCK = "tokens_per_second"
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def tiny(text: Path, folder: Path, *overrides: str) -> DictConfig:
 
 
 def log(run: Path) -> list[dict[str, str]]:
-    """Without the clock's column, which no two runs share."""
+    """Without the columns of the machine, which no two runs share."""
     with (run / "metrics.csv").open(newline="") as file:
-        return [{name: value for name, value in row.items() if name != CLOCK} for row in csv.DictReader(file)]
+        return [{name: value for name, value in row.items() if name not in CLOCK} for row in csv.DictReader(file)]
 
 
 def steps(run: Path) -> list[int]:

@@ -22,6 +22,7 @@ from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.measures.ngram import NGram
+from metattt.metrics_file import CLOCK
 from metattt.training.callbacks import LossCurve, plot
 from metattt.training.text_module import AdamW
 from metattt.training.train import train
@@ -50,11 +51,9 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def log(run: Path) -> list[dict[str, str]]:
-    """Without the clock's column, which no two runs share."""
+    """Without the columns of the machine, which no two runs share."""
     with (run / "metrics.csv").open(newline="") as file:
-        return [
-            {name: value for name, value in row.items() if name != "tokens_per_second"} for row in csv.DictReader(file)
-        ]
+        return [{name: value for name, value in row.items() if name not in CLOCK} for row in csv.DictReader(file)]
 
 
 @pytest.fixture(scope="module")

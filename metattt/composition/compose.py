@@ -35,7 +35,7 @@ from metattt.composition.messages import (
     unknown_key,
     wrong_type,
 )
-from metattt.composition.overrides import NOTHING, choices_alone, prepare
+from metattt.composition.overrides import ENTRIES, NOTHING, choices_alone, prepare
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, SCHEMAS
 
@@ -102,6 +102,13 @@ def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
         cfg, chosen = _compose(overrides, job)
     except (HydraException, OmegaConfBaseException) as error:
         raise MetaTTTError(_unknown_key(overrides, job) or explain_composition(error, job)) from error
+    for group in ENTRIES:
+        entries = cfg.get(group)
+        if not isinstance(entries, DictConfig):
+            continue
+        for name in [name for name, entry in entries.items_ex(resolve=False) if entry is None]:
+            with open_dict(entries):
+                del entries[name]  # null in a file, as `left_out` on the command line
     check_keys(cfg, keys_of(job), job)
     _check_parameters(cfg, job)
     return cfg, chosen
@@ -143,14 +150,23 @@ def _unknown_key(overrides: list[str], job: str) -> str | None:
     return None
 
 
-def show(cfg: DictConfig, resolve: bool = False) -> str:
-    """A configuration as YAML; `resolve` puts values in the place of `${...}`.
+def show(cfg: DictConfig, resolve: bool = False, package: str | None = None) -> str:
+    """A configuration, or the node of it at a dotted key, as YAML; `resolve` puts values in the place of `${...}`.
 
     Raises:
-        MetaTTTError: a value that points at nothing.
+        MetaTTTError: a value that points at nothing, or no such node.
     """
     try:
-        return OmegaConf.to_yaml(cfg, resolve=resolve)
+        if package is None or package == "_global_":
+            return OmegaConf.to_yaml(cfg, resolve=resolve)
+        found = OmegaConf.select(cfg, package, throw_on_missing=True)
+        if found is None:
+            raise MetaTTTError(f"--package {package}: the configuration has no such key")
+        if not OmegaConf.is_config(found):
+            return f"{found}\n"
+        if resolve:
+            OmegaConf.resolve(cfg)
+        return f"# @package {package}\n{OmegaConf.to_yaml(found)}"
     except OmegaConfBaseException as error:
         raise MetaTTTError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 

@@ -43,6 +43,10 @@ KEYS = {
     "output_dir": Key(str, True),
     "resume": Key(str, True),
     "init_from": Key(str, True),
+    "objective": Key(str),
+    "folder": Key(str),
+    "sort": Key(str, True),
+    "descending": Key(bool, True),
 }
 FILLED_IN = ("given",)
 """Keys that the program sets, and nobody else."""

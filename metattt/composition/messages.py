@@ -257,7 +257,7 @@ def _unknown_choice(error: MissingConfigException, job: str) -> str:
     elif guess:
         hint = f". Did you mean `{group}={guess}`?"
     if group == "experiment" and not hint:
-        hint = f"; one of your own: hydra.searchpath=<folder> where the folder has experiment/{name}.yaml"
+        hint = f"; one of your own: --config-dir <folder>, or hydra.searchpath=<folder>, where the folder has experiment/{name}.yaml"
     return f"`{name or 'nothing'}` is not a choice of {group}{hint or '.'}\nChoices: {', '.join(error.options)}"
 
 

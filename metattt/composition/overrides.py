@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from metattt.composition.aliases import IN_FULL, NOT_SET_THERE
 from metattt.composition.choices import groups, keys_of, optional, unchosen
 from metattt.composition.components import TRAINER
+from metattt.composition.flags import SEARCH_PATH
 from metattt.composition.keys import FILLED_IN
 from metattt.composition.messages import refused_value, unreadable
 from metattt.errors import MetaTTTError
@@ -19,26 +20,35 @@ from metattt.registry import PARAMETERS
 
 FREE_TEXT = (
     "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume", "init_from",
-    "output_dir", "source", "target", "dataset_files", "tokenizer", "name",
+    "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder",
 )  # fmt: skip
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
 
 LISTS = ("data.path", "checkpoint", "source", "dataset_files")
 """Those of them that may also be a list, [a,b]."""
 
+QUOTES = ("'", '"')
+
 MAY_BE_EMPTY = ("prompt",)
 
 NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
 """Choices of nothing, as they are by default."""
 
-SEARCH_PATH = "hydra.searchpath"
-
 LEFT_OUT = ("callbacks", "logger", "preset", "recipe", "experiment")
 """Groups that a job can do without."""
 
 
-def prepare(overrides: Sequence[str], job: str) -> list[str]:
+ENTRIES = ("callbacks", "logger")
+"""Groups whose entries are left out with null."""
+
+
+def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str]:
     """Overrides in Hydra's syntax.
+
+    Args:
+        overrides: as they were typed.
+        job: the command.
+        sweep: they may name several values, and Hydra's own settings.
 
     Raises:
         MetaTTTError: an override that cannot be read, names several values, or chooses a group that the job has not.
@@ -46,13 +56,16 @@ def prepare(overrides: Sequence[str], job: str) -> list[str]:
     for override in overrides:
         if not isinstance(override, str):
             raise MetaTTTError(f"{override!r:.100} is not an override: they are texts, such as 'dim=64'")
-    named = [_in_full(NOTHING.get(override, override)) for override in overrides]
-    prepared = [_search_path(quote_free_text(override)) for override in named if override]
+    named = [_in_full(left_out(NOTHING.get(override, override))) for override in overrides]
+    prepared = [_search_path(quote_free_text(override, sweep)) for override in named if override]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
     searched = any(one.key_or_group == SEARCH_PATH for one in parsed)
     for one in parsed:
-        _check(one, job, opened, searched)
+        if sweep and (one.is_sweep_override() or _is_of_hydra(one.key_or_group)):
+            _refuse_nothing(one, one.key_or_group, str(one.input_line).partition("=")[2])
+        else:
+            _check(one, job, opened, searched)
     missing = unchosen(job) - {one.key_or_group for one in parsed}
     for group in sorted(missing):
         names = sorted(groups(job)[group])
@@ -66,22 +79,46 @@ def choices_alone(prepared: Sequence[str], job: str) -> list[str]:
     return [text for text in prepared if (key := text.partition("=")[0].lstrip("+~")) in known or key == SEARCH_PATH]
 
 
-def quote_free_text(override: str) -> str:
+def left_out(override: str) -> str:
+    """`callbacks.<name>=null`, `logger.<name>=null` and null for the whole group, as `~callbacks.<name>`."""
+    match = re.fullmatch(rf"(({'|'.join(ENTRIES)})(\.\w+)?)=null", override)
+    return f"~{match[1]}" if match else override
+
+
+def quote_free_text(override: str, sweep: bool = False) -> str:
     """Quote the value of an override of a free-text key, so that Hydra takes it as written.
 
     Left as they are: `null`, a value that is in quotes already, a list for a key of `LISTS`, and interpolations in
-    paths.
+    paths. In a sweep, commas outside quotes stand between several texts.
     """
     match = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", override, flags=re.DOTALL)
     if match is None or match[2] not in FREE_TEXT:
         return override
     prefix, key, value = match.groups()
+    if key in LISTS and value.startswith("[") and value.endswith("]") and "${" not in value:
+        inside = value[1:-1].strip()
+        texts = _several(inside) or list(filter(None, [inside]))
+        if not any(text[:1] in (*QUOTES, "[", "{") for text in texts):  # a path may hold `=`, or spaces
+            return f"{prefix}{key}=[{','.join(map(_quoted, texts))}]"
     in_quotes = re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL)
     if value == "null" or in_quotes or (key in LISTS and value.startswith("[") and value.endswith("]")):
         return override
+    if sweep and (re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value) or _several(value)):
+        texts = _several(value)
+        return f"{prefix}{key}={','.join(text if text[:1] in QUOTES else _quoted(text) for text in texts)}" if texts else override
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
     return f"{prefix}{key}={_quoted(value)}"
+
+
+def _several(value: str) -> list[str]:
+    """The texts between the commas of a value that are outside quotes; none if there is no such comma."""
+    texts = [found.strip() for found in re.findall(r"(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,])+", value, flags=re.DOTALL)]
+    return texts if len(texts) > 1 else []
+
+
+def _is_of_hydra(key: str) -> bool:
+    return re.match(r"hydra\b", key) is not None and key != SEARCH_PATH
 
 
 def _in_full(override: str) -> str:
@@ -99,7 +136,8 @@ def _search_path(override: str) -> str:
     if key.lstrip("+") != SEARCH_PATH or not equals:
         return override
     urls = []
-    for one in filter(None, (part.strip().strip("'\"") for part in value.strip("[]").split(","))):
+    listed = value.strip().removeprefix("[").removesuffix("]").strip()
+    for one in map(_unquoted, _several(listed) or filter(None, [listed])):
         scheme, _, path = one.rpartition("://")
         if scheme in ("", "file"):
             folder = Path(path).expanduser().absolute()
@@ -110,6 +148,10 @@ def _search_path(override: str) -> str:
             one = f"file://{folder}"
         urls.append(_quoted(one))
     return f"{SEARCH_PATH}=[{','.join(urls)}]"
+
+
+def _unquoted(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text[1:-1]) if text[:1] in QUOTES and text[-1:] == text[:1] else text
 
 
 def _parse(override: str) -> Override:
@@ -128,7 +170,7 @@ def _check(override: Override, job: str, opened: set[str], searched: bool) -> No
         syntax = f'. A list is written "{key}=[{given}]", a text with a comma "{key}=\'{given}\'"'
         plain = key not in groups(job) and "(" not in given
         raise MetaTTTError(
-            f"`{text}` names several values, and a command runs once: give one value at a time{syntax if plain else ''}"
+            f"`{text}` names several values: add -m (--multirun) to run `metattt {job}` once for each{syntax if plain else ''}"
         )
     known = groups(job)
     if override.type == OverrideType.DEL:
@@ -142,10 +184,12 @@ def _check(override: Override, job: str, opened: set[str], searched: bool) -> No
     if key in FILLED_IN:
         raise MetaTTTError(f"`{key}` is filled in by the program: leave it out")
     _refuse_nothing(override, key, given)
-    if part == "hydra" and key != SEARCH_PATH:
-        raise MetaTTTError(
-            f"`{key}` has no effect here: of Hydra's own settings there is {SEARCH_PATH}; the folder of a run is output_dir"
-        )
+    if _is_of_hydra(key):
+        folder = "; the folder of a single run is output_dir" if key.endswith(".dir") else ""
+        raise MetaTTTError(f"`{key}` is a setting of sweeps, and has no effect without -m (--multirun){folder}")
+    several = override.value() if key in ENTRIES else None
+    if isinstance(several, list) and several and (searched or set(map(str, several)) <= known.get(key, frozenset())):
+        return
     if key in known and known[key] and not isinstance(override.value(), str):
         raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
     if key in optional(job) and override.value() not in (None, *known[key]) and not searched:
@@ -161,6 +205,8 @@ def _check(override: Override, job: str, opened: set[str], searched: bool) -> No
 
 def _refuse_nothing(override: Override, key: str, given: str) -> None:
     """For the value that an unset variable of the shell gives: the default in its place would be another run."""
+    if override.type == OverrideType.DEL:
+        return
     value = override.value()
     values = value if isinstance(value, list) else [value]
     blank = not values or any(isinstance(one, str) and not one.strip() for one in values)

@@ -15,6 +15,7 @@ from metattt.layer import TTTLayer
 from metattt.optimizers import WholeSequence
 
 if TYPE_CHECKING:
+    from metattt.models.language_model import LanguageModel
     from metattt.models.vision import ImageTransformer
 
 
@@ -28,6 +29,24 @@ def flops_per_image(model: ImageTransformer) -> int:
     return _count(blank, image) + len(blank.blocks) * flops_of_layer(
         layer, model.patch_embed.num_patches, model.embed_dim
     )
+
+
+def flops_per_window(model: LanguageModel, length: int) -> int:
+    """The same for a window of `length` tokens.
+
+    Args:
+        model: on the meta device, as `Builder.empty` makes it; its layers are taken out of it.
+        length: T, tokens that are predicted.
+    """
+    total, counted = 0, dict[str, int]()
+    for block in model.blocks:
+        layer: nn.Module = block.layer  # type: ignore[assignment]
+        alike = _description(layer)
+        if alike not in counted:
+            counted[alike] = flops_of_layer(layer, length, model.dim)
+        total += counted[alike]
+        block.layer = _SkippedLayer()
+    return total + _count(model.eval(), torch.zeros(1, length, dtype=torch.long, device="meta"))
 
 
 def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
@@ -48,6 +67,15 @@ def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
     return _count(layer, torch.empty(1, count, dim, device="meta"))
 
 
+def _description(layer: nn.Module) -> str:
+    """Of layers that cost the same: classes, sizes and settings of all modules in them."""
+    settings = [
+        (type(module).__name__, [(name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)])
+        for module in layer.modules()
+    ]
+    return str(settings + [tuple(parameter.shape) for parameter in layer.parameters()])
+
+
 def _count(module: nn.Module, x: Tensor) -> int:
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _OneTotal()  # type: ignore[assignment]
@@ -61,6 +89,13 @@ class _Skipped(nn.Module):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         return x
+
+
+class _SkippedLayer(nn.Module):
+    """In the place of a layer of a language model."""
+
+    def forward(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+        return x, state
 
 
 class _OneTotal(nullcontext[None]):

@@ -33,10 +33,32 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         trian
         train --dim=8
         train -x
-        train -m dim=8
-        train --multirun
+        train -m dim=8,x
+        train -m learner=mlp,lienar
+        train -m learner=glob(nobody*)
+        train -m output_dir=x
+        train -m "seed=interval(0,1)"
+        train -m hydra.sweep.dir=
+        train -m hydra.sweep.dir=@file
+        train -m hydra/<launcher|sweeper>=nobody
+        train -m hydra.nobody=1
+        train --multirun --cfg job
+        train --multirun=3
         train --config-path=/tmp
-        train --config-dir=/tmp
+        train --config-name=mine
+        train --config-dir=@nowhere
+        train --config-dir
+        train --info=nobody
+        train --resolve
+        train --cfg=nobody
+        train --cfg job --package nobody
+        train --shell-completion install=nobody
+        runs
+        runs @nowhere
+        runs @file
+        runs @empty
+        runs @run sort=nobody
+        runs @run output_dir=@file
         train dim
         train =8
         train dim==8
@@ -347,7 +369,8 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         """
         callbacks.checkpoint.every_steps=<0|-1|abc>
         callbacks.checkpoint.anything=1
-        callbacks.<progress|checkpoint|loss_curve|interrupt>=null
+        callbacks.interrupt=null
+        callbacks.step_statistics.peak_tflops=<0|-1|nan|abc>
         callbacks.progress.lines=<0|-1|abc>
         callbacks.progress.refresh_rate=<-1|abc>
         callbacks.loss_curve.every=<0|-1|abc>
@@ -356,7 +379,9 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         callbacks.inner_loss.every=1 callbacks.inner_loss.windows=<0|-1>
         callbacks=inner_warmup callbacks.inner_warmup.start=<0|-1|nan|inf>
         callbacks=inner_warmup optimizer.base_lr=0
-        logger.csv=null
+        logger.nobody=null
+        logger=<wandb|[csv,nobody]>
+        logger=mlflow logger.mlflow.tracking_uri=nobody://x
         logger.csv.save_dir=/proc/nobody
         logger.csv.flush_logs_every_n_steps=<0|-1>
         """,

@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from metattt.metrics_file import CLOCK
+
 KINDS = {"plain": (), "ddp": ("trainer=ddp", "trainer.devices=2"), "fsdp": ("trainer=fsdp", "trainer.devices=2")}
 WAYS = ("kill", "term", "full")
 STEPS = 24
@@ -34,7 +36,6 @@ TINY = (
 DISTURBED = 4  # times that one run is disturbed, before it may end
 STOP_SECONDS = 60  # within which the other processes stop when one is killed
 LIMIT_SECONDS = 600  # of one life of a run; more is a hang
-CLOCK = "tokens_per_second"
 
 
 class Case(NamedTuple):
@@ -283,7 +284,7 @@ def _equal(torch: Any, found: Any, wanted: Any) -> bool:
 
 def _log(run: Path) -> list[dict[str, str]]:
     with (run / "metrics.csv").open(newline="") as file:
-        return [{name: value for name, value in row.items() if name != CLOCK} for row in csv.DictReader(file)]
+        return [{name: value for name, value in row.items() if name not in CLOCK} for row in csv.DictReader(file)]
 
 
 def table(cases: Sequence[Case]) -> str:

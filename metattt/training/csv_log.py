@@ -15,10 +15,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from metattt.checkpoints.rolling import set_aside
 from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
+from metattt.metrics_file import STEP, Row, of_validation, read_rows
 from metattt.registry import register
-
-STEP = "step"
-Row = dict[str, str]
 
 
 @register(group="logger", name="csv_log")
@@ -97,7 +95,7 @@ class CSVLog(Logger):
         if not os.path.lexists(self.path):
             return None
         rows, damage = read_rows(self.path)
-        last = [row for row in rows if int(row[STEP]) == step and not (validate_again and _of_validation(row))]
+        last = [row for row in rows if int(row[STEP]) == step and not (validate_again and of_validation(row))]
         kept = [row for row in rows if int(row[STEP]) < step] + last
         note = None
         if damage:
@@ -115,7 +113,7 @@ class CSVLog(Logger):
     def validated(self, step: int) -> bool:
         """Whether the file has a row of the validation at a step."""
         rows = read_rows(self.path)[0] if self.path.is_file() else []
-        return any(int(row[STEP]) == step and _of_validation(row) for row in rows)
+        return any(int(row[STEP]) == step and of_validation(row) for row in rows)
 
     def _write_anew(self, columns: Sequence[str], rows: Sequence[Row]) -> None:
         """A new file takes the place of the old one."""
@@ -124,31 +122,6 @@ class CSVLog(Logger):
         lines = [_line(columns), *(_line([row.get(name, "") for name in columns]) for row in rows)]
         write_whole(self.path, "".join(lines).encode())
         self.columns = list(columns)
-
-
-def read_rows(path: Path) -> tuple[list[Row], str]:
-    """The rows of a log that can be read, and what is wrong with the others: empty, or a reason.
-
-    A last line that a kill cut off is left out, and nothing is wrong with that.
-    """
-    if not path.is_file():  # a folder, or a link that leads nowhere
-        return [], "it is not a file"
-    content = path.read_bytes()
-    content = content[: content.rfind(b"\n") + 1]
-    text, damage = content.decode("utf-8", "replace"), ""
-    lines = [line for line in csv.reader(text.replace("\0", "\ufffd").splitlines()) if line]
-    if not lines:
-        return [], ""
-    columns, rows = lines[0], []
-    if STEP not in columns or len(set(columns)) < len(columns):
-        return [], "its first line does not name the columns"
-    for number, line in enumerate(lines[1:], 2):
-        row = dict(zip(columns, line, strict=False))
-        if len(line) == len(columns) and row[STEP].isdecimal() and all(_is_number(value) for value in line):
-            rows.append(row)
-        else:
-            damage = damage or f"line {number} is no row of it"
-    return rows, damage
 
 
 def check_log(path: Path) -> None:
@@ -162,20 +135,8 @@ def check_log(path: Path) -> None:
         raise MetaTTTError(f"{path} is no log of a run ({damage}): move it, or choose another output_dir")
 
 
-def _of_validation(row: Row) -> bool:
-    """Whether a row is of a validation: a step has metrics of the training, a validation none."""
-    return not any(value for name, value in row.items() if name.startswith("train/"))
-
-
 def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
-
-
-def _is_number(value: str) -> bool:
-    try:
-        return not value or float(value) is not None
-    except ValueError:
-        return False
 
 
 def _line(values: Sequence[str]) -> str:

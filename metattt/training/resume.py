@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from metattt.checkpoints.naming import COMPONENT, to_names
 from metattt.composition.choices import choices
 from metattt.composition.compose import compose
+from metattt.composition.overrides import left_out
 from metattt.data.digits import DigitsData
 from metattt.data.images import Images
 from metattt.data.manifest import checksum_of
@@ -30,7 +31,7 @@ RESUMABLE = (
     "on_divergence",
 )  # parts of the configuration that a resumed run may change
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
-OF_THE_COMMAND = ("resume", "replay", "overwrite", "output_dir", "given", "name", "trust")
+OF_THE_COMMAND = ("resume", "replay", "overwrite", "output_dir", "given", "name", "trust", "objective")
 PATHS = ("path", "folder", "dirpath", "save_dir", "default_root_dir")  # keys of what they write
 WRITE = ("trainer", "callbacks", "logger")  # parts that write files
 PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what a choice of trainer=<name> is about
@@ -143,7 +144,7 @@ def _said(overrides: Iterable[str]) -> tuple[set[str], set[str], list[str]]:
     keys: set[str] = set()
     chosen: set[str] = set()
     deleted: list[str] = []
-    for override in overrides:
+    for override in map(left_out, overrides):
         match = re.match(r"(\+{0,2}|~)([\w.]+)(=|$)", override)
         if match is None:
             continue

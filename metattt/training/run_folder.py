@@ -19,11 +19,14 @@ from metattt.checkpoints.trust import check_plain
 from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
 from metattt.locking import FolderLock
-from metattt.training.csv_log import check_log, read_rows
+from metattt.metrics_file import read_rows
+from metattt.training.csv_log import check_log
 
 CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people. `config.yaml` beside weights is that of a converted model."""
 LOG = "metrics.csv"
+LOGGED_AS = "logged_as.json"
+"""What W&B and MLflow call the run."""
 PICTURES = ("loss_curve.png", "inner_loss.png", "inner_loss.csv")  # written anew as a whole
 
 _LEFTOVER = re.compile(rf"({re.escape(CONFIGURATION)}|{re.escape(LOG)})\.\d+\.part")
@@ -110,7 +113,7 @@ def clear(folder: Path) -> None:
         )
     rolling.remove_newer(folder, -1)
     remove_leftovers(folder)
-    for name in (LAST, LOG, CONFIGURATION):
+    for name in (LAST, LOG, CONFIGURATION, LOGGED_AS):
         path = folder / name
         if path.is_dir():
             rolling.remove_checkpoint(path)

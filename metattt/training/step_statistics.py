@@ -1,17 +1,23 @@
-"""How fast a run goes, and how large its gradients are."""
+"""How fast a run goes, how much of the device it uses, and how large its gradients are."""
 
 from __future__ import annotations
 
+import resource
 import statistics
+import sys
 import time
 from collections import deque
 from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from metattt.errors import check_number
+from metattt.measures.flops import flops_per_image, flops_per_window
+from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import several_meshes, total_norm
 from metattt.registry import register
 from metattt.training.batches import batch_share
@@ -55,10 +61,29 @@ class Pace:
 
 @register(group="callback", name="step_statistics")
 class StepStatistics(lightning.Callback):
-    """Logs `tokens_per_second` (`images_per_second`) over all processes, and `gradient_norm` before clipping."""
+    """Logs figures of merit of a step.
 
-    def __init__(self) -> None:
+    | column | what |
+    |---|---|
+    | `tokens_per_second`, `images_per_second` | over all processes |
+    | `gradient_norm` | before clipping |
+    | `model_tflops_per_second` | 10¹² operations a second and device that the model needs: forward, inner loops included, times three |
+    | `model_flops_utilization` | these over what the device can do at most, where that is known |
+    | `peak_memory_gib` | of this process: of the GPU, or of the machine |
+
+    What is computed twice to save memory is not counted twice. The first two seconds-based columns come from the second
+    step on.
+
+    Args:
+        peak_tflops: 10¹² operations a second that one device can do; None asks Lightning, which knows GPUs.
+    """
+
+    def __init__(self, peak_tflops: float | None = None) -> None:
+        if peak_tflops is not None:
+            check_number("callbacks.step_statistics.peak_tflops", peak_tflops, above=0)
         self.pace = Pace()
+        self.peak = peak_tflops
+        self.flops: float | None = None  # of the forward and backward pass for one window or image; 0: not known
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self.pace.start()
@@ -83,14 +108,51 @@ class StepStatistics(lightning.Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self.pace.step()
-        if self.pace.seconds is not None:
-            unit, count = _volume(batch)
-            total = count * trainer.accumulate_grad_batches * batch_share(trainer)[1]
-            pl_module.log(f"{unit}_per_second", total / self.pace.seconds, batch_size=1)
+        pl_module.log("peak_memory_gib", _peak_memory(pl_module.device), batch_size=1)
+        if self.pace.seconds is None:
+            return
+        unit, items, length = _volume(batch)
+        rate = items * trainer.accumulate_grad_batches * batch_share(trainer)[1] / self.pace.seconds  # windows a second
+        pl_module.log(f"{unit}_per_second", rate * length, batch_size=1)
+        if self.flops is None:
+            self.flops = _flops(pl_module, length)
+            self.peak = self.peak or _peak(trainer, pl_module.device)
+        if self.flops:
+            tflops = rate * self.flops / 1e12 / trainer.world_size
+            pl_module.log("model_tflops_per_second", tflops, batch_size=1)
+            if self.peak:
+                pl_module.log("model_flops_utilization", tflops / self.peak, batch_size=1)
 
 
-def _volume(batch: Any) -> tuple[str, int]:
-    """What a batch holds: tokens that are predicted, of windows `[B, T + 1]`, or images with their labels."""
+def _volume(batch: Any) -> tuple[str, int, int]:
+    """What a batch holds: windows `[B, T + 1]` of tokens that are predicted, or images with their labels; the number of
+    either, and the tokens of each."""
     if isinstance(batch, torch.Tensor):
-        return "tokens", batch.shape[0] * (batch.shape[1] - 1)
-    return "images", len(batch[0])
+        return "tokens", batch.shape[0], batch.shape[1] - 1
+    return "images", len(batch[0]), 1
+
+
+def _flops(module: Any, length: int) -> float:
+    """Operations that training on one window or image needs; 0 where they cannot be counted."""
+    if getattr(getattr(module, "recipe", None), "forward_only", False) or not hasattr(module, "build"):
+        return 0.0
+    try:
+        model = module.build.empty()
+        return 3.0 * (flops_per_window(model, length) if isinstance(model, LanguageModel) else flops_per_image(model))
+    except Exception:  # an operation of a user's own layer that the meta device has not: the run is not to end for that
+        return 0.0
+
+
+def _peak(trainer: lightning.Trainer, device: torch.device) -> float | None:
+    """10¹² operations a second that a device can do, if it is known."""
+    half = {"bf16": torch.bfloat16, "16": torch.float16}
+    known = get_available_flops(device, half.get(str(trainer.precision).split("-")[0], torch.float32))
+    return known / 1e12 if known else None
+
+
+def _peak_memory(device: torch.device) -> float:
+    """GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # of getrusage: bytes there, else KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

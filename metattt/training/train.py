@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from metattt.checkpoints.record import RECORD
@@ -36,8 +36,10 @@ from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
 from metattt.training.launchers import follow_the_starter, is_first, processes, started_by_the_run
+from metattt.training.loggers import MLflowLog, TensorBoardLog, WandbLog
+from metattt.training.profiling import profiler, show
 from metattt.training.replay import replay
-from metattt.training.resume import check_same_data
+from metattt.training.resume import OF_THE_COMMAND, WRITE, check_same_data
 from metattt.training.saving import Checkpoints, validates_again
 from metattt.training.sharding import FullyShardedData
 from metattt.training.signals import Interrupted
@@ -46,6 +48,7 @@ from metattt.training.text_job import TextJob
 from metattt.training.watch import Watch
 
 C = TypeVar("C")
+OUTSIDE = (TensorBoardLog, WandbLog, MLflowLog)
 LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pipe", re.I)
 """In the message of an error that comes when another process is lost."""
 
@@ -122,6 +125,8 @@ def _run(begin: Start, console: Console) -> int:
         if not _validated_last(trainer, done):
             trainer.validate(module, datamodule=ForLightning(data), verbose=False)
         job.report(console, trainer, seconds)
+        if cfg.trainer.get("profiler") is not None:
+            show(console, folder)
         _files(console, trainer, folder, seconds)
         job.sample(console, module)
         ended_well = True
@@ -142,6 +147,9 @@ def _run(begin: Start, console: Console) -> int:
             ) from error
         raise
     finally:
+        for logger in trainer.loggers:
+            if isinstance(logger, OUTSIDE):
+                logger.close()
         if watch is not None:
             watch.close(failed=not ended_well)
     return 0
@@ -175,6 +183,9 @@ def _trainer(cfg: DictConfig) -> lightning.Trainer:
     settings = processes(cfg.trainer)
     if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
         settings["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    if "enable_progress_bar" not in cfg.trainer:  # the same
+        settings["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    settings["profiler"] = profiler(cfg.trainer.get("profiler"), Path(cfg.output_dir))
     trainer: lightning.Trainer = instantiate_part(
         cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings
     )
@@ -186,11 +197,20 @@ def _take_up_logs(trainer: lightning.Trainer, begin: Start) -> list[str | None]:
     """Brings the logs to the step that the run begins at; lines for the user."""
     notes: list[str | None] = []
     for logger in trainer.loggers:
-        if isinstance(logger, CSVLog):
+        if isinstance(logger, OUTSIDE) and trainer.is_global_zero:
+            logger.take_up(begin.done, _settings(begin.cfg))
+        elif isinstance(logger, CSVLog):
             notes.append(logger.go_on_from(begin.done, validates_again(begin.content)))
         elif isinstance(logger, CSVLogger) and begin.checkpoint is not None:
             _replay_log(logger, begin.done)
     return notes
+
+
+def _settings(cfg: DictConfig) -> dict[str, Any]:
+    """What other programs are told of a run's configuration."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key not in (*OF_THE_COMMAND, *WRITE) or key == "trainer"}
 
 
 def _replay_log(logger: CSVLogger, done: int) -> None:
@@ -228,6 +248,8 @@ def _files(console: Console, trainer: lightning.Trainer, folder: Path, seconds: 
     for logger in trainer.loggers:
         if isinstance(logger, CSVLog):
             console.print(f"log         {logger.path}")
+        elif isinstance(logger, OUTSIDE):
+            console.print(f"log         {logger.place}")
         elif isinstance(logger, CSVLogger):
             console.print(f"log         {Path(logger.log_dir) / 'metrics.csv'}")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

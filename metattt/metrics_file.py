@@ -1,0 +1,49 @@
+"""`metrics.csv`, the log of a run, as it is read: a row for every step and every validation that was logged."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+STEP = "step"
+Row = dict[str, str]
+
+CLOCK = ("tokens_per_second", "images_per_second", "model_tflops_per_second", "model_flops_utilization", "peak_memory_gib")
+"""Columns of the machine, and not of the run: no two runs share them."""
+
+
+def read_rows(path: Path) -> tuple[list[Row], str]:
+    """The rows of a log that can be read, and what is wrong with the others: empty, or a reason.
+
+    A last line that a kill cut off is left out, and nothing is wrong with that.
+    """
+    if not path.is_file():  # a folder, or a link that leads nowhere
+        return [], "it is not a file"
+    content = path.read_bytes()
+    content = content[: content.rfind(b"\n") + 1]
+    text, damage = content.decode("utf-8", "replace"), ""
+    lines = [line for line in csv.reader(text.replace("\0", "\ufffd").splitlines()) if line]
+    if not lines:
+        return [], ""
+    columns, rows = lines[0], []
+    if STEP not in columns or len(set(columns)) < len(columns):
+        return [], "its first line does not name the columns"
+    for number, line in enumerate(lines[1:], 2):
+        row = dict(zip(columns, line, strict=False))
+        if len(line) == len(columns) and row[STEP].isdecimal() and all(_is_number(value) for value in line):
+            rows.append(row)
+        else:
+            damage = damage or f"line {number} is no row of it"
+    return rows, damage
+
+
+def of_validation(row: Row) -> bool:
+    """Whether a row is of a validation: a step has metrics of the training, a validation none."""
+    return not any(value for name, value in row.items() if name.startswith("train/"))
+
+
+def _is_number(value: str) -> bool:
+    try:
+        return not value or float(value) is not None
+    except ValueError:
+        return False

@@ -1,0 +1,225 @@
+"""What a run tells other programs, and its figures of merit: the same numbers everywhere, also when it goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from metattt.cli import main
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
+from metattt.measures.flops import flops_per_window
+from metattt.training import step_statistics
+from metattt.training.run_folder import LOGGED_AS
+from metattt.training.train import train
+
+TINY = (
+    "dim=8", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.accelerator=cpu",
+    "layer=linear_attention", "data.validation_max_bytes=300", "sample=false", "callbacks.progress=null", "callbacks.loss_curve=null",
+    "trainer.log_every_n_steps=1", "trainer.val_check_interval=2", "data.path=a.txt", "output_dir=run",
+)  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def logged(column: str) -> dict[int, float]:
+    with Path("run/metrics.csv").open(newline="") as file:
+        return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row.get(column)}
+
+
+def stop_and_go_on(*overrides: str) -> None:
+    """Four steps, and four more."""
+    assert main(["train", *TINY, *overrides, "trainer.max_steps=4"]) == 0
+    assert main(["train", "resume=run", "trainer.max_steps=8"]) == 0
+
+
+def test_tensorboard(here: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stop_and_go_on("logger=tensorboard")
+    events = EventAccumulator("run/tensorboard")
+    events.Reload()
+    for column in ("train/loss", "validation/loss", "gradient_norm"):
+        found = {event.step: event.value for event in events.Scalars(column)}
+        assert found == pytest.approx(logged(column), rel=1e-6) and max(found) == 8
+
+
+def records(file: Path) -> list[bytes]:
+    """What is in a log of W&B: after 7 bytes, blocks of 32 KiB with checksum, length and type before each piece."""
+    content, place, found = file.read_bytes(), 7, [b""]
+    while place + 7 <= len(content):
+        if 2**15 - place % 2**15 < 7:  # no room for a header
+            place += 2**15 - place % 2**15
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        found[-1] += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            found.append(b"")
+    return found[:-1]
+
+
+@pytest.mark.slow
+def test_wandb_offline(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    stop_and_go_on("logger=wandb", "logger.wandb.offline=true")
+    name = json.loads(Path("run", LOGGED_AS).read_text())["wandb"]
+    found: dict[int, float] = {}
+    files = sorted(Path("run/wandb").glob(f"offline-run-*-{name}/*.wandb"))
+    assert len(files) == 2  # two lives of one run
+    for file in files:
+        for data in records(file):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            if "train/loss" in row:
+                found[row["trainer/global_step"]] = row["train/loss"]
+    assert found == pytest.approx(logged("train/loss"), rel=1e-6) and max(found) == 8
+    assert "log         run/wandb" in capsys.readouterr().out
+    assert (
+        main(["train", *TINY, "logger=wandb", "logger.wandb.offline=true", "trainer.max_steps=2", "overwrite=true"])
+        == 0
+    )
+    assert json.loads(Path("run", LOGGED_AS).read_text())["wandb"] != name  # begun anew is another run
+
+
+@pytest.mark.slow
+def test_mlflow(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = f"sqlite:///{here}/runs.db"
+    stop_and_go_on("logger=mlflow", f"logger.mlflow.tracking_uri={where}", "logger.mlflow.experiment=trial")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(where)
+    (run,) = client.search_runs([client.get_experiment_by_name("trial").experiment_id])
+    assert run.info.run_id == json.loads(Path("run", LOGGED_AS).read_text())["mlflow"] and run.info.status == "FINISHED"
+    found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert found == pytest.approx(logged("train/loss"), rel=1e-6) and max(found) == 8
+    assert run.data.params["dim"] == "8" and run.info.run_name == "linear_attention"
+    assert (
+        main(
+            [
+                "train",
+                *TINY,
+                "output_dir=other",
+                "trainer.max_steps=1",
+                "logger=mlflow",
+                "logger.mlflow.tracking_uri=nobody://x",
+            ]
+        )
+        == 2
+    )
+    assert "set logger.mlflow.tracking_uri" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "wandb", "mlflow"])
+def test_without_the_extra(
+    library: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(["train", *TINY, f"logger={library}", "trainer.max_steps=1"]) == 2
+    line = f"error: logger={library} needs {library}, which is not installed: pip install 'metattt[loggers]'\n"
+    assert capsys.readouterr().err.endswith(line)
+
+
+@pytest.mark.slow
+def test_wandb_without_a_login(here: Path) -> None:
+    code = "import os, sys; os.environ |= {'HOME': os.getcwd(), 'NETRC': os.getcwd() + '/none'}; os.environ.pop('WANDB_API_KEY', None)\n"
+    code += f"from metattt.cli import main; sys.exit(main(['train', *{TINY!r}, 'logger=wandb', 'trainer.max_steps=1']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    assert (
+        done.returncode == 2
+        and "error: logger=wandb cannot begin" in done.stderr
+        and "logger.wandb.offline=true" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
+def test_a_profiler_shows_its_result(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TINY, "trainer.max_steps=2", f"trainer.profiler={name}"]) == 0
+    out = capsys.readouterr().out
+    shown = {"simple": "run_training_batch", "advanced": "Profile stats for: ", "pytorch": "Self CPU %"}[name]
+    assert shown in out and "profile     run/fit-profile" in out
+    assert shown in next(Path("run").glob("fit-profile*.txt")).read_text()
+    if name == "simple":
+        assert main(["train", "resume=run", "trainer.max_steps=3"]) == 0
+        assert Path("run/fit-profile.txt").read_text().count("Profiler Report") == 1
+        assert main(["train", *TINY, "output_dir=other", "trainer.profiler=nobody"]) == 2
+        assert "choose from simple, advanced, pytorch" in capsys.readouterr().err
+
+
+def test_figures_of_merit(here: Path) -> None:
+    assert (
+        train(
+            compose(
+                *TINY,
+                "trainer.max_steps=6",
+                "trainer.accumulate_grad_batches=2",
+                "callbacks.step_statistics.peak_tflops=0.5",
+            )
+        )
+        == 0
+    )
+    rate, tflops = logged("tokens_per_second"), logged("model_tflops_per_second")
+    per_token = 3 * flops_per_window(empty("layer=linear_attention"), 16) / 16
+    assert min(tflops) == 2 and max(tflops) == 6
+    for step, value in tflops.items():
+        assert value == pytest.approx(rate[step] * per_token / 1e12, rel=1e-5)
+    assert logged("model_flops_utilization") == pytest.approx(
+        {step: value / 0.5 for step, value in tflops.items()}, rel=1e-5
+    )
+    assert (
+        all(0.05 < value < 100 for value in logged("peak_memory_gib").values()) and len(logged("peak_memory_gib")) == 6
+    )
+
+
+def empty(*overrides: str) -> Any:
+    with torch.device("meta"):
+        return instantiate_model(
+            compose("dim=8", "num_heads=2", "model.num_layers=1", *overrides, job="language_model")
+        )
+
+
+def test_operations_of_a_window() -> None:
+    """The backbone by hand; of the layers, that an inner loop costs what its MLP costs, and that alike blocks are alike."""
+    cfg = compose("dim=8", "num_heads=2", job="language_model")
+    length, ffn, vocabulary = 64, 32, cfg.model.vocab_size
+    sizes = ("model.ffn_dim=32", "model.pre_conv=false")
+    backbone = 2 * length * (3 * 8 * ffn + 8 * vocabulary)
+    attention = flops_per_window(empty("layer=attention", "layer.output_norm=false", *sizes), length) - backbone
+    projections, scores = 4 * 2 * length * 8 * 8, 2 * 2 * length * length * 8
+    assert attention == projections + scores
+    one, three = (
+        flops_per_window(empty("layer=ttt_mlp", f"model.num_layers={count}", *sizes), length) for count in (1, 3)
+    )
+    assert three - one == pytest.approx(2 * (one - 2 * length * 8 * vocabulary))
+    linear = flops_per_window(empty("layer=ttt_linear", *sizes), length)
+    assert linear < one and flops_per_window(empty("layer=ttt_mlp", *sizes), 2 * length) == pytest.approx(2 * one)
+
+
+def test_a_layer_that_cannot_be_counted_ends_nothing() -> None:
+    class Broken:
+        def empty(self) -> Any:
+            raise NotImplementedError
+
+    class Module:
+        build = Broken()
+
+    assert step_statistics._flops(Module(), 16) == 0.0

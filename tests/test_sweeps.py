@@ -1,0 +1,367 @@
+"""Sweeps: cells in folders of their own, through every launcher, killed and continued; and the table of what came out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from metattt.cli import main
+from metattt.errors import MetaTTTError
+from metattt.extras import MissingExtra, need
+from metattt.sweeps.record import (
+    CELL,
+    LONGEST_NAME,
+    SWEEP,
+    Cell,
+    Sweep,
+    cell_name,
+    read_cell,
+    read_sweep,
+    write_cell,
+    write_sweep,
+)
+from metattt.sweeps.table import collect, tell
+
+TINY = (
+    "dim=8", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.accelerator=cpu",
+    "data.path=a.txt", "data.validation_max_bytes=300", "sample=false", "~callbacks.loss_curve", "callbacks.checkpoint.every_steps=5",
+    "callbacks.inner_health.every=0",
+)  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {run.name: run.state for run in collect(folder)}
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -- what runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
+    """With joblib, as the issue of every cluster: SIGKILL to the sweep while two cells are under way."""
+    command = [
+        sys.executable,
+        "-m",
+        "metattt.cli",
+        "train",
+        "-m",
+        *TINY,
+        "trainer.max_steps=120",
+        "layer=linear_attention,retnet",
+    ]
+    command += [
+        "seed=0,1",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        "hydra.sweep.dir=sweep",
+        "trainer.val_check_interval=0.5",
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    sweep = here / "sweep"
+    with (here / "first.txt").open("w") as output:
+        first = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    end = time.monotonic() + 240
+    while not list(sweep.glob("*/checkpoints/step-*/*")) and time.monotonic() < end:
+        assert first.poll() is None, (here / "first.txt").read_text()
+        time.sleep(0.05)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    end = time.monotonic() + 60
+    while any(state == "unfinished" for state in states(sweep).values()) and time.monotonic() < end:
+        time.sleep(0.1)  # the cells notice, and write checkpoints
+    before = states(sweep)
+    assert len(before) == 4 and "missing" in before.values() and "finished" not in before.values()
+    assert "stopped" in before.values() and "unfinished" not in before.values()
+
+    command = [word.replace("n_jobs=2", "n_jobs=1") for word in command]
+    second = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert set(states(sweep).values()) == {"finished"}
+    assert set(states(sweep)) == {f"layer={layer}+seed={seed}" for layer in ("linear_attention", "retnet") for seed in (0, 1)}
+    rows = table(sweep)
+    assert sorted((row["layer"], row["seed"]) for row in rows) == [
+        ("linear_attention", "0"), ("linear_attention", "1"), ("retnet", "0"), ("retnet", "1"),
+    ]  # fmt: skip
+    values = [float(row["validation/bits_per_byte"]) for row in rows]
+    assert values == sorted(values) and len(set(values)) == 4 and all(row["step"] == "120" for row in rows)
+    stopped = next(name for name, state in before.items() if state == "stopped")
+    with (sweep / stopped / "metrics.csv").open(newline="") as file:
+        steps = [row["step"] for row in csv.DictReader(file) if row["train/loss"]]
+    assert steps == sorted(set(steps), key=int) and steps[-1] == "120"  # went on: no row twice
+    assert (sweep / "runs.png").read_bytes().startswith(b"\x89PNG") and "| retnet | 1 | finished | 120 |" in (
+        sweep / "runs.md"
+    ).read_text()
+
+    began = time.monotonic()
+    third = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (
+        third.returncode == 0
+        and third.stdout.count("finished before") == 4
+        and "->" not in third.stdout.partition("\n")[2]
+    )
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.slow
+def test_a_cell_that_fails_does_not_stop_the_others(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "my_learner.py").write_text(
+        "from metattt.learners import Learner, Weight\n"
+        "class Mine(Learner):\n"
+        "    def weights(self, d_in, d_out):\n        return {'w': Weight((d_in, d_out))}\n"
+        "    def forward(self, w, x):\n        return w.linear(x, 'w')\n"
+    )
+    own = ("learner=custom", "learner._target_=my_learner.Mine", "layer=custom")
+    command = [
+        "train",
+        "-m",
+        *TINY,
+        *own,
+        "trainer.max_steps=2",
+        "data.context_length=100000,16",
+        "hydra.sweep.dir=sweep",
+    ]  # TINY names one, too: the last counts
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert states(here / "sweep") == {"data.context_length=100000": "failed", "data.context_length=16": "finished"}
+    cell = read_cell(here / "sweep" / "data.context_length=100000")
+    assert cell is not None and "100000" in cell.message and cell.message in out
+    assert "1 cell has not finished" in out
+    assert (
+        main([*command[:-2], "data.context_length=16,8", "hydra.sweep.dir=sweep"]) == 1
+    )  # the grid has grown; one is as it was
+    out = capsys.readouterr().out
+    assert "data.context_length=16: finished before" in out and "data.context_length=8 finished in" in out
+    assert set(states(here / "sweep")) == {
+        "data.context_length=100000",
+        "data.context_length=16",
+        "data.context_length=8",
+    }
+    # a cell is a run like any other, and goes on by itself
+    assert main(["train", "resume=sweep/data.context_length=16", "trainer.max_steps=3", "trust=my_learner"]) == 0
+    assert (
+        main(["train", "-m", *TINY, *own, "trainer.max_steps=9", "data.context_length=16", "hydra.sweep.dir=sweep"])
+        == 2
+    )
+    assert "with trainer.max_steps=2 and without trainer.max_steps=9" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "-m", *TINY, "trainer.max_steps=2", "training.lr=interval(0.001,0.1)", "hydra/sweeper=optuna"]
+    command += ["hydra.sweeper.n_jobs=1", "hydra.sweep.dir=sweep", "layer=linear_attention"]
+    assert main([*command, "hydra.sweeper.n_trials=2"]) == 0
+    first = set(states(here / "sweep"))
+    assert len(first) == 2 and all(name.startswith("training.lr=0.0") for name in first)
+    assert main([*command, "hydra.sweeper.n_trials=3"]) == 0
+    assert capsys.readouterr().out.count("finished before") == 2
+    assert first < set(states(here / "sweep")) and len(states(here / "sweep")) == 3
+    best = OmegaConf.load(here / "sweep" / "optimization_results.yaml")
+    assert best.best_value == pytest.approx(float(table(here / "sweep")[0]["validation/loss"]), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_submitit(here: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "metattt.cli",
+        "layers",
+        "-m",
+        "dim=8,16",
+        "num_heads=2",
+        "hydra/launcher=submitit_local",
+    ]
+    done = subprocess.run([*command, "hydra.sweep.dir=sweep"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert states(here / "sweep") == {"dim=8": "finished", "dim=16": "finished"}
+    assert "ttt_linear" in (here / "sweep" / "dim=16" / "output.txt").read_text()
+    assert list((here / "sweep" / ".submitit").iterdir())
+
+
+# -- what is refused, before anything runs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("layer=ttt_mlp,ttt_mpl", "`ttt_mpl` is not a choice of layer. Did you mean `layer=ttt_mlp`?"),
+        ("learner.bais=1,2", "Did you mean `learner.bias`?"),
+        ("dim=8,x", "`dim=x` is not allowed: expected an integer."),
+        ("layer=glob(zz*)", "fits none of the choices of layer: attention, "),
+        ("seed=interval(0,1)", "add hydra/sweeper=optuna, or name values, seed=a,b"),
+        ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
+        ("resume=auto", "have folders of their own in hydra.sweep.dir=<folder>"),
+        ("hydra/launcher=submitit", "Did you mean `hydra/launcher=submitit_"),
+        ("hydra/sweeper=ax", "`ax` is not a choice of hydra/sweeper"),
+        ("hydra/launcher=joblib hydra.launcher.njobs=2", "Did you mean `hydra.launcher.n_jobs`?"),
+        ("hydra.nobody=1", "`nobody` is not a field of hydra."),
+        ("hydra.sweep.dir=", "has no value, as from an unset variable"),
+        ("hydra.sweep.dir=a.txt", "hydra.sweep.dir=a.txt cannot be used: File exists"),
+        ("hydra.sweep.dir=run", "hydra.sweep.dir=run holds a run: choose another folder"),
+    ],
+)
+def test_mistakes(here: Path, words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "run.yaml").touch()
+    assert main(["train", "-m", *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err and captured.err.count("\n") <= 2 and captured.out == ""
+    assert not (here / "multirun").exists()
+
+
+@pytest.mark.parametrize(
+    ("library", "choice", "package"),
+    [
+        ("hydra_plugins.hydra_joblib_launcher", "hydra/launcher=joblib", "hydra-joblib-launcher"),
+        ("hydra_plugins.hydra_submitit_launcher", "hydra/launcher=submitit_slurm", "hydra-submitit-launcher"),
+        ("hydra_plugins.hydra_submitit_launcher", "hydra/launcher=submitit_local", "hydra-submitit-launcher"),
+        ("hydra_plugins.hydra_optuna_sweeper", "hydra/sweeper=optuna", "hydra-optuna-sweeper"),
+    ],
+)
+def test_without_the_extra(
+    library: str, choice: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(["train", "-m", "seed=0,1", choice]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: {choice} needs {package}, which is not installed: pip install 'metattt[sweep]'\n"
+    )
+
+
+def test_an_extra_without_any_plugin() -> None:
+    with pytest.raises(
+        MissingExtra, match=r"this needs nothing_of_this, which is not installed: pip install 'metattt\[sweep\]'"
+    ):
+        need("nothing_of_this.plugin", extra="sweep", what="this")
+
+
+def test_slurm_is_not_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "-m", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=sweep"]) == 1
+    assert 'Could not detect "srun"' in capsys.readouterr().out and states(here / "sweep") == {"": "missing"}
+
+
+def test_two_sweeps_in_one_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from metattt.locking import FolderLock
+
+    (here / "sweep").mkdir()
+    with FolderLock(here / "sweep", "a sweep"):
+        assert main(["train", "-m", "seed=0,1", "hydra.sweep.dir=sweep"]) == 2
+    assert "(a sweep): wait until it ends, or choose another folder" in capsys.readouterr().err
+
+
+# -- records and names -------------------------------------------------------------------------------------------------
+
+
+def test_names_of_cells() -> None:
+    assert cell_name("layer=ttt_mlp+seed=0") == "layer=ttt_mlp+seed=0"
+    assert cell_name("data.path='a.txt'") == "data.path=a.txt"
+    names = [cell_name(f"data.path='{path}'") for path in ("/a/b", "/a_b", "a/b", "../a", "é b")]
+    assert len(set(names)) == 5 and not any("/" in name for name in names)
+    long = [cell_name("x=" + "1" * 300 + str(number)) for number in range(2)]
+    assert len(set(long)) == 2 and all(len(name) <= LONGEST_NAME for name in long)
+    assert cell_name("") == "run"
+
+
+def test_records_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
+    sweep, cell = Sweep("train", ["dim=8"], [["seed=0"], ["seed=1"]]), Cell(["seed=0"], ["dim=8"], "failed", "why", 1.5)
+    assert read_sweep(tmp_path) is None and read_cell(tmp_path) is None
+    write_sweep(tmp_path, sweep)
+    write_cell(tmp_path, cell)
+    assert read_sweep(tmp_path) == sweep and read_cell(tmp_path) == cell
+    for file, read in ((SWEEP, read_sweep), (CELL, read_cell)):
+        good = json.loads((tmp_path / file).read_text())
+        for damaged in (
+            "",
+            "[]",
+            "{",
+            json.dumps(good | {"version": 2}),
+            *(json.dumps(good | {key: 3}) for key in good if key != "seconds"),
+        ):
+            (tmp_path / file).write_text(damaged)
+            with pytest.raises(MetaTTTError, match=file):
+                read(tmp_path)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def make(folder: Path, rows: list[tuple[int, Any]], column: str = "validation/bits_per_byte", **cell: Any) -> None:
+    folder.mkdir(parents=True)
+    lines = [f"step,train/loss,{column}", "1,9.5,", *(f"{step},,{value}" for step, value in rows)]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    if cell:
+        write_cell(folder, Cell(cell["swept"], [], cell.get("state", "finished"), cell.get("message", "")))
+
+
+def test_the_table_is_sorted_and_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a", [(5, 1.0), (10, 3.0)], swept=["layer=a", "seed=0"])
+    make(tmp_path / "b", [(5, 4.0), (10, 2.0)], swept=["layer=b", "seed=0"])
+    make(tmp_path / "c", [(5, 1.5), (10, "nan")], swept=["layer=a", "seed=1"])
+    make(tmp_path / "d", [], swept=["layer=b", "seed=1"], state="failed", message="it broke")
+    make(tmp_path / "e", [(10, 2.5)], swept=["layer=b", "seed=2"])
+    write_sweep(tmp_path, Sweep("train", [], [["seed=3", "layer=a"], ["layer=a", "seed=0"]]))
+    assert tell(tmp_path) == 2  # one failed, one missing
+    rows = table(tmp_path)
+    assert [(row["layer"], row["seed"]) for row in rows[:3]] == [("b", "0"), ("b", "2"), ("a", "0")]
+    assert [float(row["validation/bits_per_byte"]) for row in rows[:3]] == [2.0, 2.5, 3.0]  # the last, not the best
+    assert {row["state"] for row in rows[3:]} == {"finished", "failed", "missing"}
+    out = capsys.readouterr().out
+    assert "d: failed: it broke" in out and "deviation" in out
+    text = (tmp_path / "runs.md").read_text()
+    assert (
+        "| layer | seed | state | step | validation/bits_per_byte |" in text and "| b | 2.2500 | 0.3536 | 2 |" in text
+    )
+    assert (tmp_path / "runs.png").stat().st_size > 5000
+
+
+def test_any_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "runs" / "first", [(3, 0.5)], "validation/top1")
+    make(tmp_path / "runs" / "later" / "second", [(3, 0.75)], "validation/top1")
+    (tmp_path / "runs" / "first" / "checkpoints").mkdir()
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    assert [row["run"] for row in table(tmp_path / "runs")] == ["later/second", "first"]  # the larger is better
+    assert main(["runs", str(tmp_path / "runs"), "descending=false", f"output_dir={tmp_path / 'out'}"]) == 0
+    assert [row["run"] for row in table(tmp_path / "out")] == ["first", "later/second"]
+    assert main(["runs", str(tmp_path / "runs"), "sort=train/loss"]) == 0
+    capsys.readouterr()
+    for words, expected in (
+        ([], "metattt runs <folder"), ([str(tmp_path / "nowhere")], "is no folder"), ([str(tmp_path / "out")], "holds no runs"),
+        ([str(tmp_path / "runs"), "sort=loss"], "sort=loss is not a column of the runs: choose from validation/top1, train/loss"),
+    ):  # fmt: skip
+        assert main(["runs", *words]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_a_run_that_was_cut_off_and_one_without_a_log(tmp_path: Path) -> None:
+    make(tmp_path / "cut", [(5, 1.0)], swept=["seed=0"], state="running")
+    with (tmp_path / "cut" / "metrics.csv").open("a") as file:
+        file.write("10,,0.")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.yaml").touch()
+    cut, empty = collect(tmp_path)
+    assert cut.state == "unfinished" and cut.final("validation/bits_per_byte") == 1.0
+    assert empty.rows == [] and math.isnan(empty.final("validation/bits_per_byte")) and tell(tmp_path) == 1
