@@ -242,3 +242,27 @@ def test_refusals_are_a_line_or_two(
     assert main(["train", *given]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and len(error.splitlines()) <= 2, error
+
+
+def test_a_format_and_files_and_paths_of_the_working_directory(
+    files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format is no path, and files are where they were when the run goes on from elsewhere."""
+    run = tmp_path / "run"
+    monkeypatch.chdir(Path(files).parent)
+    given = (*TINY, "data.path=json", "data.files='*.jsonl.gz'", f"output_dir={run}", "trainer.max_steps=2")
+    assert train(compose(*given)) == 0
+    monkeypatch.chdir(tmp_path)
+    assert train(compose(f"resume={run}", "trainer.max_steps=3")) == 0
+    assert sorted(losses(run)) == [1, 2, 3]
+
+
+def test_a_name_on_the_hub_stays_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load(name: str, *rest: Any, **options: Any) -> Any:
+        raise ConnectionError(f"asked for {name}")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(MetaTTTError, match=r"data.path=somebody/corpus cannot be opened .*: asked for somebody/corpus"):
+        train(compose(*TINY, "data.path=somebody/corpus", f"output_dir={tmp_path / 'run'}"))

@@ -42,10 +42,12 @@ class Document(NamedTuple):
     Attributes:
         key: its path relative to the folder, and its row in a file of many: a name that does not depend on the machine.
         text: UTF-8 bytes.
+        held_out: it is to validate on, and not to train on, or the other way round; None: as its `share` says.
     """
 
     key: str
     text: bytes
+    held_out: bool | None = None
 
     @property
     def name(self) -> bytes:
@@ -58,20 +60,21 @@ class Document(NamedTuple):
         return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def read_documents(path: str | Sequence[str] | None, text_key: str) -> list[Document]:
+def read_documents(path: str | Sequence[str] | None, text_key: str, key: str = "data.path") -> list[Document]:
     """All documents that are not empty, under a path.
 
     Args:
         path: a file, a folder (searched recursively), or a list of these. None: the sources of Python's standard
             library.
         text_key: the key (jsonl) or column (parquet) that holds the text.
+        key: of the setting, for messages.
 
     Raises:
         MetaTTTError: a path that does not exist or holds no text, or a file that cannot be read.
     """
-    documents = list(iterate_documents(find_files(path), text_key))
+    documents = list(iterate_documents(find_files(path, key), text_key))
     if not documents:
-        raise MetaTTTError(f"data.path={path} holds no text: its files ({', '.join(SUFFIXES)}) are missing or empty")
+        raise MetaTTTError(f"{key}={path} holds no text: its files ({', '.join(SUFFIXES)}) are missing or empty")
     return documents
 
 

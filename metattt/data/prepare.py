@@ -28,7 +28,7 @@ from rich.text import Text
 
 from metattt.composition.settings import settings
 from metattt.data.progress import BytesProgress
-from metattt.data.sources import Source, is_local, open_source
+from metattt.data.sources import Divided, Source, is_local, open_source
 from metattt.data.target import begin, check_free, finish
 from metattt.data.tokenizers import load_tokenizer
 from metattt.data.units import Work, cut, digest, finished_units, size, start_worker, write_unit
@@ -50,6 +50,7 @@ class PrepareSettings:
     dataset_split: str = "train"
     dataset_files: Any = None
     tokenizer: str = "bytes"
+    validation_source: Any = None
     validation_fraction: float = 0.01
     seed: int = 0
     shard_bytes: int = 2**26
@@ -94,6 +95,11 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console) -> int:
     source = open_source(
         chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, chosen.dataset_files
     )
+    if chosen.validation_source is not None:
+        held_out = open_source(
+            chosen.validation_source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, key="validation_source"
+        )
+        source = Divided(source, held_out)
     check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder, "metattt prepare"):

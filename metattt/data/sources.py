@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 from metattt.data.documents import FOREIGN, SUFFIXES, Document, find_files, half_a_character, iterate_documents
@@ -45,10 +45,10 @@ class Files(Source):
 
     can_skip = False
 
-    def __init__(self, path: str | Sequence[str] | None, text_key: str):
-        self.files, self.text_key = find_files(path, "source"), text_key
+    def __init__(self, path: str | Sequence[str] | None, text_key: str, key: str = "source"):
+        self.files, self.text_key = find_files(path, key), text_key
         given = [] if path is None else [path] if isinstance(path, str) else path
-        self.name = ", ".join(str(path_of(one, "source").absolute()) for one in given) or "the Python standard library"
+        self.name = ", ".join(str(path_of(one, key).absolute()) for one in given) or "the Python standard library"
         self.num_bytes = sum(file.stat().st_size for file, _ in self.files)
 
     def documents(self, skip: int = 0) -> Iterator[Document]:
@@ -142,8 +142,28 @@ class Stream(Source):
         return bytes(content[self.text_key].encode())
 
 
+class Divided(Source):
+    """What is to be validated on, then what is to be trained on, each from a source of its own.
+
+    Args:
+        train, validation: the sources.
+    """
+
+    can_skip = False
+
+    def __init__(self, train: Source, validation: Source):
+        self.train, self.validation = train, validation
+        self.name = f"{train.name}; to validate: {validation.name}"
+        sizes = train.num_bytes, validation.num_bytes
+        self.num_bytes = None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def documents(self, skip: int = 0) -> Iterator[Document]:
+        held = (one._replace(key=f"validation/{one.key}", held_out=True) for one in self.validation.documents())
+        return islice(chain(held, (one._replace(held_out=False) for one in self.train.documents())), skip, None)
+
+
 def open_source(
-    source: Any, text_key: str, config: str | None, split: str, files: str | list[str] | None = None
+    source: Any, text_key: str, config: str | None, split: str, files: str | list[str] | None = None, key: str = "source"
 ) -> Source:
     """Local files where there are any, else a dataset by its name.
 
@@ -151,7 +171,7 @@ def open_source(
         MetaTTTError: neither.
     """
     if source is not None and not isinstance(source, Sequence):
-        raise MetaTTTError(f"source={source} is no path: give files or folders, or the name of a dataset")
+        raise MetaTTTError(f"{key}={source} is no path: give files or folders, or the name of a dataset")
     if files is not None:
         listed = [files] if isinstance(files, str) else files
         if not isinstance(listed, Sequence) or not all(isinstance(file, str) and file.strip() for file in listed):
@@ -162,8 +182,8 @@ def open_source(
             )
         return Stream(source, config, split, text_key, files)
     if source is None or not isinstance(source, str):
-        return Files(source, text_key)
-    return Files(source, text_key) if is_local(source) else Stream(source, config, split, text_key)
+        return Files(source, text_key, key)
+    return Files(source, text_key, key) if is_local(source) else Stream(source, config, split, text_key, None, key)
 
 
 def is_local(source: str) -> bool:

@@ -50,10 +50,11 @@ class TextData(WindowData):
     Args:
         path: a file, a folder (searched recursively) or a list of these: txt, md, py, jsonl, parquet. None: the sources
             of Python's standard library, without its tests.
+        validation_path: files to validate on, and not to train on, as `path`. None: a share of `path`.
         context_length: T, tokens that the model reads (a window has one more: the last label).
         batch_size: windows per batch.
         validation_fraction: share of the documents held out, chosen by a hash of their names. If there is only one
-            document, its end is held out.
+            document, its end is held out. With `validation_path` nothing else is.
         validation_max_bytes: validate on at most this much text, evenly spread over the held-out documents. None: on
             all.
         max_bytes: use at most this much training text, a random choice of documents. None: all.
@@ -79,6 +80,7 @@ class TextData(WindowData):
         seed: int = 0,
         num_workers: int = 0,
         document_reset: bool = False,
+        validation_path: str | list[str] | None = None,
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
         if not 0 < validation_fraction < 1:
@@ -88,11 +90,12 @@ class TextData(WindowData):
         for name, value in (("max_bytes", max_bytes), ("validation_max_bytes", validation_max_bytes)):
             if value is not None:
                 check_integer(f"data.{name}", value)
-        self.path = path
+        self.path, self.validation_path = path, validation_path
         self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
         self.max_bytes, self.text_key = max_bytes, text_key
         self.tokenizer: Tokenizer = ByteTokenizer()  # another one may take its place before the windows are read
         self._documents: list[Document] | None = None
+        self._held_out: list[Document] = []  # of `validation_path`
         self._windows: dict[Split, np.ndarray] = {}
 
     unit = "MB"
@@ -112,16 +115,23 @@ class TextData(WindowData):
     def documents(self) -> list[Document]:
         """All documents, in a random order that depends on their names alone."""
         if self._documents is None:
-            path = list(self.path) if isinstance(self.path, Sequence) and not isinstance(self.path, str) else self.path
-            documents = read_documents(path, self.text_key)
-            self._documents = sorted(documents, key=lambda document: (document.share(self.seed), document.key))
+            self._documents = self._read(self.path, "data.path")
+            if self.validation_path is not None:
+                self._held_out = self._read(self.validation_path, "data.validation_path")
         return self._documents
+
+    def _read(self, path: str | Sequence[str] | None, key: str) -> list[Document]:
+        given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else path
+        documents = read_documents(given, self.text_key, key)
+        return sorted(documents, key=lambda document: (document.share(self.seed), document.key))
 
     def split(self, name: Split) -> list[bytes]:
         """The texts of one split: `train`, `validation` or `all`."""
         documents = self.documents
         if name == "all":
-            return [document.text for document in documents]
+            return [document.text for document in (*documents, *self._held_out)]
+        if self._held_out:
+            return [document.text for document in (documents if name == "train" else self._held_out)]
         if len(documents) == 1:
             text = documents[0].text
             cut = round(len(text) * (1 - self.validation_fraction))

@@ -130,6 +130,11 @@ def _die_with_the_main_process() -> None:
     os._exit(1)
 
 
+def _is_held_out(document: Document, work: Work) -> bool:
+    share = document.share(work.seed) < work.validation_fraction
+    return share if document.held_out is None else document.held_out
+
+
 def write_unit(index: int, unit: list[Document]) -> dict[str, Any]:
     """Tokenises a unit, writes its shards, and returns its record.
 
@@ -142,7 +147,7 @@ def write_unit(index: int, unit: list[Document]) -> dict[str, Any]:
     contents: dict[Path, memoryview] = {}
     for split in SPLITS:
         held_out = split == "validation"
-        chosen = [one for one in unit if (one.share(work.seed) < work.validation_fraction) == held_out]
+        chosen = [one for one in unit if _is_held_out(one, work) == held_out]
         if not chosen:
             continue
         tokens = _tokens(chosen, tokenizer, work.dtype)

@@ -228,6 +228,7 @@ def _text(model: Trained, changes: EvalData) -> dict[str, Any]:
                 f"{home(model.path)} comes with no text: add data.path=<shards of metattt prepare, or a file or folder of text>"
             )
     else:
+        run.pop("validation_path", None)  # of the other text
         shards = isinstance(changes.path, str) and (Path(changes.path).expanduser() / MANIFEST).is_file()
         kind: type[WindowData] = ShardData if shards else TextData
         target = f"{kind.__module__}.{kind.__qualname__}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +18,11 @@ from metattt.checkpoints.trained import load_model, open_trained
 from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import tokenizer_of
-from metattt.errors import MetaTTTError, NotFinite
+from metattt.disk import parse, path_of, read_text
+from metattt.errors import MetaTTTError, NotFinite, check_integer
 from metattt.generation.sampling import generate as sample_tokens
-from metattt.generation.text import Continuation, check_text, ends
+from metattt.generation.text import Continuation, TextTokenizer, check_text, ends, generate_text
+from metattt.models.language_model import LanguageModel
 
 
 @dataclass
@@ -26,6 +31,9 @@ class GenerateSettings:
 
     checkpoint: str
     prompt: str = ""
+    prompts: str | None = None
+    output: str | None = None
+    batch_size: int = 16
     max_new_tokens: int = 256
     temperature: float = 0.8
     top_k: int | None = None
@@ -38,7 +46,8 @@ class GenerateSettings:
 
 
 def generate(cfg: DictConfig) -> None:
-    """Prints the prompt and its continuation, then one line about the speed on stderr.
+    """Prints the prompt and its continuation, then one line about the speed on stderr; or answers a file of prompts with
+    lines of JSON.
 
     Args:
         cfg: the configuration of the job `generate`.
@@ -51,10 +60,16 @@ def generate(cfg: DictConfig) -> None:
     found = open_trained(chosen.checkpoint, (*OF_TRAINING, "data"), trust)
     if "vocab_size" not in found.config.model:
         raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt generate takes language models")
+    prompts = None if chosen.prompts is None else read_prompts(chosen)
+    if chosen.prompt == "-":
+        chosen.prompt = _standard_input("prompt").removesuffix("\n")
     check_text(chosen.prompt, "prompt")
     tokenizer = tokenizer_of(chosen.checkpoint, found.tokenizer, found.config.model.vocab_size, chosen.tokenizer)
     text = Continuation(tokenizer, chosen.stop)
     model, _ = load_model(chosen.checkpoint, pick_device(chosen.device), trust)
+    if prompts is not None:
+        _answer(chosen, prompts, model, tokenizer)
+        return
     ids = [tokenizer.separator, *tokenizer.encode(chosen.prompt).tolist()]
     tokens = sample_tokens(
         model,
@@ -84,6 +99,63 @@ def generate(cfg: DictConfig) -> None:
     _write(text.finish() + "\n")
     speed = f", then {(count - 1) / (ended - first):.1f} tokens/s" if count > 1 else ""
     print(f"{count} tokens; prompt of {len(ids)} tokens read in {first - started:.2f} s{speed}", file=sys.stderr)
+
+
+def read_prompts(chosen: GenerateSettings) -> list[str]:
+    """The prompts of a file, or of standard input: one a line, or the texts under `prompt` in a jsonl file.
+
+    Raises:
+        MetaTTTError: a file that cannot be read or holds no prompts, settings that do not go together.
+    """
+    check_integer("batch_size", chosen.batch_size, most=2**20)
+    if chosen.prompt:
+        raise MetaTTTError("prompt= and prompts= are two ways to say what is continued: give one of them")
+    if chosen.output is not None and Path(chosen.output).expanduser().exists():
+        raise MetaTTTError(f"output={chosen.output} exists: choose a new file")
+    assert chosen.prompts is not None
+    if chosen.prompts == "-":
+        lines, jsonl = _standard_input("prompts").split("\n"), False
+    else:
+        file = path_of(chosen.prompts, "prompts")
+        lines, jsonl = read_text(file).split("\n"), file.suffix == ".jsonl"
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = parse(line, f"{chosen.prompts}:{number}") if jsonl else line
+        text = row.get("prompt") if isinstance(row, dict) else row if jsonl else line.removesuffix("\r")
+        if not isinstance(text, str):
+            raise MetaTTTError(f"{chosen.prompts}:{number} has no text under `prompt`")
+        check_text(text, f"{chosen.prompts}:{number}")
+        found.append(text)
+    if not found:
+        raise MetaTTTError(f"prompts={chosen.prompts} holds no prompts: give one a line")
+    return found
+
+
+def _standard_input(key: str) -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise MetaTTTError(f"{key}=-: what was read is not UTF-8, at byte {error.start}") from error
+
+
+def _answer(chosen: GenerateSettings, prompts: list[str], model: LanguageModel, tokenizer: TextTokenizer) -> None:
+    """A line of JSON for every prompt, in their order, as soon as it is there."""
+    target = contextlib.nullcontext(sys.stdout)
+    if chosen.output is not None:
+        target = open(Path(chosen.output).expanduser(), "x", encoding="utf-8")  # type: ignore[assignment]  # noqa: SIM115
+    with target as file:
+        for start in range(0, len(prompts), chosen.batch_size):
+            batch = prompts[start : start + chosen.batch_size]
+            seed = None if chosen.seed is None else chosen.seed + start  # else every batch would be drawn alike
+            texts = generate_text(
+                model, tokenizer, batch, chosen.max_new_tokens, chosen.temperature, chosen.top_k, chosen.top_p,
+                chosen.stop, seed,
+            )  # fmt: skip
+            for prompt, text in zip(batch, texts, strict=True):
+                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+            file.flush()
 
 
 def _write(text: str) -> None:

@@ -25,6 +25,7 @@ from metattt.checkpoints.rolling import path_of
 from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import Images
+from metattt.data.sources import is_local
 from metattt.errors import MetaTTTError
 from metattt.training.beforehand import check_given
 from metattt.training.building import Builder, differences
@@ -74,8 +75,9 @@ def train(cfg: DictConfig) -> int:
     _quiet_lightning()
     check_given(cfg)
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
-    for key in ("path", "validation_path"):
-        if key in cfg.data:
+    named = "files" in cfg.data and (cfg.data.files is not None or not is_local(str(cfg.data.path)))  # a format, or on the Hub
+    for key in ("path", "validation_path", "files"):
+        if key in cfg.data and not (key == "path" and named):
             cfg.data[key] = _absolute(cfg.data[key])  # so that the checkpoint can be used from another folder
     opened = open_run(cfg, first)
     try:

@@ -1,0 +1,149 @@
+"""Prompts from files and standard input, and files of one's own to validate on."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import metattt
+from metattt.cli import main
+from metattt.composition.compose import compose
+from metattt.data.shards import ShardData
+from metattt.data.text import ByteTokenizer, TextData
+from metattt.evaluation.evaluate import evaluate
+from metattt.generation.text import generate_text
+from metattt.training.train import train
+
+TINY = (
+    "dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.max_steps=2",
+    "trainer.accelerator=cpu", "sample=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for name, word in (("train", "abc"), ("held", "xyz")):
+        (folder / name).mkdir()
+        for number in range(3):
+            (folder / name / f"{number}.txt").write_text(f"{word} {number} " * 40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    paths = (f"data.path={texts / 'train'}", f"data.validation_path={texts / 'held'}")
+    assert train(compose(*TINY, *paths, f"output_dir={folder}")) == 0
+    return folder
+
+
+def standard_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+GREEDY = ("max_new_tokens=7", "temperature=0", "device=cpu")
+
+
+@pytest.mark.parametrize("kind", ["lines", "jsonl", "standard input"])
+def test_many_prompts_are_answered_as_each_alone(
+    run: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["abc 1", "a longer prompt – with “quotes”", "x"]
+    file = tmp_path / ("p.jsonl" if kind == "jsonl" else "p.txt")
+    shown = [json.dumps({"prompt": prompt, "more": 1}) for prompt in prompts] if kind == "jsonl" else prompts
+    file.write_text("\n\n".join(shown) + "\n", encoding="utf-8")
+    if kind == "standard input":
+        standard_input(monkeypatch, file.read_bytes().replace(b"\n", b"\r\n"))
+    given = "-" if kind == "standard input" else str(file)
+    assert main(["generate", f"checkpoint={run}", f"prompts={given}", "batch_size=2", *GREEDY]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    model, _ = metattt.load_model(run)
+    alone = [generate_text(model, ByteTokenizer(), [prompt], 7, temperature=0)[0] for prompt in prompts]
+    assert answers == [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, alone, strict=True)]
+
+
+def test_answers_go_to_a_new_file_and_batches_are_drawn_apart(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("same\n" * 4)
+    given = [f"checkpoint={run}", f"prompts={tmp_path / 'p.txt'}", f"output={tmp_path / 'o.jsonl'}", "batch_size=2", "seed=3"]
+    assert main(["generate", *given, "max_new_tokens=20", "device=cpu"]) in (0, None)
+    answers = [json.loads(line)["text"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert len(answers) == 4 and len(set(answers)) == 4
+    assert main(["generate", *given]) == 2
+
+
+def test_a_prompt_from_standard_input(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for prompt in ("prompt=abc 1", "prompt=-"):
+        standard_input(monkeypatch, b"abc 1\n")
+        assert main(["generate", f"checkpoint={run}", prompt, *GREEDY]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] and found[0].startswith("abc 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "message"),
+    [
+        (("prompts=/nowhere.txt",), b"", "/nowhere.txt is missing"),
+        (("prompts=-",), b"\n \n", "holds no prompts"),
+        (("prompts=-",), b"\xff\xfe", "not UTF-8"),
+        (("prompt=-",), b"\xff", "not UTF-8"),
+        (("prompts=-", "prompt=x"), b"y", "give one of them"),
+        (("prompts={file}",), b'{"prompt": 3}', "has no text under `prompt`"),
+        (("prompts={file}",), b"[1, 2]", "has no text under `prompt`"),
+        (("prompts={file}",), b"{", "is damaged"),
+        (("prompts={file}",), b'{"prompt": "\\ud800"}', "has a character that is none"),
+        (("prompts=-", "batch_size=0"), b"x", "batch_size=0 is not allowed"),
+        (("prompts=-", "output=/nowhere/x.jsonl"), b"x", "/nowhere/x.jsonl"),
+        (("prompts=",), b"x", "prompts"),
+    ],
+)
+def test_refusals_are_a_line(
+    run: Path, tmp_path: Path, words: tuple[str, ...], content: bytes, message: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "p.jsonl").write_bytes(content)
+    standard_input(monkeypatch, content)
+    given = [word.format(file=tmp_path / "p.jsonl") for word in words]
+    assert main(["generate", f"checkpoint={run}", *given, "device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1, error
+
+
+def test_files_of_ones_own_to_validate_on(texts: Path, run: Path, tmp_path: Path) -> None:
+    data = TextData(str(texts / "train"), validation_path=str(texts / "held"), context_length=16)
+    trained, held = (bytes(data.windows(name)[:].ravel().astype(np.uint8).tolist()) for name in ("train", "validation"))
+    assert b"abc" in trained and b"xyz" not in trained and b"xyz" in held and b"abc" not in held
+    everything = sum(len(file.read_bytes()) + 1 for file in texts.rglob("*.txt"))
+    assert data.windows("all").size == everything // 17 * 17
+    scores = evaluate(compose(f"checkpoint={run}", f"output_dir={tmp_path}", "device=cpu", job="eval"))["run"]
+    other = evaluate(compose(
+        f"checkpoint={run}", f"data.path={texts / 'held'}", "split=all", f"output_dir={tmp_path}", "device=cpu", job="eval"
+    ))["run"]  # fmt: skip
+    assert scores.loss == pytest.approx(other.loss, abs=0.05) and scores.tokens <= other.tokens
+    assert train(compose(f"resume={run}", "trainer.max_steps=3")) == 0
+
+
+def test_a_text_to_validate_on_that_is_not_there(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TINY, f"data.path={texts / 'train'}", "data.validation_path=/nowhere"]) == 2
+    assert "data.validation_path=/nowhere does not exist" in capsys.readouterr().err
+
+
+def test_shards_of_ones_own_to_validate_on(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"source={texts / 'train'}", f"validation_source={texts / 'held'}", "workers=1"]
+    assert main(["prepare", *given, f"target={tmp_path / 'shards'}"]) == 0
+    data = ShardData(str(tmp_path / "shards"), context_length=16)
+    trained, held = (bytes(data.windows(name)[list(range(len(data.windows(name))))].ravel().clip(0, 255).astype(np.uint8).tolist())
+                     for name in ("train", "validation"))  # fmt: skip
+    assert b"abc" in trained and b"xyz" not in trained and b"xyz" in held and b"abc" not in held
+    capsys.readouterr()
+    assert main(["prepare", given[0], "validation_source=/nowhere/at/all", f"target={tmp_path / 'b'}"]) == 2
+    assert "validation_source=/nowhere/at/all" in capsys.readouterr().err
+    assert main(["prepare", given[0], "workers=1", f"target={tmp_path / 'shards'}"]) == 2  # of another source
