@@ -213,7 +213,7 @@ class TTTLayer(nn.Module):
         """Views and gates of the tokens, gates in fp32 or wider, and what the task and the optimizer carry on."""
         given = {} if projected is None else {"projected": projected}  # tasks that share nothing do not take it
         views, task_state = self.task.views(x, state.task, ctx, **given)
-        if not self.learner.takes_groups:
+        if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:
             views = views.for_every_head()
         gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         wide = torch.promote_types(views.k.dtype, torch.float32)

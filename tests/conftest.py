@@ -32,6 +32,16 @@ def _same_start() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Of a run in this process: the process group, and what Lightning writes into the environment, a port among it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture
 def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter, where it is used, with reductions of whole rows at a time."""

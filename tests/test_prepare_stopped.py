@@ -224,7 +224,7 @@ def test_a_preparation_of_an_older_release(corpus: Path, tmp_path: Path, inline:
         (("source=' '",), "has no value"),
         (("source=['']",), "has no value"),
         (("source=[a,'']",), "has no value"),
-        (("source={a: 1}", "dataset_files=[1]"), "dataset_files=[1] is no list of paths"),
+        (("source={a: 1}", "dataset_files=[1]"), "cannot be opened as a dataset"),
         (("source='~nobody-of-that-name/x'",), "is no path"),
         (("source=/" + "x" * 5000,), "File name too long"),
         (("target='~nobody-of-that-name/x'",), "is no path"),

@@ -73,6 +73,7 @@ class Stream(Source):
 
     num_bytes = None
     can_skip = True
+    begin: Any  #: place of the first document, once it was asked for
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Stream(Source):
             )
         except Exception as error:  # no network, no such dataset, no such split: as many kinds of errors
             raise MetaTTTError(f"{key}={name} cannot be opened as a dataset: {_first_line(error)}") from error
-        self.key, self.begin = key, self.dataset.state_dict()
+        self.key, self.begin = key, None
         given = [] if files is None else [files] if isinstance(files, str) else files
         self.name = "/".join(filter(None, (name, config, split))) + (f" of {', '.join(given)}" if given else "")
         self.text_key = text_key
@@ -111,8 +112,10 @@ class Stream(Source):
             row: of the first document.
             place: of the first document; None for the beginning of the stream.
         """
-        place = self.begin if place is None else place
         try:
+            if self.begin is None:
+                self.begin = self.dataset.state_dict()
+            place = self.begin if place is None else place
             self.dataset.load_state_dict(copy.deepcopy(place))
         except Exception as error:  # the library looks into it as deep as its formats are nested
             raise MetaTTTError(f"{self.key}={self.name} has no such place: {_first_line(error)}") from error

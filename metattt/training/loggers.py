@@ -77,9 +77,11 @@ class WandbLog(WandbLogger):
     ):
         wandb = need("wandb", extra="loggers", what="logger=wandb")
         self.folder, self.place = Path(folder), str(Path(folder) / "wandb")
+        # not Lightning's `offline`, which is for all runs of the process to come
+        mode: dict[str, Any] = {"mode": "offline"} if offline else {}
         super().__init__(
-            name=name, save_dir=folder, project=project, offline=offline, id=_name_of(self.folder, "wandb") or secrets.token_hex(4),
-            entity=entity, group=group, settings=wandb.Settings(silent=True),
+            name=name, save_dir=folder, project=project, id=_name_of(self.folder, "wandb") or secrets.token_hex(4),
+            entity=entity, group=group, settings=wandb.Settings(silent=True), **mode,
         )  # fmt: skip
         self._wandb_init.pop("anonymous", None)  # of which W&B warns
 
