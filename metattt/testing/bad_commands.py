@@ -380,8 +380,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         callbacks=inner_warmup callbacks.inner_warmup.start=<0|-1|nan|inf>
         callbacks=inner_warmup optimizer.base_lr=0
         logger.nobody=null
-        logger=<wandb|[csv,nobody]>
-        logger=mlflow logger.mlflow.tracking_uri=nobody://x
+        logger=[csv,nobody]
         logger.csv.save_dir=/proc/nobody
         logger.csv.flush_logs_every_n_steps=<0|-1>
         """,
