@@ -3,7 +3,10 @@ it obeys."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import layer_references
 import pytest
@@ -63,6 +66,14 @@ SEQUENTIAL = [
         "nested_ttt",
     ),
 ]
+FAMILIES = [import_module(file.stem) for file in sorted(Path(__file__).parent.glob("layer_references_*.py"))]
+"""Plain loops of more rows, a file a family: `ROWS` names them, `SMALL`, `NO_GRADIENT` and `NOT_APPLICABLE` add to those
+above."""
+for family in FAMILIES:
+    SEQUENTIAL += family.ROWS
+    SMALL |= getattr(family, "SMALL", {})
+    NO_GRADIENT |= getattr(family, "NO_GRADIENT", {})
+    NOT_APPLICABLE |= getattr(family, "NOT_APPLICABLE", set())
 ROWS = SEQUENTIAL + ONE_CALL
 TWO_IN_ONE = ["lact_block", "titans_mag", "titans_mal"]  # of a `Combined`: see test_combined.py
 
@@ -92,7 +103,7 @@ def test_equals_its_published_equations(row: str) -> None:
         y: Tensor = function(tokens)  # type: ignore[operator]
         return Run(y.detach(), None, gradients(layer, tokens, (y * cotangent(y)).sum()))  # type: ignore[arg-type]
 
-    published = getattr(layer_references, row)
+    published: Any = next(getattr(where, row) for where in (layer_references, *FAMILIES) if hasattr(where, row))
     parameters = dict(layer.named_parameters())
     expected = through(lambda tokens: published(parameters, tokens, 2, b))
     assert compare(through(lambda tokens: layer(tokens)[0]), expected) < BOUND
