@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
 VIEWS = ("k", "v", "q", "p", "b")  # of a token, in the type that the task makes them
+JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
 
 
@@ -87,6 +88,7 @@ class Work:
         steps = self.rule.steps if self.rule.read != "final" else 1
         size = self.plan.chunk or block.length
         size = size if tokens.pairs is None else max(1, size // tokens.pairs)
+        size = size if tokens.decay is None or self.plan.chunks != "solved" else block.length  # it splits them itself
         y: Tensor | None = None
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
@@ -380,6 +382,8 @@ class InnerLoop:
                 tokens = tokens._replace(**views)
             wide = {name: value.to(dtype) for name, value in given.items()}
             work = Work(self.task, self.learner, rule, self.plan, wide, operand)
+            if tokens.decay is not None and self.plan.chunks == "solved" and rule.period is None:
+                blocks = joined(blocks)
             parts = [tokens] if len(blocks) == 1 else self.split(tokens, [block.length for block in blocks])
             for block, part in zip(blocks, parts, strict=True):
                 if block.restart is not None:
@@ -408,6 +412,17 @@ class InnerLoop:
     def with_parts(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> InnerLoop:
         """The same loop over copies of the parts that hold other parameters."""
         return InnerLoop(task, learner, optimizer, self.plan, self.group_size)
+
+
+def joined(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of a rule that looks at no phase together, up to `JOINED` tokens, as far as no document starts between."""
+    found: list[Block] = []
+    for block in blocks:
+        if found and block.restart is None and found[-1].length + block.length <= JOINED:
+            found[-1] = found[-1]._replace(length=found[-1].length + block.length)
+        else:
+            found.append(block)
+    return found
 
 
 def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
