@@ -255,7 +255,7 @@ class InnerLoop:
         if not tokens.erases and tokens.pairs is None:
             return
         rule, what = self.optimizer, "decays for every channel" if tokens.decay is not None else "an erase view"
-        if tokens.erases and (not self.plan.linear or self.plan.kernels):
+        if tokens.erases and not self.plan.linear:
             why = self.plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")
             raise MetaTTTError(
                 f"{what} needs a linear learner, the squared or dot loss and a gradient at the newest weights, not {why}: "
@@ -263,15 +263,19 @@ class InnerLoop:
             )
         if tokens.erases and self.learner.linear_map is not None and self.learner.linear_map[1] is not None:
             raise MetaTTTError(f"{what} has no meaning for a bias: set learner.bias=false")
-        if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or rule.together):
+        if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or self.task.together):
             raise MetaTTTError("decays for every channel stand alone: no decay per head, momentum or window beside them")
         if (tokens.p is not None or tokens.b is not None) and self.plan.linear != "squared":
             raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
+        if tokens.pairs is not None and self.learner.mixes_tokens:
+            raise MetaTTTError(
+                f"{type(self.learner).__name__} mixes the tokens of a mini-batch, and would mix the pairs of a token: set another learner"
+            )
         if tokens.pairs is not None and rule.accumulates:
             raise MetaTTTError(
                 "several pairs a token have no token steps and no clipping: set optimizer.token_steps=none and max_norm=null"
             )
-        if tokens.pairs is not None and not rule.together and (not self.plan.linear or tokens.beta is not None):
+        if tokens.pairs is not None and not self.task.together and (not self.plan.linear or tokens.beta is not None):
             raise MetaTTTError(
                 "pairs that are learned one after the other need a linear learner, optimizer.anchor=online and no momentum: "
                 "set learner=linear_map and optimizer=online"
