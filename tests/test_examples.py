@@ -32,6 +32,15 @@ def test_forecast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
+class TestErasing(load("erase_view").TestEraseTheLast):  # type: ignore[misc]
+    """The conformance test of an example, as its reader runs it."""
+
+
+def test_erasing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("erase_view").main() != 1
+    assert "solved" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_layer_in_a_model_of_timm() -> None:
     found = load("timm_vit").main(steps=60)

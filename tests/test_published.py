@@ -33,7 +33,16 @@ NOT_CAUSAL = {
     "linear_attention_elu_image",
 }  # for images
 TWO_IN_ONE = {"lact_block", "titans_mag", "titans_mal"}  # backbones set keys of one layer
-CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL | TWO_IN_ONE]
+OWN_VIEWS = {
+    "atlas",
+    "comba",
+    "delta_product",
+    "gated_delta_net2",
+    "gated_delta_product",
+    "omega_net",
+    "rwkv7",
+}  # backbones set the views of task=reconstruction
+CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL | TWO_IN_ONE | OWN_VIEWS]
 
 
 def golden(kind: str) -> Any:

@@ -183,6 +183,12 @@ def limits(spec: Specimen) -> float:
     if rule.gradient_at == "decayed":
         raise NotApplicable("optimizer.gradient_at=decayed is defined for online anchors only")
     x = spec.tokens()
+    start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
+    views, gates, *_ = layer.observe(x, start, layer.context(x, start)[0])
+    if views.p is not None or views.b is not None or gates.decay is not None:
+        raise NotApplicable("an erase view and decays for every channel are defined for online anchors only")
+    if views.k.ndim == 5 and not layer.task.together:
+        raise NotApplicable("pairs that are learned one after the other are defined for online anchors only")
     worst = 0.0
     cases = [(x.shape[1], "batch"), (x.shape[1] + 3, "batch")]
     if not isinstance(rule, BlockRule):  # one that moves weights once per mini-batch has no online limit
