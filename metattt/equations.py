@@ -57,7 +57,7 @@ def text(sections: list[Section]) -> str:
 
 
 def _of_layer(layer: TTTLayer) -> list[Section]:
-    task, learner, rule = layer.task, layer.learner, layer.optimizer
+    task, learner = layer.task, layer.learner
     views = _said(task, Task)
     if not learner.has_weights:  # no loss is taken
         views = [line for line in views if not line.startswith("ℓ")]

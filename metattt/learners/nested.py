@@ -68,7 +68,8 @@ class NestedTTT(ModuleLearner):
         module, weights = self._own(), {name: weight[0].view(self._shapes[name]) for name, weight in self.init.items()}
         with self._holding(module, weights, next(iter(weights.values())).dtype):
             said = [one for one in equations(module.get_submodule("layer")) if one.title != "computed"]
-        return [f"f(x; W) = {self.wrapped('layer(x)')}, W the parameters of this layer:", *(f"  {line}" for line in text(said).splitlines())]
+        inner = (f"  {line}" for line in text(said).splitlines())
+        return [f"f(x; W) = {self.wrapped('layer(x)')}, W the parameters of this layer:", *inner]
 
     def can_vmap(self) -> bool:
         # Under torch.vmap the inner layer takes its gradients with torch.func, which saved-tensor hooks (recomputation)

@@ -201,7 +201,8 @@ class BlockMomentum(BlockRule):
         lines = [*self._pool("α", self.decay_gate), *self._pool("β", self.momentum_gate)]
         lines += [f"S_j = {momentum}S_{{j−1}} + U_j"] if momentum else []
         if self.orthogonalize:
-            lines.append(f"W_j = {decay}W_{{j−1}} + NS({moved}), NS: {len(SCHEDULES[self.newton_schulz])} Newton–Schulz iterations on matrices (Muon)")
+            iterations = f"{len(SCHEDULES[self.newton_schulz])} Newton–Schulz iterations on matrices (Muon)"
+            lines.append(f"W_j = {decay}W_{{j−1}} + NS({moved}), NS: {iterations}")
         else:
             lines.append(f"W_j = {decay}W_{{j−1}} + {moved}")
         if self.row_norm:

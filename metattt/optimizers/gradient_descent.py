@@ -17,7 +17,6 @@ from metattt.registry import register
 from metattt.room import check_room
 from metattt.state import Context, Tensors
 
-
 SHARING = {"per_head": "θ and c of each head", "shared": "one θ and c for all heads"}
 """In words: what learned gates share."""
 
