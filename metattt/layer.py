@@ -28,7 +28,7 @@ from metattt.tasks.base import Task, Views
 from metattt.torch_private import interpreter_stack
 
 PARTS = ("task", "learner", "optimizer")
-ABSENT = (None, None, None, None)  # the gates besides η
+ABSENT = (None,) * (len(Gates._fields) - 1)  # the gates besides η
 
 
 class TTTLayer(nn.Module):
@@ -190,10 +190,15 @@ class TTTLayer(nn.Module):
         if given is not None:
             self._check_kept(given, task_state, rule_state)
         if isinstance(self.learner, NonParametric):
+            if views.p is not None or views.b is not None or views.k.ndim != 4:
+                raise MetaTTTError(
+                    f"{type(self.learner).__name__} keeps its data, and has no weights that an erase view or several pairs "
+                    "a token could change: set learner=linear_map"
+                )
             y, data = self.learner.scan(views, state.learner, ctx)
             read = Result(y, {}, 0, data)
         else:
-            tokens = Tokens(*views, *gates)  # type: ignore[arg-type]
+            tokens = Tokens.of(views, gates)
             if start is not None:
                 tokens, state = start(self, tokens, state, ctx, packing)
             read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
@@ -216,6 +221,7 @@ class TTTLayer(nn.Module):
         if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:
             views = views.for_every_head()
         gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
+        views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
         wide = torch.promote_types(views.k.dtype, torch.float32)
         if gates.eta.dtype != wide or gates[1:] != ABSENT:
             gates = Gates(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def plain_loop(layer: TTTLayer, x: Tensor) -> Tensor:
     """The layer's outputs by the recurrence of the papers, token by token."""
     positions = torch.arange(x.shape[1]).expand(x.shape[0], -1)
     ctx = Context(positions, None, None, 1)
-    (k, v, q), _ = layer.task.views(x, {}, ctx)
+    (k, v, q, *_), _ = layer.task.views(x, {}, ctx)
     gates, _ = layer.optimizer.gates(x, {}, ctx)
     state = x.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     decay = [None] * x.shape[1] if gates.alpha is None else gates.alpha[..., None, None].unbind(2)

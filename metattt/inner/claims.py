@@ -44,6 +44,11 @@ def squared_error(prediction: Tensor, v: Tensor) -> Tensor:
     return 0.5 * (prediction - v).square().sum(-1)
 
 
+def dot_product(prediction: Tensor, v: Tensor) -> Tensor:
+    """−⟨prediction, v⟩ per token: the loss of linear attention."""
+    return -(prediction * v).sum(-1)
+
+
 def other_loss(task: Task, claimed: Loss, num_heads: int, width: int) -> str | None:
     """Why a task's loss is not the claimed one, or None if it is."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.inner.claims import Function, other_function, other_loss, remembered, squared_error
+from metattt.inner.claims import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.inner.plan import Plan
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
@@ -49,14 +49,16 @@ def make_plan(
     )
     chosen = choose_form(form, task, learner, optimizer, num_heads, d_in, covered, reasons)
     chunks = chosen if chosen in ("primal", "summed") else "mixed" if learner.mixes_tokens else "dual"
-    if chunks == "dual" and optimizer.anchor == "online":
-        why = unsolved(task, learner, optimizer, num_heads, d_in)
-        chunks = "dual" if why else "solved"
-        reasons |= {"solved": why} if why else {}
+    linear = ""
+    if chunks in ("dual", "primal") and optimizer.anchor == "online":
+        linear, why = solvable(task, learner, optimizer, num_heads, d_in)
+        reasons |= {"solved": why} if why and chunks == "dual" else {}
+        chunks = "solved" if linear and chunks == "dual" else chunks
     mixes, by_token = learner.mixes_tokens, optimizer.anchor == "online" and chunks != "solved"
     return Plan(
         chosen,
         chunks,
+        linear,
         covered if chosen == "fused" else [],
         reasons,
         strict=form == "fused",
@@ -94,22 +96,26 @@ def explain(reasons: Mapping[str, str]) -> str:
     return "; ".join(dict.fromkeys(f"{name.split('.')[0]}: {why}" for name, why in reasons.items()))
 
 
-def unsolved(task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int) -> str | None:
-    """Why an online rule is not a linear system, or None if it is: a linear learner with squared loss, every gradient
-    at the newest weights."""
+def solvable(
+    task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int
+) -> tuple[str, str | None]:
+    """The loss (`squared`, `dot`) of an online rule that needs no loop, or nothing and why: a linear learner, every
+    gradient at the newest weights."""
     if learner.linear_map is None:
-        return f"{type(learner).__name__} is not a linear map"
+        return "", f"{type(learner).__name__} is not a linear map"
     if optimizer.accumulates or optimizer.steps != 1:
-        return "the rule has token steps, clipping or several steps"
-    if not task.squared_error:
-        return "the loss is not ½‖f(k) − v‖²"
+        return "", "the rule has token steps, clipping or several steps"
     weight, bias = learner.linear_map
     linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
-    return (
-        hooked(learner)
-        or other_loss(task, squared_error, num_heads, width)
-        or other_function(learner, linear, num_heads, width)
-    )
+    why = hooked(learner) or other_function(learner, linear, num_heads, width)
+    if why:
+        return "", why
+    if other_loss(task, dot_product, num_heads, width) is None:
+        return "dot", None
+    if not task.squared_error:
+        return "", "the loss is neither ½‖f(k) − v‖² nor −⟨f(k), v⟩"
+    why = other_loss(task, squared_error, num_heads, width)
+    return ("", why) if why else ("squared", None)
 
 
 LINEAR: dict[tuple[str, str | None], Function] = {}

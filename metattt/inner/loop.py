@@ -22,7 +22,7 @@ from metattt.inner.tokens import Block, Carry, Tokens, where
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import spread
-from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
 from metattt.torch_private import interpreter_stack, saved_tensor_hooks
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from metattt.inner.plan import Plan
 
 STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
+VIEWS = ("k", "v", "q", "p", "b")  # of a token, in the type that the task makes them
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
 
 
@@ -73,8 +74,8 @@ class Work:
         if self.rule.anchor != "online":
             return carry["anchor" if self.rule.anchor == "batch" else "commit"]
         weights = self.rule.current(carry, phase)
-        if self.rule.gradient_at == "decayed" and tokens.alpha is not None:
-            return {name: spread(tokens.alpha[:, :, 0], x) * x for name, x in weights.items()}
+        if self.rule.gradient_at == "decayed":
+            return decayed(weights, tokens, 0)
         return weights
 
     def learn(
@@ -85,13 +86,14 @@ class Work:
         entering = carry
         steps = self.rule.steps if self.rule.read != "final" else 1
         size = self.plan.chunk or block.length
+        size = size if tokens.pairs is None else max(1, size // tokens.pairs)
         y: Tensor | None = None
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
             for piece in [tokens] if size >= block.length else InnerLoop.split(tokens, size):
-                carry = self.rule.observe(carry, Gates(*piece[3:]))
-                y, carry = CHUNKS[self.plan.chunks](self, piece, carry, phase, rows)
-                phase = phase + piece.k.shape[2]
+                carry = self.rule.observe(carry, piece.gates)
+                y, carry = CHUNKS[self.plan.chunks](self, piece.apart(), carry, phase, rows)
+                phase = phase + piece.q.shape[2]
                 ys.append(y)
             before = carry
             if "commit" in carry and (step < steps or block.commit is not False):
@@ -111,6 +113,15 @@ class Work:
             for role in {**carry, **after}
             if role != "factors"  # those of a mini-batch that is complete
         }
+
+
+def decayed(weights: Tensors, tokens: Tokens, at: int) -> Tensors:
+    """The weights after the decay of a token."""
+    if tokens.alpha is not None:
+        weights = {name: spread(tokens.alpha[:, :, at], x) * x for name, x in weights.items()}
+    if tokens.decay is not None:
+        weights = {name: tokens.decay[:, :, at].exp().unsqueeze(-1) * x for name, x in weights.items()}
+    return weights
 
 
 # -- one mini-batch, or a part of it: what each read sees --------------------------------------------------------------
@@ -214,6 +225,7 @@ class InnerLoop:
             own: the state's weights may be written over.
         """
         plan, operand = self.plan, tokens.k.dtype
+        self._check_generalised(tokens)
         if ctx.first is not None and self.optimizer.read == "final":
             raise MetaTTTError(
                 "reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights"
@@ -235,6 +247,33 @@ class InnerLoop:
         placed = mask_gates(tokens if frame.source is None else tokens.map(frame.place), frame.live)
         y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, own)
         return Result(frame.take(y), carry, frame.phase, {})
+
+    def _check_generalised(self, tokens: Tokens) -> None:
+        """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss."""
+        if not tokens.erases and tokens.pairs is None:
+            return
+        rule, what = self.optimizer, "decays for every channel" if tokens.decay is not None else "an erase view"
+        if tokens.erases and (not self.plan.linear or self.plan.kernels):
+            why = self.plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")
+            raise MetaTTTError(
+                f"{what} needs a linear learner, the squared or dot loss and a gradient at the newest weights, not {why}: "
+                "set learner=linear_map and optimizer.anchor=online"
+            )
+        if tokens.erases and self.learner.linear_map is not None and self.learner.linear_map[1] is not None:
+            raise MetaTTTError(f"{what} has no meaning for a bias: set learner.bias=false")
+        if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or rule.together):
+            raise MetaTTTError("decays for every channel stand alone: no decay per head, momentum or window beside them")
+        if (tokens.p is not None or tokens.b is not None) and self.plan.linear != "squared":
+            raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
+        if tokens.pairs is not None and rule.accumulates:
+            raise MetaTTTError(
+                "several pairs a token have no token steps and no clipping: set optimizer.token_steps=none and max_norm=null"
+            )
+        if tokens.pairs is not None and not rule.together and (not self.plan.linear or tokens.beta is not None):
+            raise MetaTTTError(
+                "pairs that are learned one after the other need a linear learner, optimizer.anchor=online and no momentum: "
+                "set learner=linear_map and optimizer=online"
+            )
 
     def run(
         self,
@@ -337,7 +376,8 @@ class InnerLoop:
         dtype, outputs, policy = tokens.eta.dtype, [], READS[rule.read]
         with torch.autocast(tokens.k.device.type, enabled=False):
             if operand != dtype:
-                tokens = tokens._replace(k=tokens.k.to(dtype), v=tokens.v.to(dtype), q=tokens.q.to(dtype))
+                views = {name: x.to(dtype) for name in VIEWS if (x := getattr(tokens, name)) is not None}
+                tokens = tokens._replace(**views)
             wide = {name: value.to(dtype) for name, value in given.items()}
             work = Work(self.task, self.learner, rule, self.plan, wide, operand)
             parts = [tokens] if len(blocks) == 1 else self.split(tokens, [block.length for block in blocks])

@@ -346,15 +346,16 @@ def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int |
 
 
 def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
-    """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0. `live` `[B, columns]`."""
+    """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0, no decay. `live` `[B, columns]`."""
     if live is None:
         return tokens
     live = live.unsqueeze(1)
-    general = any(gate is not None for gate in tokens[4:])
-    kappa = tokens.kappa if tokens.kappa is not None else torch.ones_like(tokens.eta) if general else None
+    general = any(gate is not None for gate in (tokens.alpha, tokens.beta, tokens.kappa, tokens.rates))
+    kappa = tokens.kappa if tokens.kappa is not None else torch.ones_like(tokens.q[..., 0], dtype=tokens.eta.dtype) if general else None
     return tokens._replace(
-        eta=torch.where(live, tokens.eta, 0),
+        eta=torch.where(live if tokens.eta.ndim == 3 else live.unsqueeze(-1), tokens.eta, 0),
         alpha=None if tokens.alpha is None else torch.where(live, tokens.alpha, 1),
         beta=None if tokens.beta is None else torch.where(live, tokens.beta, 1),
         kappa=None if kappa is None else torch.where(live, kappa, 0),
+        decay=None if tokens.decay is None else torch.where(live.unsqueeze(-1), tokens.decay, 0),
     )

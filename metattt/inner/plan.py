@@ -26,6 +26,8 @@ class Plan:
     Attributes:
         form: one of `metattt.inner.inspect.FORMS`, or `scan` for a learner without weights.
         chunks: how the forms compute what no kernel does: a key of `metattt.inner.forms.CHUNKS`.
+        linear: the loss of an online rule of a linear learner, whose gradients are known in closed form: `squared`, `dot`,
+            or nothing.
         kernels: those that compute this combination; the first one that takes a call is used.
         reasons: of the other kernels and of a solved form that does not hold, why.
         strict: a call that no kernel takes is refused instead of computed as `dual`.
@@ -41,6 +43,7 @@ class Plan:
 
     form: str
     chunks: str = ""
+    linear: str = ""
     kernels: list[Kernel] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     strict: bool = False
@@ -119,10 +122,10 @@ class Plan:
 def decided_by(given: MiniBatches) -> tuple[object, ...]:
     """What a kernel's `advances` may depend on: types, widths, gates and the device, but not the number of tokens or
     sequences."""
-    k, v, q, eta, *gates = given.tokens
+    k, v, q, eta, *rest = given.tokens
     types = [x.dtype for x in (*given.weights.values(), *given.slow.values())]
     tau = None if given.tau is None else given.tau.dtype
-    here = [gate is None for gate in gates]
+    here = [gate is None for gate in rest]
     return (
         k.device,
         k.dtype,

@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from metattt.modules import spread
+from metattt.optimizers.base import Gates
 from metattt.state import Tensors
+from metattt.tasks.base import Views
 
 Carry = dict[str, Tensors]
 """Weights by role (`commit`, `anchor`, `weights`, `update`, `momentum`, ...) and name, `[B, H, *shape]`."""
 
 
 class Tokens(NamedTuple):
-    """Views `[B, H, T, ·]` and gates `[B, H, T]` of consecutive tokens."""
+    """Views `[B, H, T, ·]` and gates `[B, H, T]` of consecutive tokens (`metattt.tasks.base.Views`,
+    `metattt.optimizers.base.Gates`).
+
+    Where a token gives n pairs, k, v, p and b are `[B, H, T, n, ·]`, until `apart` has made n tokens of it.
+    """
 
     k: Tensor
     v: Tensor
@@ -26,6 +32,66 @@ class Tokens(NamedTuple):
     beta: Tensor | None = None
     kappa: Tensor | None = None
     rates: Tensor | None = None
+    decay: Tensor | None = None
+    p: Tensor | None = None
+    b: Tensor | None = None
+
+    @classmethod
+    def of(cls, views: Views, gates: Gates) -> Tokens:
+        """Views and gates together."""
+        return cls(*views[:3], *gates, *views[3:])  # type: ignore[arg-type]
+
+    @property
+    def gates(self) -> Gates:
+        """The gates alone."""
+        return Gates(*self[3:9])
+
+    @property
+    def erases(self) -> bool:
+        """Whether what is erased is not what the gradient of the loss erases, or decays channel by channel."""
+        return self.p is not None or self.b is not None or self.decay is not None
+
+    @property
+    def pairs(self) -> int | None:
+        """n, the pairs that a token gives; None where it gives one and has no axis for them."""
+        return self.k.shape[3] if self.k.ndim == 5 else None
+
+    def apart(self) -> Tokens:
+        """Every pair as a token of its own, but for q. Decays act before the first pair of a token; with momentum, the
+        weights move after the last one."""
+        pairs = self.pairs
+        if pairs is None:
+            return self
+
+        def at(x: Tensor | None, place: int, elsewhere: float) -> Tensor | None:
+            """`[B, H, T, ...]` to `[B, H, T·n, ...]`: `x` at one pair of each token."""
+            if x is None or pairs == 1:
+                return x
+            rest = torch.full_like(x, elsewhere).unsqueeze(3)
+            row = [rest] * pairs
+            row[place] = x.unsqueeze(3)
+            return torch.cat(row, 3).flatten(2, 3)
+
+        eta = self.eta if self.eta.ndim == 4 else self.eta.unsqueeze(3).expand(-1, -1, -1, pairs)
+        kappa = self.kappa
+        if self.beta is not None:
+            kappa = at(torch.ones_like(self.beta) if kappa is None else kappa, pairs - 1, 0.0)
+        elif kappa is not None:
+            kappa = kappa.repeat_interleave(pairs, 2)
+        k, v, p, b = (None if x is None else x.flatten(2, 3) for x in (self.k, self.v, self.p, self.b))
+        return Tokens(
+            k,  # type: ignore[arg-type]
+            v,  # type: ignore[arg-type]
+            self.q,
+            eta.flatten(2, 3),
+            at(self.alpha, 0, 1.0),
+            at(self.beta, 0, 1.0),
+            kappa,
+            None if self.rates is None else self.rates.repeat_interleave(pairs, 2),
+            at(self.decay, 0, 0.0),
+            p,
+            b,
+        )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Tokens:
         """Applies `function` to every tensor at hand."""

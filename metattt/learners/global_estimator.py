@@ -76,7 +76,7 @@ class GlobalEstimator(NonParametric):
                 "learner=global_estimator answers from all tokens of one call: it takes no state and no reset= "
                 "(causal attention is layer=attention)"
             )
-        k, v, q = views
+        k, v, q = views[:3]
         valid = None if ctx.valid is None else ctx.valid[:, None, None]  # [B, 1, 1, T]
         if self.kernel == "exponential":
             scale = 1 / (math.sqrt(k.shape[-1]) if self.bandwidth is None else self.bandwidth)

@@ -109,7 +109,7 @@ class KernelEstimator(NonParametric):
             return self.finished(y, views.q), after
         if "position" in state:
             raise MetaTTTError("the state is from another layer: it has a window, and this one has learner.window=null")
-        k, v, q = views
+        k, v, q = views[:3]
         batch, count = ctx.positions.shape
         past = state["k"].shape[2] if state else 0
         document = None

@@ -74,7 +74,7 @@ class KernelRidge(NonParametric):
         """
         wide = torch.promote_types(views.k.dtype, torch.float32)
         with torch.autocast(views.k.device.type, enabled=False):
-            k, v, q = (view.to(wide) for view in views)
+            k, v, q = (view.to(wide) for view in views[:3])
             past = state["k"].shape[2] if state else 0
             document = self._documents(state, ctx, past)
             old = state["k"] if state else k[:, :, :0]

@@ -73,7 +73,7 @@ class Window:
         Raises:
             MetaTTTError: the state of a learner without a window, or with another.
         """
-        k, v, q = views
+        k, v, q = views[:3]
         document = torch.zeros_like(ctx.positions) if ctx.first is None else ctx.first.cumsum(1)
         real = ctx.positions if ctx.valid is None else torch.where(ctx.valid, ctx.positions, EMPTY)
         new = Data(k, v, document, real)

@@ -13,6 +13,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.part import Part
 from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
 
 Anchor = Literal["minibatch", "online", "batch"]
 Read = Literal["inclusive", "exclusive", "previous", "committed", "block", "final"]
@@ -25,7 +26,8 @@ class Gates(NamedTuple):
 
     Absent gates are None: α = 1, β = 0, κ = 1. `rates` `[B, H, T, n]` multiplies η by a factor of its own for each of
     the learner's n fast weights, in the order of their names; only rules without weights per token (`BlockRule`) may
-    give it.
+    give it. `decay` `[B, H, T, d_in]` is the logarithm of a decay for every input channel of a linear learner,
+    `W_t = Diag(exp(decay_t)) W_{t−1} + S_t`, from −∞ to 0. Where a token has n pairs (`Views`), η may be `[B, H, T, n]`.
     """
 
     eta: Tensor
@@ -33,6 +35,7 @@ class Gates(NamedTuple):
     beta: Tensor | None = None
     kappa: Tensor | None = None
     rates: Tensor | None = None
+    decay: Tensor | None = None
 
 
 class Coefficients(NamedTuple):
@@ -104,11 +107,20 @@ class InnerOptimizer(Part, ABC):
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         """`x` `[B, T, D]` to the rule's gates, and what the next call needs. `state` is empty at the start."""
 
+    def prepare(
+        self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
+    ) -> tuple[Views, Gates, Tensors]:
+        """Views and gates as they enter the inner loop, for rules that change what a step is made of (a preconditioner,
+        a window of tokens), and what the next call needs. `state` is what `gates` returned, with what the last call
+        left."""
+        return views, gates, state
+
     def token_steps(self) -> Tensor | None:
         """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token
         steps."""
         return None
 
+    together = False  #: a token's n pairs take their gradients at the same weights, not one after the other
     weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
     has_token_steps = False  #: whether `token_steps` gives any, known once the parameters are made
     has_momentum = False  #: the rule carries S between tokens

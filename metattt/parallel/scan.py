@@ -139,7 +139,7 @@ def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     views, gates, task, rule = layer.observe(x, state, ctx)
     if task or rule:
         return False
-    tokens = Tokens(*views, *gates)  # type: ignore[arg-type]
+    tokens = Tokens.of(views, gates)
     origin = layer.inner.start(len(x), tokens.eta.dtype)
     found = left_by(layer, tokens, state, ctx, None)
     fresh = left_by(layer, tokens, state._replace(weights=origin), ctx, None)

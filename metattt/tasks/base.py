@@ -16,18 +16,30 @@ class Views(NamedTuple):
     """The three views of a token, each `[B, H, T, ·]`: training view k, label view v, test view q.
 
     With grouped-query heads k and v are `[B, G, T, ·]`, each shared by H / G neighbouring heads of q.
+
+    Two more make a linear learner's gradient `kᵀ(k W − v)` a generalised delta rule, `bᵀ(p W) − kᵀ v`:
+
+    * the erase view p, where the prediction is made that is erased; None: k. For `b = k` it is `kᵀ(p W − v)`;
+    * b, the direction in which it is erased, where that is another one than k; None: k.
+
+    A token that gives n pairs, learned one after the other and read once (DeltaProduct, arXiv 2502.10297), has k, v, p
+    and b `[B, H, T, n, ·]`.
     """
 
     k: Tensor
     v: Tensor
     q: Tensor
+    p: Tensor | None = None
+    b: Tensor | None = None
 
     def for_every_head(self) -> Views:
         """k and v for each of the H heads."""
         copies = self.q.shape[1] // self.k.shape[1]
         if copies == 1:
             return self
-        return Views(self.k.repeat_interleave(copies, 1), self.v.repeat_interleave(copies, 1), self.q)
+        few = (None if x is None else x.repeat_interleave(copies, 1) for x in (self.k, self.v, self.p, self.b))
+        k, v, p, b = few
+        return Views(k, v, self.q, p, b)  # type: ignore[arg-type]
 
 
 class Task(Part, ABC):

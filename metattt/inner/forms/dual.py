@@ -12,7 +12,7 @@ from torch import Tensor
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import ReadRows, Record, Site, matmul, needs_probes
 from metattt.modules import spread
-from metattt.optimizers.base import Coefficients, Gates, clip_factor
+from metattt.optimizers.base import Coefficients, clip_factor
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
@@ -109,10 +109,11 @@ def finish(
 ) -> tuple[Tensor | None, Carry]:
     """What queries read and what is carried on, from the gradients of the chunk's tokens."""
     rule, y = work.rule, None
-    how = rule.coefficients(Gates(*tokens[3:]), phase, carry, read)  # type: ignore[arg-type]
+    how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     if read is not None:
         if rule.max_norm is not None:
             how = _clipped(how, gradients, tokens.eta, carry.get("update"), read, rule.max_norm)
+        how = _of_tokens(how, tokens, read)
         assert how.mix is not None
         bases = [(row, carry[base]) for base, row in how.rows.items()]
         y = work.learner.predict(ReadRows(bases, how.mix, gradients, work.slow, work.operand), tokens.q)
@@ -122,9 +123,20 @@ def finish(
         for i, (name, value) in enumerate(anchor.items()):
             factor = weight if tokens.rates is None else rated(weight, tokens.rates, i)
             moved[name] = combine(carry, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
-    if rule.in_token_space(phase, tokens.k.shape[2], carry) and not work.learner.mixes_tokens:
+    if rule.in_token_space(phase, tokens.q.shape[2], carry) and not work.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
+
+
+def _of_tokens(how: Coefficients, tokens: Tokens, read: str) -> Coefficients:
+    """The rows that queries read, where a token has several pairs: after the last of them, or before the first."""
+    pairs = tokens.k.shape[2] // tokens.q.shape[2]
+    if pairs == 1:
+        return how
+    start = pairs - 1 if read == "inclusive" else 0
+    rows = {base: row if row is None else row[..., start::pairs] for base, row in how.rows.items()}
+    assert how.mix is not None
+    return how._replace(rows=rows, mix=how.mix[..., start::pairs, :])
 
 
 def combine(carry: Carry, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:

@@ -22,7 +22,15 @@ def chunk(
 ) -> tuple[Tensor | None, Carry]:
     """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
     `CHUNKS`."""
-    rule, anchor = work.rule, work.anchor(tokens, carry, phase)
+    rule, pairs = work.rule, tokens.k.shape[2] // tokens.q.shape[2]
+    if pairs > 1 and not rule.together:  # one after the other: each pair is a step of its own, and one of them is read
+        y, seen_at = None, pairs - 1 if read == "inclusive" else 0
+        for i in range(pairs):
+            pair = tokens.map(lambda x, i=i: x[:, :, i : i + 1])._replace(q=tokens.q)  # type: ignore[misc]
+            found, carry = chunk(work, pair, carry, phase, read if i == seen_at else None)
+            y = found if i == seen_at else y
+        return y, carry
+    anchor = work.anchor(tokens, carry, phase)
     names, bases = list(anchor), rule.bases
     batch, _, count = tokens.eta.shape
     gradients = _gradients(work, tokens, anchor)
@@ -43,23 +51,28 @@ def chunk(
                 memory = _add(_scaled(carry.get("momentum"), beta), step)
                 step = _add(_scaled(memory, beta), step) if rule.nesterov else memory
                 carry = carry | {"momentum": memory}
-            moved = _add(_scaled(before, alpha), _scaled(step, kappa))
+            kept = _scaled(before, alpha)
+            if tokens.decay is not None and kept is not None:
+                kept = {name: tokens.decay[:, :, t].exp().unsqueeze(-1) * x for name, x in kept.items()}
+            moved = _add(kept, _scaled(step, kappa))
             if rule.pull and alpha is not None:
                 moved = _add(_scaled(carry["origin"], 1 - alpha), moved)
             carry = carry | {"weights": moved}
-        if read is not None:
+        if read is not None and t % pairs == (pairs - 1 if read == "inclusive" else 0):
             seen.append(before if read == "exclusive" else rule.current(carry, phase + t + 1))
     if read is None:
         return None, carry
     rows = {name: torch.stack([w[name] for w in seen], dim=1).flatten(0, 1) for name in names}
     y = work.learner.predict(FastWeights(rows, work.slow, work.operand), _alone(tokens.q))
-    return y.squeeze(2).unflatten(0, (batch, count)).transpose(1, 2), carry
+    return y.squeeze(2).unflatten(0, (batch, count // pairs)).transpose(1, 2), carry
 
 
 def _gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
     """∇ℓ_t of every token, `[B, n, H, *shape]` by name."""
     names = list(anchor)
     batch, heads, count = tokens.eta.shape
+    if tokens.p is not None or tokens.b is not None:
+        return _generalised(tokens, names[0], anchor[names[0]])
 
     def losses(*weights: Tensor) -> Tensor:
         accessor = FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand)
@@ -68,6 +81,14 @@ def _gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
     copies = [anchor[name].unsqueeze(1).expand(-1, count, *anchor[name].shape[1:]).flatten(0, 1) for name in names]
     found = vjp(losses, copies, [tokens.eta.new_ones(batch * count, heads, 1)])[0]
     return {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}
+
+
+def _generalised(tokens: Tokens, name: str, weight: Tensor) -> Tensors:
+    """`b_tᵀ(p_t W) − k_tᵀ v_t` of every token, for a linear learner: see `metattt.tasks.base.Views`."""
+    made = (tokens.k if tokens.p is None else tokens.p) @ weight
+    erased = tokens.k if tokens.b is None else tokens.b
+    gradients = erased.unsqueeze(-1) * made.unsqueeze(-2) - tokens.k.unsqueeze(-1) * tokens.v.unsqueeze(-2)
+    return {name: gradients.transpose(1, 2)}
 
 
 def _alone(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Online rules of a linear learner with squared loss: all tokens at once, as a triangular system."""
+"""Online rules of a linear learner, exactly: squared loss as a triangular system over all tokens, the dot product
+without one."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish
 from metattt.inner.tokens import Carry, Tokens
 from metattt.learners.fast_weights import FastWeights, Site, matmul
-from metattt.optimizers.base import Gates
 
 if TYPE_CHECKING:
     from metattt.inner.loop import Work
@@ -20,28 +21,45 @@ def chunk(
     work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`."""
-    return finish(work, tokens, carry, phase, read, work.rule.current(carry, phase), solve(work, tokens, carry, phase))
+    if tokens.decay is not None:
+        return channels.chunk(work, tokens, carry, read)
+    gradients = solve(work, tokens, carry, phase)
+    return finish(work, tokens, carry, phase, read, work.rule.current(carry, phase), gradients)
 
 
 def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerTokenGradients:
-    """Gradients at the newest weights, with errors `E_s = k_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`:
+    """Gradients at the newest weights, with errors `E_s = p_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`; p is k where no
+    erase view is given.
 
-    `(I + T) E = R`, `T_sr = m_s mix_{s−1,r} (k_s·k_r)`, `R_s = m_s k_s (Σ_B rows_B(s−1) B) − v_s`, with m = α for
-    gradients at `α_s W_{s−1}` and 1 otherwise: the UT transform of DeltaNet (arXiv 2406.06484).
+    `(I + T) E = R`, `T_sr = m_s mix_{s−1,r} (p_s·k_r)`, `R_s = m_s p_s (Σ_B rows_B(s−1) B) − v_s`, with m = α for
+    gradients at `α_s W_{s−1}` and 1 otherwise: the UT transform of DeltaNet (arXiv 2406.06484). Where k is erased in
+    another direction b, `G_s = b_sᵀ F_s − k_sᵀ v_s` with `F_s = p_s W_{s−1}`, so `T` has `p·b` and R gains
+    `m_s mix_{s−1,r} (p_s·k_r) v_r` instead of −v.
     """
     assert work.learner.linear_map is not None
     weight, bias = work.learner.linear_map
-    how = work.rule.coefficients(Gates(*tokens[3:]), phase, carry, "exclusive")
-    k = tokens.k
-    right = torch.zeros_like(tokens.v)
-    for base, row in how.rows.items():
-        z = FastWeights(carry[base], {}, work.operand).linear(k, weight, bias)
-        right = right + (z if row is None else row.unsqueeze(-1) * z)
-    gram = matmul(k, k.mT, work.operand) + (0 if bias is None else 1)
+    k, v, p, b = tokens.k, tokens.v, tokens.p, tokens.b
+    if work.plan.linear == "dot":  # the gradient −kᵀv of −⟨v, kW⟩ does not depend on the weights
+        return PerTokenGradients([Site(weight, bias, k, False, False)], [-v], work.operand)
+    how = work.rule.coefficients(tokens.gates, phase, carry, "exclusive")
     assert how.mix is not None
-    system = how.mix * gram
-    if work.rule.gradient_at == "decayed" and tokens.alpha is not None:
-        system, right = system * tokens.alpha.unsqueeze(-1), right * tokens.alpha.unsqueeze(-1)
-    system = system + torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
-    errors = torch.linalg.solve_triangular(system, right - tokens.v, upper=False, unitriangular=True)
-    return PerTokenGradients([Site(weight, bias, k, False, False)], [errors], work.operand)
+    before, rows, alpha = how.mix, how.rows, tokens.alpha if work.rule.gradient_at == "decayed" else None
+    pairs = k.shape[2] // tokens.q.shape[2]
+    if work.rule.together and pairs > 1:  # all pairs of a token meet the weights before its first one
+        before = before[..., ::pairs, :].repeat_interleave(pairs, -2)
+        rows = {base: None if row is None else row[..., ::pairs].repeat_interleave(pairs, -1) for base, row in rows.items()}
+        alpha = None if alpha is None else alpha[..., ::pairs].repeat_interleave(pairs, -1)
+    asked = k if p is None else p
+    right = torch.zeros_like(v)
+    for base, row in rows.items():
+        z = FastWeights(carry[base], {}, work.operand).linear(asked, weight, bias)
+        right = right + (z if row is None else row.unsqueeze(-1) * z)
+    if alpha is not None:
+        before, right = before * alpha.unsqueeze(-1), right * alpha.unsqueeze(-1)
+    gram = matmul(asked, k.mT, work.operand) + (0 if bias is None else 1)
+    if b is None:
+        errors = channels.solve(before * gram, right - v)
+        return PerTokenGradients([Site(weight, bias, k, False, False)], [errors], work.operand)
+    made = channels.solve(before * matmul(asked, b.mT, work.operand), right + matmul(before * gram, v, work.operand))
+    sites = [Site(weight, None, b, False, False), Site(weight, None, k, False, False)]
+    return PerTokenGradients(sites, [made, -v], work.operand)

@@ -11,7 +11,6 @@ from metattt.inner.forms.dual import combine
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import FastWeights
-from metattt.optimizers.base import Gates
 
 if TYPE_CHECKING:
     from metattt.inner.loop import Work
@@ -22,7 +21,7 @@ def chunk(
 ) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`; no row is read."""
     anchor = work.anchor(tokens, carry, phase)
-    how = work.rule.coefficients(Gates(*tokens[3:]), phase, carry, read)  # type: ignore[arg-type]
+    how = work.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     names, count = list(anchor), len(anchor)
 
     def losses(*weights: Tensor) -> Tensor:

@@ -1,0 +1,238 @@
+"""The generalised delta rule `W_t = Diag(a_t) W_{t−1} − η_t (b_tᵀ (p_t W') − k_tᵀ v_t)`, with n pairs a token, against
+loops over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError
+from metattt.inner.forms.channels import Rows, decayed_scores
+from metattt.layer import TTTLayer
+from metattt.learners import MLP, KernelRidge, Linear
+from metattt.optimizers import Append, GradientDescent, Momentum
+from metattt.optimizers.base import Gates
+from metattt.state import Context, Tensors
+from metattt.tasks import Reconstruction
+from metattt.tasks.base import Views
+from metattt.testing import LAWS
+from metattt.testing.specimen import Run, Specimen, compare, cotangent, gradients
+
+DIM, HEADS = 8, 2
+LINEAR = {"residual": False, "norm": False, "bias": False}
+
+
+class Generalised(Reconstruction):
+    """Views with an erase view, another direction of erasing, and several pairs, each by a projection of its own."""
+
+    def __init__(self, erase: bool = True, direction: bool = False, pairs: int = 0, loss: Any = "squared"):
+        super().__init__(loss=loss)
+        self.erase, self.direction, self.pairs = erase, direction, pairs
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        many = max(1, self.pairs)
+        self.more = nn.ParameterDict(
+            {name: nn.Parameter(0.5 * torch.randn(dim, many * dim)) for name in ("k", "v", "p", "b")}
+        )
+
+    def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> tuple[Views, Tensors]:
+        plain, state = super().views(x, state, ctx)
+
+        def made(name: str) -> Tensor:
+            view = (x @ self.more[name]).unflatten(-1, (max(1, self.pairs), self.num_heads, -1)).permute(0, 3, 1, 2, 4)
+            return view if self.pairs else view.squeeze(3)
+
+        p, b = made("p") if self.erase else None, made("b") if self.direction else None
+        return Views(made("k"), made("v"), plain.q, p, b), state
+
+
+class ByChannel(GradientDescent):
+    """A decay for every input channel: of 1, of exactly 0, and between."""
+
+    def __init__(self, gradient_at: Any = "decayed", read: Any = "inclusive", sharp: float = 1.0):
+        super().__init__(1, "online", read, lr_scale="none")
+        self.gradient_at, self.sharp = gradient_at, sharp
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.gate = nn.Parameter(torch.randn(dim, dim))
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        with torch.autocast(x.device.type, enabled=False):
+            logit = x @ self.gate * self.sharp
+        decay = -F.relu(logit).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        decay = torch.where(decay < -3 * self.sharp, -torch.inf, decay)
+        return gates._replace(decay=decay), state
+
+
+def loop(layer: TTTLayer, x: Tensor) -> Tensor:
+    """The rule written out token by token."""
+    task, rule = layer.task, layer.optimizer
+    ctx, _ = layer.context(x, layer(x[:, :1])[1]._replace(pos=torch.zeros(len(x), dtype=torch.long)))
+    views, _ = task.views(x, {}, ctx)
+    gates, _ = rule.gates(x, {}, ctx)
+    k, v, q, p, b = views
+    p, b = k if p is None else p, k if b is None else b
+    k, v, p, b = (one if one.ndim == 5 else one.unsqueeze(3) for one in (k, v, p, b))
+    weight = layer.learner.init["w1"].expand(len(x), -1, -1, -1)
+    rows = []
+    for t in range(x.shape[1]):
+        if rule.read == "exclusive":
+            rows.append(torch.einsum("bhi,bhij->bhj", q[:, :, t], weight))
+        for j in range(k.shape[3]):
+            decay = torch.ones_like(k[:, :, t, j])
+            if j == 0 and gates.decay is not None:
+                decay = gates.decay[:, :, t].exp()
+            if j == 0 and gates.alpha is not None:
+                decay = gates.alpha[:, :, t, None] * decay
+            kept = decay.unsqueeze(-1) * weight
+            at = kept if rule.gradient_at == "decayed" else weight
+            made = torch.einsum("bhi,bhij->bhj", p[:, :, t, j], at)
+            if task.loss_name == "dot":
+                made = torch.zeros_like(made)
+            step = b[:, :, t, j, :, None] * made.unsqueeze(-2) - k[:, :, t, j, :, None] * v[:, :, t, j].unsqueeze(-2)
+            weight = kept - gates.eta[:, :, t, None, None] * step
+        if rule.read == "inclusive":
+            rows.append(torch.einsum("bhi,bhij->bhj", q[:, :, t], weight))
+    y = torch.stack(rows, 1).flatten(2)
+    return layer.out(layer.norm(y))
+
+
+def build(task: Any, rule: Any, form: str = "auto") -> TTTLayer:
+    torch.manual_seed(0)
+    return TTTLayer(DIM, HEADS, task, Linear(**LINEAR), rule, form=form).double()
+
+
+def outcome(layer: TTTLayer, x: Tensor, function: Any) -> Any:
+    tokens = x.clone().requires_grad_()
+    y = function(tokens)
+    return Run(y.detach(), None, gradients(layer, tokens, (y * cotangent(y)).sum()))
+
+
+RULES = {
+    "online": lambda: GradientDescent(1, "online", lr_scale="none"),
+    "exclusive": lambda: GradientDescent(1, "online", "exclusive", lr_scale="none"),
+    "decayed": lambda: Momentum(1, "online", lr_scale="none", momentum="none", decay="per_head", gradient_at="decayed"),
+    "decayed before": lambda: Momentum(1, "online", lr_scale="none", momentum="none", decay="per_head"),
+    "channels": ByChannel,
+    "channels before": lambda: ByChannel("previous"),
+    "channels exclusive": lambda: ByChannel("decayed", "exclusive"),
+}
+TASKS = {
+    "plain": lambda: Generalised(erase=False),
+    "erase": Generalised,
+    "direction": lambda: Generalised(direction=True),
+    "pairs": lambda: Generalised(erase=False, pairs=3),
+    "pairs that erase": lambda: Generalised(direction=True, pairs=2),
+    "dot": lambda: Generalised(erase=False, loss="dot"),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("form", ["auto", "primal"])
+def test_equals_a_loop(task: str, rule: str, form: str) -> None:
+    layer = build(TASKS[task](), RULES[rule](), form)
+    assert (layer.plan.chunks, layer.plan.linear) == ("primal" if form == "primal" else "solved", "dot" if task == "dot" else "squared")
+    x = torch.randn(2, 11, DIM, dtype=torch.float64)
+    expected = outcome(layer, x, lambda tokens: loop(layer, tokens))
+    assert compare(outcome(layer, x, lambda tokens: layer(tokens)[0]), expected) < 1e-9
+    still = {name for name, g in expected.grads.items() if not g.any()}
+    assert all(name.startswith(("task.more", "task.k", "task.v")) for name in still)  # what this task does not use
+
+
+@pytest.mark.parametrize("law", ["forms", "splits", "causality", "masks", "packing", "round_trips", "derivatives"])
+@pytest.mark.parametrize("rule", ["decayed", "channels", "channels before"])
+@pytest.mark.parametrize("task", ["direction", "pairs that erase"])
+def test_laws(task: str, rule: str, law: str) -> None:
+    spec = Specimen(lambda: Linear(**LINEAR), TASKS[task], RULES[rule], DIM, HEADS, {})
+    assert LAWS[law].worst_error(spec) <= LAWS[law].bound
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 64, 100])
+@pytest.mark.parametrize("before", [False, True])
+def test_decayed_scores(count: int, before: bool) -> None:
+    row, column, decay = (torch.randn(2, count, 3, dtype=torch.float64) for _ in range(3))
+    decay = torch.where(decay > 1.5, -torch.inf, -decay.abs() * 5)
+    found = decayed_scores([Rows(row, before)], [column], decay, torch.float64)[0][0]
+    for t in range(count):
+        for s in range(t):
+            kept = decay[:, s + 1 : t if before else t + 1].sum(1).exp()
+            assert torch.allclose(found[:, t, s], (row[:, t] * column[:, s] * kept).sum(-1), atol=1e-12)
+    assert not found.triu().any()
+
+
+@pytest.mark.parametrize("rate", [1e-4, 0.5, 0.999, 1.0])
+def test_long_decays_in_fp32(rate: float) -> None:
+    """4,096 tokens in fp32 against fp64: what a decay of 1e-4 a token leaves is as exact as what none leaves."""
+
+    class Fixed(ByChannel):
+        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+            gates, state = GradientDescent.gates(self, x, state, ctx)
+            channels = torch.linspace(rate, 1, self.gate.shape[0] // self.num_heads, dtype=x.dtype).log()
+            return gates._replace(decay=channels.expand(*gates.eta.shape, -1)), state
+
+    layer = build(Reconstruction(normalize_qk=True), Fixed())
+    x = torch.randn(1, 4096, DIM, dtype=torch.float64)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        found = layer.float()(x.float())[0]
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < 2e-6, error
+
+
+def refused(what: str, *parts: Any, **options: Any) -> None:
+    with pytest.raises(MetaTTTError, match=what):
+        TTTLayer(DIM, HEADS, *parts, **options)(torch.randn(1, 5, DIM))
+
+
+def test_refusals() -> None:
+    """What cannot be computed is said when tokens come, in one line, and never left out."""
+    online = RULES["online"]
+    refused("needs a linear learner", Generalised(), MLP(), online())
+    refused("needs a linear learner", Generalised(), MLP(), online(), form="primal")
+    refused("needs a linear learner", Generalised(), Linear(**LINEAR), GradientDescent(4))
+    refused("needs a linear learner", Generalised(loss="huber"), Linear(**LINEAR), online())
+    refused("no meaning for a bias", Generalised(), Linear(residual=False, norm=False), online())
+    refused("a loss that erases", Generalised(loss="dot"), Linear(**LINEAR), online())
+    refused("one after the other", Generalised(erase=False, pairs=2), MLP(), online())
+    refused("one after the other", Generalised(erase=False, pairs=2), Linear(**LINEAR), Momentum(1, "online"))
+    refused("no token steps", Generalised(erase=False, pairs=2), Linear(**LINEAR), GradientDescent(4, token_steps="shared"))
+    refused("keeps its data", Generalised(), KernelRidge(), Append())
+
+
+def test_decoding_goes_on() -> None:
+    """Token by token without derivatives, as all at once."""
+    layer = build(Generalised(direction=True, pairs=2), ByChannel())
+    x = torch.randn(2, 9, DIM, dtype=torch.float64)
+    with torch.no_grad():
+        expected, state, rows = layer(x)[0], None, []
+        for t in range(9):
+            y, state = layer(x[:, t : t + 1], state)
+            rows.append(y)
+    assert torch.allclose(torch.cat(rows, 1), expected, atol=1e-12)
+
+
+def test_narrow_types() -> None:
+    """Under autocast the views are rounded, the weights and the decays are not."""
+    layer = build(Reconstruction(normalize_qk=True), ByChannel()).float()
+    x = torch.randn(2, 70, DIM)
+    expected = layer(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(x)
+    assert state.weights["weights"]["w1"].dtype == torch.float32
+    assert ((y - expected).norm() / expected.norm()).item() < 0.02
+
+
+def test_runs_again_in_the_backward_pass() -> None:
+    layer = build(Generalised(direction=True, pairs=2), ByChannel())
+    x = torch.randn(1, 300, DIM, dtype=torch.float64)
+    whole = outcome(layer, x, lambda tokens: layer(tokens)[0])
+    layer.group_size = 1
+    assert compare(outcome(layer, x, lambda tokens: layer(tokens)[0]), whole) < 1e-9
