@@ -11,12 +11,12 @@ from metattt.combined import Combined
 from metattt.inner.inspect import explain
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
-from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.base import InnerOptimizer
 from metattt.part import Part, says
 from metattt.state import State
 from metattt.tasks.base import Task
 
-SYMBOLS = {"alpha": "α_t", "beta": "β_t", "kappa": "κ_t", "eta": "η_t"}
+SYMBOLS = {"alpha": "α_t", "beta": "β_t", "kappa": "κ_t", "eta": "η_t", "decay": "Diag(a_t)"}
 
 
 class Section(NamedTuple):
@@ -56,16 +56,17 @@ def text(sections: list[Section]) -> str:
     return "\n".join(lines)
 
 
-def _of_layer(layer: TTTLayer) -> list[Section]:
+def _of_layer(layer: TTTLayer, lender: Task | None = None) -> list[Section]:
+    """`lender`: the task that projects the tokens for this layer's."""
     task, learner = layer.task, layer.learner
     views = _said(task, Task)
     if not learner.has_weights:  # no loss is taken
         views = [line for line in views if not line.startswith("ℓ")]
-    trained = [Section("optimizer", _update(layer))] if learner.has_weights else []
+    update = _update(layer, lender) if learner.has_weights else _said(layer.optimizer, InnerOptimizer)
     return [
         Section("task", views),
         Section("learner", [*_said(learner, Learner), *_weights(learner)]),
-        *trained,
+        *([Section("optimizer", update)] if update else []),
         Section("read", _read(layer)),
         Section("output", [_output(layer)]),
         Section("computed", _computed(layer)),
@@ -73,31 +74,35 @@ def _of_layer(layer: TTTLayer) -> list[Section]:
 
 
 def _of_two(layer: Combined) -> list[Section]:
-    parts = [
-        Section(f"{name}.{one.title}", one.lines)
-        for name, inner in (("first", layer.first), ("second", layer.second))
-        for one in equations(inner)
-    ]
+    first: Any = layer.first
+    second = equations(layer.second) if layer.out is None else _of_layer(layer.second, first.task)  # type: ignore[arg-type]
+    parts = [Section(f"first.{one.title}", one.lines) for one in equations(first)]
+    parts += [Section(f"second.{one.title}", one.lines) for one in second]
     if layer.how == "serial":
         return [*parts, Section("output", ["y = second(first(x))"])]
     if layer.how == "gate":
         return [*parts, Section("output", ["y_t = RMSNorm(first(x)_t) ∘ σ(RMSNorm(second(x)_t))"])]
     if layer.out is None:
         return [*parts, Section("output", ["y_t = first(x)_t + second(x)_t"])]
-    second = "second(x)_t"
+    answer = "second(x)_t"
     if layer.head_norm is not None:
-        second = f"RMSNorm({second})"
+        answer = f"RMSNorm({answer})"
     if layer.head_scale is not None:
-        second = f"silu(θ_s x_t + c_s) {second}"
-    by_head = ", the latter by head" if second != "second(x)_t" else ""
-    normed = ", K and Q after its RMSNorm" if getattr(layer.first.task, "qk_norm", False) else ""
+        answer = f"silu(θ_s x_t + c_s) {answer}"
+    by_head = ", the latter by head" if answer != "second(x)_t" else ""
+    normed = ", K and Q after its RMSNorm" if getattr(first.task, "qk_norm", False) else ""
     shared = f"in second, θK x_t, θV x_t and θQ x_t are those of first{normed}"
-    return [*parts, Section("output", [f"y_t = θO (first(x)_t + {second}){by_head}", shared])]
+    return [*parts, Section("output", [f"y_t = θO (first(x)_t + {answer}){by_head}", shared])]
 
 
 def _said(part: Part, kind: type[Part]) -> list[str]:
     """What a part says of itself, or its kind of it where a subclass has changed what the words are about."""
     return part.equations() if says(part) else kind.equations(part)
+
+
+def _own(part: Part, kind: type[Part]) -> bool:
+    """Whether a part has equations of its own that hold for it."""
+    return type(part).equations is not kind.equations and says(part)
 
 
 def _weights(learner: Learner) -> list[str]:
@@ -117,25 +122,65 @@ def _weights(learner: Learner) -> list[str]:
     return lines
 
 
-def _update(layer: TTTLayer) -> list[str]:
+class Seen(NamedTuple):
+    """What a layer makes of a token, found out on two of them.
+
+    Attributes:
+        gates: symbols of the gates that are not 1 throughout, by name.
+        views: names of the views.
+        pairs: n, where a token has several pairs of k and v.
+        unknown: of gates that the recurrence here does not know.
+    """
+
+    gates: dict[str, str]
+    views: tuple[str, ...]
+    pairs: int
+    unknown: tuple[str, ...]
+
+
+def _seen(layer: TTTLayer, lender: Any) -> Seen:
+    x = torch.randn(1, 2, layer.dim, generator=torch.Generator().manual_seed(0)).to(next(layer.parameters()))
+    state = State(torch.zeros(1, dtype=torch.long, device=x.device), 0, {}, {}, {}, {})
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        views, gates, *_ = layer.observe(x, state, layer.context(x, state)[0], None if lender is None else lender.project(x))
+    given = {name: gate for name, gate in gates._asdict().items() if gate is not None}
+    told = [name for name, gate in given.items() if name not in ("eta", "kappa") or not bool((gate == 1).all())]
+    return Seen(
+        {name: SYMBOLS[name] for name in told if name in SYMBOLS},
+        tuple(name for name, view in views._asdict().items() if view is not None),
+        views.k.shape[3] if views.k.ndim == 5 else 1,
+        tuple(name for name in told if name not in SYMBOLS),
+    )
+
+
+def _update(layer: TTTLayer, lender: Task | None) -> list[str]:
     """Gates, gradient and recurrence."""
     rule = layer.optimizer
-    said = _said(rule, InnerOptimizer)
+    said, name = _said(rule, InnerOptimizer), type(rule).__name__
+    seen = _seen(layer, lender)
+    at, gradient = _gradient(layer, _anchor(rule, said), seen)
     if any(line.startswith("W_") for line in said):  # the rule is one of its own
         first = next((i for i, line in enumerate(said) if "G_" in line), None)
         if first is None:
             return said
-        at, _ = _gradient(layer, _anchor(rule, said))
         if "G_s" in said[first]:
             at = [line.replace("_t", "_s") for line in at]
         return [*said[:first], *at, *said[first:], *_several(rule)]
-    linear = ("coefficients", "commit", "current")
-    if any(getattr(type(rule), name) is not getattr(InnerOptimizer, name) for name in linear):
-        at, _ = _gradient(layer, _anchor(rule, said))
-        return [*said, *at, f"W_t: as {type(rule).__name__}.coefficients and .commit have it"]
-    at, gradient = _gradient(layer, _anchor(rule, said))
-    gates, unknown = _gates(layer)
-    return [*said, *at, *_recurrence(rule, gates, gradient), *unknown, *_several(rule)]
+    if any(getattr(type(rule), one) is not getattr(InnerOptimizer, one) for one in ("coefficients", "commit", "current")):
+        return [*said, *at, f"W_t: what {name}.coefficients and .commit make of it"]
+    more = [f"the gate `{one}` is applied as {name} has it" for one in seen.unknown]
+    if not _own(rule, InnerOptimizer):
+        changed = [one for one in ("prepare", "gates_at") if getattr(type(rule), one, None) is not getattr(InnerOptimizer, one, None)]
+        more += [f"with what {name}.{one} makes of them" for one in changed]
+    return [*said, *more, *at, *_recurrence(rule, seen.gates, gradient), *_pairs(rule, seen.pairs), *_several(rule)]
+
+
+def _pairs(rule: InnerOptimizer, pairs: int) -> list[str]:
+    if pairs == 1:
+        return []
+    if rule.together:
+        return [f"a token has {pairs} pairs of k_t and v_t: G_t is the sum over them"]
+    return [f"a token has {pairs} pairs of k_t and v_t, learned one after the other; decays act before the first one"]
 
 
 def _several(rule: InnerOptimizer) -> list[str]:
@@ -160,51 +205,37 @@ def _anchor(rule: InnerOptimizer, said: list[str]) -> str:
     return "W_a"
 
 
-def _gradient(layer: TTTLayer, anchor: str) -> tuple[list[str], str]:
+def _gradient(layer: TTTLayer, anchor: str, seen: Seen) -> tuple[list[str], str]:
     """The equation of G_t, and what stands for it in a recurrence: for a linear map its closed form."""
     task, learner, rule = layer.task, layer.learner, layer.optimizer
-    scale = "α_t " if rule.gradient_at == "decayed" and rule.anchor == "online" else ""
-    at = f"G_t = ∇ℓ_t({scale}{anchor})"
+    decayed = rule.gradient_at == "decayed" and rule.anchor == "online"
+    scale = f"{seen.gates['alpha']} " if decayed and "alpha" in seen.gates else ""
+    turned = f"{seen.gates['decay']} {anchor}" if decayed and "decay" in seen.gates else anchor
+    at = f"∇ℓ_t({scale}{turned})"
     meaning = [_last_commit(rule)] if anchor == "W_a" else []
-    weight, bias = (says(learner) and learner.linear_map) or (None, None)
+    if "p" in seen.views or "b" in seen.views:  # what is erased is not what the loss would erase
+        made = f"{scale}{'p_t' if 'p' in seen.views else 'k_t'} {turned}"
+        closed = f"(b_tᵀ({made}) − k_tᵀ v_t)" if "b" in seen.views else f"k_tᵀ({made} − v_t)"
+        return [f"G_t = {closed[1:-1] if 'b' in seen.views else closed}, in the place of {at}", *meaning], closed
+    weight, bias = (_own(learner, Learner) and learner.linear_map) or (None, None)
     slope = None
     if weight in learner.init and says(task, "slope", ("loss",)):
-        slope = task.slope(f"{scale}k_t {anchor}" + ("" if bias is None else f" + {scale}b"))
+        slope = task.slope(f"{scale}k_t {turned}" + ("" if bias is None else f" + {scale}b"))
     if slope is None:
-        return [at, *meaning], "G_t"
+        return [f"G_t = {at}", *meaning], "G_t"
     if bias in learner.init:
-        return [f"{at} = k_tᵀ e_t for W and e_t for b, e_t = {slope}", *meaning], "G_t"
+        return [f"G_t = {at} = k_tᵀ e_t for W and e_t for b, e_t = {slope}", *meaning], "G_t"
     if slope.startswith("−"):
         closed = f"−k_tᵀ {slope[1:]}"
     elif slope.startswith("("):
         closed = f"k_tᵀ{slope}"
     else:
         closed = f"k_tᵀ({slope})"
-    return [f"{at} = {closed}", *meaning], closed
+    return [f"G_t = {at} = {closed}", *meaning], closed
 
 
 def _last_commit(rule: InnerOptimizer) -> str:
     return f"W_a: the weights after the last mini-batch that was whole before t's own, b = {rule.mini_batch_size} tokens"
-
-
-def _gates(layer: TTTLayer) -> tuple[dict[str, str], list[str]]:
-    """The gates that the rule gives, as factors, found out on two tokens; those equal to 1 are left out. Of gates that
-    the recurrence does not know, a line each."""
-    x = torch.randn(1, 2, layer.dim, generator=torch.Generator().manual_seed(0)).to(next(layer.parameters()))
-    state = State(torch.zeros(1, dtype=torch.long, device=x.device), 0, {}, {}, {}, {})
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        _, gates, *_ = layer.observe(x, state, layer.context(x, state)[0])
-    factors, unknown = {}, []
-    for name, gate in zip(Gates._fields, gates, strict=True):
-        if gate is None:
-            continue
-        if name not in SYMBOLS:
-            unknown.append(f"with the gate `{name}`, which {type(layer.optimizer).__name__} explains")
-            continue
-        if name in ("eta", "kappa") and bool((gate == 1).all()):
-            continue
-        factors[name] = SYMBOLS[name] if gate.ndim == 3 else f"Diag({SYMBOLS[name]})"
-    return factors, unknown
 
 
 def _recurrence(rule: InnerOptimizer, gates: dict[str, str], gradient: str) -> list[str]:
@@ -217,12 +248,13 @@ def _recurrence(rule: InnerOptimizer, gates: dict[str, str], gradient: str) -> l
 
     if rule.accumulates:
         tau = ["τ_i"] if rule.has_token_steps else []
+        faded = f"{gates['alpha']} " if getattr(rule, "update_decays", False) and "alpha" in gates else ""
         clip = [] if rule.max_norm is None else [f"min(1, {rule.max_norm:g}/‖M_t‖)"]
         return [
-            f"M_t = M_{{t−1}} {minus(eta)}, M = 0 where a mini-batch begins",
+            f"M_t = {faded}M_{{t−1}} {minus(eta)}, M = 0 where a mini-batch begins",
             f"W_t = {' '.join(['W_a +', *tau, *clip, 'M_t'])}",
         ]
-    old = " ".join(filter(None, [gates.get("alpha"), "W_{t−1}"]))
+    old = " ".join(filter(None, [gates.get("alpha"), gates.get("decay"), "W_{t−1}"]))
     if rule.pull:
         old += f" + (1 − {gates.get('alpha', '1')}) W_0"
     if "beta" not in gates:
@@ -254,7 +286,7 @@ def _read(layer: TTTLayer) -> list[str]:
     }[rule.read]
     if alone and rule.read in ("committed", "block"):
         weights, where = "W_t", ""
-    linear = says(learner) and learner.linear_map is not None and learner.linear_map[1] is None
+    linear = _own(learner, Learner) and learner.linear_map is not None and learner.linear_map[1] is None
     line = f"z_t = {f'q_t {weights}' if linear else f'f(q_t; {weights})'}{where}"
     if rule.read == "final" and rule.steps > 1 and all_ == "W":
         line += f"; they are read {rule.steps} times, each time from the weights that the last one left"

@@ -78,7 +78,9 @@ def source(name: str, lines: Iterable[str]) -> Source:
         match = LINE.fullmatch(line.rstrip())
         cited = match and ARXIV.fullmatch(match["paper"])
         if match is None or (cited is None and re.search(r"arxiv", match["paper"], re.IGNORECASE)):
-            raise MetaTTTError(f"layer/{name}.yaml: `{line.strip():.80}` cannot be read: write `{FORM}`, or `paper: none` where there is no paper")
+            raise MetaTTTError(
+                f"layer/{name}.yaml: `{line.strip():.80}` cannot be read: write `{FORM}`, or `paper: none` where there is no paper"
+            )
         if cited:
             return Source(match["family"], cited["title"], cited["id"])
         return Source(match["family"], "" if match["paper"].startswith("none") else match["paper"])

@@ -34,13 +34,13 @@ metattt layers output=layers.md                     # this page
 *Cost of a token*: how the matrix products of one more token grow with the tokens read. The last three are measured on a few tokens.
 
 **A row of your own** is such a file in a folder `layer` of your own configurations, `metattt layers --config-dir my_configs`, or of an
-installed package ([an example of one](../examples/third_party_learner)). It stands under *{OWN}*, or in a family if its
-third line says so:
+installed package (as that in `examples/third_party_learner`). It stands under *{OWN}*, or in a family if its third line says so,
+`{FORM}`, with `paper: none` where there is none:
 
 ```yaml
 # @package _global_
-# The delta rule on an MLP, with a decay per head
-{FORM}
+# Gradient descent on an MLP with momentum, and a decay per head
+# family: memory with momentum and retention; paper: none
 defaults:
   - base/ttt_layer@layer
   - override /learner: mlp
@@ -51,8 +51,8 @@ optimizer:
   decay: per_head
 ```
 
-`paper: none` says that there is none. The equations of a learner, task or optimizer of your own are what its method `equations` returns, a
-line each; without one, they are its name and the first words of its docstring.
+The equations of a learner, task or optimizer of your own are what its method `equations` returns, a line each; without one, they are its
+name and the first words of its docstring. The recurrence of an optimizer that says nothing of W is found out from its gates.
 """
 
 COLUMNS = ("layer", "what it is", "paper", "task", "learner", "optimizer", "causal", "state", "cost of a token")
@@ -77,16 +77,16 @@ def page(
     for family, known in rows.items():
         parts += ["", f"## {family[:1].upper()}{family[1:]}", "", _row(COLUMNS), _row("---" for _ in COLUMNS)]
         for name, one in known.items():
-            chosen = (f"{part}: {settings}" if settings else part for part, settings in one.parts.values())
+            chosen = (f"{_code(part)} {_code(settings)}".strip() for part, settings in one.parts.values())
             measured = ("yes" if one.causal else "no", one.state, one.cost)
-            parts.append(_row((*cells(name, sources[name], summaries[name]), *map(_text, chosen), *measured)))
+            parts.append(_row((*cells(name, sources[name], summaries[name]), *chosen, *measured)))
     return "\n".join(parts) + "\n"
 
 
 def cells(name: str, source: Source, summary: str) -> tuple[str, str, str]:
     """The first columns of a row, which need no measurement."""
     link = f"[{_text(source.paper)}](https://arxiv.org/abs/{source.arxiv})" if source.arxiv else _text(source.paper)
-    return f"`{name}`", _text(summary), link
+    return _code(name), _text(summary), link
 
 
 def place_of(output: str) -> Path:
@@ -116,6 +116,10 @@ def write(file: Path, text: str) -> None:
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
 
 
 def _text(text: str) -> str:

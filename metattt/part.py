@@ -14,7 +14,7 @@ from metattt.errors import MetaTTTError
 
 DESCRIBED = (
     *("views", "loss", "forward", "predict", "wrap", "scan"),
-    *("gates", "token_steps", "coefficients", "current", "commit", "move"),
+    *("gates", "gates_at", "prepare", "token_steps", "coefficients", "current", "commit", "move"),
 )  # methods that equations are about
 REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a torch module, each a dictionary of its own
 
@@ -67,9 +67,9 @@ class Part(nn.Module):
         """What the part computes, an equation a line, for `metattt layers layer=<name>`; a part without symbols of its
         own says its name, its settings and what its docstring begins with.
 
-        The symbols: x_t is a token, k_t, v_t, q_t are its views, ℓ_t(W) is its loss, f(x; W) the learner, η_t, α_t, β_t,
-        κ_t are the gates, and W_t the weights after the token (W_j: after mini-batch j). An optimizer that says nothing
-        of W gets the recurrence of `Gates`.
+        The symbols: x_t is a token, k_t, v_t, q_t (and p_t, b_t) are its views, ℓ_t(W) is its loss, f(x; W) the learner,
+        η_t, α_t, β_t, κ_t are the gates, a_t a decay for every channel, G_t the gradient, and W_t the weights after the
+        token (W_j: after mini-batch j). An optimizer that says nothing of W gets the recurrence of its gates.
         """
         summary = " ".join((type(self).__doc__ or "").strip().partition("\n\n")[0].split())
         settings = self.extra_repr()
