@@ -142,7 +142,9 @@ def _seen(layer: TTTLayer, lender: Any) -> Seen:
     x = torch.randn(1, 2, layer.dim, generator=torch.Generator().manual_seed(0)).to(next(layer.parameters()))
     state = State(torch.zeros(1, dtype=torch.long, device=x.device), 0, {}, {}, {}, {})
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        views, gates, *_ = layer.observe(x, state, layer.context(x, state)[0], None if lender is None else lender.project(x))
+        views, gates, *_ = layer.observe(
+            x, state, layer.context(x, state)[0], None if lender is None else lender.project(x)
+        )
     given = {name: gate for name, gate in gates._asdict().items() if gate is not None}
     told = [name for name, gate in given.items() if name not in ("eta", "kappa") or not bool((gate == 1).all())]
     return Seen(
@@ -166,11 +168,17 @@ def _update(layer: TTTLayer, lender: Task | None) -> list[str]:
         if "G_s" in said[first]:
             at = [line.replace("_t", "_s") for line in at]
         return [*said[:first], *at, *said[first:], *_several(rule)]
-    if any(getattr(type(rule), one) is not getattr(InnerOptimizer, one) for one in ("coefficients", "commit", "current")):
+    if any(
+        getattr(type(rule), one) is not getattr(InnerOptimizer, one) for one in ("coefficients", "commit", "current")
+    ):
         return [*said, *at, f"W_t: what {name}.coefficients and .commit make of it"]
     more = [f"the gate `{one}` is applied as {name} has it" for one in seen.unknown]
     if not _own(rule, InnerOptimizer):
-        changed = [one for one in ("prepare", "gates_at") if getattr(type(rule), one, None) is not getattr(InnerOptimizer, one, None)]
+        changed = [
+            one
+            for one in ("prepare", "gates_at")
+            if getattr(type(rule), one, None) is not getattr(InnerOptimizer, one, None)
+        ]
         more += [f"with what {name}.{one} makes of them" for one in changed]
     return [*said, *more, *at, *_recurrence(rule, seen.gates, gradient), *_pairs(rule, seen.pairs), *_several(rule)]
 
@@ -235,7 +243,9 @@ def _gradient(layer: TTTLayer, anchor: str, seen: Seen) -> tuple[list[str], str]
 
 
 def _last_commit(rule: InnerOptimizer) -> str:
-    return f"W_a: the weights after the last mini-batch that was whole before t's own, b = {rule.mini_batch_size} tokens"
+    return (
+        f"W_a: the weights after the last mini-batch that was whole before t's own, b = {rule.mini_batch_size} tokens"
+    )
 
 
 def _recurrence(rule: InnerOptimizer, gates: dict[str, str], gradient: str) -> list[str]:

@@ -56,14 +56,18 @@ def sources(folders: Sequence[Traversable] = ()) -> dict[str, Source]:
     Raises:
         MetaTTTError: a file whose line cannot be read.
     """
-    known = {name: source(name, comments(file)) for name, file in files_of("layer", folders).items() if name != "custom"}
+    known = {
+        name: source(name, comments(file)) for name, file in files_of("layer", folders).items() if name != "custom"
+    }
     place = {family: number for number, family in enumerate(ordered({one.family for one in known.values()}))}
     return dict(sorted(known.items(), key=lambda item: (place[item[1].family], item[0])))
 
 
 def ordered(families: Iterable[str]) -> list[str]:
     """Families in the order of the table."""
-    return sorted(families, key=lambda one: (one == OWN, FAMILIES.index(one) if one in FAMILIES else len(FAMILIES), one))
+    return sorted(
+        families, key=lambda one: (one == OWN, FAMILIES.index(one) if one in FAMILIES else len(FAMILIES), one)
+    )
 
 
 def source(name: str, lines: Iterable[str]) -> Source:

@@ -37,7 +37,9 @@ GROWTH = ("constant", "tokens", "tokens²")
 OF_THE_TABLE = ("dim", "num_heads", "seed", "family", "output", SEARCH_PATH)
 """Keys that set nothing of a layer's parts."""
 
-LEGEND = "Under each part: what differs from its defaults. State in fp32, inside a mini-batch (between them it is smaller)."
+LEGEND = (
+    "Under each part: what differs from its defaults. State in fp32, inside a mini-batch (between them it is smaller)."
+)
 
 
 def layers(cfg: DictConfig) -> None:
@@ -55,7 +57,9 @@ def layers(cfg: DictConfig) -> None:
         return
     for key in ("family", "output"):
         if cfg[key] is not None:
-            raise MetaTTTError(f"{key}={cfg[key]} is about the table, and {chosen[0]} asks for equations: leave out one of them")
+            raise MetaTTTError(
+                f"{key}={cfg[key]} is about the table, and {chosen[0]} asks for equations: leave out one of them"
+            )
     _show(cfg, chosen)
 
 
@@ -101,12 +105,18 @@ def _table(family: str, rows: dict[str, KnownLayer], known: dict[str, Source]) -
 def _show(cfg: DictConfig, chosen: list[str]) -> None:
     """Prints the equations of the composed layer."""
     layer = instantiate_layer(cfg)
-    known = sources(searched(cfg.given)).get(next((one.removeprefix("layer=") for one in chosen if one.startswith("layer=")), ""))
+    known = sources(searched(cfg.given)).get(
+        next((one.removeprefix("layer=") for one in chosen if one.startswith("layer=")), "")
+    )
     size = f"dim={cfg.dim} (D), num_heads={cfg.num_heads} (H), {cfg.dim // cfg.num_heads} features a head (d)"
     found = examined(layer, cfg)
     measured = Section(
         "measured",
-        [f"state of a sequence: {found.state}", f"cost of a token: {found.cost}", f"causal: {'yes' if found.causal else 'no'}"],
+        [
+            f"state of a sequence: {found.state}",
+            f"cost of a token: {found.cost}",
+            f"causal: {'yes' if found.causal else 'no'}",
+        ],
     )
     sections = [*equations(layer), measured]
     console = Console(highlight=False, markup=False, soft_wrap=True)

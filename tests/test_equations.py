@@ -32,7 +32,8 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
     ("layer", "overrides", "expected"),
     [
         ("delta_net", [], [DELTA, "η_t = σ(θ_η x_t + c_η), θ and c of each head", "z_t = q_t W_t", "f(x; W) = x W"]),
-        ("delta_net", [], ["k_t = u/‖u‖, u = silu(θK x_t)", "ℓ_t(W) = ½‖f(k_t; W) − v_t‖²", "y_t = θO LN(z_t), z_t of the 2 heads side by side"]),
+        ("delta_net", [], 
+         ["k_t = u/‖u‖, u = silu(θK x_t)", "ℓ_t(W) = ½‖f(k_t; W) − v_t‖²", "y_t = θO LN(z_t), z_t of the 2 heads side by side"]),
         ("delta_net", ["optimizer.lr=constant", "optimizer.base_lr=0.5"], [DELTA, "η_t = 0.5"]),
         ("delta_net", ["optimizer.lr=constant"], ["W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t)"]),
         ("delta_net", ["task.loss=dot"], ["G_t = ∇ℓ_t(W_{t−1}) = −k_tᵀ v_t", "W_t = W_{t−1} + η_t k_tᵀ v_t"]),
@@ -52,7 +53,8 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
         ("mamba2", ["optimizer.pull=true"], ["W_t = α_t W_{t−1} + (1 − α_t) W_0 + η_t k_tᵀ v_t"]),
         ("ttt_linear", [], ["f(x; W) = x + LN(x W + b)", "η_t = σ(θ_η x_t + c_η)/d, θ and c of each head", "W_t = W_a + τ_i M_t"]),
         ("ttt_linear", [], ["k_t = RoPE_t(conv_K(θQ x)_t)", "y_t = θO (LN(z_t) ∘ gelu_tanh(θG x_t)), z_t of the 2 heads side by side"]),
-        ("ttt_linear", ["optimizer.mini_batch_size=4"], ["W_a: the weights after the last mini-batch that was whole before t's own, b = 4 tokens"]),
+        ("ttt_linear", ["optimizer.mini_batch_size=4"], 
+         ["W_a: the weights after the last mini-batch that was whole before t's own, b = 4 tokens"]),
         ("ttt_linear", ["optimizer.token_steps=none"], ["G_t = ∇ℓ_t(W_a)", "W_t = W_{t−1} − η_t G_t"]),
         ("ttt_linear", ["optimizer.max_norm=0.5"], ["W_t = W_a + τ_i min(1, 0.5/‖M_t‖) M_t"]),
         ("ttt_linear", ["learner.residual=false", "learner.bias=false"], ["f(x; W) = LN(x W)"]),
@@ -66,12 +68,17 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
         ("kernel_ridge", [], ["f(q_t) = κ(q_t, K)(κ(K, K) + λI)⁻¹ V, λ = 1, K and V the k_s and v_s of all s ≤ t", "z_t = f(q_t)"]),
         ("kernel_ridge", ["learner.ridge=0.1", "learner.kernel=linear"], ["κ(q, k) = q·k"]),
         ("attention", [], ["f(q_t) = Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s), s ≤ t", "κ(q, k) = exp(q·k/√d): softmax attention"]),
-        ("attention", ["learner.window=8", "learner.sinks=2"], ["f(q_t) = Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s), t − 8 < s ≤ t or s ≤ 2"]),
+        ("attention", ["learner.window=8", "learner.sinks=2"], 
+         ["f(q_t) = Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s), t − 8 < s ≤ t or s ≤ 2"]),
         ("attention", ["task.kv_heads=1"], ["k and v have 1 heads, each for 2 of q"]),
-        ("mttt_mlp", ["optimizer.steps=4"], ["W_i = W_{i−1} − η Σ_s ∇ℓ_s(W_{i−1}), i = 1…4, s over all N tokens", "z_t = f(q_t; W_4), W_4 after all tokens of the call (not causal)"]),
-        ("custom", ["learner=mlp", "optimizer=adam", "task=next_token"], ["k_t = p_{t−1}, p_0 learned", "p_t = θK x_t", "m_j = 0.9 m_{j−1} + 0.1 U_j"]),
+        ("mttt_mlp", ["optimizer.steps=4"], 
+         ["W_i = W_{i−1} − η Σ_s ∇ℓ_s(W_{i−1}), i = 1…4, s over all N tokens",
+          "z_t = f(q_t; W_4), W_4 after all tokens of the call (not causal)"]),
+        ("custom", ["learner=mlp", "optimizer=adam", "task=next_token"], 
+         ["k_t = p_{t−1}, p_0 learned", "p_t = θK x_t", "m_j = 0.9 m_{j−1} + 0.1 U_j"]),
         ("custom", ["learner=mlp", "optimizer=sign", "optimizer.base_lr=0.25"], ["W_j = W_{j−1} + 0.03125 sign(U_j)"]),
-        ("custom", ["optimizer.steps=3", "optimizer.read=previous"], ["3 such steps for every mini-batch, each from the weights that the one before it left"]),
+        ("custom", ["optimizer.steps=3", "optimizer.read=previous"], 
+         ["3 such steps for every mini-batch, each from the weights that the one before it left"]),
     ],
 )  # fmt: skip
 def test_what_the_settings_say(layer: str, overrides: list[str], expected: list[str]) -> None:
@@ -199,7 +206,10 @@ def test_parts_that_say_nothing() -> None:
     found = lines(TTTLayer(16, 2, Half(), Cubic(power=5), Forgetful(4)))
     for line in (
         *("Half: Half of a token from the other half.", "f(x; W) = x + LN(Cubic(x; W))"),
-        *("Cubic(power=5): A cube of the token, read by a matrix.", "Forgetful(mini_batch_size=4): Half of the weights is kept."),
+        *(
+            "Cubic(power=5): A cube of the token, read by a matrix.",
+            "Forgetful(mini_batch_size=4): Half of the weights is kept.",
+        ),
         *("G_t = ∇ℓ_t(W_a)", "W_t = α_t W_{t−1} − G_t"),  # found out, not said
     ):
         assert line in found

@@ -24,13 +24,21 @@ def test_every_known_layer_has_a_family_and_a_paper() -> None:
     assert set(known) == set(known_layers())
     assert {one.family for one in known.values()} == set(FAMILIES)
     assert list(dict.fromkeys(one.family for one in known.values())) == list(FAMILIES)
-    assert known["delta_net"] == Source("delta rules", "Parallelizing Linear Transformers with the Delta Rule", "2406.06484")
+    assert known["delta_net"] == Source(
+        "delta rules", "Parallelizing Linear Transformers with the Delta Rule", "2406.06484"
+    )
     assert known["ttt_linear"].arxiv == "2407.04620" and known["mttt_mlp"].arxiv == "2310.13807"
     assert str(known["titans"]) == "Titans, arXiv 2501.00663"
 
 
 def test_order() -> None:
-    assert ordered({OWN, "zebras", "for images", "apes", "delta rules"}) == ["delta rules", "for images", "apes", "zebras", OWN]
+    assert ordered({OWN, "zebras", "for images", "apes", "delta rules"}) == [
+        "delta rules",
+        "for images",
+        "apes",
+        "zebras",
+        OWN,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,9 @@ def test_the_line_is_read(line: str, expected: Source) -> None:
     ],
 )
 def test_a_line_that_cannot_be_read_names_the_file(line: str) -> None:
-    with pytest.raises(MetaTTTError, match=r"layer/mine.yaml: .* write `# family: <family>; paper: <title>, arXiv <id>`"):
+    with pytest.raises(
+        MetaTTTError, match=r"layer/mine.yaml: .* write `# family: <family>; paper: <title>, arXiv <id>`"
+    ):
         source("mine", ["# @package _global_", "# Mine", line])
 
 

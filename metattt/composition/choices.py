@@ -57,7 +57,9 @@ def choice_of_schema(group: str, schema: str) -> str | None:
     """The choice of a group whose keys are those of a registered class: of its name, or else a job's default, or
     any."""
     using = [
-        name for name, file in files_of(group).items() if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")
+        name
+        for name, file in files_of(group).items()
+        if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")
     ]
     usual = [default for name, default in _defaults("build") if name == group]
     return next((name for name in (schema, *usual, *sorted(using)) if name in using), None)

@@ -74,7 +74,9 @@ class Convolution(Learner):
     def equations(self) -> list[str]:
         if self.over == "features":
             value = f"conv2({self.activation}(conv1(x)))"
-            what = f"conv1, conv2: {self.width} taps over the features of a token, 1 to {self.channels} channels and back"
+            what = (
+                f"conv1, conv2: {self.width} taps over the features of a token, 1 to {self.channels} channels and back"
+            )
             return [f"f(x; W) = {self.wrapped(value)}", what]
         value = f"{self.activation}(Σ_j x_{{t−{self.width}+j}} W1_j + b1) W2 + b2"
         what = f"j = 1…{self.width}, zeros before the mini-batch"

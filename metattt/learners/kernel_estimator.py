@@ -90,7 +90,11 @@ class KernelEstimator(NonParametric):
             value = f"Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s){' + b' if self.with_bias else ''}, {seen}"
         if self.with_bias and self.kernel == "nearest":
             value = f"({value}) + b"
-        lines = [f"f(q_t) = {self.wrapped('y_t', 'q_t')}, y_t = {value}" if self.residual or self.norm else f"f(q_t) = {value}"]
+        lines = [
+            f"f(q_t) = {self.wrapped('y_t', 'q_t')}, y_t = {value}"
+            if self.residual or self.norm
+            else f"f(q_t) = {value}"
+        ]
         h = "√d" if self.bandwidth is None else f"{self.bandwidth:g}"
         if self.kernel == "exponential":
             lines.append(f"κ(q, k) = exp(q·k/{h}): softmax attention")

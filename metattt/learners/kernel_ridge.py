@@ -58,7 +58,9 @@ class KernelRidge(NonParametric):
         value = "κ(q_t, K)(κ(K, K) + λI)⁻¹ V"
         value = f"{self.wrapped('y_t', 'q_t')}, y_t = {value}" if self.residual or self.norm else value
         h = "√d" if self.bandwidth is None else f"{self.bandwidth:g}"
-        kernel = {"linear": "q·k", "gaussian": f"exp(−‖q − k‖²/2h), h = {h}", "exponential": f"exp(q·k/{h})"}[self.kernel]
+        kernel = {"linear": "q·k", "gaussian": f"exp(−‖q − k‖²/2h), h = {h}", "exponential": f"exp(q·k/{h})"}[
+            self.kernel
+        ]
         return [
             f"f(q_t) = {value}, λ = {self.ridge:g}, K and V the k_s and v_s of all s ≤ t",
             f"κ(q, k) = {kernel}",

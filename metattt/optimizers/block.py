@@ -68,7 +68,11 @@ class BlockRule(StepSize):
         eta = [line.replace("_t", "_s") for line in super().equations()]
         own = type(self).equations is BlockRule.equations
         unsaid = [f"W_j = {type(self).__name__}.move(W_{{j−1}}, U_j)", *InnerOptimizer.equations(self)] if own else []
-        return [*eta, f"U_j = −Σ_s {'η_s G_s' if eta else 'G_s'}, s over the {self.mini_batch_size} tokens of mini-batch j", *unsaid]
+        return [
+            *eta,
+            f"U_j = −Σ_s {'η_s G_s' if eta else 'G_s'}, s over the {self.mini_batch_size} tokens of mini-batch j",
+            *unsaid,
+        ]
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -196,7 +200,9 @@ class BlockMomentum(BlockRule):
         if self.per_weight:
             eta = ["η_s = softplus(θ_η x_s + c_η), θ and c of each head and weight"]
             step = step.replace("Σ_s G_s", "Σ_s η_s G_s")
-        momentum, decay = ("" if gate == "none" else f"{symbol}_j " for symbol, gate in (("β", self.momentum), ("α", self.decay)))
+        momentum, decay = (
+            "" if gate == "none" else f"{symbol}_j " for symbol, gate in (("β", self.momentum), ("α", self.decay))
+        )
         moved = "S_j" if momentum else "U_j"
         lines = [*self._pool("α", self.decay_gate), *self._pool("β", self.momentum_gate)]
         lines += [f"S_j = {momentum}S_{{j−1}} + U_j"] if momentum else []

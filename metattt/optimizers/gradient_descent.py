@@ -75,7 +75,6 @@ class StepSize(InnerOptimizer):
             eta = self.scale * torch.sigmoid(logit).mT
         return Gates(eta.expand(-1, self.num_heads, -1)), state
 
-
     def equations(self) -> list[str]:
         if self.lr == "constant":
             return [] if self.scale == 1 else [f"η_t = {self.scale:g}"]
