@@ -96,7 +96,7 @@ class TTTLayer(nn.Module):
         self._form = form
         with unchanged_on_error(task, learner, optimizer):
             self.task = task.setup(dim, num_heads, head)
-            self.learner = learner.setup(num_heads, head, head)
+            self.learner = learner.setup(num_heads, self.task.input_dim, head)
             self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
             self._plan = self._planned()
         self.norm = nn.LayerNorm(dim, eps=1e-6) if output_norm else None
@@ -222,6 +222,9 @@ class TTTLayer(nn.Module):
             views = views.for_every_head()
         gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
+        if views.weight is not None:
+            eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
+            gates = gates._replace(eta=eta * views.weight)
         wide = torch.promote_types(views.k.dtype, torch.float32)
         if gates.eta.dtype != wide or gates[1:] != ABSENT:
             gates = Gates(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
@@ -250,9 +253,9 @@ class TTTLayer(nn.Module):
         return self.plan.form
 
     def _planned(self) -> Plan:
-        head = self.dim // self.num_heads
         with torch.inference_mode(False):  # the parts are looked at with derivatives
-            plan = make_plan(self._form, self.task, self.learner, self.optimizer, self.num_heads, head, kernels())
+            width = self.task.input_dim
+            plan = make_plan(self._form, self.task, self.learner, self.optimizer, self.num_heads, width, kernels())
         plan.basis = self._basis()
         return plan
 

@@ -159,12 +159,15 @@ def test_laws(task: str, rule: str, law: str) -> None:
 @pytest.mark.parametrize("before", [False, True])
 def test_decayed_scores(count: int, before: bool) -> None:
     row, column, decay = (torch.randn(2, count, 3, dtype=torch.float64) for _ in range(3))
-    decay = torch.where(decay > 1.5, -torch.inf, -decay.abs() * 5)
-    found = decayed_scores([Rows(row, before)], [column], decay, torch.float64)[0][0]
+    decay = torch.where(decay > 1.5, 0.0, (-decay.abs() * 5).exp())
+    scores, until, left = decayed_scores([Rows(row, before)], [column], decay, torch.float64)
+    found = scores[0][0]
     for t in range(count):
         for s in range(t):
-            kept = decay[:, s + 1 : t if before else t + 1].sum(1).exp()
+            kept = decay[:, s + 1 : t if before else t + 1].prod(1)
             assert torch.allclose(found[:, t, s], (row[:, t] * column[:, s] * kept).sum(-1), atol=1e-12)
+        assert torch.allclose(until[:, t], decay[:, : t + 1].prod(1))
+        assert torch.allclose(left[:, t], decay[:, t + 1 :].prod(1))
     assert not found.triu().any()
 
 

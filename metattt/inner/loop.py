@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
 VIEWS = ("k", "v", "q", "p", "b")  # of a token, in the type that the task makes them
+JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
 
 
@@ -87,6 +88,7 @@ class Work:
         steps = self.rule.steps if self.rule.read != "final" else 1
         size = self.plan.chunk or block.length
         size = size if tokens.pairs is None else max(1, size // tokens.pairs)
+        size = size if tokens.decay is None or self.plan.chunks != "solved" else block.length  # it splits them itself
         y: Tensor | None = None
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
@@ -253,7 +255,7 @@ class InnerLoop:
         if not tokens.erases and tokens.pairs is None:
             return
         rule, what = self.optimizer, "decays for every channel" if tokens.decay is not None else "an erase view"
-        if tokens.erases and (not self.plan.linear or self.plan.kernels):
+        if tokens.erases and not self.plan.linear:
             why = self.plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")
             raise MetaTTTError(
                 f"{what} needs a linear learner, the squared or dot loss and a gradient at the newest weights, not {why}: "
@@ -261,15 +263,19 @@ class InnerLoop:
             )
         if tokens.erases and self.learner.linear_map is not None and self.learner.linear_map[1] is not None:
             raise MetaTTTError(f"{what} has no meaning for a bias: set learner.bias=false")
-        if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or rule.together):
+        if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or self.task.together):
             raise MetaTTTError("decays for every channel stand alone: no decay per head, momentum or window beside them")
         if (tokens.p is not None or tokens.b is not None) and self.plan.linear != "squared":
             raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
+        if tokens.pairs is not None and self.learner.mixes_tokens:
+            raise MetaTTTError(
+                f"{type(self.learner).__name__} mixes the tokens of a mini-batch, and would mix the pairs of a token: set another learner"
+            )
         if tokens.pairs is not None and rule.accumulates:
             raise MetaTTTError(
                 "several pairs a token have no token steps and no clipping: set optimizer.token_steps=none and max_norm=null"
             )
-        if tokens.pairs is not None and not rule.together and (not self.plan.linear or tokens.beta is not None):
+        if tokens.pairs is not None and not self.task.together and (not self.plan.linear or tokens.beta is not None):
             raise MetaTTTError(
                 "pairs that are learned one after the other need a linear learner, optimizer.anchor=online and no momentum: "
                 "set learner=linear_map and optimizer=online"
@@ -380,6 +386,8 @@ class InnerLoop:
                 tokens = tokens._replace(**views)
             wide = {name: value.to(dtype) for name, value in given.items()}
             work = Work(self.task, self.learner, rule, self.plan, wide, operand)
+            if tokens.decay is not None and self.plan.chunks == "solved" and rule.period is None:
+                blocks = joined(blocks)
             parts = [tokens] if len(blocks) == 1 else self.split(tokens, [block.length for block in blocks])
             for block, part in zip(blocks, parts, strict=True):
                 if block.restart is not None:
@@ -408,6 +416,17 @@ class InnerLoop:
     def with_parts(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> InnerLoop:
         """The same loop over copies of the parts that hold other parameters."""
         return InnerLoop(task, learner, optimizer, self.plan, self.group_size)
+
+
+def joined(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of a rule that looks at no phase together, up to `JOINED` tokens, as far as no document starts between."""
+    found: list[Block] = []
+    for block in blocks:
+        if found and block.restart is None and found[-1].length + block.length <= JOINED:
+            found[-1] = found[-1]._replace(length=found[-1].length + block.length)
+        else:
+            found.append(block)
+    return found
 
 
 def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:

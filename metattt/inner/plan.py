@@ -77,7 +77,9 @@ class Plan:
             MetaTTTError: none does, and `layer.form=fused` was asked for.
         """
         device, reasons = given.tokens.k.device.type, []
-        if (
+        if given.tokens.erases or given.tokens.pairs is not None:
+            reasons = ["kernels know no erase views and no several pairs a token"]
+        elif (
             interpreter_stack() is not None and not torch.compiler.is_compiling()
         ):  # (to a compiler every call looks like one)
             reasons = ["kernels do not run inside torch.func transforms"]
@@ -104,6 +106,8 @@ class Plan:
     def decoder(self, given: MiniBatches) -> Kernel | None:
         """The first kernel that takes these tokens of an open mini-batch."""
         if interpreter_stack() is not None or torch.compiler.is_compiling():
+            return None
+        if given.tokens.erases or given.tokens.pairs is not None:
             return None
         key = decided_by(given)
         if key not in self.decoders:

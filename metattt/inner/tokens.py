@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
     @classmethod
     def of(cls, views: Views, gates: Gates) -> Tokens:
         """Views and gates together."""
-        return cls(*views[:3], *gates, *views[3:])  # type: ignore[arg-type]
+        return cls(*views[:3], *gates, views.p, views.b)  # type: ignore[arg-type]
 
     @property
     def gates(self) -> Gates:

@@ -3,8 +3,11 @@
 from metattt.optimizers.append import Append
 from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
 from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
+from metattt.optimizers.channel_decay import ChannelDecay
+from metattt.optimizers.delta_gradient import DeltaGradientDescent
 from metattt.optimizers.gradient_descent import GradientDescent, StepSize
 from metattt.optimizers.momentum import Momentum
+from metattt.optimizers.preconditioned import Preconditioned
 from metattt.optimizers.whole import WholeSequence
 
 __all__ = [
@@ -12,11 +15,14 @@ __all__ = [
     "Append",
     "BlockMomentum",
     "BlockRule",
+    "ChannelDecay",
     "Coefficients",
+    "DeltaGradientDescent",
     "Gates",
     "GradientDescent",
     "InnerOptimizer",
     "Momentum",
+    "Preconditioned",
     "Sign",
     "StepSize",
     "WholeSequence",

@@ -120,7 +120,6 @@ class InnerOptimizer(Part, ABC):
         steps."""
         return None
 
-    together = False  #: a token's n pairs take their gradients at the same weights, not one after the other
     weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
     has_token_steps = False  #: whether `token_steps` gives any, known once the parameters are made
     has_momentum = False  #: the rule carries S between tokens

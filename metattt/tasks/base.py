@@ -22,8 +22,9 @@ class Views(NamedTuple):
     * the erase view p, where the prediction is made that is erased; None: k. For `b = k` it is `kᵀ(p W − v)`;
     * b, the direction in which it is erased, where that is another one than k; None: k.
 
-    A token that gives n pairs, learned one after the other and read once (DeltaProduct, arXiv 2502.10297), has k, v, p
-    and b `[B, H, T, n, ·]`.
+    A token that gives n pairs has k, v, p and b `[B, H, T, n, ·]`, and may have a `weight` `[B, H, T, n]` of their
+    losses. The pairs are learned one after the other and read once (DeltaProduct, arXiv 2502.10297), or all at the same
+    weights, where the task says `together` (the Omega rule, arXiv 2505.23735).
     """
 
     k: Tensor
@@ -31,15 +32,14 @@ class Views(NamedTuple):
     q: Tensor
     p: Tensor | None = None
     b: Tensor | None = None
+    weight: Tensor | None = None
 
     def for_every_head(self) -> Views:
         """k and v for each of the H heads."""
         copies = self.q.shape[1] // self.k.shape[1]
         if copies == 1:
             return self
-        few = (None if x is None else x.repeat_interleave(copies, 1) for x in (self.k, self.v, self.p, self.b))
-        k, v, p, b = few
-        return Views(k, v, self.q, p, b)  # type: ignore[arg-type]
+        return Views(*(x if x is None or x is self.q else x.repeat_interleave(copies, 1) for x in self))  # type: ignore[arg-type]
 
 
 class Task(Part, ABC):
@@ -52,6 +52,7 @@ class Task(Part, ABC):
         False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
     )
 
+    together = False  #: a token's n pairs take their gradients at the same weights, not one after the other
     causal = True  #: False if the views of a token depend on later ones
 
     def setup(self, dim: int, num_heads: int, head_dim: int) -> Task:
@@ -61,13 +62,14 @@ class Task(Part, ABC):
             MetaTTTError: the task already belongs to a layer.
         """
         with self.claimed():
-            self.label_dim = head_dim
+            self.input_dim = self.label_dim = head_dim
             self.build(dim, num_heads, head_dim)
         return self
 
     @abstractmethod
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
-        """Creates the parameters, and sets `label_dim` if the label view v is not `head_dim` wide."""
+        """Creates the parameters, and sets `label_dim` if the label view v is not `head_dim` wide, and `input_dim` if
+        k and q are not."""
 
     @abstractmethod
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:

@@ -39,7 +39,7 @@ class Reconstruction(Task):
 
     Args:
         views: `separate` projections, or `shared_qk`: one projection for q and k, each with a causal convolution of its
-            own.
+            own; `no_key`: q and v alone, and k = 1, for rules that make a step of every channel's own decay (HGRN2).
         kv_heads: heads G of k and v, each shared by H / G neighbouring heads of q (grouped-query attention, arXiv
             2305.13245); None: H. Attention keeps G of them; a learner with weights keeps its H.
         qk_norm: RMSNorm of the projected q and k over all their heads, with a learned scale (QK-norm).
@@ -64,7 +64,7 @@ class Reconstruction(Task):
 
     def __init__(
         self,
-        views: Literal["separate", "shared_qk"] = "separate",
+        views: Literal["separate", "shared_qk", "no_key"] = "separate",
         conv_width: int = 4,
         rope: Literal["none", "mini_batch", "full"] = "none",
         rope_theta: float = 10000.0,
@@ -80,7 +80,7 @@ class Reconstruction(Task):
         qk_norm: bool = False,
     ):
         super().__init__()
-        check_choice("task.views", views, ("separate", "shared_qk"))
+        check_choice("task.views", views, ("separate", "shared_qk", "no_key"))
         check_choice("task.rope", rope, ("none", "mini_batch", "full"))
         check_choice("task.feature_map", feature_map, FEATURE_MAPS)
         check_choice("task.corruption", corruption, ("none", "noise", "mask"))
@@ -91,16 +91,21 @@ class Reconstruction(Task):
         check_number("task.corruption_rate", corruption_rate, least=0, most=1 if corruption == "mask" else LARGEST)
         if kv_heads is not None:
             check_integer("task.kv_heads", kv_heads, advice=", or null for one of each head")
-            if views == "shared_qk":
+            if views != "separate":
                 raise MetaTTTError(
-                    f"task.kv_heads={kv_heads} needs keys of their own, and task.views=shared_qk makes them from the queries: "
+                    f"task.kv_heads={kv_heads} needs keys of their own, and task.views={views} has none: "
                     "set task.views=separate, or task.kv_heads=null"
                 )
         if seed is not None:
             check_integer("task.seed", seed, least=0, most=2**62)
         for key, flag in (("normalize_qk", normalize_qk), ("bias", bias), ("qk_norm", qk_norm)):
             check_flag(f"task.{key}", flag)
+        if views == "no_key" and (rope != "none" or corruption != "none" or qk_norm or normalize_qk):
+            raise MetaTTTError(
+                "task.views=no_key has the key 1 for every token: leave out task.rope, corruption, qk_norm and normalize_qk"
+            )
         self.shared_qk, self.conv_width, self.bias = views == "shared_qk", conv_width, bias
+        self.no_key = views == "no_key"
         self.rope, self.rope_theta = rope, rope_theta
         self.feature_map, self.normalize_qk = feature_map, normalize_qk
         self.corruption, self.corruption_rate, self.seed = corruption, corruption_rate, seed
@@ -124,7 +129,7 @@ class Reconstruction(Task):
         self.v = projection(dim, groups * head_dim, self.bias)
         if self.shared_qk:
             self.conv_q, self.conv_k = CausalConv(width, self.conv_width), CausalConv(width, self.conv_width)
-        else:
+        elif not self.no_key:
             self.k = projection(dim, groups * head_dim, self.bias)
         if self.qk_norm:
             keys = width if self.shared_qk else groups * head_dim
@@ -172,13 +177,14 @@ class Reconstruction(Task):
         return value + where
 
     def project(self, x: Tensor) -> Projected:
-        if self.shared_qk:
-            raise MetaTTTError("task.views=shared_qk has no keys that two layers can share: set task.views=separate")
+        if self.shared_qk or self.no_key:
+            views = "shared_qk" if self.shared_qk else "no_key"
+            raise MetaTTTError(f"task.views={views} has no keys that two layers can share: set task.views=separate")
         q, k = self.q(x), self.k(x)
         return (rms_norm(self.q_norm, q), rms_norm(self.k_norm, k), self.v(x)) if self.qk_norm else (q, k, self.v(x))
 
     def borrow(self, lender: Task) -> None:
-        if not isinstance(lender, Reconstruction) or lender.shared_qk or self.shared_qk:
+        if not isinstance(lender, Reconstruction) or lender.shared_qk or self.shared_qk or lender.no_key or self.no_key:
             raise MetaTTTError(
                 f"{type(self).__name__} and {type(lender).__name__} share projections of their own for q, k and v each: set "
                 "task.views=separate, or layer.shared=false"
@@ -194,6 +200,9 @@ class Reconstruction(Task):
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:
         kept: Tensors = {}
+        if self.no_key:
+            q = FEATURE_MAPS[self.feature_map](self._heads(self.q(x)))
+            return Views(torch.ones_like(q), self._heads(self.v(x)), q), kept
         if self.shared_qk:
             shared = self.conv_q.pad(self.q(x), state.get("conv"))
             q, k = self.conv_q.convolve(shared, ctx), self.conv_k.convolve(shared, ctx)

@@ -1,9 +1,9 @@
 """Decay for every input channel of a linear map, `W_t = Diag(a_t) W_{t−1} − η_t G_t`, for all tokens of a chunk at once.
 
 What token s has written reaches token t as `Diag(Π_{r=s+1..t} a_r) k_sᵀ`, so `q_t·k_s` becomes
-`Σ_c q_tc k_sc exp(Σ_{r=s+1..t} log a_rc)`. A product of decays may be as small as it likes and is divided by nowhere:
-the chunk is halved again and again, and between a first half and a second one the decay is split at the middle, into
-one factor from s to the middle and one from there to t. Both are at most 1; a decay of exactly 0 is `exp(−∞)`.
+`Σ_c q_tc k_sc Π_{r=s+1..t} a_rc`. Such a product may be as small as it likes, and nothing is divided by one: tokens are
+joined to pairs, pairs to fours and so on, and between a first half and a second one the product is split at the middle,
+into one from s to the middle and one from there to t. Both are at most 1, and a decay may be 0 or 1 exactly.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from metattt.inner.loop import Work
 
 
+CHUNK = 64  # tokens, where the plan leaves it open
+
+
 class Rows(NamedTuple):
     """Rows of a score matrix: `value` `[..., n, d]`, and whether row t stands before the decay of its own token."""
 
@@ -35,72 +38,96 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[T
 
     With predictions `F_t = p_t W'_t` (W' is W_{t−1}, before or after its decay as the rule says), what is erased along
     b and written along k, `W_t = Diag(a_t) W_{t−1} − η_t (b_tᵀ F_t − k_tᵀ v_t)`:
-    `(I + tril(p D b) η) F = p D₀ W₀ + tril(p D k) η v`, where D are the decays from one token to another.
+    `(I + tril(p D b) η) F = p D₀ W₀ + tril(p D k) η v`, where D are the decays from one token to another. All but the
+    products with W₀ is done for many chunks together.
     """
     assert work.learner.linear_map is not None
     assert tokens.decay is not None
-    name, rule, operand = work.learner.linear_map[0], work.rule, work.operand
-    weight, decay = carry[newest(carry)][name], tokens.decay
-    k, v, b, eta = tokens.k, tokens.v, tokens.b, tokens.eta.unsqueeze(-1)
-    erases, pairs = work.plan.linear == "squared", k.shape[2] // tokens.q.shape[2]
-    rows = [Rows(k if tokens.p is None else tokens.p, rule.gradient_at == "previous")] if erases else []
-    if read is not None:
-        rows.append(Rows(tokens.q if pairs == 1 else tokens.q.repeat_interleave(pairs, 2), read == "exclusive"))
-    scores = decayed_scores(rows, [k] if b is None or not erases else [k, b], decay, operand)
-    since = decay.cumsum(2)
-    seen = [matmul(row.value * _until(row, since).exp(), weight, operand) for row in rows]
-    lost = [(k, -eta * v)]  # the weights lose the first, transposed, times the second
-    if erases and b is None:
-        lost = [(k, eta * solve(scores[0][0] * eta.mT, seen[0] - v))]
-    elif erases:
-        made = solve(scores[0][1] * eta.mT, seen[0] - matmul(scores[0][0], lost[0][1], operand))
-        lost.append((b, eta * made))  # type: ignore[arg-type]
-    y = None
-    if read is not None:
-        y, query = seen[-1], rows[-1]
-        for (column, update), score in zip(lost, scores[-1], strict=True):
-            # a query that comes after its token sees what that has written, undecayed
-            own = score if query.before else score + torch.diag_embed((query.value * column).sum(-1))
-            y = y - matmul(own, update, operand)
-        if pairs > 1:
-            y = y[:, :, (0 if query.before else pairs - 1) :: pairs]
-    left = _from(decay).exp()
-    moved = since[:, :, -1].exp().unsqueeze(-1) * weight
-    for column, update in lost:
-        moved = moved - matmul((column * left).mT, update, operand)
-    return y, {**carry, "weights": {name: moved}}
+    name, rule, operand, read_before = work.learner.linear_map[0], work.rule, work.operand, read == "exclusive"
+    base, count = carry[newest(carry)][name], tokens.k.shape[2]
+    pairs = count // tokens.q.shape[2]
+    size = min(count, max(1, (work.plan.chunk or CHUNK) // pairs) * pairs)
+
+    def split(x: Tensor, fill: float = 0.0) -> Tensor:
+        """`[B, H, T, ·]` to `[B, H, chunks, size, ·]`."""
+        return F.pad(x, (0, 0, 0, -count % size), value=fill).unflatten(2, (-1, size))
+
+    k, v, eta = split(tokens.k), split(tokens.v), split(tokens.eta.unsqueeze(-1))
+    b, erases = None if tokens.b is None else split(tokens.b), work.plan.linear == "squared"
+    q = split(tokens.q if pairs == 1 else tokens.q.repeat_interleave(pairs, 2))
+    rows = [Rows(k if tokens.p is None else split(tokens.p), rule.gradient_at == "previous")] if erases else []
+    rows += [] if read is None else [Rows(q, read_before)]
+    columns = [k] if b is None or not erases else [k, b]
+    scores, until, left = decayed_scores(rows, columns, split(tokens.decay.exp(), 1.0), operand)
+    reached = [row.value * (_before(until) if row.before else until) for row in rows]
+    # What the weights lose is Σ columnᵀ (η made), with made = `fixed + met W₀` of the erased column.
+    fixed, met = -v, None
+    if erases:
+        right = -v if b is None else matmul(scores[0][0], eta * v, operand)
+        both = solve(scores[0][-1] * eta.mT, torch.cat([right, reached[0]], -1))
+        fixed, met = both.split([v.shape[-1], both.shape[-1] - v.shape[-1]], -1)
+    own = []
+    for score, column in zip(scores[-1] if read is not None else [], columns, strict=False):
+        # a query that comes after its token sees what that has written, undecayed
+        own.append(score if read_before else score + torch.diag_embed((q * column).sum(-1)))
+    weight, answers = base, []
+    kept, lost = until[..., -1, :].unsqueeze(-1), [(column * left).mT for column in columns]
+    pieces = zip(*(x.unbind(2) for x in (eta, v, fixed, kept)), strict=True)
+    for i, (step, label, made, keep) in enumerate(pieces):
+        made = made if met is None else made + matmul(met[:, :, i], weight, operand)
+        updates = [step * made] if b is None or not erases else [-step * label, step * made]
+        if read is not None:
+            y = matmul(reached[-1][:, :, i], weight, operand)
+            for score, update in zip(own, updates, strict=True):
+                y = y - matmul(score[:, :, i], update, operand)
+            answers.append(y)
+        weight = keep * weight
+        for column, update in zip(lost, updates, strict=True):
+            weight = weight - matmul(column[:, :, i], update, operand)
+    after = {**carry, "weights": {name: weight}}
+    if read is None:
+        return None, after
+    return torch.cat(answers, 2)[:, :, (0 if read_before else pairs - 1) : count : pairs], after
 
 
 def decayed_scores(
     rows: Sequence[Rows], columns: Sequence[Tensor], decay: Tensor, operand: torch.dtype
-) -> list[list[Tensor]]:
-    """`Σ_c row_tc column_sc exp(Σ_r decay_rc)` for s < t, with r from s + 1 to t, or to t − 1 for rows that stand
-    before the decay of their token: `[..., n, n]`, strictly lower triangular, for every row and column.
+) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+    """`Σ_c row_tc column_sc Π_r decay_rc` for s < t, with r from s + 1 to t, or to t − 1 for rows that stand before the
+    decay of their token: `[..., n, n]`, strictly lower triangular, for every row and column.
 
     Args:
         rows, columns: `[..., n, d]`.
-        decay: logarithms, `[..., n, d]`.
+        decay: from 0 to 1, `[..., n, d]`.
         operand: type to which matmul operands are rounded.
+
+    Returns:
+        Scores by row and column, the products of decays up to and with each token, and those after each token,
+        `[..., n, d]`.
     """
     count = decay.shape[-2]
     size = 1 << (count - 1).bit_length()
     if size > count:
         missing = (0, 0, 0, size - count)
         rows = [row._replace(value=F.pad(row.value, missing)) for row in rows]
-        columns, decay = [F.pad(x, missing) for x in columns], F.pad(decay, missing)
+        columns, decay = [F.pad(x, missing) for x in columns], F.pad(decay, missing, value=1.0)
     found = [[decay.new_zeros(*decay.shape[:-2], size, 1, 1) for _ in columns] for _ in rows]
-    half = 1
+    # products inside blocks of `half` tokens, `[..., blocks, half, d]`: up to each token, and from there on
+    until, left, half = decay.unsqueeze(-2), torch.ones_like(decay).unsqueeze(-2), 1
     while half < size:
-        early, late = decay.unflatten(-2, (-1, 2, half)).unbind(-3)  # [..., blocks, half, d]
-        left, since = _from(early).exp(), late.cumsum(-2)
-        written = torch.cat([x.unflatten(-2, (-1, 2, half)).select(-3, 0) * left for x in columns], -2).mT
+        early, late = until.unflatten(-3, (-1, 2)).unbind(-3)
+        after_early, after_late = left.unflatten(-3, (-1, 2)).unbind(-3)
+        halves = [x.unflatten(-2, (-1, 2, half)).select(-3, 0) * after_early for x in columns]
+        written = (halves[0] if len(halves) == 1 else torch.cat(halves, -2)).mT
         for row, blocks in zip(rows, found, strict=True):
-            asked = row.value.unflatten(-2, (-1, 2, half)).select(-3, 1) * _until(row, since).exp()
-            between = matmul(asked, written, operand).split(half, -1)
-            for i, corner in enumerate(between):
-                blocks[i] = _joined(blocks[i], corner)
+            asked = row.value.unflatten(-2, (-1, 2, half)).select(-3, 1) * (_before(late) if row.before else late)
+            corners = matmul(asked, written, operand).split(half, -1)
+            blocks[:] = [_joined(block, corner) for block, corner in zip(blocks, corners, strict=True)]
+        until = torch.cat([early, early[..., -1:, :] * late], -2)
+        left = torch.cat([after_early * late[..., -1:, :], after_late], -2)
         half *= 2
-    return [[x.squeeze(-3)[..., :count, :count] for x in blocks] for blocks in found]
+    scores = [[x.squeeze(-3)[..., :count, :count] for x in blocks] for blocks in found]
+    return scores, until.squeeze(-3)[..., :count, :], left.squeeze(-3)[..., :count, :]
 
 
 def _joined(blocks: Tensor, corner: Tensor) -> Tensor:
@@ -109,15 +136,9 @@ def _joined(blocks: Tensor, corner: Tensor) -> Tensor:
     return torch.cat([F.pad(first, (0, first.shape[-1])), torch.cat([corner, second], -1)], -2)
 
 
-def _until(row: Rows, since: Tensor) -> Tensor:
-    """Decays from the start up to a row: `since` is the sum with that of its own token. (A difference of two sums would
-    be one of infinities.)"""
-    return F.pad(since[..., :-1, :], (0, 0, 1, 0)) if row.before else since
-
-
-def _from(decay: Tensor) -> Tensor:
-    """Sums of the decays after each token, `[..., n, d]`."""
-    return F.pad(decay[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
+def _before(until: Tensor) -> Tensor:
+    """Products up to each token without its own, of those with it."""
+    return F.pad(until[..., :-1, :], (0, 0, 1, 0), value=1.0)
 
 
 def solve(system: Tensor, right: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
     assert how.mix is not None
     before, rows, alpha = how.mix, how.rows, tokens.alpha if work.rule.gradient_at == "decayed" else None
     pairs = k.shape[2] // tokens.q.shape[2]
-    if work.rule.together and pairs > 1:  # all pairs of a token meet the weights before its first one
+    if work.task.together and pairs > 1:  # all pairs of a token meet the weights before its first one
         before = before[..., ::pairs, :].repeat_interleave(pairs, -2)
         rows = {base: None if row is None else row[..., ::pairs].repeat_interleave(pairs, -1) for base, row in rows.items()}
         alpha = None if alpha is None else alpha[..., ::pairs].repeat_interleave(pairs, -1)

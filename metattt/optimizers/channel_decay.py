@@ -1,0 +1,128 @@
+"""Online gradient descent on weights that decay channel by channel: the gates of GLA, HGRN2, Kimi Delta Attention,
+Gated DeltaNet-2 and RWKV-7."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
+from metattt.modules import exact
+from metattt.optimizers.base import Gates, Read
+from metattt.optimizers.gradient_descent import StepSize
+from metattt.registry import register
+from metattt.room import check_room
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+
+
+@register(group="optimizer", name="channel_decay")
+class ChannelDecay(StepSize):
+    """`W_t = Diag(a_t) W_{t−1} − η_t G_t` with a decay `a_t` from 0 to 1 for every input channel of a linear learner,
+    learned from the token: `z = f(x) + c` is a projection, of low rank where `rank` says so.
+
+    Args:
+        read, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`; the gradient is taken token by token.
+        decay: `softplus` a = exp(−A_h softplus(z)), A_h learned per head (Kimi Delta Attention, arXiv 2510.26692, as in
+            Mamba-2); `sigmoid` a = σ(z)^(1/temperature) (GLA, arXiv 2312.06635); `bounded` a = exp(−strongest · σ(z))
+            (RWKV-7, arXiv 2503.14456).
+        rank: of the projection; `head_dim`: the width of a head; null: full.
+        tanh: between the two maps of a low-rank projection.
+        temperature: of `sigmoid`; 16 in GLA.
+        lower_bound: of `sigmoid`: a = l + (1 − l) σ(z)^(1/temperature) (HGRN2, arXiv 2404.07904).
+        strongest: of `bounded`: the logarithm of the smallest decay; e^(−1/2) in RWKV-7.
+        gradient_at: the gradient is taken at the decayed weights (`decayed`), or at those before (`previous`).
+        tied: every channel of a key is written as far as its weights decay, `k ∘ (1 − a)` (HGRN2).
+
+    Raises:
+        MetaTTTError: a value that is not allowed, or has no meaning beside the others.
+    """
+
+    def __init__(
+        self,
+        read: Read = "inclusive",
+        base_lr: float = 1.0,
+        lr: Literal["per_head", "shared", "constant"] = "per_head",
+        lr_scale: Literal["head_dim", "none"] = "none",
+        decay: Literal["softplus", "sigmoid", "bounded"] = "softplus",
+        rank: int | str | None = None,
+        tanh: bool = False,
+        temperature: float = 1.0,
+        lower_bound: float = 0.0,
+        strongest: float = 0.6065306597126334,
+        gradient_at: Literal["previous", "decayed"] = "decayed",
+        tied: bool = False,
+        compute_chunk: int | None = None,
+    ):
+        super().__init__(1, "online", read, 1, base_lr, lr, lr_scale, compute_chunk)
+        check_choice("optimizer.decay", decay, ("softplus", "sigmoid", "bounded"))
+        check_choice("optimizer.gradient_at", gradient_at, ("previous", "decayed"))
+        if rank is not None and rank != "head_dim":
+            check_integer("optimizer.rank", rank, advice=", head_dim, or null for a full projection")
+        for key, flag in (("tanh", tanh), ("tied", tied)):
+            check_flag(f"optimizer.{key}", flag)
+        check_number("optimizer.temperature", temperature, above=0)
+        check_number("optimizer.lower_bound", lower_bound, least=0, below=1)
+        check_number("optimizer.strongest", strongest, above=0)
+        if tanh and rank is None:
+            raise MetaTTTError(
+                "optimizer.tanh=true lies between the two maps of a low-rank projection: set optimizer.rank"
+            )
+        if decay != "sigmoid" and (temperature != 1 or lower_bound):
+            raise MetaTTTError(
+                f"optimizer.temperature and optimizer.lower_bound are of decay=sigmoid, not {decay}: leave them out"
+            )
+        self.decay, self.rank, self.tanh, self.temperature = decay, rank, tanh, temperature
+        self.lower_bound, self.strongest, self.gradient_at, self.tied = lower_bound, strongest, gradient_at, tied
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        inner = dim if self.rank is None else head_dim if self.rank == "head_dim" else int(self.rank)
+        check_room(dim * inner, f"a projection of rank {inner}", "lower optimizer.rank")
+        self.down = None if self.rank is None else nn.Parameter(torch.randn(inner, dim) * 0.02)
+        self.up = nn.Parameter(torch.randn(dim, inner) * 0.02)
+        if self.decay == "softplus":
+            # softplus(c) from 0.001 to 0.1, evenly in logarithms, as in Mamba-2
+            step = torch.exp(torch.rand(dim) * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).clamp(min=1e-4)
+            self.bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+            self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
+        else:
+            self.bias = nn.Parameter(torch.zeros(dim))
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with exact(x.device.type):
+            hidden = x.to(wide)
+            if self.down is not None:
+                hidden = hidden @ self.down.to(wide).mT
+            logit = (torch.tanh(hidden) if self.tanh else hidden) @ self.up.to(wide).mT + self.bias.to(wide)
+            logit = logit.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, d]
+            if self.decay == "softplus":
+                decay = -self.log_rate.to(wide).exp().view(-1, 1, 1) * F.softplus(logit)
+            elif self.decay == "bounded":
+                decay = -self.strongest * torch.sigmoid(logit)
+            else:
+                decay = F.logsigmoid(logit) / self.temperature
+                if self.lower_bound:
+                    low = logit.new_tensor(self.lower_bound)
+                    decay = torch.logaddexp(low.log(), torch.log1p(-low) + decay)
+        return gates._replace(decay=decay), state
+
+    def prepare(
+        self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
+    ) -> tuple[Views, Gates, Tensors]:
+        assert gates.decay is not None
+        if gates.decay.shape[-1] != views.k.shape[-1]:
+            raise MetaTTTError(
+                f"optimizer=channel_decay decays the {gates.decay.shape[-1]} channels of a head, and the task's keys have "
+                f"{views.k.shape[-1]}: set task.degree=1"
+            )
+        if self.tied:
+            write = -torch.expm1(gates.decay).to(views.k.dtype)
+            views = views._replace(k=views.k * (write if views.k.ndim == 4 else write.unsqueeze(3)))
+        return views, gates, state

@@ -1,0 +1,26 @@
+"""Delta gradient descent: the step that also forgets what the weights made of the token's own view."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from metattt.optimizers.base import Gates
+from metattt.optimizers.momentum import Momentum
+from metattt.registry import register
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+
+
+@register(group="optimizer", name="delta_gradient")
+class DeltaGradientDescent(Momentum):
+    """`W_t = W_{t−1} (I − η'_t k_t k_tᵀ) − η'_t ∇ℓ_t` with `η' = η / (1 + η)`, for keys of unit length (delta gradient
+    descent of Nested Learning, arXiv 2512.24695): with the squared loss of a linear learner, what is erased is 2k.
+
+    Args: see `Momentum`; the learner is linear and the gradient is taken token by token.
+    """
+
+    def prepare(
+        self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
+    ) -> tuple[Views, Gates, Tensors]:
+        erased = views.k if views.p is None else views.p
+        return views._replace(p=erased + views.k), gates._replace(eta=gates.eta / (1 + gates.eta)), state

@@ -1,0 +1,80 @@
+"""Views of which a gate erases less than it writes: those of Gated DeltaNet-2 and of Comba."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from metattt.errors import check_choice, check_number
+from metattt.modules import projection
+from metattt.registry import register
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+from metattt.tasks.reconstruction import Projected, Reconstruction
+
+
+@register(group="task", name="gated")
+class GatedViews(Reconstruction):
+    """`p = e ∘ k` is erased and `v = w ∘ θV x` is written, with gates of their own: `G = kᵀ(p W − v)`.
+
+    Args:
+        feature_map, normalize_qk, kv_heads, qk_norm: see `Reconstruction`.
+        erase: the gate e: `none` (1), `constant`, σ(c) learned per head (Comba, arXiv 2506.02475), or `per_channel`,
+            σ(θ x) (Gated DeltaNet-2, arXiv 2605.22791).
+        erase_scale: times e; 2 allows negative eigenvalues (arXiv 2411.12537).
+        write: the gate w: `none` (1) or `per_channel`, σ(θ x).
+        correction: `q − d p` in the place of q, d learned per head from this value on (Comba: 1, or 0.02 for small models);
+            null: q.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        feature_map: Literal["identity", "elu", "silu"] = "silu",
+        normalize_qk: bool = True,
+        erase: Literal["none", "constant", "per_channel"] = "per_channel",
+        erase_scale: float = 1.0,
+        write: Literal["none", "per_channel"] = "none",
+        correction: float | None = None,
+        kv_heads: int | None = None,
+        qk_norm: bool = False,
+    ):
+        super().__init__(feature_map=feature_map, normalize_qk=normalize_qk, kv_heads=kv_heads, qk_norm=qk_norm)
+        check_choice("task.erase", erase, ("none", "constant", "per_channel"))
+        check_choice("task.write", write, ("none", "per_channel"))
+        check_number("task.erase_scale", erase_scale, above=0)
+        if correction is not None:
+            check_number("task.correction", correction, advice=", or null for none")
+        self.erase, self.erase_scale, self.write, self.correction = erase, erase_scale, write, correction
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        width = self.groups * head_dim
+        if self.erase == "constant":
+            self.erase_logit = nn.Parameter(torch.ones(self.groups))
+        elif self.erase == "per_channel":
+            self.erase_gate = projection(dim, width, False)
+        if self.write == "per_channel":
+            self.write_gate = projection(dim, width, False)
+        if self.correction is not None:
+            self.correction_factor = nn.Parameter(torch.full((num_heads,), float(self.correction)))
+
+    def views(
+        self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
+    ) -> tuple[Views, Tensors]:
+        views, state = super().views(x, state, ctx, projected)
+        p, v, q = views.k, views.v, views.q
+        if self.erase == "constant":
+            p = p * (self.erase_scale * torch.sigmoid(self.erase_logit).to(p.dtype)).view(-1, 1, 1)
+        elif self.erase == "per_channel":
+            p = p * (self.erase_scale * torch.sigmoid(self._heads(self.erase_gate(x)))).to(p.dtype)
+        if self.write == "per_channel":
+            v = v * torch.sigmoid(self._heads(self.write_gate(x))).to(v.dtype)
+        if self.correction is not None:
+            shared = p if self.groups == self.num_heads else p.repeat_interleave(self.num_heads // self.groups, 1)
+            q = q - self.correction_factor.to(q.dtype).view(-1, 1, 1) * shared
+        return Views(views.k, v, q, None if self.erase == "none" else p), state

@@ -1,0 +1,69 @@
+"""Several pairs a token: DeltaProduct, which learns them one after the other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import check_choice, check_flag, check_integer, check_number
+from metattt.modules import projection
+from metattt.registry import register
+from metattt.room import check_room
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+from metattt.tasks.reconstruction import FEATURE_MAPS, Projected, Reconstruction
+
+
+@register(group="task", name="pairs")
+class Pairs(Reconstruction):
+    """n pairs `(k, v)` a token, each from projections of its own, with a step size `scale · σ(θ x)` of its own; they are
+    learned one after the other, and the token is read once (DeltaProduct, arXiv 2502.10297):
+    `W_j = W_{j−1} − β_j k_jᵀ(k_j W_{j−1} − v_j)` for j = 1 … n.
+
+    Args:
+        count: n.
+        feature_map, normalize_qk: see `Reconstruction`.
+        scale: largest step size; 2 allows negative eigenvalues (arXiv 2411.12537).
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        count: int = 2,
+        feature_map: Literal["identity", "elu", "silu"] = "silu",
+        normalize_qk: bool = True,
+        scale: float = 2.0,
+    ):
+        super().__init__(feature_map=feature_map, normalize_qk=normalize_qk)
+        check_integer("task.count", count, most=1024)
+        check_choice("task.feature_map", feature_map, FEATURE_MAPS)
+        check_flag("task.normalize_qk", normalize_qk)
+        check_number("task.scale", scale, above=0)
+        self.count, self.scale = count, scale
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        width = self.count * num_heads * head_dim
+        check_room(2 * dim * width, f"{self.count} pairs a token", "lower task.count")
+        self.k, self.v = projection(dim, width, False), projection(dim, width, False)
+        self.strength = projection(dim, self.count * num_heads, False)
+
+    def views(
+        self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
+    ) -> tuple[Views, Tensors]:
+        q, k, v = self.project(x) if projected is None else projected
+        q, k, v = self._heads(q), self._several(k), self._several(v)
+        q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
+        if self.normalize_qk:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        weight = self.scale * torch.sigmoid(self.strength(x)).unflatten(-1, (self.count, -1)).permute(0, 3, 1, 2)
+        return Views(k, v, q, weight=weight), {}
+
+    def _several(self, x: Tensor) -> Tensor:
+        """`[B, T, n H d]` to `[B, H, T, n, d]`."""
+        return x.unflatten(-1, (self.count, self.num_heads, -1)).permute(0, 3, 1, 2, 4)

@@ -1,0 +1,54 @@
+"""The views of RWKV-7."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import check_integer
+from metattt.registry import register
+from metattt.room import check_room
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+from metattt.tasks.reconstruction import Projected, Reconstruction
+
+
+@register(group="task", name="rwkv7")
+class RWKV7Views(Reconstruction):
+    """The removal key `p = κ̂ = κ/‖κ‖`, `κ = ξ ∘ θK x`, which is erased along `b = a ∘ κ̂`, and the replacement key
+    `k = θK x ∘ (1 + (a − 1) ∘ s)`, with the in-context learning rate `a = σ(low-rank(x) + c)` of every channel; ξ and s
+    are learned per channel (RWKV-7, arXiv 2503.14456, Sec. 3: `S_t = S_{t−1}(diag(w_t) − κ̂ᵀ(a ∘ κ̂)) + vᵀ k`).
+
+    Args:
+        rank: of the projection that a comes from; `head_dim`: the width of a head.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
+    """
+
+    def __init__(self, rank: int | str = "head_dim"):
+        super().__init__()
+        if rank != "head_dim":
+            check_integer("task.rank", rank, advice=", or head_dim")
+        self.rank = rank
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        rank = head_dim if self.rank == "head_dim" else int(self.rank)
+        check_room(dim * rank, f"a projection of rank {rank}", "lower task.rank")
+        self.rate_down = nn.Parameter(torch.randn(rank, dim) * 0.02)
+        self.rate_up = nn.Parameter(torch.randn(dim, rank) * 0.02)
+        self.rate_bias = nn.Parameter(torch.zeros(dim))
+        self.removal_scale = nn.Parameter(torch.full((dim,), 0.85))  # ξ
+        self.replacement_rate = nn.Parameter(torch.ones(dim))  # s
+
+    def views(
+        self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
+    ) -> tuple[Views, Tensors]:
+        q, k, v = self.project(x) if projected is None else projected
+        rate = torch.sigmoid(x @ self.rate_down.to(x.dtype).mT @ self.rate_up.to(x.dtype).mT + self.rate_bias.to(x.dtype))
+        removal = F.normalize(self._heads(k * self.removal_scale.to(k.dtype)), dim=-1)
+        replacement = self._heads(k * (1 + (rate - 1) * self.replacement_rate.to(k.dtype)))
+        erased = self._heads(rate).to(removal.dtype) * removal
+        return Views(replacement, self._heads(v), self._heads(q), removal, erased), {}

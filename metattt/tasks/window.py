@@ -1,0 +1,112 @@
+"""The Omega rule: a token learns the pairs of the last tokens again, not its own alone."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations_with_replacement
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import check_choice, check_integer
+from metattt.registry import register
+from metattt.room import check_room
+from metattt.state import Context, Tensors
+from metattt.tasks.base import Views
+from metattt.tasks.reconstruction import Projected, Reconstruction
+
+
+@register(group="task", name="window")
+class WindowViews(Reconstruction):
+    """`ℓ_t(W) = Σ_{i=t−c+1..t} γ_i ½‖f(φ(k_i); W) − v_i‖²`, the last c tokens of the document (the Omega rule of Atlas,
+    arXiv 2505.23735, Eq. 9), with queries φ(q). c − 1 tokens are carried from call to call.
+
+    Args:
+        window: c (tokens); 1 is the loss of the token alone.
+        gate: γ: `none` (1), or `per_head`, σ(θ x + c) of the token that is learned again.
+        degree: of the polynomial features φ: all monomials up to it, weighted such that
+            `φ(a)·φ(b) = Σ_{i=1..degree} s_i (a·b)^i`, s_i learned from 1/i! on; 1 leaves k and q as they are.
+        feature_map, normalize_qk, loss, huber_delta: see `Reconstruction`.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
+    """
+
+    together = True
+
+    def __init__(
+        self,
+        window: int = 4,
+        gate: Literal["none", "per_head"] = "per_head",
+        degree: int = 1,
+        feature_map: Literal["identity", "elu", "silu"] = "identity",
+        normalize_qk: bool = True,
+        loss: Literal["squared", "mean_squared", "dot", "huber", "cosine"] = "squared",
+        huber_delta: float = 1.0,
+    ):
+        super().__init__(feature_map=feature_map, normalize_qk=normalize_qk, loss=loss, huber_delta=huber_delta)
+        check_integer("task.window", window, most=2**16)
+        check_integer("task.degree", degree, most=8)
+        check_choice("task.gate", gate, ("none", "per_head"))
+        self.window, self.gate, self.degree = window, gate, degree
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        if self.gate == "per_head":
+            self.gate_weight = nn.Parameter(torch.randn(num_heads, dim) * 0.02)
+            self.gate_bias = nn.Parameter(torch.zeros(num_heads))
+        if self.degree > 1:
+            wide = sum(math.comb(head_dim + i - 1, i) for i in range(1, self.degree + 1))
+            check_room(num_heads * wide * head_dim, f"features of degree {self.degree}", "lower task.degree")
+            self.input_dim = wide
+            roots = [math.factorial(i) ** -0.5 for i in range(1, self.degree + 1)]
+            self.coefficient_roots = nn.Parameter(torch.tensor(roots))  # √s
+
+    def views(
+        self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
+    ) -> tuple[Views, Tensors]:
+        views, _ = super().views(x, {}, ctx, projected)
+        k, v, q = views.k, views.v, views.q
+        gamma = torch.ones_like(k[..., :1])
+        if self.gate == "per_head":
+            logit = x @ self.gate_weight.to(x.dtype).mT + self.gate_bias.to(x.dtype)
+            gamma = torch.sigmoid(logit).mT.unsqueeze(-1).to(k.dtype)
+        # One row a token: k, v and γ. Rows before the start of a document have γ = 0.
+        row = torch.cat([k, v, gamma], -1)
+        before = state["window"].to(row.dtype) if state else row.new_zeros(*row.shape[:2], self.window - 1, row.shape[-1])
+        padded = torch.cat([before, row], 2)
+        seen = padded.unfold(2, self.window, 1).mT  # [B, H, T, c, ·]
+        k, v, gamma = seen.split([k.shape[-1], v.shape[-1], 1], -1)
+        weight = gamma.squeeze(-1)
+        if ctx.first is not None:
+            document = F.pad(ctx.first.cumsum(1), (self.window - 1, 0)).unfold(1, self.window, 1)
+            weight = weight * (document == document[..., -1:]).unsqueeze(1)
+        return Views(self._features(k), v, self._features(q), weight=weight), {"window": self._tail(padded, ctx)}
+
+    def _tail(self, padded: Tensor, ctx: Context) -> Tensor:
+        """The last c − 1 rows of the last document, `[B, H, c − 1, ·]`."""
+        size = self.window - 1
+        if ctx.first is not None:
+            document = F.pad(ctx.first.cumsum(1), (size, 0))
+            last = document.gather(1, (ctx.lengths + size - 1).unsqueeze(1))
+            padded = padded * (document == last).unsqueeze(1).unsqueeze(-1)
+        if ctx.valid is None:
+            tail = padded[:, :, padded.shape[2] - size :]
+            return tail if padded.shape[2] <= 4 * size else tail.clone()  # a state must not hold on to a long sequence
+        rows = ctx.lengths.unsqueeze(1) + torch.arange(size, device=padded.device)
+        return padded.gather(2, rows[:, None, :, None].expand(-1, padded.shape[1], -1, padded.shape[3]))
+
+    def _features(self, x: Tensor) -> Tensor:
+        """φ: `[..., d]` to `[..., input_dim]`."""
+        if self.degree == 1:
+            return x
+        found = []
+        for degree, root in enumerate(self.coefficient_roots.to(x.dtype), start=1):
+            places = list(combinations_with_replacement(range(x.shape[-1]), degree))
+            counts = [math.factorial(degree) / math.prod(math.factorial(p.count(i)) for i in set(p)) for p in places]
+            index = torch.tensor(places, device=x.device)
+            monomials = x[..., index].prod(-1)
+            found.append(root * x.new_tensor(counts).sqrt() * monomials)
+        return torch.cat(found, -1)
