@@ -147,8 +147,11 @@ def _seen(layer: TTTLayer, lender: Any) -> Seen:
         )
     given = {name: gate for name, gate in gates._asdict().items() if gate is not None}
     told = [name for name, gate in given.items() if name not in ("eta", "kappa") or not bool((gate == 1).all())]
+    symbols = {name: SYMBOLS[name] for name in told if name in SYMBOLS}
+    if views.weight is not None:  # of pairs: it is in η
+        symbols["eta"] = "ω_t" if torch.allclose(gates.eta, views.weight.to(gates.eta)) else "η_t ω_t"
     return Seen(
-        {name: SYMBOLS[name] for name in told if name in SYMBOLS},
+        symbols,
         tuple(name for name, view in views._asdict().items() if view is not None),
         views.k.shape[3] if views.k.ndim == 5 else 1,
         tuple(name for name in told if name not in SYMBOLS),
@@ -167,7 +170,7 @@ def _update(layer: TTTLayer, lender: Task | None) -> list[str]:
             return said
         if "G_s" in said[first]:
             at = [line.replace("_t", "_s") for line in at]
-        return [*said[:first], *at, *said[first:], *_several(rule)]
+        return [*said[:first], *at, *said[first:], *_pairs(layer.task, seen), *_several(rule)]
     if any(
         getattr(type(rule), one) is not getattr(InnerOptimizer, one) for one in ("coefficients", "commit", "current")
     ):
@@ -180,15 +183,18 @@ def _update(layer: TTTLayer, lender: Task | None) -> list[str]:
             if getattr(type(rule), one, None) is not getattr(InnerOptimizer, one, None)
         ]
         more += [f"with what {name}.{one} makes of them" for one in changed]
-    return [*said, *more, *at, *_recurrence(rule, seen.gates, gradient), *_pairs(rule, seen.pairs), *_several(rule)]
+    return [*said, *more, *at, *_recurrence(rule, seen.gates, gradient), *_pairs(layer.task, seen), *_several(rule)]
 
 
-def _pairs(rule: InnerOptimizer, pairs: int) -> list[str]:
-    if pairs == 1:
+def _pairs(task: Task, seen: Seen) -> list[str]:
+    """How the pairs of a token are learned."""
+    if seen.pairs == 1:
         return []
-    if rule.together:
-        return [f"a token has {pairs} pairs of k_t and v_t: G_t is the sum over them"]
-    return [f"a token has {pairs} pairs of k_t and v_t, learned one after the other; decays act before the first one"]
+    weighed = ", each with a weight ω_t, a factor of its step" if "weight" in seen.views else ""
+    if task.together:
+        return [f"a token has {seen.pairs} pairs of k_t and v_t{weighed}; a step is the sum of theirs"]
+    one = "learned one after the other"
+    return [f"a token has {seen.pairs} pairs of k_t and v_t, {one}{weighed}; decays act before the first of them"]
 
 
 def _several(rule: InnerOptimizer) -> list[str]:

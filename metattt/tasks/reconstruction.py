@@ -138,7 +138,7 @@ class Reconstruction(Task):
     def equations(self) -> list[str]:
         loss = LOSSES.get(self.loss_name, (f"{self.loss_name}({{p}}, v_t)", None))[0]
         lines = [
-            f"k_t = {self._in_symbols('K')}",
+            "k_t = 1 in every channel" if self.no_key else f"k_t = {self._in_symbols('K')}",
             f"v_t = θV x_t{' + b_V' if self.bias else ''}",
             f"q_t = {self._in_symbols('Q')}",
             f"ℓ_t(W) = {loss.format(p='f(k_t; W)', delta=self.huber_delta)}",
