@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from metattt.errors import check_choice, check_flag, check_integer, check_number
 from metattt.modules import projection
