@@ -233,11 +233,11 @@ def _gradient(layer: TTTLayer, anchor: str, seen: Seen) -> tuple[list[str], str]
         return [f"G_t = {closed[1:-1] if 'b' in seen.views else closed}, in the place of {at}", *meaning], closed
     weight, bias = (_own(learner, Learner) and learner.linear_map) or (None, None)
     slope = None
-    if weight in learner.init and says(task, "slope", ("loss",)):
+    if weight is not None and weight in learner.init and says(task, "slope", ("loss",)):
         slope = task.slope(f"{scale}k_t {turned}" + ("" if bias is None else f" + {scale}b"))
     if slope is None:
         return [f"G_t = {at}", *meaning], "G_t"
-    if bias in learner.init:
+    if bias is not None and bias in learner.init:
         return [f"G_t = {at} = k_tᵀ e_t for W and e_t for b, e_t = {slope}", *meaning], "G_t"
     if slope.startswith("−"):
         closed = f"−k_tᵀ {slope[1:]}"

@@ -88,7 +88,7 @@ def says(part: Part, method: str = "equations", about: Iterable[str] = DESCRIBED
     kinds = type(part).__mro__
     owner = next(kind for kind in kinds if method in vars(kind))
     below = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
-    left_open = getattr(owner, "__abstractmethods__", frozenset())
+    left_open: frozenset[str] = getattr(owner, "__abstractmethods__", frozenset())
     return not below.intersection(about) - left_open
 
 
