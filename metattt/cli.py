@@ -54,7 +54,11 @@ COMMANDS = {  # name: (what it does, module, function)
         "metattt.hf.export",
         "export",
     ),
-    "layers": ("the known layers: their three parts, and the state and cost of each", "metattt.known_layers", "layers"),
+    "layers": (
+        "the known layers: family and paper, three parts, state and cost of each; with layer=<name>, its equations",
+        "metattt.known_layers",
+        "layers",
+    ),
     "runs": (
         "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs <folder>",
         "metattt.sweeps.table",

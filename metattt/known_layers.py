@@ -1,16 +1,19 @@
-"""`metattt layers`: the known layers, each with its three parts, the size of its state, and how its cost grows."""
+"""`metattt layers`: the known layers, each with its three parts, the size of its state, and how its cost grows; and the
+equations of one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -18,45 +21,118 @@ from torch.utils.flop_counter import flop_registry
 from metattt.combined import Combined
 from metattt.composition.choices import choices
 from metattt.composition.compose import compose
+from metattt.composition.flags import SEARCH_PATH
 from metattt.composition.instantiate import instantiate_layer
-from metattt.errors import MetaTTTError
+from metattt.composition.overrides import searched
+from metattt.equations import Section, equations, text
+from metattt.errors import MetaTTTError, check_choice
+from metattt.families import Source, ordered, sources
 from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer
+from metattt.layer_page import page, place_of, write
 from metattt.registry import REGISTERED
 
 GROUPS = ("task", "learner", "optimizer")
 GROWTH = ("constant", "tokens", "tokens²")
+OF_THE_TABLE = ("dim", "num_heads", "seed", "family", "output", SEARCH_PATH)
+"""Keys that set nothing of a layer's parts."""
+
+LEGEND = (
+    "Under each part: what differs from its defaults. State in fp32, inside a mini-batch (between them it is smaller)."
+)
 
 
 def layers(cfg: DictConfig) -> None:
-    """Prints the table.
+    """Prints the table, and writes it to `output`; where the overrides choose or set a layer, prints its equations.
 
     Args:
-        cfg: `dim` and `num_heads` of the layers, as `configs/layers.yaml` has them.
+        cfg: `configs/layers.yaml`.
 
     Raises:
-        MetaTTTError: a width that a layer cannot have.
+        MetaTTTError: a width that a layer cannot have, an unknown family, or a file that cannot be read or written.
     """
+    chosen = [one for one in cfg.given if one.partition("=")[0].lstrip("+~") not in OF_THE_TABLE]
+    if not chosen:
+        _tabulate(cfg)
+        return
+    for key in ("family", "output"):
+        if cfg[key] is not None:
+            raise MetaTTTError(
+                f"{key}={cfg[key]} is about the table, and {chosen[0]} asks for equations: leave out one of them"
+            )
+    _show(cfg, chosen)
+
+
+def _tabulate(cfg: DictConfig) -> None:
+    folders = searched(cfg.given)
+    place = None if cfg.output is None else place_of(cfg.output)
+    known = {name: source for name, source in sources(folders).items() if name in known_layers(folders)}
+    families = ordered({source.family for source in known.values()})
+    if cfg.family is not None:
+        check_choice("family", cfg.family, families)
+        families = [cfg.family]
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    table = Table(
-        title=f"layer=<name>, dim={cfg.dim}, num_heads={cfg.num_heads}", title_justify="left", show_lines=True
-    )
+    console.print(f"[bold]layer=<name>[/], dim={cfg.dim}, num_heads={cfg.num_heads}", highlight=False)
+    searching = [one for one in cfg.given if one.partition("=")[0].lstrip("+") == SEARCH_PATH]
+    measured: dict[str, dict[str, KnownLayer]] = {}
+    for family in families:
+        names = [name for name, source in known.items() if source.family == family]
+        measured[family] = {name: examine(name, cfg.dim, cfg.num_heads, *searching) for name in names}
+        console.print(_table(family, measured[family], known))
+    console.print(LEGEND, highlight=False)
+    if place is not None:
+        write(place, page(measured, known, choices("layer", folders), cfg.dim, cfg.num_heads))
+        console.print(f"written to {place}", highlight=False, markup=False)
+
+
+def _table(family: str, rows: dict[str, KnownLayer], known: dict[str, Source]) -> Table:
+    table = Table(title=family, title_justify="left", show_lines=True, expand=True)
     for column in ("layer", *GROUPS, "causal", "state of a sequence", "cost of a token"):
-        table.add_column(column, overflow="fold", no_wrap=column == "layer")
-    for name in known_layers():
-        known = examine(name, cfg.dim, cfg.num_heads)
+        narrow = column in ("causal", "state of a sequence", "cost of a token")
+        table.add_column(column, overflow="fold", ratio=1 if narrow else 2)
+    for name, one in rows.items():
         parts = (
-            f"{part}\n[dim]{settings}[/]" if settings else part
-            for part, settings in (known.parts[group] for group in GROUPS)
+            f"{escape(part)}\n[dim]{escape(settings)}[/]" if settings else escape(part)
+            for part, settings in (one.parts[group] for group in GROUPS)
         )
-        cost = "constant" if known.cost_growth == 0 else f"grows with {GROWTH[known.cost_growth]}"
-        table.add_row(f"[bold]{name}[/]", *parts, "yes" if known.causal else "no", known.state, cost)
-    console.print(table)
-    console.print(
-        "Under each part: what differs from its defaults. State in fp32, inside a mini-batch (between them it is smaller)."
+        paper = f"\n[dim]{escape(str(known[name]))}[/]" if known[name].paper else ""
+        table.add_row(f"[bold]{name}[/]{paper}", *parts, "yes" if one.causal else "no", one.state, one.cost)
+    return table
+
+
+def _show(cfg: DictConfig, chosen: list[str]) -> None:
+    """Prints the equations of the composed layer."""
+    layer = instantiate_layer(cfg)
+    known = sources(searched(cfg.given)).get(
+        next((one.removeprefix("layer=") for one in chosen if one.startswith("layer=")), "")
     )
+    size = f"dim={cfg.dim} (D), num_heads={cfg.num_heads} (H), {cfg.dim // cfg.num_heads} features a head (d)"
+    found = examined(layer, cfg)
+    measured = Section(
+        "measured",
+        [
+            f"state of a sequence: {found.state}",
+            f"cost of a token: {found.cost}",
+            f"causal: {'yes' if found.causal else 'no'}",
+        ],
+    )
+    sections = [*equations(layer), measured]
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{' '.join(chosen)}, {size}")
+    if known is not None:
+        console.print(f"{known.family}{f': {known}' if known.paper else ''}")
+    console.print()
+    if not console.is_terminal:
+        console.print(text(sections))
+        return
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    for one in sections:
+        for i, line in enumerate(one.lines):
+            grid.add_row(escape(one.title) if i == 0 else "", escape(line))
+    console.print(grid, soft_wrap=False)
 
 
 @dataclass(frozen=True)
@@ -84,24 +160,33 @@ class KnownLayer:
         power = max((i for i, bytes_ in enumerate(self.state_bytes) if bytes_), default=0)
         return readable(self.state_bytes[power]) + ("" if power == 0 else f" x {GROWTH[power]}")
 
+    @property
+    def cost(self) -> str:
+        """How it grows, for people."""
+        return "constant" if self.cost_growth == 0 else f"grows with {GROWTH[self.cost_growth]}"
 
-def known_layers() -> list[str]:
-    """Names for `layer=`, without `custom`, which chooses nothing."""
-    return sorted(set(choices("layer")) - {"custom"})
+
+def known_layers(folders: Sequence[Traversable] = ()) -> list[str]:
+    """Names for `layer=`, without `custom`, which chooses nothing; those in `folders` of configurations, too."""
+    return sorted(set(choices("layer", folders)) - {"custom"})
 
 
-def examine(name: str, dim: int, num_heads: int) -> KnownLayer:
+def examine(name: str, dim: int, num_heads: int, *overrides: str) -> KnownLayer:
     """A known layer's parts, and what a few tokens tell about its state and cost.
 
     Raises:
         MetaTTTError: an unknown name, or widths that the layer refuses.
     """
-    cfg = compose(f"layer={name}", f"dim={dim}", f"num_heads={num_heads}", job="build")
-    layer: TTTLayer | Combined = instantiate_layer(cfg)
-    nodes = [cfg.layer.first, cfg.layer.second] if isinstance(layer, Combined) else [cfg]
-    parts = {group: _joined([_part(node[group], group) for node in nodes]) for group in GROUPS}
+    cfg = compose(f"layer={name}", f"dim={dim}", f"num_heads={num_heads}", *overrides, job="build")
+    return examined(instantiate_layer(cfg), cfg)
+
+
+def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
+    """The same for a layer that was made of a configuration."""
+    nodes = list(_layers(cfg.layer))
+    parts = {group: _joined([_part(node.get(group), group) for node in nodes]) for group in GROUPS}
     inner = [one for one in layer.modules() if isinstance(one, TTTLayer)]
-    block = max(16, *(max(one.optimizer.block, getattr(one.learner, "window", None) or 0) for one in inner))
+    block = max([16, *(max(one.optimizer.block, getattr(one.learner, "window", None) or 0) for one in inner)])
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
     sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
     state = _polynomial(sizes, counts)
@@ -118,8 +203,21 @@ def readable(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def _part(node: DictConfig, group: str) -> tuple[str, str]:
-    """A part's name in the registry, and the settings that differ from its constructor's defaults."""
+def _layers(node: DictConfig) -> Iterator[DictConfig]:
+    """The layers that one is made of."""
+    both = [node.get(name) for name in ("first", "second")]
+    if all(isinstance(one, DictConfig) for one in both):
+        for one in both:
+            yield from _layers(one)
+    else:
+        yield node
+
+
+def _part(node: DictConfig | None, group: str) -> tuple[str, str]:
+    """A part's name in the registry, and the settings that differ from its constructor's defaults; a layer may have
+    none."""
+    if node is None:
+        return "–", ""
     target = str(node._target_)
     name = next((known for (where, known), path in REGISTERED.items() if (where, path) == (group, target)), target)
     defaults = {key: parameter.default for key, parameter in inspect.signature(get_class(target)).parameters.items()}

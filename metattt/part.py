@@ -4,7 +4,7 @@ settings."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 
+DESCRIBED = (
+    *("views", "loss", "forward", "predict", "wrap", "scan"),
+    *("gates", "gates_at", "prepare", "token_steps", "coefficients", "current", "commit", "move"),
+)  # methods that equations are about
 REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a torch module, each a dictionary of its own
 
 
@@ -59,11 +63,33 @@ class Part(nn.Module):
         changed = {name: value for name, value in self._made_with.items() if not _same(value, defaults[name].default)}
         return ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
+    def equations(self) -> list[str]:
+        """What the part computes, an equation a line, for `metattt layers layer=<name>`; a part without symbols of its
+        own says its name, its settings and what its docstring begins with.
+
+        The symbols: x_t is a token, k_t, v_t, q_t (and p_t, b_t) are its views, ℓ_t(W) is its loss, f(x; W) the learner,
+        η_t, α_t, β_t, κ_t are the gates, a_t a decay for every channel, G_t the gradient, and W_t the weights after the
+        token (W_j: after mini-batch j). An optimizer that says nothing of W gets the recurrence of its gates.
+        """
+        summary = " ".join((type(self).__doc__ or "").strip().partition("\n\n")[0].split())
+        settings = self.extra_repr()
+        return [type(self).__name__ + (f"({settings})" if settings else "") + (f": {summary}" if summary else "")]
+
     def __copy__(self) -> Any:
         """A part that shares the tensors, and whose own setup is none of the original's business."""
         copied = object.__new__(type(self))
         copied.__dict__.update(_snapshot(self))
         return copied
+
+
+def says(part: Part, method: str = "equations", about: Iterable[str] = DESCRIBED) -> bool:
+    """Whether what a class says of its parts in `method` holds for this one: no subclass of it has changed one of the
+    methods that it is about."""
+    kinds = type(part).__mro__
+    owner = next(kind for kind in kinds if method in vars(kind))
+    below = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
+    left_open: frozenset[str] = getattr(owner, "__abstractmethods__", frozenset())
+    return not below.intersection(about) - left_open
 
 
 @contextmanager

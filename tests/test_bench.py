@@ -42,7 +42,7 @@ def test_what_is_known_of_a_layer(name: str, causal: bool, state: str | None, gr
 
 
 def test_metattt_layers_lists_every_layer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("metattt.known_layers.known_layers", lambda: ["delta_net", "lact"])
+    monkeypatch.setattr("metattt.known_layers.known_layers", lambda _: ["delta_net", "lact"])
     assert main(["layers", "dim=16", "num_heads=2"]) == 0
     out = capsys.readouterr().out
     for word in ("delta_net", "lact", "swiglu", "block_momentum", "orthogonalize=true", "anchor=online"):

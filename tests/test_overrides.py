@@ -123,7 +123,7 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
         ("hydra.run.dir=x", "output_dir"),
         ("benchmark=delta", "`benchmark` is not chosen by name in `metattt train`"),
         ("=3", "cannot be read"),
-        ("layer=[a,b]", "is not allowed: choose one of attention"),
+        ("layer=[a,b]", "is not allowed: choose one of atlas"),
     ],
 )
 def test_messages_say_the_way(typed: str, expected: str) -> None:

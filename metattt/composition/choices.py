@@ -1,14 +1,16 @@
 """What can be chosen by name: the YAML files of a configuration group, ours and those of other packages."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from itertools import takewhile
 
 
-def choices(group: str) -> dict[str, str]:
-    """Name -> one-line description (the first comment of its file), from our configs and those of other packages."""
-    return {name: _description(file) for name, file in _files(group).items()}
+def choices(group: str, folders: Sequence[Traversable] = ()) -> dict[str, str]:
+    """Name -> one-line description (the first comment of its file), of the files of `files_of`."""
+    return {name: _description(file) for name, file in files_of(group, folders).items()}
 
 
 @cache
@@ -21,7 +23,7 @@ def groups(job: str | None = None) -> dict[str, frozenset[str]]:
             if file.name.endswith(".yaml")
         ]
         return {group: names for name in jobs for group, names in groups(name).items()}
-    return {group: frozenset(_files(group)) for group, _ in _defaults(job)}
+    return {group: frozenset(files_of(group)) for group, _ in _defaults(job)}
 
 
 def unchosen(job: str) -> set[str]:
@@ -55,24 +57,32 @@ def choice_of_schema(group: str, schema: str) -> str | None:
     """The choice of a group whose keys are those of a registered class: of its name, or else a job's default, or
     any."""
     using = [
-        name for name, file in _files(group).items() if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")
+        name
+        for name, file in files_of(group).items()
+        if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")
     ]
     usual = [default for name, default in _defaults("build") if name == group]
     return next((name for name in (schema, *usual, *sorted(using)) if name in using), None)
 
 
-def _files(group: str) -> dict[str, Traversable]:
+def files_of(group: str, folders: Sequence[Traversable] = ()) -> dict[str, Traversable]:
+    """Name -> file of the choices of a group: ours, those of other packages, and those in `folders`."""
     found: dict[str, Traversable] = {}
     packages = ["metattt.configs", *(entry.value for entry in entry_points(group="metattt.configs"))]
     for package in packages:
         try:
-            folder = files(package) / group
-            listed = [file for file in folder.iterdir() if file.name.endswith(".yaml")] if folder.is_dir() else []
+            listed = _listed(files(package) / group)
         except ImportError:  # a package that is broken is reported when something is run
             continue
         for file in listed:
             found.setdefault(file.name.removesuffix(".yaml"), file)
+    for file in (file for folder in folders for file in _listed(folder / group)):
+        found.setdefault(file.name.removesuffix(".yaml"), file)
     return found
+
+
+def _listed(folder: Traversable) -> list[Traversable]:
+    return [file for file in folder.iterdir() if file.name.endswith(".yaml")] if folder.is_dir() else []
 
 
 @cache
@@ -90,10 +100,11 @@ def _defaults(job: str) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
+def comments(file: Traversable) -> list[str]:
+    """The lines that a file begins with, as long as they are comments."""
+    return list(takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines()))
+
+
 def _description(file: Traversable) -> str:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            return ""
-        if not line.startswith("# @package"):
-            return line.lstrip("# ")
-    return ""
+    said = (line.lstrip("# ") for line in comments(file) if not line.startswith(("# @package", "# family:")))
+    return next(said, "")

@@ -47,6 +47,8 @@ KEYS = {
     "folder": Key(str),
     "sort": Key(str, True),
     "descending": Key(bool, True),
+    "family": Key(str, True),
+    "output": Key(str, True),
 }
 FILLED_IN = ("given",)
 """Keys that the program sets, and nobody else."""

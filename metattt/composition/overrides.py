@@ -3,6 +3,8 @@ anything."""
 
 import re
 from collections.abc import Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,6 +23,7 @@ from metattt.registry import PARAMETERS
 FREE_TEXT = (
     "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume", "init_from",
     "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder",
+    "output", "family",
 )  # fmt: skip
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
 
@@ -148,6 +151,21 @@ def _search_path(override: str) -> str:
             one = f"file://{folder}"
         urls.append(_quoted(one))
     return f"{SEARCH_PATH}=[{','.join(urls)}]"
+
+
+def searched(overrides: Sequence[str]) -> list[Traversable]:
+    """The folders of configurations that overrides add (`hydra.searchpath`).
+
+    Raises:
+        MetaTTTError: as `prepare`.
+    """
+    given = [one for one in overrides if one.partition("=")[0].lstrip("+") == SEARCH_PATH]
+    urls = [str(url) for one in given for url in _parse(_search_path(one)).value()]  # type: ignore[union-attr]
+    return [_located(*url.split("://", 1)) for url in urls]
+
+
+def _located(scheme: str, place: str) -> Traversable:
+    return files(place) if scheme == "pkg" else Path(place)
 
 
 def _unquoted(text: str) -> str:

@@ -125,6 +125,17 @@ class Learner(Part, ABC):
                 self.slow["norm_bias"] = nn.Parameter(torch.zeros(num_heads, d_out))
         return self
 
+    def equations(self) -> list[str]:
+        name = type(self).__name__
+        plain = type(self).wrap is Learner.wrap and type(self).predict is Learner.predict
+        value = f"{name}(x; W)"
+        return [f"f(x; W) = {self.wrapped(value) if plain else value}", *super().equations()]
+
+    def wrapped(self, y: str, x: str = "x") -> str:
+        """What `wrap` does, in symbols."""
+        y = f"LN({y})" if self.norm else y
+        return f"{x} + {y}" if self.residual else y
+
     def predict(self, w: FastWeights, x: Tensor) -> Tensor:
         """What the layer calls: `forward` with the residual and norm switches applied."""
         return self.wrap(w, x, self(w, x))

@@ -71,6 +71,17 @@ class Convolution(Learner):
             "b2": Weight(second[-1:], std=0.0),
         }
 
+    def equations(self) -> list[str]:
+        if self.over == "features":
+            value = f"conv2({self.activation}(conv1(x)))"
+            what = (
+                f"conv1, conv2: {self.width} taps over the features of a token, 1 to {self.channels} channels and back"
+            )
+            return [f"f(x; W) = {self.wrapped(value)}", what]
+        value = f"{self.activation}(Σ_j x_{{t−{self.width}+j}} W1_j + b1) W2 + b2"
+        what = f"j = 1…{self.width}, zeros before the mini-batch"
+        return [f"f(x; W)_t = {self.wrapped(value, 'x_t')}, {what}"]
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         activation = ACTIVATIONS[self.activation]
         if self.over == "features":

@@ -59,6 +59,16 @@ class GlobalEstimator(NonParametric):
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         return {}
 
+    def equations(self) -> list[str]:
+        below = "Σ_s κ(q_t, k_s)" if self.normalize else "N"
+        usual = "√d" if self.kernel == "exponential" else "d"
+        h = usual if self.bandwidth is None else f"{self.bandwidth:g}"
+        kernel = f"exp(q·k/{h}): softmax attention" if self.kernel == "exponential" else f"q·k/{h}"
+        return [
+            f"f(q_t) = Σ_s κ(q_t, k_s) v_s / {below}, s over all N tokens of the call (not causal)",
+            f"κ(q, k) = {kernel}",
+        ]
+
     def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and the number of tokens seen, `[B]`: a call with a state is refused by it."""
         if state or ctx.first is not None:

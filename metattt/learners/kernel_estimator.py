@@ -81,6 +81,27 @@ class KernelEstimator(NonParametric):
             weights |= {"k0": Weight((d_in,), fast=False), "v0": Weight((d_out,), fast=False)}
         return weights
 
+    def equations(self) -> list[str]:
+        seen = "s ≤ t" if self.window is None else f"t − {self.window} < s ≤ t"
+        seen += f" or s ≤ {self.sinks}" if self.sinks else ""
+        if self.kernel == "nearest":
+            value = f"mean of v_s over the {self.neighbours} nearest k_s to q_t, {seen}"
+        else:
+            value = f"Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s){' + b' if self.with_bias else ''}, {seen}"
+        if self.with_bias and self.kernel == "nearest":
+            value = f"({value}) + b"
+        lines = [
+            f"f(q_t) = {self.wrapped('y_t', 'q_t')}, y_t = {value}"
+            if self.residual or self.norm
+            else f"f(q_t) = {value}"
+        ]
+        h = "√d" if self.bandwidth is None else f"{self.bandwidth:g}"
+        if self.kernel == "exponential":
+            lines.append(f"κ(q, k) = exp(q·k/{h}): softmax attention")
+        elif self.kernel == "gaussian":
+            lines.append(f"κ(q, k) = exp(−‖q − k‖²/2h), h = {h}")
+        return [*lines, "(k_0, v_0) is learned, and every query sees it"] if self.learn_init else lines
+
     def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]` for the queries, and the data with the new tokens appended.
 

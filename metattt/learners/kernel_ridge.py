@@ -54,6 +54,19 @@ class KernelRidge(NonParametric):
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         return {}
 
+    def equations(self) -> list[str]:
+        value = "κ(q_t, K)(κ(K, K) + λI)⁻¹ V"
+        value = f"{self.wrapped('y_t', 'q_t')}, y_t = {value}" if self.residual or self.norm else value
+        h = "√d" if self.bandwidth is None else f"{self.bandwidth:g}"
+        kernel = {"linear": "q·k", "gaussian": f"exp(−‖q − k‖²/2h), h = {h}", "exponential": f"exp(q·k/{h})"}[
+            self.kernel
+        ]
+        return [
+            f"f(q_t) = {value}, λ = {self.ridge:g}, K and V the k_s and v_s of all s ≤ t",
+            f"κ(q, k) = {kernel}",
+            "which is the minimum of Σ_{s≤t} ½‖f(k_s) − v_s‖² + ½λ‖f‖²",
+        ]
+
     def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and the data with its factor: `k`, `solved` = Z `[B, H, S, d]`, `factor` = L
         `[B, H, S, S]`.

@@ -33,5 +33,8 @@ class Linear(Learner):
     def linear_map(self) -> tuple[str, str | None] | None:
         return None if self.residual or self.norm else ("w1", "b1" if self.with_bias else None)
 
+    def equations(self) -> list[str]:
+        return [f"f(x; W) = {self.wrapped('x W + b' if self.with_bias else 'x W')}"]
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.linear(x, "w1", "b1" if self.with_bias else None)

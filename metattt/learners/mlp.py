@@ -78,6 +78,16 @@ class MLP(Learner):
                 weights[f"b{i}"] = Weight(shape[1:], std=0.0)
         return weights
 
+    def equations(self) -> list[str]:
+        value = "x"
+        for i in range(1, self.depth + 1):
+            value = f"{value} W{i}" + (f" + b{i}" if self.with_bias else "")
+            if i < self.depth and self.activation != "identity":
+                value = f"{self.activation}({value})"
+            elif i < self.depth:
+                value = f"({value})"
+        return [f"f(x; W) = {self.wrapped(value)}"]
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         for i in range(1, self.depth + 1):
             x = w.linear(x, f"w{i}", f"b{i}" if self.with_bias else None)

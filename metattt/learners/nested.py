@@ -62,6 +62,15 @@ class NestedTTT(ModuleLearner):
             self.module = Outputs(self.layer(dim=d_in, group_size=0))
             return super().setup(num_heads, d_in, d_out)
 
+    def equations(self) -> list[str]:
+        from metattt.equations import equations, text  # of layers, which hold learners
+
+        module, weights = self._own(), {name: weight[0].view(self._shapes[name]) for name, weight in self.init.items()}
+        with self._holding(module, weights, next(iter(weights.values())).dtype):
+            said = [one for one in equations(module.get_submodule("layer")) if one.title != "computed"]
+        inner = (f"  {line}" for line in text(said).splitlines())
+        return [f"f(x; W) = {self.wrapped('layer(x)')}, W the parameters of this layer:", *inner]
+
     def can_vmap(self) -> bool:
         # Under torch.vmap the inner layer takes its gradients with torch.func, which saved-tensor hooks (recomputation)
         # rule out.

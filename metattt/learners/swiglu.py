@@ -34,5 +34,8 @@ class SwiGLU(Learner):
         shapes = {"w0": (d_in, hidden), "w1": (hidden, d_out), "w2": (d_in, hidden)}
         return {name: Weight(shape, std=shape[0] ** -0.5) for name, shape in shapes.items()}
 
+    def equations(self) -> list[str]:
+        return [f"f(x; W) = {self.wrapped('(silu(x W0) ∘ (x W2)) W1')}"]
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.linear(F.silu(w.linear(x, "w0")) * w.linear(x, "w2"), "w1")

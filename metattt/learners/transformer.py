@@ -75,6 +75,13 @@ class Transformer(Learner):
             **{f"shift{i}": Weight((d_in,), std=0.0) for i in (1, 2)},
         }
 
+    def equations(self) -> list[str]:
+        width, heads = ("d", "") if self.num_heads == 1 else (f"(d/{self.num_heads})", f", {self.num_heads} heads")
+        return [
+            f"f(x; W) = {self.wrapped('h + gelu_tanh(LN(h) W1 + b1) W2 + b2')}, h = x + A(LN(x))",
+            f"A(x) = softmax((x Wq)(x Wk)ᵀ/√{width})(x Wv) Wo{heads}, over the tokens of the mini-batch up to each one",
+        ]
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         h = x + self.attention(w, w.bias(w.scale(standardize(x), "scale1"), "shift1"))
         hidden = w.linear(w.bias(w.scale(standardize(h), "scale2"), "shift2"), "w1", "b1")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
 from metattt.modules import spread
-from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
-from metattt.optimizers.gradient_descent import StepSize
+from metattt.optimizers.base import Anchor, Coefficients, Gates, InnerOptimizer, Read
+from metattt.optimizers.gradient_descent import SHARING, StepSize
 from metattt.optimizers.momentum import Gate, check_gates
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -62,6 +62,17 @@ class BlockRule(StepSize):
     @abstractmethod
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
         """New `commit` (and `roles`) from the carry, whose `update` holds `−Σ_s η_s G_s`; pooled gates are `[B, H]`."""
+
+    def equations(self) -> list[str]:
+        """η_t, and the sum of gradients that `move` is given; what it makes of them is for the subclass to say."""
+        eta = [line.replace("_t", "_s") for line in super().equations()]
+        own = type(self).equations is BlockRule.equations
+        unsaid = [f"W_j = {type(self).__name__}.move(W_{{j−1}}, U_j)", *InnerOptimizer.equations(self)] if own else []
+        return [
+            *eta,
+            f"U_j = −Σ_s {'η_s G_s' if eta else 'G_s'}, s over the {self.mini_batch_size} tokens of mini-batch j",
+            *unsaid,
+        ]
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -184,6 +195,33 @@ class BlockMomentum(BlockRule):
                 torch.full((count,), self.scale + math.log(-math.expm1(-self.scale)))
             )  # softplus of it is η_base
 
+    def equations(self) -> list[str]:
+        *eta, step = super().equations()
+        if self.per_weight:
+            eta = ["η_s = softplus(θ_η x_s + c_η), θ and c of each head and weight"]
+            step = step.replace("Σ_s G_s", "Σ_s η_s G_s")
+        momentum, decay = (
+            "" if gate == "none" else f"{symbol}_j " for symbol, gate in (("β", self.momentum), ("α", self.decay))
+        )
+        moved = "S_j" if momentum else "U_j"
+        lines = [*self._pool("α", self.decay_gate), *self._pool("β", self.momentum_gate)]
+        lines += [f"S_j = {momentum}S_{{j−1}} + U_j"] if momentum else []
+        if self.orthogonalize:
+            iterations = f"{len(SCHEDULES[self.newton_schulz])} Newton–Schulz iterations on matrices (Muon)"
+            lines.append(f"W_j = {decay}W_{{j−1}} + NS({moved}), NS: {iterations}")
+        else:
+            lines.append(f"W_j = {decay}W_{{j−1}} + {moved}")
+        if self.row_norm:
+            lines.append("then the weights of every output of a matrix are rescaled to their norm in W_0")
+        return [*eta, step, *lines]
+
+    def _pool(self, symbol: str, gate: Gate) -> list[str]:
+        """A gate in symbols, as `move` gets it."""
+        if gate.source not in SHARING:
+            return [line.replace(f"{symbol}_t", f"{symbol}_j") for line in gate.equations(symbol)]
+        logit, words = f"θ_{symbol} x_s + c_{symbol}", SHARING[gate.source]
+        return [f"{symbol}_j = {f'σ(mean_s({logit}))' if self.pool == 'logits' else f'mean_s σ({logit})'}, {words}"]
+
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
         alpha, beta = (self._pooled(gate, x) for gate in (self.decay_gate, self.momentum_gate))
@@ -239,6 +277,9 @@ class Sign(BlockRule):
     """`W_j = W_{j−1} + |η_base| · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is
     taken of."""
 
+    def equations(self) -> list[str]:
+        return [*super().equations(), f"W_j = W_{{j−1}} + {self.size:g} sign(U_j)"]
+
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
         return {"commit": {name: x + self.size * carry["update"][name].sign() for name, x in carry["commit"].items()}}
 
@@ -275,6 +316,15 @@ class Adam(BlockRule):
             check_number(f"optimizer.{key}", value, least=0, below=1)
         check_number("optimizer.eps", eps, above=0)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
+
+    def equations(self) -> list[str]:
+        one, two = self.beta1, self.beta2
+        return [
+            *super().equations(),
+            f"m_j = {one:g} m_{{j−1}} + {1 - one:g} U_j",
+            f"n_j = {two:g} n_{{j−1}} + {1 - two:g} U_j²",
+            f"W_j = W_{{j−1}} + {self.size:g} m̂_j/(√n̂_j + {self.eps:g}), m̂_j = m_j/(1 − {one:g}^j), n̂_j = n_j/(1 − {two:g}^j)",
+        ]
 
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
         first: Tensors = {}

@@ -93,6 +93,20 @@ class ChannelDecay(StepSize):
         else:
             self.bias = nn.Parameter(torch.zeros(dim))
 
+    def equations(self) -> list[str]:
+        hidden = f"U {'tanh(V x_t)' if self.tanh else 'V x_t'}"
+        rank = "d" if self.rank == "head_dim" else self.rank
+        where = "s_t = θ_a x_t + c_a" if self.rank is None else f"s_t = {hidden} + c_a, V to {rank} features and U to all channels"
+        power = "" if self.temperature == 1 else f"^(1/{self.temperature:g})"
+        low = f"{self.lower_bound:g} + {1 - self.lower_bound:g} " if self.lower_bound else ""
+        decay = {
+            "softplus": "exp(−A softplus(s_t)), A of each head",
+            "bounded": f"exp(−{self.strongest:.4g} σ(s_t))",
+            "sigmoid": f"{low}σ(s_t){power}",
+        }[self.decay]
+        tied = ["k_t ← k_t ∘ (1 − a_t)"] if self.tied else []
+        return [*super().equations(), f"a_t = {decay}", where, *tied]
+
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -19,6 +19,15 @@ class DeltaGradientDescent(Momentum):
     Args: see `Momentum`; the learner is linear and the gradient is taken token by token.
     """
 
+    def equations(self) -> list[str]:
+        lines = super().equations()
+        if self.lr == "constant" and self.decay != "mamba2":
+            eta = [f"η_t = {self.scale / (1 + self.scale):g}"]
+            lines = [line for line in lines if not line.startswith("η_t")]
+        else:
+            eta = ["η_t ← η_t/(1 + η_t)"]
+        return [*lines, *eta, "p_t ← p_t + k_t, where the task has no p_t it is k_t"]
+
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
     ) -> tuple[Views, Gates, Tensors]:

@@ -17,6 +17,9 @@ from metattt.registry import register
 from metattt.room import check_room
 from metattt.state import Context, Tensors
 
+SHARING = {"per_head": "θ and c of each head", "shared": "one θ and c for all heads"}
+"""In words: what learned gates share."""
+
 
 class StepSize(InnerOptimizer):
     """A rule whose tokens have a step size, `η = η_base · σ(θ_lr x + c)` (arXiv 2407.04620, Sec. 2.7).
@@ -72,6 +75,13 @@ class StepSize(InnerOptimizer):
             eta = self.scale * torch.sigmoid(logit).mT
         return Gates(eta.expand(-1, self.num_heads, -1)), state
 
+    def equations(self) -> list[str]:
+        if self.lr == "constant":
+            return [] if self.scale == 1 else [f"η_t = {self.scale:g}"]
+        factor = "" if self.base_lr == 1 else f"{self.base_lr:g} "
+        value = f"{factor}σ(θ_η x_t + c_η){'/d' if self.lr_scale == 'head_dim' else ''}"
+        return [f"η_t = {value}, {SHARING[self.lr]}"]
+
 
 @register(group="optimizer", name="gradient_descent")
 class GradientDescent(StepSize):
@@ -114,6 +124,13 @@ class GradientDescent(StepSize):
             heads = num_heads if self.token_step_sharing == "per_head" else 1
             check_room(heads * self.mini_batch_size, "the token steps", "lower optimizer.mini_batch_size")
             self.token_step_offset = nn.Parameter(torch.zeros(heads, self.mini_batch_size))
+
+    def equations(self) -> list[str]:
+        lines = super().equations()
+        if self.token_step_sharing != "none":
+            heads = "shared by the heads" if self.token_step_sharing == "shared" else "of each head"
+            lines.append(f"τ_i = max(0, 1/i + δ_i), i = 1…b the place of t in its mini-batch, δ learned, {heads}")
+        return lines
 
     def token_steps(self) -> Tensor | None:
         if self.token_step_sharing == "none":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
 from metattt.optimizers.base import Anchor, Gates, Read
-from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.optimizers.gradient_descent import SHARING, GradientDescent
 from metattt.registry import register
 from metattt.state import Context, Tensors
 
@@ -90,6 +90,13 @@ class Momentum(GradientDescent):
         self.momentum_gate = Gate(self.momentum, self.momentum_init, dim, num_heads)
         self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
 
+    def equations(self) -> list[str]:
+        if self.decay == "mamba2":
+            lines = ["η_t = softplus(θ_η x_t + c_η), θ and c of each head", "α_t = exp(−η_t a), a of each head"]
+        else:
+            lines = [*super().equations(), *self.decay_gate.equations("α")]
+        return [*lines, *self.momentum_gate.equations("β")]
+
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
         eta, alpha = gates.eta, self.decay_gate(x)
@@ -129,6 +136,17 @@ class Gate(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.source!r}"
+
+    def equations(self, symbol: str) -> list[str]:
+        """The gate in symbols, if there is one."""
+        learned = f"{symbol}_t = σ(θ_{symbol} x_t + c_{symbol})"
+        known = {
+            "none": [],
+            "constant": [f"{symbol}_t = {self.initial:g}"],
+            "retnet": [f"{symbol}_t = 1 − 2^(−5−h) in head h = 0…{self.num_heads - 1}"],
+            **{sharing: [f"{learned}, {words}"] for sharing, words in SHARING.items()},
+        }
+        return known.get(self.source, [f"{symbol}_t: {self.source}, of the token"])
 
     def logit(self, x: Tensor) -> Tensor:
         """`θ x + c` in fp32 or wider: `[B, T, D]` to `[B, H or 1, T]`."""

@@ -72,6 +72,14 @@ class Preconditioned(Momentum):
         self.curvature_decay = Gate("per_head", self.curvature_decay_init, dim, num_heads)
         self.curvature_step = Gate("per_head", 0.5, dim, num_heads)
 
+    def equations(self) -> list[str]:
+        return [
+            *super().equations(),
+            "A_t = γ_t A_{t−1} + ω_t k_t², γ_t = σ(θ_γ x_t + c_γ), ω_t = σ(θ_ω x_t + c_ω), of each head",
+            f"M_t = {self.squash:g}^(−r/(1 + |r|)), r = log(A_t + ε) − c, c of each head",
+            "p_t = k_t, and then k_t ← M_t ∘ k_t",
+        ]
+
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
     ) -> tuple[Views, Gates, Tensors]:

@@ -54,6 +54,14 @@ class WholeSequence(InnerOptimizer):
     def chunk(self) -> int:
         return self.compute_chunk or 2048
 
+    def equations(self) -> list[str]:
+        over = "all N tokens" if self.sampling == "full" else "those of part i, drawn per head"
+        count = "N" if self.sampling == "full" or self.steps == 1 else f"N/{self.steps}"
+        eta = f"η = {self.base_lr:g}/(d {count}), N tokens of the call"
+        if self.steps == 1:
+            return [eta, "W_1 = W_0 − η Σ_s ∇ℓ_s(W_0), s over all N tokens"]
+        return [eta, f"W_i = W_{{i−1}} − η Σ_s ∇ℓ_s(W_{{i−1}}), i = 1…{self.steps}, s over {over}"]
+
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         wide = torch.promote_types(x.dtype, torch.float32)
         count = ctx.lengths.to(wide) / (self.steps if self.sampling == "sgd" else 1)

@@ -92,6 +92,10 @@ class Task(Part, ABC):
         """
         raise MetaTTTError(f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false")
 
+    def slope(self, prediction: str) -> str | None:
+        """`∂ℓ_t/∂prediction` in symbols, for `metattt layers layer=<name>`; None: it is not written out."""
+        return f"{prediction} − v_t" if self.squared_error else None
+
     @abstractmethod
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
         """ℓ per token: predictions `[B, H, T, d]` and labels `[B, H, T, ·]` to `[B, H, T]`. Tokens must not mix."""

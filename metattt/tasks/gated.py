@@ -63,6 +63,18 @@ class GatedViews(Reconstruction):
         if self.correction is not None:
             self.correction_factor = nn.Parameter(torch.full((num_heads,), float(self.correction)))
 
+    def equations(self) -> list[str]:
+        lines = super().equations()
+        if self.write == "per_channel":
+            lines = [line.replace("v_t = ", "v_t = σ(θ_w x_t) ∘ ") if line.startswith("v_t") else line for line in lines]
+        scale = "" if self.erase_scale == 1 else f"{self.erase_scale:g} "
+        if self.erase != "none":
+            gate = "e = σ(c_e) of each head" if self.erase == "constant" else "e = σ(θ_e x_t)"
+            lines.append(f"p_t = {scale}{'e k_t' if self.erase == 'constant' else 'e ∘ k_t'}, {gate}")
+        if self.correction is not None:
+            lines.append(f"q_t ← q_t − g {'k_t' if self.erase == 'none' else 'p_t'}, g learned for each head")
+        return lines
+
     def views(
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:

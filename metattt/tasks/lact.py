@@ -53,6 +53,17 @@ class LaCTViews(Reconstruction):
         self.rope_width = dim // heads
         self.qk_scale, self.qk_offset = nn.Parameter(torch.ones(2, dim)), nn.Parameter(torch.zeros(2, dim))
 
+    def equations(self) -> list[str]:
+        norm = "RMSNorm(θ{0} x_t)" if self.qk_norm else "θ{0} x_t"
+        k, q = (f"RoPE_t(u/‖u‖), u = silu(s_{i} ∘ {norm.format(i)} + o_{i})" for i in "KQ")
+        lines = [f"k_t = {k}", f"v_t = {'silu(θV x_t)' if self.silu_v else 'θV x_t'}", f"q_t = {q}"]
+        width = f"pairs of features of heads {self.rope_width} wide"
+        return [
+            *lines,
+            "ℓ_t(W) = −⟨v_t, f(k_t; W)⟩",
+            f"RoPE_t: by the position of t in its document, base {self.rope_theta:g}, {width}",
+        ]
+
     def views(
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:

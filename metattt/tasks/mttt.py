@@ -43,6 +43,15 @@ class DecodedReconstruction(Task):
             self.norm_scale = nn.Parameter(torch.ones(num_heads, dim))
             self.norm_bias = nn.Parameter(torch.zeros(num_heads, dim))
 
+    def equations(self) -> list[str]:
+        decoded = "LN(f(k_t; W) g + c)" if self.decoder_norm else "f(k_t; W) g + c"
+        return [
+            "k_t = φ x_t + b_φ",
+            "v_t = x_t, all D features, for every head",
+            "q_t = ψ x_t + b_ψ",
+            f"ℓ_t(W) = ½‖{decoded} − v_t‖², g of each head, c of all",
+        ]
+
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
         k, q = (view(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for view in (self.phi, self.psi))
         return Views(k, x.to(k.dtype).unsqueeze(1).expand(-1, self.num_heads, -1, -1), q), state

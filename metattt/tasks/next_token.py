@@ -24,6 +24,10 @@ class NextToken(Reconstruction):
         super().build(dim, num_heads, head_dim)
         self.start = nn.Parameter(torch.zeros(self.groups, 1, head_dim))
 
+    def equations(self) -> list[str]:
+        k, *others = super().equations()
+        return ["k_t = p_{t−1}, p_0 learned", k.replace("k_t =", "p_t ="), *others]
+
     def views(
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:

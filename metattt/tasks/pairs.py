@@ -53,6 +53,10 @@ class Pairs(Reconstruction):
         self.k, self.v = projection(dim, width, False), projection(dim, width, False)
         self.strength = projection(dim, self.count * num_heads, False)
 
+    def equations(self) -> list[str]:
+        own = f"{self.count} pairs a token, with θK, θV and a weight ω_t = {self.scale:g} σ(θ_ω x_t) of their own"
+        return [*super().equations(), own]
+
     def views(
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:

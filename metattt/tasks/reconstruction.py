@@ -21,6 +21,15 @@ Projected = tuple[Tensor, Tensor, Tensor]
 
 NORM_EPS = 1e-5  # of `qk_norm`, as in the released code of LaCT
 
+LOSSES = {
+    "squared": ("½‖{p} − v_t‖²", "{p} − v_t"),
+    "mean_squared": ("‖{p} − v_t‖²/d", "({p} − v_t)·2/d"),
+    "dot": ("−⟨v_t, {p}⟩", "−v_t"),
+    "huber": ("Σ huber_{delta:g}({p} − v_t)", "clip({p} − v_t, ±{delta:g})"),
+    "cosine": ("1 − cos({p}, v_t)", None),
+}
+"""In symbols: each loss of a prediction p, and its derivative by p."""
+
 FEATURE_MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": F.silu}
 
 
@@ -125,6 +134,47 @@ class Reconstruction(Task):
         if self.qk_norm:
             keys = width if self.shared_qk else groups * head_dim
             self.q_norm, self.k_norm = nn.RMSNorm(width, eps=NORM_EPS), nn.RMSNorm(keys, eps=NORM_EPS)
+
+    def equations(self) -> list[str]:
+        loss = LOSSES.get(self.loss_name, (f"{self.loss_name}({{p}}, v_t)", None))[0]
+        lines = [
+            "k_t = 1 in every channel" if self.no_key else f"k_t = {self._in_symbols('K')}",
+            f"v_t = θV x_t{' + b_V' if self.bias else ''}",
+            f"q_t = {self._in_symbols('Q')}",
+            f"ℓ_t(W) = {loss.format(p='f(k_t; W)', delta=self.huber_delta)}",
+        ]
+        if self.shared_qk:
+            lines.append(f"conv_K, conv_Q: causal, {self.conv_width} tokens, each channel by itself")
+        if self.rope != "none":
+            place = "t in its mini-batch" if self.rope == "mini_batch" else "t in its document"
+            lines.append(f"RoPE_t: by the position of {place}, base {self.rope_theta:g}")
+        if self.groups != self.num_heads:
+            lines.append(f"k and v have {self.groups} heads, each for {self.num_heads // self.groups} of q")
+        return lines
+
+    def slope(self, prediction: str) -> str | None:
+        slope = LOSSES.get(self.loss_name, ("", None))[1]
+        return None if slope is None else slope.format(p=prediction, delta=self.huber_delta)
+
+    def _in_symbols(self, view: str) -> str:
+        """The view K or Q of x_t."""
+        value = f"conv_{view}(θQ x)_t" if self.shared_qk else f"θ{view} x_t"
+        if self.bias:
+            value = f"conv_{view}(θQ x + b_Q)_t" if self.shared_qk else f"{value} + b_{view}"
+        if self.qk_norm:
+            value = f"RMSNorm({value})"
+        if self.feature_map != "identity":
+            value = f"elu({value}) + 1" if self.feature_map == "elu" else f"{self.feature_map}({value})"
+        where = ""
+        if self.normalize_qk:
+            value, where = "u/‖u‖", f", u = {value}"
+        if self.rope != "none":
+            value = f"RoPE_t({value})"
+        if view == "K" and self.corruption == "noise":
+            value = f"{value} + {self.corruption_rate:g} ε, ε normal"
+        elif view == "K" and self.corruption == "mask":
+            value = f"({value}) ∘ m, m = 0 for {self.corruption_rate:g} of the entries and 1 elsewhere"
+        return value + where
 
     def project(self, x: Tensor) -> Projected:
         if self.shared_qk or self.no_key:

@@ -43,6 +43,18 @@ class RWKV7Views(Reconstruction):
         self.removal_scale = nn.Parameter(torch.full((dim,), 0.85))  # ξ
         self.replacement_rate = nn.Parameter(torch.ones(dim))  # s
 
+    def equations(self) -> list[str]:
+        rank = "d" if self.rank == "head_dim" else self.rank
+        return [
+            "k_t = θK x_t ∘ (1 + (r_t − 1) ∘ s)",
+            "v_t = θV x_t",
+            "q_t = θQ x_t",
+            "p_t = u/‖u‖, u = ξ ∘ θK x_t",
+            "b_t = r_t ∘ p_t",
+            f"r_t = σ(U V x_t + c), V to {rank} features and U to all channels; ξ and s of every channel",
+            "ℓ_t(W) = ½‖f(k_t; W) − v_t‖²",
+        ]
+
     def views(
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:

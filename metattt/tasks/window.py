@@ -64,6 +64,14 @@ class WindowViews(Reconstruction):
             roots = [math.factorial(i) ** -0.5 for i in range(1, self.degree + 1)]
             self.coefficient_roots = nn.Parameter(torch.tensor(roots))  # √s
 
+    def equations(self) -> list[str]:
+        weight = "ω_t = 1" if self.gate == "none" else "ω_t = σ(θ_ω x + c_ω) of that token, θ and c of each head"
+        lines = [*super().equations(), f"the pairs of a token are those of the last {self.window} tokens, each with {weight}"]
+        if self.degree > 1:
+            features = f"the monomials up to degree {self.degree}, φ(a)·φ(b) = Σ_i s_i (a·b)^i, s learned"
+            lines.append(f"k_t ← φ(k_t), q_t ← φ(q_t): {features}")
+        return lines
+
     def views(
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:

@@ -494,6 +494,13 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         """
         dim=<0|-1|7|abc|null|1000000000>
         num_heads=<0|-1|3|abc|1.5>
+        family=<nothing|3>
+        output=<@file|@text|/proc/nobody/a.md|@file/below.md>
+        layer=<nobody|3>
+        layer=delta_net family=3
+        layer=delta_net output=a.md
+        layer=delta_net optimizer.momentum=0.5
+        learner=kernel_estimator
         +anything=1
         ~dim
         """,

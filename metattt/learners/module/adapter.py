@@ -137,6 +137,9 @@ class ModuleLearner(Learner):
             raise MetaTTTError(f"{name} has no trainable parameter, so there is nothing for the inner loop to learn")
         return found
 
+    def equations(self) -> list[str]:
+        return [f"f(x; W) = {self.wrapped(f'{type(self.module).__name__}(x; W)')}, W its trainable parameters"]
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         if self.refusal is None and not self.mixes_tokens:
             return self._together(w, x)

@@ -1,0 +1,269 @@
+"""`metattt layers layer=<name>`: the equations that are printed are those of the parts and their settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metattt import TTTLayer, build
+from metattt.cli import main
+from metattt.equations import equations, text
+from metattt.learners import MLP, Learner, Linear, Weight
+from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Sign
+from metattt.tasks import Reconstruction, Task, Views
+
+SIZE = ("dim=16", "num_heads=2")
+
+
+def lines(layer: nn.Module | str, *overrides: str) -> list[str]:
+    """The equations, without their titles."""
+    made = build(f"layer={layer}", *SIZE, *overrides) if isinstance(layer, str) else layer
+    return [line for section in equations(made) for line in section.lines]
+
+
+DELTA = "W_t = W_{t−1} − η_t k_tᵀ(k_t W_{t−1} − v_t)"
+GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
+
+
+@pytest.mark.parametrize(
+    ("layer", "overrides", "expected"),
+    [
+        ("delta_net", [], [DELTA, "η_t = σ(θ_η x_t + c_η), θ and c of each head", "z_t = q_t W_t", "f(x; W) = x W"]),
+        ("delta_net", [], 
+         ["k_t = u/‖u‖, u = silu(θK x_t)", "ℓ_t(W) = ½‖f(k_t; W) − v_t‖²", "y_t = θO LN(z_t), z_t of the 2 heads side by side"]),
+        ("delta_net", ["optimizer.lr=constant", "optimizer.base_lr=0.5"], [DELTA, "η_t = 0.5"]),
+        ("delta_net", ["optimizer.lr=constant"], ["W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t)"]),
+        ("delta_net", ["task.loss=dot"], ["G_t = ∇ℓ_t(W_{t−1}) = −k_tᵀ v_t", "W_t = W_{t−1} + η_t k_tᵀ v_t"]),
+        ("delta_net", ["task.loss=mean_squared"], ["W_t = W_{t−1} − η_t k_tᵀ(k_t W_{t−1} − v_t)·2/d"]),
+        ("delta_net", ["task.loss=cosine"], ["ℓ_t(W) = 1 − cos(f(k_t; W), v_t)", "W_t = W_{t−1} − η_t G_t"]),
+        ("delta_net", ["optimizer.read=exclusive"], ["z_t = q_t W_{t−1}"]),
+        ("delta_net", ["learner.bias=true"], ["G_t = ∇ℓ_t(W_{t−1}) = k_tᵀ e_t for W and e_t for b, e_t = k_t W_{t−1} + b − v_t"]),
+        ("delta_net", ["task.normalize_qk=false", "task.rope=full"], ["k_t = RoPE_t(silu(θK x_t))"]),
+        ("gated_delta_net", [], [GATED, "α_t = σ(θ_α x_t + c_α), θ and c of each head"]),
+        ("gated_delta_net", ["optimizer.decay=none"], [DELTA]),
+        ("gated_delta_net", ["optimizer.decay=shared"], ["α_t = σ(θ_α x_t + c_α), one θ and c for all heads", GATED]),
+        ("gated_delta_net", ["optimizer.gradient_at=previous"], ["W_t = α_t W_{t−1} − η_t k_tᵀ(k_t W_{t−1} − v_t)"]),
+        ("gated_delta_net", ["optimizer.momentum=constant"], ["β_t = 0.9", "W_t = α_t W_{t−1} + S_t"]),
+        ("linear_attention", [], ["W_t = W_{t−1} + k_tᵀ v_t"]),
+        ("kda", [], ["W_t = Diag(a_t) W_{t−1} − η_t k_tᵀ(k_t Diag(a_t) W_{t−1} − v_t)", "a_t = exp(−A softplus(s_t)), A of each head"]),
+        ("kda", ["task.loss=dot", "optimizer.rank=null"], ["W_t = Diag(a_t) W_{t−1} + η_t k_tᵀ v_t", "s_t = θ_a x_t + c_a"]),
+        ("hgrn2", [], ["k_t = 1 in every channel", "k_t ← k_t ∘ (1 − a_t)", "W_t = Diag(a_t) W_{t−1} + k_tᵀ v_t"]),
+        ("rwkv7", [], ["W_t = Diag(a_t) W_{t−1} − (b_tᵀ(p_t W_{t−1}) − k_tᵀ v_t)", "b_t = r_t ∘ p_t"]),
+        ("comba", [], ["W_t = α_t W_{t−1} − η_t k_tᵀ(p_t W_{t−1} − v_t)", "p_t = e k_t, e = σ(c_e) of each head"]),
+        ("delta_product", [], ["W_t = W_{t−1} − ω_t k_tᵀ(k_t W_{t−1} − v_t)"]),
+        ("omega_net", [], ["W_t = α_t W_{t−1} − η_t ω_t k_tᵀ(k_t W_{t−1} − v_t)"]),
+        ("retnet", [], ["α_t = 1 − 2^(−5−h) in head h = 0…1", "W_t = α_t W_{t−1} + k_tᵀ v_t"]),
+        ("mamba2", [], ["α_t = exp(−η_t a), a of each head", "W_t = α_t W_{t−1} + η_t k_tᵀ v_t"]),
+        ("mamba2", ["optimizer.pull=true"], ["W_t = α_t W_{t−1} + (1 − α_t) W_0 + η_t k_tᵀ v_t"]),
+        ("ttt_linear", [], ["f(x; W) = x + LN(x W + b)", "η_t = σ(θ_η x_t + c_η)/d, θ and c of each head", "W_t = W_a + τ_i M_t"]),
+        ("ttt_linear", [], ["k_t = RoPE_t(conv_K(θQ x)_t)", "y_t = θO (LN(z_t) ∘ gelu_tanh(θG x_t)), z_t of the 2 heads side by side"]),
+        ("ttt_linear", ["optimizer.mini_batch_size=4"], 
+         ["W_a: the weights after the last mini-batch that was whole before t's own, b = 4 tokens"]),
+        ("ttt_linear", ["optimizer.token_steps=none"], ["G_t = ∇ℓ_t(W_a)", "W_t = W_{t−1} − η_t G_t"]),
+        ("ttt_linear", ["optimizer.max_norm=0.5"], ["W_t = W_a + τ_i min(1, 0.5/‖M_t‖) M_t"]),
+        ("ttt_linear", ["learner.residual=false", "learner.bias=false"], ["f(x; W) = LN(x W)"]),
+        ("ttt_mlp", ["learner.depth=3", "learner.activation=relu"], ["f(x; W) = x + LN(relu(relu(x W1 + b1) W2 + b2) W3 + b3)"]),
+        ("titans", [], ["ℓ_t(W) = ‖f(k_t; W) − v_t‖²/d", "G_s = ∇ℓ_s(W_0)", "S_j = β_j S_{j−1} + U_j", "W_j = α_j W_{j−1} + S_j"]),
+        ("titans", ["optimizer.anchor=minibatch", "optimizer.momentum=none"], ["G_s = ∇ℓ_s(W_{j−1})", "W_j = α_j W_{j−1} + U_j"]),
+        ("titans", ["optimizer.read=previous"], ["z_t = f(q_t; W_{j−1}), t in mini-batch j"]),
+        ("titans", ["optimizer.pool=gates"], ["α_j = mean_s σ(θ_α x_s + c_α), θ and c of each head"]),
+        ("lact", [], ["W_j = W_{j−1} + NS(S_j), NS: 5 Newton–Schulz iterations on matrices (Muon)", "ℓ_t(W) = −⟨v_t, f(k_t; W)⟩"]),
+        ("lact", ["optimizer.orthogonalize=false"], ["W_j = W_{j−1} + S_j"]),
+        ("kernel_ridge", [], ["f(q_t) = κ(q_t, K)(κ(K, K) + λI)⁻¹ V, λ = 1, K and V the k_s and v_s of all s ≤ t", "z_t = f(q_t)"]),
+        ("kernel_ridge", ["learner.ridge=0.1", "learner.kernel=linear"], ["κ(q, k) = q·k"]),
+        ("attention", [], ["f(q_t) = Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s), s ≤ t", "κ(q, k) = exp(q·k/√d): softmax attention"]),
+        ("attention", ["learner.window=8", "learner.sinks=2"], 
+         ["f(q_t) = Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s), t − 8 < s ≤ t or s ≤ 2"]),
+        ("attention", ["task.kv_heads=1"], ["k and v have 1 heads, each for 2 of q"]),
+        ("mttt_mlp", ["optimizer.steps=4"], 
+         ["W_i = W_{i−1} − η Σ_s ∇ℓ_s(W_{i−1}), i = 1…4, s over all N tokens",
+          "z_t = f(q_t; W_4), W_4 after all tokens of the call (not causal)"]),
+        ("custom", ["learner=mlp", "optimizer=adam", "task=next_token"], 
+         ["k_t = p_{t−1}, p_0 learned", "p_t = θK x_t", "m_j = 0.9 m_{j−1} + 0.1 U_j"]),
+        ("custom", ["learner=mlp", "optimizer=sign", "optimizer.base_lr=0.25"], ["W_j = W_{j−1} + 0.03125 sign(U_j)"]),
+        ("custom", ["optimizer.steps=3", "optimizer.read=previous"], 
+         ["3 such steps for every mini-batch, each from the weights that the one before it left"]),
+    ],
+)  # fmt: skip
+def test_what_the_settings_say(layer: str, overrides: list[str], expected: list[str]) -> None:
+    found = lines(layer, *overrides)
+    assert not set(expected) - set(found), "\n".join(found)
+
+
+def test_only_the_gates_that_are_there() -> None:
+    said = "\n".join(lines("delta_net"))
+    assert not any(symbol in said for symbol in ("α", "β", "κ", "S_", "M_t", "W_a", "τ"))
+    assert "ℓ" not in "\n".join(lines("attention"))  # no loss is taken
+    assert "form=dual, solved as one triangular system" in lines("delta_net")
+    assert any(line.startswith("form=dual, token by token: ") for line in lines("delta_net", "task.loss=huber"))
+
+
+def test_two_layers_in_one() -> None:
+    found = equations(build("layer=titans_mag", *SIZE))
+    titles = [section.title for section in found]
+    assert {"first.task", "first.learner", "second.optimizer"} < set(titles) and titles[-1] == "output"
+    assert found[-1].lines == ["y_t = RMSNorm(first(x)_t) ∘ σ(RMSNorm(second(x)_t))"]
+    last = lines("lact_block")[-2:]
+    assert last[0] == "y_t = θO (first(x)_t + silu(θ_s x_t + c_s) RMSNorm(second(x)_t)), the latter by head"
+    assert "those of first, K and Q after its RMSNorm" in last[1]
+    assert lines("titans_mal")[-1] == "y = second(first(x))"
+
+
+def test_a_layer_in_a_layer() -> None:
+    found = lines("nested_ttt", "learner.layer.optimizer.mini_batch_size=2")
+    assert "f(x; W) = x + LN(layer(x)), W the parameters of this layer:" in found
+    assert any(line.startswith("  optimizer  η_t = 0.1 σ") for line in found)
+    assert any(line.strip().endswith("b = 2 tokens") for line in found)
+
+
+class Cubic(Learner):
+    """A cube of the token,
+    read by a matrix.
+
+    Nothing else.
+    """
+
+    def __init__(self, power: int = 3, norm: bool = True):
+        super().__init__(norm=norm, residual=True)
+        self.power = power
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, d_out))}
+
+    def forward(self, w: Any, x: Tensor) -> Tensor:
+        y: Tensor = w.linear(x**self.power, "w")
+        return y
+
+
+class Forgetful(InnerOptimizer):
+    """Half of the weights is kept."""
+
+    def gates(self, x: Tensor, state: Any, ctx: Any) -> tuple[Gates, Any]:
+        ones = x.new_ones(len(x), 1, x.shape[1])
+        return Gates(ones, alpha=ones / 2), state
+
+
+class Said(Forgetful):
+    def equations(self) -> list[str]:
+        return ["α_t = ½"]
+
+
+class Doubled(BlockRule):
+    """Twice the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(mini_batch_size=4)
+
+    def move(self, carry: Any, alpha: Any, beta: Any) -> Any:
+        return {"commit": {name: x + 2 * carry["update"][name] for name, x in carry["commit"].items()}}
+
+
+class Half(Task):
+    """Half of a token from the other half."""
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        self.num_heads = num_heads
+
+    def views(self, x: Tensor, state: Any, ctx: Any) -> tuple[Views, Any]:
+        view = x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return Views(view, view, view), state
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return (prediction - v).abs().sum(-1)
+
+
+class Other(Linear):
+    def forward(self, w: Any, x: Tensor) -> Tensor:
+        return super().forward(w, x.tanh())
+
+
+class Absolute(Reconstruction):
+    """The sum of errors."""
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return (prediction - v).abs().sum(-1)
+
+
+class Erasing(Reconstruction):
+    """An erase view."""
+
+    def views(self, x: Tensor, state: Any, ctx: Any, projected: Any = None) -> tuple[Views, Any]:
+        views, state = super().views(x, state, ctx)
+        return views._replace(p=views.q), state
+
+
+class ByChannel(GradientDescent):
+    """A decay for every channel."""
+
+    gradient_at = "decayed"
+
+    def gates(self, x: Tensor, state: Any, ctx: Any) -> tuple[Gates, Any]:
+        gates, state = super().gates(x, state, ctx)
+        return gates._replace(decay=-x.abs().unflatten(-1, (2, -1)).transpose(1, 2)), state
+
+
+def plain() -> Linear:
+    return Linear(bias=False, residual=False, norm=False)
+
+
+def test_parts_that_say_nothing() -> None:
+    found = lines(TTTLayer(16, 2, Half(), Cubic(power=5), Forgetful(4)))
+    for line in (
+        *("Half: Half of a token from the other half.", "f(x; W) = x + LN(Cubic(x; W))"),
+        *(
+            "Cubic(power=5): A cube of the token, read by a matrix.",
+            "Forgetful(mini_batch_size=4): Half of the weights is kept.",
+        ),
+        *("G_t = ∇ℓ_t(W_a)", "W_t = α_t W_{t−1} − G_t"),  # found out, not said
+    ):
+        assert line in found
+    assert "α_t = ½" in lines(TTTLayer(16, 2, Half(), Cubic(), Said(4)))
+    block = lines(TTTLayer(16, 2, Half(), Cubic(), Doubled()))
+    assert "W_j = Doubled.move(W_{j−1}, U_j)" in block and "Doubled: Twice the gradient." in block
+    assert "U_j = −Σ_s η_s G_s, s over the 4 tokens of mini-batch j" in block
+
+
+def test_what_a_class_says_does_not_count_for_a_subclass_that_changes_it() -> None:
+    rule = GradientDescent(1, "online")
+    changed = lines(TTTLayer(16, 2, Reconstruction(), Other(bias=False, residual=False, norm=False), rule))
+    assert "f(x; W) = Other(x; W)" in changed and "W_t = W_{t−1} − η_t G_t" in changed
+    changed = lines(TTTLayer(16, 2, Absolute(), plain(), GradientDescent(1, "online")))
+    assert "Absolute: The sum of errors." in changed and "W_t = W_{t−1} − η_t G_t" in changed
+    assert "W_j = W_{j−1} + 0.125 sign(U_j)" in lines(TTTLayer(16, 2, Reconstruction(), MLP(), Sign()))
+
+
+def test_an_erase_view_and_decays_of_channels() -> None:
+    made = lines(TTTLayer(16, 2, Erasing(), plain(), ByChannel(1, "online", lr_scale="none")))
+    assert "G_t = k_tᵀ(p_t Diag(a_t) W_{t−1} − v_t), in the place of ∇ℓ_t(Diag(a_t) W_{t−1})" in made
+    assert "W_t = Diag(a_t) W_{t−1} − η_t k_tᵀ(p_t Diag(a_t) W_{t−1} − v_t)" in made
+
+
+class Sum(nn.Module):
+    """A running sum."""
+
+
+def test_other_modules() -> None:
+    assert text(equations(Sum())) == "layer  Sum: A running sum."
+    said = type("Said", (Sum,), {"equations": lambda self: ["y_t = y_{t−1} + x_t"]})
+    assert text(equations(said())) == "layer  y_t = y_{t−1} + x_t"
+
+
+def test_looking_changes_nothing() -> None:
+    layer = build("layer=delta_net", *SIZE, "task.corruption=noise")
+    state, weights = torch.random.get_rng_state(), {name: x.clone() for name, x in layer.named_parameters()}
+    lines(layer)
+    assert torch.equal(state, torch.random.get_rng_state()) and all(x.grad is None for x in layer.parameters())
+    assert all(torch.equal(x, weights[name]) for name, x in layer.named_parameters())
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layers", "layer=gated_delta_net", "optimizer.decay=none", *SIZE]) == 0
+    out = capsys.readouterr().out
+    assert "layer=gated_delta_net optimizer.decay=none, dim=16 (D), num_heads=2 (H), 8 features a head (d)" in out
+    assert "delta rules: Gated Delta Networks, arXiv 2412.06464" in out and DELTA in out
+    assert "state of a sequence: 520 B" in out and "cost of a token: constant" in out and "\x1b" not in out
+    assert main(["layers", "learner=swiglu", "learner.norm=true", *SIZE]) == 0
+    assert "f(x; W) = LN((silu(x W0) ∘ (x W2)) W1)" in capsys.readouterr().out

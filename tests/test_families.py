@@ -1,0 +1,153 @@
+"""`metattt layers`: families and papers of the known layers, rows of the user's own, and the page in Markdown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from metattt.cli import main
+from metattt.composition.choices import choices
+from metattt.errors import MetaTTTError
+from metattt.families import FAMILIES, OWN, Source, ordered, source, sources
+from metattt.known_layers import known_layers
+from metattt.layer_page import COLUMNS, INTRO, MARK, cells, place_of
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "layers.md"
+SIZE = ("dim=8", "num_heads=2")
+ROW = "# @package _global_\n# Mine\n{line}defaults:\n  - delta_net\n  - _self_\n"
+
+
+def test_every_known_layer_has_a_family_and_a_paper() -> None:
+    known = sources()
+    assert set(known) == set(known_layers())
+    assert {one.family for one in known.values()} == set(FAMILIES)
+    assert list(dict.fromkeys(one.family for one in known.values())) == list(FAMILIES)
+    assert known["delta_net"] == Source(
+        "delta rules", "Parallelizing Linear Transformers with the Delta Rule", "2406.06484"
+    )
+    assert known["ttt_linear"].arxiv == "2407.04620" and known["mttt_mlp"].arxiv == "2310.13807"
+    assert str(known["titans"]) == "Titans, arXiv 2501.00663"
+
+
+def test_order() -> None:
+    assert ordered({OWN, "zebras", "for images", "apes", "delta rules"}) == [
+        "delta rules",
+        "for images",
+        "apes",
+        "zebras",
+        OWN,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("# family: delta rules; paper: A, or B, arXiv 2401.00001", Source("delta rules", "A, or B", "2401.00001")),
+        ("# family: apes; paper: none", Source("apes")),
+        ("# family: apes; paper: none: it is new", Source("apes")),
+        ("# family: apes; paper: A thesis, 1999", Source("apes", "A thesis, 1999")),
+        ("# of another kind", Source(OWN)),
+    ],
+)
+def test_the_line_is_read(line: str, expected: Source) -> None:
+    assert source("mine", ["# @package _global_", "# Mine", line]) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# family: delta rules",
+        "# family: ; paper: A, arXiv 2401.00001",
+        "# family: delta rules, paper: none",
+        "# paper: A, arXiv 2401.00001",
+        "# family: delta rules; paper: A, arXiv 24.1",
+        "# family: delta rules; paper: A (arXiv 2401.00001)",
+        "#family: delta rules; paper: none",
+        "# Family: delta rules; paper: none",
+        "# family: delta rules; paper:",
+    ],
+)
+def test_a_line_that_cannot_be_read_names_the_file(line: str) -> None:
+    with pytest.raises(
+        MetaTTTError, match=r"layer/mine.yaml: .* write `# family: <family>; paper: <title>, arXiv <id>`"
+    ):
+        source("mine", ["# @package _global_", "# Mine", line])
+
+
+def test_the_committed_page_has_every_row() -> None:
+    """`metattt layers output=docs/layers.md` writes it; the columns that take no measuring are compared."""
+    page, known, summaries = PAGE.read_text(encoding="utf-8"), sources(), choices("layer")
+    assert page.startswith(f"{MARK}\n\n{INTRO}")
+    found: list[tuple[str, ...]] = []
+    for block in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        family, *rest = block.splitlines()
+        rows = [line[2:-2].split(" | ") for line in rest if line.startswith("| ")]
+        assert tuple(rows[0]) == COLUMNS and all(len(row) == len(COLUMNS) for row in rows)
+        found += [(family.lower(), *row[:3]) for row in rows[2:]]
+    assert found == [(one.family.lower(), *cells(name, one, summaries[name])) for name, one in known.items()]
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "mine" / "layer"
+    folder.mkdir(parents=True)
+    (folder / "plain.yaml").write_text(ROW.format(line=""))
+    (folder / "known.yaml").write_text(ROW.format(line="# family: apes; paper: Apes, arXiv 2401.00001\n"))
+    return folder
+
+
+def test_rows_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["layers", "--config-dir", "mine", *SIZE]
+    assert main([*given, f"family={OWN}", "output=page.md"]) == 0
+    out = capsys.readouterr().out
+    assert OWN in out and "plain" in out and "Apes" not in out and "written to page.md" in out
+    page = Path("page.md").read_text()
+    assert "## Your own" in page and "| `plain` | Mine |  | `reconstruction`" in page and page.startswith(MARK)
+    assert main([*given, "family=apes", "output=page.md"]) == 0  # a page of layers is written over
+    assert "[Apes](https://arxiv.org/abs/2401.00001)" in Path("page.md").read_text()
+    capsys.readouterr()
+    assert main([*given, "layer=known"]) == 0
+    out = capsys.readouterr().out
+    assert "apes: Apes, arXiv 2401.00001" in out and "W_t = W_{t−1} − η_t k_tᵀ(k_t W_{t−1} − v_t)" in out
+    (mine / "bad.yaml").write_text(ROW.format(line="# family: apes\n"))
+    assert main([*given, "family=apes"]) == 2
+    assert "layer/bad.yaml: `# family: apes` cannot be read" in capsys.readouterr().err
+
+
+def test_the_row_that_the_page_shows(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(r"```yaml\n(.*?)```", INTRO, flags=re.DOTALL)
+    assert shown is not None
+    (mine / "shown.yaml").write_text(shown[1])
+    assert main(["layers", "--config-dir", "mine", "layer=shown", *SIZE]) == 0
+    assert "W_t = α_t W_{t−1} + S_t" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["family=delta rule"], "Did you mean family=delta rules?"),
+        (["layer=delta_nt"], "Did you mean `layer=delta_net`?"),
+        (["layer=delta_net", "family=delta rules"], "leave out one of them"),
+        (["layer=delta_net", "output=page.md"], "leave out one of them"),
+        (["learner=mlp", "learner.dpth=2"], "learner.depth"),
+        (["output=page.txt"], "give a file that ends in .md"),
+        (["output=nowhere/page.md"], "there is no folder nowhere"),
+        (["output=notes.md"], "no page of layers: give another name"),
+        (["output="], "has no value"),
+    ],
+)
+def test_mistakes(overrides: list[str], expected: str, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("notes.md").write_text("# Mine\n")
+    assert main(["layers", *SIZE, *overrides]) == 2
+    err = capsys.readouterr().err
+    assert expected in err and err.count("\n") <= 2
+    assert Path("notes.md").read_text() == "# Mine\n"
+
+
+def test_a_folder_is_no_page(tmp_path: Path) -> None:
+    (tmp_path / "folder.md").mkdir()
+    with pytest.raises(MetaTTTError, match="give another name"):
+        place_of(str(tmp_path / "folder.md"))
