@@ -30,7 +30,7 @@ from metattt.torch_private import interpreter_stack, saved_tensor_hooks
 if TYPE_CHECKING:
     from metattt.inner.plan import Plan
 
-STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
+STARTS_AT_W0 = ("commit", "anchor", "origin", "dual", "weights")  # of W0; all other roles start from zero
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
 
 
@@ -191,7 +191,7 @@ class InnerLoop:
     def start(self, batch: int, dtype: torch.dtype) -> Carry:
         """W0 in every role that a fresh sequence carries, each a copy of its own: what is handed out is the
         caller's."""
-        roles = [role for role in self.plan.roles if role in ("commit", "anchor", "origin")]
+        roles = [role for role in self.plan.roles if role in STARTS_AT_W0 and role != "weights"]
         if "commit" not in roles and "anchor" not in roles:
             roles.append("weights")
         carry: Carry = {role: {} for role in roles}
@@ -200,7 +200,7 @@ class InnerLoop:
                 carry[role][name] = (
                     value.to(dtype).expand(batch, *value.shape).clone(memory_format=torch.contiguous_format)
                 )
-        return carry
+        return self.optimizer.begin(carry)
 
     def read(
         self, tokens: Tokens, state: State, after: Tensor, ctx: Context, packing: Packing | None, own: bool = False
@@ -353,9 +353,11 @@ class InnerLoop:
 
     def _restarted(self, carry: Carry, restart: Tensor, dtype: torch.dtype) -> Carry:
         """The state that sequences start with, where `restart` `[B]` says so."""
-        origin = next(iter(self.start(len(restart), dtype).values()))
+        fresh = self.start(len(restart), dtype)
+        newest = next(iter(fresh.values()))
         return {
-            role: where(restart, origin if role in STARTS_AT_W0 else None, weights) for role, weights in carry.items()
+            role: where(restart, fresh.get(role, newest) if role in STARTS_AT_W0 else None, weights)
+            for role, weights in carry.items()
         }
 
     @staticmethod

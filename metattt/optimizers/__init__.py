@@ -4,6 +4,7 @@ from metattt.optimizers.append import Append
 from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
 from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
 from metattt.optimizers.gradient_descent import GradientDescent, StepSize
+from metattt.optimizers.mirror import MirrorDescent
 from metattt.optimizers.momentum import Momentum
 from metattt.optimizers.whole import WholeSequence
 
@@ -16,6 +17,7 @@ __all__ = [
     "Gates",
     "GradientDescent",
     "InnerOptimizer",
+    "MirrorDescent",
     "Momentum",
     "Sign",
     "StepSize",

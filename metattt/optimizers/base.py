@@ -116,8 +116,13 @@ class InnerOptimizer(Part, ABC):
     max_norm: float | None = (
         None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
     )
+    update_decays = False  #: the step of the open mini-batch decays as it grows, `U_t = α_t U_{t−1} − η_t G_t`
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
+
+    def begin(self, carry: dict[str, Tensors]) -> dict[str, Tensors]:
+        """What a sequence starts with, from W0 in every role that holds weights."""
+        return carry
 
     # -- what the layer asks -------------------------------------------------------------------------------------------
 

@@ -34,7 +34,10 @@ def chunk(
             step[name] = -spread(eta, g[:, t]) * g[:, t]
         before = rule.current(carry, phase + t) if read == "exclusive" or "update" not in bases else {}
         if "update" in bases:
-            carry = carry | {"update": _add(carry.get("update"), step)}
+            kept = carry.get("update")
+            if rule.update_decays and tokens.alpha is not None:
+                kept = _scaled(kept, tokens.alpha[:, :, t])
+            carry = carry | {"update": _add(kept, step)}
         else:
             alpha, beta, kappa = (
                 None if gate is None else gate[:, :, t] for gate in (tokens.alpha, tokens.beta, tokens.kappa)

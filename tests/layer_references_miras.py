@@ -1,0 +1,85 @@
+"""MIRAS's layers and TTT3R's step as plain loops over tokens, from their published equations."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from layer_references import Parameters, gate, gradient, output, residual_norm, spread, times, views, weights_of
+from torch import Tensor
+
+ROWS = ["moneta", "yaad", "memora"]
+SMALL = {row: ["optimizer.mini_batch_size=4"] for row in ROWS}
+EPS = 1e-6  # of √(x² + ε) for |x|
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def memory(p: Parameters, w: Parameters, x: Tensor) -> Tensor:
+    """`M(x) = x + LN(gelu(x W1) W2)`."""
+    return residual_norm(p, x, times(F.gelu(times(x, w["w1"])), w["w2"]))
+
+
+def lq(a: Tensor) -> Tensor:
+    """`A / ‖A‖_4²`."""
+    return a / (a.square() + EPS).square().sum((-2, -1), keepdim=True).sqrt()
+
+
+def simplex(a: Tensor) -> Tensor:
+    """Weights into every output are positive and sum to 1."""
+    e = (a - a.amax(-2, keepdim=True)).exp()
+    return e / e.sum(-2, keepdim=True)
+
+
+def mirrored(p: Parameters, x: Tensor, num_heads: int, b: int, to_weights, loss, restart) -> Tensor:  # noqa: ANN001
+    """`A_t = α_t A_{t−1} − η_t ∇ℓ(W)`, W from A after every b tokens; token t reads after ⌊(t+1)/b⌋ of them."""
+    q, k, v = views(p, x, num_heads)
+    q, k = unit(q), unit(k)
+    lr, keep = torch.sigmoid(gate(p, "lr_", x)), torch.sigmoid(gate(p, "decay_gate.", x))
+    a = weights_of(p, x.shape[0])
+    w = {name: to_weights(z) for name, z in a.items()}
+    rows = []
+    for t in range(x.shape[1]):
+        found = gradient(loss(memory(p, w, k[:, :, t]) - v[:, :, t]).sum(), w)
+        a = {name: spread(keep[:, :, t], z) * z - spread(lr[:, :, t], z) * found[name] for name, z in a.items()}
+        if (t + 1) % b == 0:
+            w = {name: to_weights(z) for name, z in a.items()}
+            a = {name: restart(a[name], w[name]) for name in a}
+        rows.append(memory(p, w, q[:, :, t]))
+    return output(p, x, rows)
+
+
+def moneta(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
+    """Eq. 24 and 25 with p = 3, q = 4."""
+    cubed = lambda e: (e.square() + EPS).sqrt() ** 3  # noqa: E731
+    return mirrored(p, x, num_heads, b, lq, lambda e: cubed(e).sum(-1), lambda a, w: a)
+
+
+def memora(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
+    """Eq. 27: `W_t = softmax(α_t log W_{t−1} − η_t ∇ℓ₂)`."""
+    return mirrored(p, x, num_heads, b, simplex, lambda e: 0.5 * e.square().sum(-1), lambda a, w: w.log())
+
+
+def yaad(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
+    """Eq. 26, with gradients at the weights that the last chunk left (Sec. 5.4)."""
+    q, k, v = views(p, x, num_heads)
+    q, k = unit(q), unit(k)
+    lr, keep = torch.sigmoid(gate(p, "lr_", x)), torch.sigmoid(gate(p, "decay_gate.", x))
+    delta = F.softplus(torch.einsum("btd,hd->bht", x, p["task.delta_weight"]) + p["task.delta_bias"].view(1, -1, 1))
+    start = now = weights_of(p, x.shape[0])
+    rows = []
+    for t in range(x.shape[1]):
+        if t % b == 0:
+            start = now
+        error = memory(p, start, k[:, :, t]) - v[:, :, t]
+        quadratic = gradient(0.5 * error.square().sum(), start)
+        linear = gradient((error.square() + EPS).sqrt().sum(), start)
+        near = error.norm(dim=-1) <= delta[:, :, t]
+        found = {
+            name: torch.where(spread(near, g), g, spread(delta[:, :, t], g) * linear[name])
+            for name, g in quadratic.items()
+        }
+        now = {name: spread(keep[:, :, t], z) * z - spread(lr[:, :, t], z) * found[name] for name, z in now.items()}
+        rows.append(memory(p, now, q[:, :, t]))
+    return output(p, x, rows)
