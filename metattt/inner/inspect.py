@@ -76,7 +76,7 @@ def covering(
     evaluated."""
     covered, reasons = [], {}
     for kernel in kernels:
-        why = kernel.covers(task, learner, optimizer) or hooked(learner)
+        why = kernel.covers(task, learner, optimizer) or hooked(learner) or gated_by_state(optimizer)
         why = (
             why
             or other_loss(task, kernel.loss, num_heads, width)
@@ -103,6 +103,8 @@ def unsolved(task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads:
         return "the rule has token steps, clipping or several steps"
     if not task.squared_error:
         return "the loss is not ½‖f(k) − v‖²"
+    if optimizer.state_dependent:
+        return gated_by_state(optimizer)
     weight, bias = learner.linear_map
     linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
     return (
@@ -125,6 +127,11 @@ def _linear(
 def hooked(learner: Learner) -> str | None:
     """Hooks run when the learner is called, which fast paths do not do."""
     return "the learner has forward hooks" if learner._forward_hooks or learner._forward_pre_hooks else None
+
+
+def gated_by_state(optimizer: InnerOptimizer) -> str | None:
+    """Gates that depend on the weights, which fast paths do not ask for."""
+    return f"the gates of {type(optimizer).__name__} depend on the weights" if optimizer.state_dependent else None
 
 
 def choose_form(

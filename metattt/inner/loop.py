@@ -12,6 +12,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.by_kernel import scan
+from metattt.inner.committed import Committed
 from metattt.inner.export import inlined
 from metattt.inner.final import answers, steps
 from metattt.inner.forms import CHUNKS
@@ -77,6 +78,25 @@ class Work:
             return {name: spread(tokens.alpha[:, :, 0], x) * x for name, x in weights.items()}
         return weights
 
+    def gated(self, tokens: Tokens, commit: Tensors) -> Tokens:
+        """Tokens with the gates that the rule gives them in sight of the last commit.
+
+        Raises:
+            MetaTTTError: the rule gives a gate that it does not give without, or the other way round.
+        """
+        given = Gates(*tokens[3:])
+        found = self.rule.gates_at(given, Committed(self, commit, tokens))
+        live, changed = given.eta != 0, {}
+        for name, before, after in zip(Gates._fields, given, found, strict=True):
+            if (before is None) != (after is None):
+                raise MetaTTTError(
+                    f"{type(self.rule).__name__}.gates_at must return the gates that it was given, and {name} was "
+                    f"{'not' if before is None else 'one'} of them: give the same gates in `gates`"
+                )
+            if after is not None and after is not before:
+                changed[name] = torch.where(spread(live, after), after.to(before), before)  # type: ignore[arg-type]
+        return tokens._replace(**changed)
+
     def learn(
         self, tokens: Tokens, carry: Carry, block: Block, rows: str | None = None
     ) -> tuple[Tensor | None, Carry, Carry]:
@@ -89,6 +109,8 @@ class Work:
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
             for piece in [tokens] if size >= block.length else InnerLoop.split(tokens, size):
+                if self.rule.state_dependent:
+                    piece = self.gated(piece, carry["commit"])
                 carry = self.rule.observe(carry, Gates(*piece[3:]))
                 y, carry = CHUNKS[self.plan.chunks](self, piece, carry, phase, rows)
                 phase = phase + piece.k.shape[2]

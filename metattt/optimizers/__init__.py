@@ -6,6 +6,7 @@ from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
 from metattt.optimizers.gradient_descent import GradientDescent, StepSize
 from metattt.optimizers.mirror import MirrorDescent
 from metattt.optimizers.momentum import Momentum
+from metattt.optimizers.state_gated import StateGated
 from metattt.optimizers.whole import WholeSequence
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MirrorDescent",
     "Momentum",
     "Sign",
+    "StateGated",
     "StepSize",
     "WholeSequence",
 ]

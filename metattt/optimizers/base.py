@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from torch import Tensor
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.part import Part
 from metattt.state import Context, Tensors
+
+if TYPE_CHECKING:
+    from metattt.inner.committed import Committed
 
 Anchor = Literal["minibatch", "online", "batch"]
 Read = Literal["inclusive", "exclusive", "previous", "committed", "block", "final"]
@@ -104,6 +107,15 @@ class InnerOptimizer(Part, ABC):
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         """`x` `[B, T, D]` to the rule's gates, and what the next call needs. `state` is empty at the start."""
 
+    def gates_at(self, gates: Gates, committed: Committed) -> Gates:
+        """The gates of `n` tokens `[B, H, n]` in sight of the weights of the last commit, from those that `gates` gave.
+
+        Called inside the inner loop, in every inner step. It may change any gate that `gates` gives, and must treat
+        every token alone. Tokens of η = 0, as all padding is, keep theirs. A rule that defines it has no fast path:
+        neither a kernel nor the solved form.
+        """
+        return gates
+
     def token_steps(self) -> Tensor | None:
         """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token
         steps."""
@@ -151,6 +163,11 @@ class InnerOptimizer(Part, ABC):
         return self.has_token_steps or self.max_norm is not None
 
     @property
+    def state_dependent(self) -> bool:
+        """Whether gates depend on the weights."""
+        return getattr(self.gates_at, "__func__", None) is not InnerOptimizer.gates_at
+
+    @property
     def causal(self) -> bool:
         """Whether no query reads weights that later tokens have trained."""
         return self.read not in ("block", "final")
@@ -159,8 +176,8 @@ class InnerOptimizer(Part, ABC):
     def bases(self) -> tuple[str, ...]:
         """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and
         `momentum`."""
-        has_phase = self.accumulates
-        names = ["commit"] if has_phase or self.anchor == "minibatch" or self.read in ("previous", "committed") else []
+        has_phase, sees_commit = self.accumulates, self.read in ("previous", "committed") or self.state_dependent
+        names = ["commit"] if has_phase or sees_commit or self.anchor == "minibatch" else []
         names += ["anchor"] if self.anchor == "batch" else []
         names += ["origin"] if self.pull else []
         names += ["update"] if has_phase else ["weights"]

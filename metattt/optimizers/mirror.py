@@ -42,8 +42,8 @@ class MirrorDescent(BlockRule):
         decay, decay_init: α, as in `Momentum`.
         q: of `lq`; 2 is gradient descent with decay.
         mass: c of `softmax`.
-        simplex: what sums to c in `softmax`: the weights into every `output` of a matrix (a vector as a whole), or the
-            `whole` weight.
+        simplex: what sums to c in `softmax`: the `whole` weight, or the weights into every `output` of a matrix (the
+            outputs of a last layer are then nearly alike, and a norm after it enlarges what rounding leaves of them).
         threshold: γ of the elastic nets.
 
     Raises:
@@ -60,20 +60,20 @@ class MirrorDescent(BlockRule):
         steps: int = 1,
         base_lr: float = 1.0,
         lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "none",
+        lr_scale: Literal["head_dim", "none"] = "head_dim",
         retention: Literal["lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"] = "lq",
         decay: Literal["none", "constant", "shared", "per_head"] = "per_head",
         decay_init: float = 0.99,
         q: float = 4.0,
         mass: float = 1.0,
-        simplex: Literal["output", "whole"] = "output",
+        simplex: Literal["whole", "output"] = "whole",
         threshold: float = 1e-3,
         compute_chunk: int | None = None,
     ):
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
         check_choice("optimizer.retention", retention, ("lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"))
         check_choice("optimizer.decay", decay, SOURCES)
-        check_choice("optimizer.simplex", simplex, ("output", "whole"))
+        check_choice("optimizer.simplex", simplex, ("whole", "output"))
         check_gates("constant", 0.0, decay, decay_init)
         check_number("optimizer.q", q, least=2, advice=" (2 leaves A as it is)")
         check_number("optimizer.mass", mass, above=0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LOSSES = ("squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber")
 WITH_THRESHOLD = ("huber", "norm_huber", "mixed_huber")  # those that have a δ
 
 SMOOTHING = 1e-6  # ε of |x| ≈ √(x² + ε), as in MIRAS (arXiv 2504.13173, Remark 5)
+STEEPNESS = 10.0  # a of sign(x) ≈ tanh(a x), likewise
 
 
 def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: float | Tensor) -> Tensor:
@@ -19,7 +23,8 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
             `p sign(e) |e|^(p−1)` with the sign smoothed to e/√(e² + ε), and all derivatives are finite.
         delta: threshold δ of the Huber losses, a number or one per token `[B, H, T]`. `huber` compares it with every
             |e_j|, `norm_huber` with ‖e‖ (½‖e‖², beyond it δ‖e‖ − ½δ²); `mixed_huber` is ½‖e‖² where ‖e‖ ≤ δ and δ‖e‖₁
-            elsewhere, which jumps at δ: Eq. 26 of MIRAS in its gradient.
+            elsewhere, with |e| smoothed to log cosh(ae)/a, so that its gradient is Eq. 26 of MIRAS with tanh(ae) for the
+            sign. (The loss jumps at δ.)
     """
     if name == "dot":
         return -(prediction * v).sum(-1)
@@ -41,6 +46,8 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
     squared = error.square().sum(-1)
     far = squared > delta**2
     if name == "mixed_huber":
-        return torch.where(far, delta * (error.square() + SMOOTHING).sqrt().sum(-1), 0.5 * squared)
+        z = STEEPNESS * error
+        sizes = (z + F.softplus(-2 * z, threshold=50) - math.log(2)) / STEEPNESS  # log cosh
+        return torch.where(far, delta * sizes.sum(-1), 0.5 * squared)
     norm = torch.where(far, squared, 1).sqrt()  # of an error that is not far it would have no derivative at 0
     return torch.where(far, delta * (norm - 0.5 * delta), 0.5 * squared)

@@ -25,11 +25,11 @@ def chunk(
     rule, anchor = work.rule, work.anchor(tokens, carry, phase)
     names, bases = list(anchor), rule.bases
     batch, _, count = tokens.eta.shape
-    gradients = _gradients(work, tokens, anchor)
+    found = gradients(work, tokens, anchor)
     seen = []
     for t in range(count):
         step = {}
-        for i, (name, g) in enumerate(gradients.items()):
+        for i, (name, g) in enumerate(found.items()):
             eta = rated(tokens.eta, tokens.rates, i)[:, :, t]
             step[name] = -spread(eta, g[:, t]) * g[:, t]
         before = rule.current(carry, phase + t) if read == "exclusive" or "update" not in bases else {}
@@ -59,7 +59,7 @@ def chunk(
     return y.squeeze(2).unflatten(0, (batch, count)).transpose(1, 2), carry
 
 
-def _gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
+def gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
     """∇ℓ_t of every token, `[B, n, H, *shape]` by name."""
     names = list(anchor)
     batch, heads, count = tokens.eta.shape
