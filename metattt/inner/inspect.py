@@ -38,10 +38,15 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered.
 
     Raises:
-        MetaTTTError: as `choose_form`.
+        MetaTTTError: as `choose_form`, or labels that a learner without weights cannot answer with.
     """
     if not learner.has_weights:
         check_choice("layer.form", form, ("auto", *FORMS))
+        if task.label_dim != d_in:
+            raise MetaTTTError(
+                f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are {task.label_dim} "
+                f"wide, not {d_in}: set task.huber_delta_from=constant, or another task"
+            )
         return Plan("scan")
     task, learner = materialized(task), materialized(learner)
     covered, reasons = (

@@ -231,6 +231,12 @@ class InnerOptimizer(Part, ABC):
         kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", "momentum")}
         return {"commit": self.current(carry, filled), **kept}
 
+    def again(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+        """What the next pass of a `final` read begins with, from the carry after one: all weights are the newest."""
+        now = self.current(carry, filled)
+        kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
+        return kept | {role: now for role in carry if role in ("commit", "anchor")} or {"weights": now}
+
     def observe(self, carry: dict[str, Tensors], gates: Gates) -> dict[str, Tensors]:
         """The carry with whatever the rule collects from the gates of `n` tokens for its next commit."""
         return carry

@@ -26,7 +26,7 @@ class MirrorDescent(BlockRule):
     2504.13173, Sec. 5.2–5.4).
 
     A is exact for every token, as in Eq. 28; W stays until the mini-batch ends, so mini-batches of one token are the
-    published recurrences. The learner's W0 is the first A, and a sequence starts from m(W0).
+    published recurrences. The learner's W0 is the first A, and a sequence starts from m(W0); with `elastic_net`, from W0.
 
     | retention          | m(A), per fast weight                | A after it | in the paper                      |
     |--------------------|--------------------------------------|------------|-----------------------------------|
@@ -108,21 +108,32 @@ class MirrorDescent(BlockRule):
         return dual.flatten(2).log_softmax(-1).view_as(dual)
 
     def begin(self, carry: Carry) -> Carry:
+        if not self.roles:
+            return carry
         return {
             role: values if role == "dual" else {name: self.weights(x) for name, x in values.items()}
             for role, values in carry.items()
         }
 
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
-        lost = carry.get("pool", {}).get("lost")
-        before = carry["dual"] if "dual" in carry else carry["commit"]
-        dual = {
-            name: (x if lost is None else spread(1 - lost, x) * x) + carry["update"][name] for name, x in before.items()
-        }
+        dual = self._dual(carry)
         after = {"commit": {name: self.weights(x) for name, x in dual.items()}}
         if self.retention == "softmax":
             dual = {name: self._log_softmax(x) for name, x in dual.items()}
         return after | ({"dual": dual} if self.roles else {})
+
+    def again(self, carry: Carry, filled: int | Tensor) -> Carry:
+        return super().again(carry, filled) | ({"dual": self._dual(carry)} if self.roles else {})
+
+    def _dual(self, carry: Carry) -> Tensors:
+        """A after the tokens of the open mini-batch."""
+        before = carry["dual"] if self.roles else carry["commit"]
+        if "update" not in carry:
+            return before
+        lost = carry.get("pool", {}).get("lost")
+        return {
+            name: (x if lost is None else spread(1 - lost, x) * x) + carry["update"][name] for name, x in before.items()
+        }
 
     def observe(self, carry: Carry, gates: Gates) -> Carry:
         """Collects `1 − Π_t α_t`, what the dual state of the last commit loses."""
