@@ -27,9 +27,9 @@ def lq(a: Tensor) -> Tensor:
 
 
 def simplex(a: Tensor) -> Tensor:
-    """All weights of a matrix are positive and sum to 1."""
+    """All n weights of a matrix are positive and sum to √n/2."""
     e = (a - a.amax((-2, -1), keepdim=True)).exp()
-    return e / e.sum((-2, -1), keepdim=True)
+    return e / e.sum((-2, -1), keepdim=True) * (a.shape[-2] * a.shape[-1]) ** 0.5 / 2
 
 
 def mirrored(p: Parameters, x: Tensor, num_heads: int, b: int, to_weights, loss, restart) -> Tensor:
@@ -65,7 +65,7 @@ def yaad(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """Eq. 26, with gradients at the weights that the last chunk left (Sec. 5.4)."""
     q, k, v = views(p, x, num_heads)
     q, k = unit(q), unit(k)
-    lr, keep = 0.1 * torch.sigmoid(gate(p, "lr_", x)) / q.shape[-1], torch.sigmoid(gate(p, "decay_gate.", x))
+    lr, keep = 0.001 * torch.sigmoid(gate(p, "lr_", x)) / q.shape[-1], torch.sigmoid(gate(p, "decay_gate.", x))
     delta = F.softplus(torch.einsum("btd,hd->bht", x, p["task.delta_weight"]) + p["task.delta_bias"].view(1, -1, 1))
     start = now = weights_of(p, x.shape[0])
     rows = []

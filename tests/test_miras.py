@@ -167,13 +167,13 @@ def test_laws_with_other_settings(settings: dict[str, Any]) -> None:
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "lq": lambda a: a / (a.square() + 1e-6).pow(1.5).sum((-2, -1), keepdim=True) ** (1 / 3),  # q = 3
-    "softmax": lambda a: 2 * a.exp() / a.exp().sum((-2, -1), keepdim=True),
+    "softmax": lambda a: 2 * a[0, 0].numel() ** 0.5 * a.exp() / a.exp().sum((-2, -1), keepdim=True),
     "elastic_net": lambda a: a.sign() * (a.abs() - 0.05).clamp(min=0),
     "elastic_net_ftrl": lambda a: a.sign() * (a.abs() - 0.05).clamp(min=0),
     "sigmoid": lambda a: 1 / (1 + (-a).exp()),
 }
 BACK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "softmax": lambda a, w: (w / 2).log(),
+    "softmax": lambda a, w: w.log(),
     "elastic_net": lambda a, w: w,
     "sigmoid": lambda a, w: (w / (1 - w)).log(),
 }
@@ -238,9 +238,12 @@ def after(retention: Any, **settings: Any) -> dict[str, Tensor]:
 
 def test_weights_stay_where_the_retention_keeps_them() -> None:
     for name, w in after("softmax", mass=3.0).items():
-        assert (w > 0).all() and torch.allclose(w.flatten(2).sum(-1), torch.tensor(3.0, dtype=w.dtype)), name
+        assert (w > 0).all() and torch.allclose(
+            w.flatten(2).mean(-1) * w[0, 0].numel() ** 0.5, torch.tensor(3.0, dtype=w.dtype)
+        ), name
     for name, w in after("softmax", simplex="output").items():
-        total = w.sum(-2) if w.ndim == 4 else w.sum(-1)
+        axis = -2 if w.ndim == 4 else -1
+        total = w.sum(axis) / w.shape[axis] ** 0.5
         torch.testing.assert_close(total, torch.ones_like(total), msg=name)
     for w in after("sigmoid").values():
         assert ((w > 0) & (w < 1)).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -41,7 +42,8 @@ class MirrorDescent(BlockRule):
         retention: the map m.
         decay, decay_init: α, as in `Momentum`.
         q: of `lq`; 2 is gradient descent with decay.
-        mass: c of `softmax`.
+        mass: of `softmax`: n weights sum to c = mass · √n, so that mass is their norm where they are all alike. (Thousands
+            of weights that sum to 1 are near 0.)
         simplex: what sums to c in `softmax`: the `whole` weight, or the weights into every `output` of a matrix (the
             outputs of a last layer are then nearly alike, and a norm after it enlarges what rounding leaves of them).
         threshold: γ of the elastic nets.
@@ -97,7 +99,9 @@ class MirrorDescent(BlockRule):
             norm = entries.pow(0.5 * self.q).sum(-1).pow((self.q - 2) / self.q)  # ‖A‖_q^(q−2)
             return dual / spread(norm, dual)
         if self.retention == "softmax":
-            return self.mass * self._log_softmax(dual).exp()
+            by_output = self.simplex == "output" and dual.ndim > 3
+            count = dual.shape[-2] if by_output else dual[0, 0].numel()
+            return self.mass * math.sqrt(count) * self._log_softmax(dual).exp()
         if self.retention == "sigmoid":
             return torch.sigmoid(dual)
         return F.softshrink(dual, self.threshold)
