@@ -32,11 +32,11 @@ def simplex(a: Tensor) -> Tensor:
     return e / e.sum((-2, -1), keepdim=True) * (a.shape[-2] * a.shape[-1]) ** 0.5 / 2
 
 
-def mirrored(p: Parameters, x: Tensor, num_heads: int, b: int, to_weights, loss, restart) -> Tensor:
+def mirrored(p: Parameters, x: Tensor, num_heads: int, b: int, base_lr: float, to_weights, loss, restart) -> Tensor:
     """`A_t = α_t A_{t−1} − η_t ∇ℓ(W)`, W from A after every b tokens; token t reads after ⌊(t+1)/b⌋ of them."""
     q, k, v = views(p, x, num_heads)
     q, k = unit(q), unit(k)
-    lr, keep = torch.sigmoid(gate(p, "lr_", x)) / q.shape[-1], torch.sigmoid(gate(p, "decay_gate.", x))
+    lr, keep = base_lr * torch.sigmoid(gate(p, "lr_", x)) / q.shape[-1], torch.sigmoid(gate(p, "decay_gate.", x))
     a = weights_of(p, x.shape[0])
     w = {name: to_weights(z) for name, z in a.items()}
     rows = []
@@ -53,12 +53,12 @@ def mirrored(p: Parameters, x: Tensor, num_heads: int, b: int, to_weights, loss,
 def moneta(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """Eq. 24 and 25 with p = 3, q = 4."""
     cubed = lambda e: (e.square() + EPS).sqrt() ** 3  # noqa: E731
-    return mirrored(p, x, num_heads, b, lq, lambda e: cubed(e).sum(-1), lambda a, w: a)
+    return mirrored(p, x, num_heads, b, 0.01, lq, lambda e: cubed(e).sum(-1), lambda a, w: a)
 
 
 def memora(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """Eq. 27: `W_t = softmax(α_t log W_{t−1} − η_t ∇ℓ₂)`."""
-    return mirrored(p, x, num_heads, b, simplex, lambda e: 0.5 * e.square().sum(-1), lambda a, w: w.log())
+    return mirrored(p, x, num_heads, b, 1.0, simplex, lambda e: 0.5 * e.square().sum(-1), lambda a, w: w.log())
 
 
 def yaad(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
