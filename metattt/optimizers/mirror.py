@@ -100,7 +100,7 @@ class MirrorDescent(BlockRule):
             return dual / spread(norm, dual)
         if self.retention == "softmax":
             by_output = self.simplex == "output" and dual.ndim > 3
-            count = dual.shape[-2] if by_output else dual[0, 0].numel()
+            count = dual.shape[-2] if by_output else math.prod(dual.shape[2:])
             return self.mass * math.sqrt(count) * self._log_softmax(dual).exp()
         if self.retention == "sigmoid":
             return torch.sigmoid(dual)
