@@ -43,9 +43,7 @@ def steps(
         _, carry = loop.grouped(tokens, carry, blocks, False, operand)
         yield carry
         if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
-            now = rule.current(carry, filled)
-            kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
-            carry = kept | {role: now for role in carry if role in ("commit", "anchor")} or {"weights": now}
+            carry = rule.again(carry, filled)
 
 
 def answers(loop: InnerLoop, tokens: Tokens, carry: Carry, operand: torch.dtype) -> Tensor:

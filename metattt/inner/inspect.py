@@ -38,10 +38,15 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered.
 
     Raises:
-        MetaTTTError: as `choose_form`.
+        MetaTTTError: as `choose_form`, or labels that a learner without weights cannot answer with.
     """
     if not learner.has_weights:
         check_choice("layer.form", form, ("auto", *FORMS))
+        if task.label_dim != d_in:
+            raise MetaTTTError(
+                f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are {task.label_dim} "
+                f"wide, not {d_in}: set task.huber_delta_from=constant, or another task"
+            )
         return Plan("scan")
     task, learner = materialized(task), materialized(learner)
     covered, reasons = (
@@ -78,7 +83,7 @@ def covering(
     evaluated."""
     covered, reasons = [], {}
     for kernel in kernels:
-        why = kernel.covers(task, learner, optimizer) or hooked(learner)
+        why = kernel.covers(task, learner, optimizer) or hooked(learner) or gated_by_state(optimizer)
         why = (
             why
             or other_loss(task, kernel.loss, num_heads, width)
@@ -105,6 +110,8 @@ def solvable(
         return "", f"{type(learner).__name__} is not a linear map"
     if optimizer.accumulates or optimizer.steps != 1:
         return "", "the rule has token steps, clipping or several steps"
+    if optimizer.state_dependent:
+        return "", gated_by_state(optimizer)
     weight, bias = learner.linear_map
     linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
     why = hooked(learner) or other_function(learner, linear, num_heads, width)
@@ -131,6 +138,11 @@ def _linear(
 def hooked(learner: Learner) -> str | None:
     """Hooks run when the learner is called, which fast paths do not do."""
     return "the learner has forward hooks" if learner._forward_hooks or learner._forward_pre_hooks else None
+
+
+def gated_by_state(optimizer: InnerOptimizer) -> str | None:
+    """Gates that depend on the weights, which fast paths do not ask for."""
+    return f"the gates of {type(optimizer).__name__} depend on the weights" if optimizer.state_dependent else None
 
 
 def choose_form(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.by_kernel import scan
+from metattt.inner.committed import Committed
 from metattt.inner.export import inlined
 from metattt.inner.final import answers, steps
 from metattt.inner.forms import CHUNKS
@@ -22,7 +23,7 @@ from metattt.inner.tokens import Block, Carry, Tokens, where
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import spread
-from metattt.optimizers.base import InnerOptimizer
+from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
 from metattt.torch_private import interpreter_stack, saved_tensor_hooks
@@ -30,7 +31,7 @@ from metattt.torch_private import interpreter_stack, saved_tensor_hooks
 if TYPE_CHECKING:
     from metattt.inner.plan import Plan
 
-STARTS_AT_W0 = ("commit", "anchor", "origin", "weights")  # roles that hold weights; all others start from zero
+STARTS_AT_W0 = ("commit", "anchor", "origin", "dual", "weights")  # of W0; all other roles start from zero
 VIEWS = ("k", "v", "q", "p", "b")  # of a token, in the type that the task makes them
 JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
@@ -79,6 +80,25 @@ class Work:
             return decayed(weights, tokens, 0)
         return weights
 
+    def gated(self, tokens: Tokens, commit: Tensors) -> Tokens:
+        """Tokens with the gates that the rule gives them in sight of the last commit.
+
+        Raises:
+            MetaTTTError: the rule gives a gate that it does not give without, or the other way round.
+        """
+        given = tokens.gates
+        found = self.rule.gates_at(given, Committed(self, commit, tokens))
+        live, changed = given.eta != 0, {}
+        for name, before, after in zip(Gates._fields, given, found, strict=True):
+            if (before is None) != (after is None):
+                raise MetaTTTError(
+                    f"{type(self.rule).__name__}.gates_at must return the gates that it was given, and {name} was "
+                    f"{'not' if before is None else 'one'} of them: give the same gates in `gates`"
+                )
+            if after is not None and after is not before:
+                changed[name] = torch.where(spread(live, after), after.to(before), before)  # type: ignore[arg-type]
+        return tokens._replace(**changed)
+
     def learn(
         self, tokens: Tokens, carry: Carry, block: Block, rows: str | None = None
     ) -> tuple[Tensor | None, Carry, Carry]:
@@ -93,6 +113,8 @@ class Work:
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
             for piece in [tokens] if size >= block.length else InnerLoop.split(tokens, size):
+                if self.rule.state_dependent:
+                    piece = self.gated(piece, carry["commit"])
                 carry = self.rule.observe(carry, piece.gates)
                 y, carry = CHUNKS[self.plan.chunks](self, piece.apart(), carry, phase, rows)
                 phase = phase + piece.q.shape[2]
@@ -204,7 +226,7 @@ class InnerLoop:
     def start(self, batch: int, dtype: torch.dtype) -> Carry:
         """W0 in every role that a fresh sequence carries, each a copy of its own: what is handed out is the
         caller's."""
-        roles = [role for role in self.plan.roles if role in ("commit", "anchor", "origin")]
+        roles = [role for role in self.plan.roles if role in STARTS_AT_W0 and role != "weights"]
         if "commit" not in roles and "anchor" not in roles:
             roles.append("weights")
         carry: Carry = {role: {} for role in roles}
@@ -213,7 +235,7 @@ class InnerLoop:
                 carry[role][name] = (
                     value.to(dtype).expand(batch, *value.shape).clone(memory_format=torch.contiguous_format)
                 )
-        return carry
+        return self.optimizer.begin(carry)
 
     def read(
         self, tokens: Tokens, state: State, after: Tensor, ctx: Context, packing: Packing | None, own: bool = False
@@ -270,6 +292,10 @@ class InnerLoop:
         if tokens.pairs is not None and self.learner.mixes_tokens:
             raise MetaTTTError(
                 f"{type(self.learner).__name__} mixes the tokens of a mini-batch, and would mix the pairs of a token: set another learner"
+            )
+        if tokens.pairs is not None and rule.state_dependent:
+            raise MetaTTTError(
+                f"{type(rule).__name__} looks at the weights for every token, and this task gives several pairs a token: set another task"
             )
         if tokens.pairs is not None and rule.accumulates:
             raise MetaTTTError(
@@ -401,9 +427,11 @@ class InnerLoop:
 
     def _restarted(self, carry: Carry, restart: Tensor, dtype: torch.dtype) -> Carry:
         """The state that sequences start with, where `restart` `[B]` says so."""
-        origin = next(iter(self.start(len(restart), dtype).values()))
+        fresh = self.start(len(restart), dtype)
+        newest = next(iter(fresh.values()))
         return {
-            role: where(restart, origin if role in STARTS_AT_W0 else None, weights) for role, weights in carry.items()
+            role: where(restart, fresh.get(role, newest) if role in STARTS_AT_W0 else None, weights)
+            for role, weights in carry.items()
         }
 
     @staticmethod

@@ -6,8 +6,10 @@ from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
 from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.optimizers.delta_gradient import DeltaGradientDescent
 from metattt.optimizers.gradient_descent import GradientDescent, StepSize
+from metattt.optimizers.mirror import MirrorDescent
 from metattt.optimizers.momentum import Momentum
 from metattt.optimizers.preconditioned import Preconditioned
+from metattt.optimizers.state_gated import StateGated
 from metattt.optimizers.whole import WholeSequence
 
 __all__ = [
@@ -21,9 +23,11 @@ __all__ = [
     "Gates",
     "GradientDescent",
     "InnerOptimizer",
+    "MirrorDescent",
     "Momentum",
     "Preconditioned",
     "Sign",
+    "StateGated",
     "StepSize",
     "WholeSequence",
 ]

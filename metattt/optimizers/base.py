@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.part import Part
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
+
+if TYPE_CHECKING:
+    from metattt.inner.committed import Committed
 
 Anchor = Literal["minibatch", "online", "batch"]
 Read = Literal["inclusive", "exclusive", "previous", "committed", "block", "final"]
@@ -115,6 +118,15 @@ class InnerOptimizer(Part, ABC):
         left."""
         return views, gates, state
 
+    def gates_at(self, gates: Gates, committed: Committed) -> Gates:
+        """The gates of `n` tokens `[B, H, n]` in sight of the weights of the last commit, from those that `gates` gave.
+
+        Called inside the inner loop, in every inner step. It may change any gate that `gates` gives, and must treat
+        every token alone. Tokens of η = 0, as all padding is, keep theirs. A rule that defines it has no fast path:
+        neither a kernel nor the solved form.
+        """
+        return gates
+
     def token_steps(self) -> Tensor | None:
         """τ, `[1 or H, b]`: then `W_t = W_a + τ_{pos mod b} Σ_s −η_s G_s` over the open mini-batch. None: no token
         steps."""
@@ -127,8 +139,13 @@ class InnerOptimizer(Part, ABC):
     max_norm: float | None = (
         None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
     )
+    update_decays = False  #: the step of the open mini-batch decays as it grows, `U_t = α_t U_{t−1} − η_t G_t`
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
+
+    def begin(self, carry: dict[str, Tensors]) -> dict[str, Tensors]:
+        """What a sequence starts with, from W0 in every role that holds weights."""
+        return carry
 
     # -- what the layer asks -------------------------------------------------------------------------------------------
 
@@ -157,6 +174,11 @@ class InnerOptimizer(Part, ABC):
         return self.has_token_steps or self.max_norm is not None
 
     @property
+    def state_dependent(self) -> bool:
+        """Whether gates depend on the weights."""
+        return getattr(self.gates_at, "__func__", None) is not InnerOptimizer.gates_at
+
+    @property
     def causal(self) -> bool:
         """Whether no query reads weights that later tokens have trained."""
         return self.read not in ("block", "final")
@@ -165,8 +187,8 @@ class InnerOptimizer(Part, ABC):
     def bases(self) -> tuple[str, ...]:
         """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and
         `momentum`."""
-        has_phase = self.accumulates
-        names = ["commit"] if has_phase or self.anchor == "minibatch" or self.read in ("previous", "committed") else []
+        has_phase, sees_commit = self.accumulates, self.read in ("previous", "committed") or self.state_dependent
+        names = ["commit"] if has_phase or sees_commit or self.anchor == "minibatch" else []
         names += ["anchor"] if self.anchor == "batch" else []
         names += ["origin"] if self.pull else []
         names += ["update"] if has_phase else ["weights"]
@@ -219,6 +241,12 @@ class InnerOptimizer(Part, ABC):
         """The carry after a mini-batch is complete: `W_a ← W_t`, and a new one begins."""
         kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", "momentum")}
         return {"commit": self.current(carry, filled), **kept}
+
+    def again(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+        """What the next pass of a `final` read begins with, from the carry after one: all weights are the newest."""
+        now = self.current(carry, filled)
+        kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
+        return kept | {role: now for role in carry if role in ("commit", "anchor")} or {"weights": now}
 
     def observe(self, carry: dict[str, Tensors], gates: Gates) -> dict[str, Tensors]:
         """The carry with whatever the rule collects from the gates of `n` tokens for its next commit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Literal
 
@@ -10,25 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import LARGEST, MetaTTTError, check_choice, check_flag, check_integer, check_number
-from metattt.modules import CausalConv, projection, rms_norm
+from metattt.modules import CausalConv, exact, projection, rms_norm
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks import corruption
 from metattt.tasks.base import Task, Views
+from metattt.tasks.losses import IN_SYMBOLS, LOSSES, WITH_THRESHOLD, loss_per_token
 
 Projected = tuple[Tensor, Tensor, Tensor]
 """q, k and v `[B, T, ·]` before heads are told apart."""
 
 NORM_EPS = 1e-5  # of `qk_norm`, as in the released code of LaCT
-
-LOSSES = {
-    "squared": ("½‖{p} − v_t‖²", "{p} − v_t"),
-    "mean_squared": ("‖{p} − v_t‖²/d", "({p} − v_t)·2/d"),
-    "dot": ("−⟨v_t, {p}⟩", "−v_t"),
-    "huber": ("Σ huber_{delta:g}({p} − v_t)", "clip({p} − v_t, ±{delta:g})"),
-    "cosine": ("1 − cos({p}, v_t)", None),
-}
-"""In symbols: each loss of a prediction p, and its derivative by p."""
 
 FEATURE_MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": F.silu}
 
@@ -53,13 +46,17 @@ class Reconstruction(Task):
         corruption: replace the training view by a noisy one: `noise` adds `corruption_rate` times a standard normal,
             `mask` zeroes that share of its entries. The labels and the test view stay clean.
         seed: seed of the corruption. None draws a new one for every sequence; it is part of the state.
-        loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, `huber`, the last two
-            summed over the width, or `cosine` 1 − cos(f(k), v).
-        huber_delta: where the Huber loss turns linear.
+        loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, `huber` per feature, both
+            summed over the width, `cosine` 1 − cos(f(k), v), or of MIRAS (arXiv 2504.13173): `lp` ‖f(k) − v‖_p^p,
+            `norm_huber` the Huber loss of ‖f(k) − v‖, `mixed_huber` (Yaad) ½‖·‖² up to δ and δ‖·‖₁ beyond it.
+        loss_p: p of `lp`.
+        huber_delta: δ, where the Huber losses turn linear, or its initial value.
+        huber_delta_from: a `constant` δ, or softplus(θ x + c) of the token `per_head`; it travels as the last feature of
+            the label view.
 
     Raises:
-        MetaTTTError: a value that is not allowed, an odd head width with rope, or `kv_heads` with views=shared_qk; when
-            the layer is built, for `kv_heads` that do not divide its heads.
+        MetaTTTError: a value that is not allowed, an odd head width with rope, `kv_heads` with views=shared_qk, or a δ of
+            the token for a loss without δ; when the layer is built, for `kv_heads` that do not divide its heads.
     """
 
     def __init__(
@@ -74,20 +71,31 @@ class Reconstruction(Task):
         corruption: Literal["none", "noise", "mask"] = "none",
         corruption_rate: float = 0.1,
         seed: int | None = None,
-        loss: Literal["squared", "mean_squared", "dot", "huber", "cosine"] = "squared",
+        loss: Literal[
+            "squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber"
+        ] = "squared",
         huber_delta: float = 1.0,
         kv_heads: int | None = None,
         qk_norm: bool = False,
+        loss_p: float = 3.0,
+        huber_delta_from: Literal["constant", "per_head"] = "constant",
     ):
         super().__init__()
         check_choice("task.views", views, ("separate", "shared_qk", "no_key"))
         check_choice("task.rope", rope, ("none", "mini_batch", "full"))
         check_choice("task.feature_map", feature_map, FEATURE_MAPS)
         check_choice("task.corruption", corruption, ("none", "noise", "mask"))
-        check_choice("task.loss", loss, ("squared", "mean_squared", "dot", "huber", "cosine"))
+        check_choice("task.loss", loss, LOSSES)
+        check_choice("task.huber_delta_from", huber_delta_from, ("constant", "per_head"))
         check_integer("task.conv_width", conv_width)
         check_number("task.rope_theta", rope_theta, above=0)
         check_number("task.huber_delta", huber_delta, above=0)
+        check_number("task.loss_p", loss_p, least=1)
+        if huber_delta_from != "constant" and loss not in WITH_THRESHOLD:
+            raise MetaTTTError(
+                f"task.huber_delta_from={huber_delta_from} is for losses with a threshold, and task.loss={loss} has none: "
+                f"set task.loss to one of {', '.join(WITH_THRESHOLD)}"
+            )
         check_number("task.corruption_rate", corruption_rate, least=0, most=1 if corruption == "mask" else LARGEST)
         if kv_heads is not None:
             check_integer("task.kv_heads", kv_heads, advice=", or null for one of each head")
@@ -110,6 +118,7 @@ class Reconstruction(Task):
         self.feature_map, self.normalize_qk = feature_map, normalize_qk
         self.corruption, self.corruption_rate, self.seed = corruption, corruption_rate, seed
         self.loss_name, self.huber_delta, self.kv_heads, self.qk_norm = loss, huber_delta, kv_heads, qk_norm
+        self.loss_p, self.learned_delta = loss_p, huber_delta_from == "per_head"
         self.squared_error = loss == "squared"
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
@@ -134,15 +143,22 @@ class Reconstruction(Task):
         if self.qk_norm:
             keys = width if self.shared_qk else groups * head_dim
             self.q_norm, self.k_norm = nn.RMSNorm(width, eps=NORM_EPS), nn.RMSNorm(keys, eps=NORM_EPS)
+        if self.learned_delta:
+            self.label_dim = head_dim + 1
+            self.delta_weight = nn.Parameter(torch.randn(groups, dim) * 0.02)
+            start = self.huber_delta + math.log(-math.expm1(-self.huber_delta))  # softplus of it is δ
+            self.delta_bias = nn.Parameter(torch.full((groups,), start))
 
     def equations(self) -> list[str]:
-        loss = LOSSES.get(self.loss_name, (f"{self.loss_name}({{p}}, v_t)", None))[0]
+        loss = IN_SYMBOLS[self.loss_name][0]
         lines = [
             "k_t = 1 in every channel" if self.no_key else f"k_t = {self._in_symbols('K')}",
             f"v_t = θV x_t{' + b_V' if self.bias else ''}",
             f"q_t = {self._in_symbols('Q')}",
-            f"ℓ_t(W) = {loss.format(p='f(k_t; W)', delta=self.huber_delta)}",
+            f"ℓ_t(W) = {loss.format(p='f(k_t; W)', delta=self._threshold(), power=self.loss_p)}",
         ]
+        if self.learned_delta:
+            lines.append("δ_t = softplus(θ_δ x_t + c_δ), θ and c of each head")
         if self.shared_qk:
             lines.append(f"conv_K, conv_Q: causal, {self.conv_width} tokens, each channel by itself")
         if self.rope != "none":
@@ -153,8 +169,11 @@ class Reconstruction(Task):
         return lines
 
     def slope(self, prediction: str) -> str | None:
-        slope = LOSSES.get(self.loss_name, ("", None))[1]
-        return None if slope is None else slope.format(p=prediction, delta=self.huber_delta)
+        slope = IN_SYMBOLS[self.loss_name][1]
+        return None if slope is None else slope.format(p=prediction, delta=self._threshold(), power=self.loss_p)
+
+    def _threshold(self) -> str:
+        return "δ_t" if self.learned_delta else f"{self.huber_delta:g}"
 
     def _in_symbols(self, view: str) -> str:
         """The view K or Q of x_t."""
@@ -230,7 +249,16 @@ class Reconstruction(Task):
         if self.corruption != "none":
             kept["seed"] = state["seed"] if "seed" in state else self.draw_seed(x)
             k = self.corrupt(k, kept["seed"], ctx)
+        if self.learned_delta:
+            v = torch.cat([v, self._delta(x).to(v.dtype)], dim=-1)
         return Views(k, v, q), kept
+
+    def _delta(self, x: Tensor) -> Tensor:
+        """δ of every token, `[B, G, T, 1]`, in fp32 or wider."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with exact(x.device.type):
+            logit = x.to(wide) @ self.delta_weight.to(wide).mT + self.delta_bias.to(wide)
+            return F.softplus(logit).mT.unsqueeze(-1)
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[B, T, n d]` to `[B, n, T, d]`."""
@@ -257,20 +285,10 @@ class Reconstruction(Task):
         return k * keep
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-        if self.loss_name == "dot":
-            return -(prediction * v).sum(-1)
-        if self.loss_name == "cosine":
-            lengths = [
-                (x.square().sum(-1) + 1e-6).sqrt() for x in (prediction, v)
-            ]  # of a zero vector, too, it can be differentiated
-            return 1 - (prediction * v).sum(-1) / (lengths[0] * lengths[1])
-        error = prediction - v
-        if self.loss_name == "squared":
-            return 0.5 * error.square().sum(-1)
-        if self.loss_name == "mean_squared":
-            return error.square().mean(-1)
-        size, delta = error.abs(), self.huber_delta
-        return torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta)).sum(-1)
+        delta: float | Tensor = self.huber_delta
+        if self.learned_delta:
+            v, delta = v[..., :-1], v[..., -1]
+        return loss_per_token(self.loss_name, prediction, v, self.loss_p, delta)
 
 
 def rotary_table(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -27,22 +27,25 @@ def chunk(
         y, seen_at = None, pairs - 1 if read == "inclusive" else 0
         for i in range(pairs):
             pair = tokens.map(lambda x, i=i: x[:, :, i : i + 1])._replace(q=tokens.q)  # type: ignore[misc]
-            found, carry = chunk(work, pair, carry, phase, read if i == seen_at else None)
-            y = found if i == seen_at else y
+            answer, carry = chunk(work, pair, carry, phase, read if i == seen_at else None)
+            y = answer if i == seen_at else y
         return y, carry
     anchor = work.anchor(tokens, carry, phase)
     names, bases = list(anchor), rule.bases
     batch, _, count = tokens.eta.shape
-    gradients = _gradients(work, tokens, anchor)
+    found = gradients(work, tokens, anchor)
     seen = []
     for t in range(count):
         step = {}
-        for i, (name, g) in enumerate(gradients.items()):
+        for i, (name, g) in enumerate(found.items()):
             eta = rated(tokens.eta, tokens.rates, i)[:, :, t]
             step[name] = -spread(eta, g[:, t]) * g[:, t]
         before = rule.current(carry, phase + t) if read == "exclusive" or "update" not in bases else {}
         if "update" in bases:
-            carry = carry | {"update": _add(carry.get("update"), step)}
+            total = carry.get("update")
+            if rule.update_decays and tokens.alpha is not None:
+                total = _scaled(total, tokens.alpha[:, :, t])
+            carry = carry | {"update": _add(total, step)}
         else:
             alpha, beta, kappa = (
                 None if gate is None else gate[:, :, t] for gate in (tokens.alpha, tokens.beta, tokens.kappa)
@@ -67,7 +70,7 @@ def chunk(
     return y.squeeze(2).unflatten(0, (batch, count // pairs)).transpose(1, 2), carry
 
 
-def _gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
+def gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
     """∇ℓ_t of every token, `[B, n, H, *shape]` by name."""
     names = list(anchor)
     batch, heads, count = tokens.eta.shape

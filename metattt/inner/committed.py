@@ -1,0 +1,70 @@
+"""What gates may look at inside the inner loop: the weights of the last commit, and what they make of the tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from metattt.inner.forms import dual, primal
+from metattt.inner.gradients import vjp
+from metattt.inner.tokens import Tokens
+from metattt.learners.fast_weights import FastWeights
+from metattt.state import Tensors
+
+if TYPE_CHECKING:
+    from metattt.inner.loop import Work
+
+EPS = 1e-6  # a norm is √(‖·‖² + ε²): it has a derivative at 0
+
+
+class Committed:
+    """W_a, the weights of the last commit, and `n` tokens of the mini-batch after it.
+
+    All pieces of a mini-batch see the same W_a, however a sequence is cut.
+
+    Attributes:
+        weights: W_a by name, `[B, H, *shape]`.
+        k, v, q: views of the tokens, `[B, H, n, ·]`.
+    """
+
+    def __init__(self, work: Work, weights: Tensors, tokens: Tokens):
+        self.weights, self.k, self.v, self.q = weights, tokens.k, tokens.v, tokens.q
+        self._work, self._tokens = work, tokens
+
+    def predict(self, x: Tensor) -> Tensor:
+        """f(x; W_a), `[B, H, n, d]`."""
+        return self._work.read(self.weights, x)
+
+    def losses(self) -> Tensor:
+        """ℓ(f(k_t; W_a), v_t), `[B, H, n]`."""
+        return self._work.task.loss(self.predict(self.k), self.v)
+
+    def gradient_norms(self) -> Tensor:
+        """‖∇ℓ_t(W_a)‖ over all fast weights, `[B, H, n]`."""
+        work = self._work
+        if work.plan.chunks == "dual":
+            sites, deltas = dual.record(work, self.weights, self._tokens, lambda losses: [losses.sum()])
+            gram = dual.PerTokenGradients(sites, deltas[0], work.operand).gram()
+            squared = gram.diagonal(dim1=-2, dim2=-1)
+        elif work.learner.mixes_tokens:
+            squared = self._one_by_one()
+        else:
+            found = primal.gradients(work, self._tokens, self.weights)
+            squared = torch.stack([g.flatten(3).square().sum(-1) for g in found.values()]).sum(0).transpose(1, 2)
+        return (squared + EPS**2).sqrt()
+
+    def _one_by_one(self) -> Tensor:
+        """‖∇ℓ_t‖² by a backward pass per token, for learners whose tokens look at each other."""
+        work, names = self._work, list(self.weights)
+
+        def losses(*weights: Tensor) -> Tensor:
+            accessor = FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand)
+            return work.losses(accessor, self.k, self.v)
+
+        like = self._tokens.eta
+        each = torch.eye(like.shape[2], dtype=like.dtype, device=like.device).unbind(0)
+        found = vjp(losses, list(self.weights.values()), [row.expand_as(like) for row in each])
+        norms = [torch.stack([g.flatten(2).square().sum(-1) for g in one]).sum(0) for one in found]
+        return torch.stack(norms, dim=-1)

@@ -1,0 +1,158 @@
+"""Mirror descent: gradients add up in a dual state, and a map makes weights of it at the end of every mini-batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.errors import check_choice, check_number
+from metattt.modules import spread
+from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
+from metattt.optimizers.block import BlockRule, Carry
+from metattt.optimizers.momentum import Gate, check_gates
+from metattt.registry import register
+from metattt.state import Context, Tensors
+
+SOURCES = ("none", "constant", "shared", "per_head")
+SMOOTHING = 1e-6  # ε of |x| ≈ √(x² + ε) in ‖A‖_q, as in MIRAS (Remark 5): an A of zero has weights and derivatives, too
+
+
+@register(group="optimizer", name="mirror")
+class MirrorDescent(BlockRule):
+    """`A_t = α_t A_{t−1} − η_t ∇ℓ_t(W)`, `W = m(A)` at the end of every mini-batch: the retentions of MIRAS (arXiv
+    2504.13173, Sec. 5.2–5.4).
+
+    A is exact for every token, as in Eq. 28; W stays until the mini-batch ends, so mini-batches of one token are the
+    published recurrences. The learner's W0 is the first A, and a sequence starts from m(W0); with `elastic_net`, from W0.
+
+    | retention          | m(A), per fast weight                | A after it | in the paper                      |
+    |--------------------|--------------------------------------|------------|-----------------------------------|
+    | `lq`               | A / ‖A‖_q^(q−2), ‖·‖ over all entries | A          | ℓ_q stability, Moneta (Eq. 24)    |
+    | `softmax`          | c · softmax(A)                       | log(W/c)   | KL divergence, Memora (Eq. 21, 27) |
+    | `elastic_net`      | sign(A) max(0, |A| − γ)              | W          | elastic net (Eq. 22)              |
+    | `elastic_net_ftrl` | the same                             | A          | elastic net, FTRL (Eq. 23)        |
+    | `sigmoid`          | σ(A)                                 | A          | Bregman divergence of the logit   |
+
+    Args:
+        mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
+        retention: the map m.
+        decay, decay_init: α, as in `Momentum`.
+        q: of `lq`; 2 is gradient descent with decay.
+        mass: of `softmax`: n weights sum to c = mass · √n, so that mass is their norm where they are all alike. (Thousands
+            of weights that sum to 1 are near 0.)
+        simplex: what sums to c in `softmax`: the `whole` weight, or the weights into every `output` of a matrix (the
+            outputs of a last layer are then nearly alike, and a norm after it enlarges what rounding leaves of them).
+        threshold: γ of the elastic nets.
+
+    Raises:
+        MetaTTTError: a value that is not allowed, or a read or an anchor that needs weights per token.
+    """
+
+    update_decays = True
+
+    def __init__(
+        self,
+        mini_batch_size: int = 16,
+        anchor: Anchor = "minibatch",
+        read: Read = "committed",
+        steps: int = 1,
+        base_lr: float = 1.0,
+        lr: Literal["per_head", "shared", "constant"] = "per_head",
+        lr_scale: Literal["head_dim", "none"] = "head_dim",
+        retention: Literal["lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"] = "lq",
+        decay: Literal["none", "constant", "shared", "per_head"] = "per_head",
+        decay_init: float = 0.99,
+        q: float = 4.0,
+        mass: float = 1.0,
+        simplex: Literal["whole", "output"] = "whole",
+        threshold: float = 1e-3,
+        compute_chunk: int | None = None,
+    ):
+        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
+        check_choice("optimizer.retention", retention, ("lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"))
+        check_choice("optimizer.decay", decay, SOURCES)
+        check_choice("optimizer.simplex", simplex, ("whole", "output"))
+        check_gates("constant", 0.0, decay, decay_init)
+        check_number("optimizer.q", q, least=2, advice=" (2 leaves A as it is)")
+        check_number("optimizer.mass", mass, above=0)
+        check_number("optimizer.threshold", threshold, least=0)
+        self.retention, self.decay, self.decay_init = retention, decay, decay_init
+        self.q, self.mass, self.simplex, self.threshold = q, mass, simplex, threshold
+        self.roles = () if retention == "elastic_net" else ("dual",)
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        return gates._replace(alpha=self.decay_gate(x)), state
+
+    def weights(self, dual: Tensor) -> Tensor:
+        """m(A) for one fast weight `[B, H, *shape]`."""
+        if self.retention == "lq":
+            entries = (dual.square() + SMOOTHING).flatten(2)
+            norm = entries.pow(0.5 * self.q).sum(-1).pow((self.q - 2) / self.q)  # ‖A‖_q^(q−2)
+            return dual / spread(norm, dual)
+        if self.retention == "softmax":
+            by_output = self.simplex == "output" and dual.ndim > 3
+            count = dual.shape[-2] if by_output else math.prod(dual.shape[2:])
+            return self.mass * math.sqrt(count) * self._log_softmax(dual).exp()
+        if self.retention == "sigmoid":
+            return torch.sigmoid(dual)
+        return F.softshrink(dual, self.threshold)
+
+    def _log_softmax(self, dual: Tensor) -> Tensor:
+        if self.simplex == "output" and dual.ndim > 3:
+            return dual.log_softmax(-2)
+        return dual.flatten(2).log_softmax(-1).view_as(dual)
+
+    def begin(self, carry: Carry) -> Carry:
+        if not self.roles:
+            return carry
+        return {
+            role: values if role == "dual" else {name: self.weights(x) for name, x in values.items()}
+            for role, values in carry.items()
+        }
+
+    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+        dual = self._dual(carry)
+        after = {"commit": {name: self.weights(x) for name, x in dual.items()}}
+        if self.retention == "softmax":
+            dual = {name: self._log_softmax(x) for name, x in dual.items()}
+        return after | ({"dual": dual} if self.roles else {})
+
+    def again(self, carry: Carry, filled: int | Tensor) -> Carry:
+        return super().again(carry, filled) | ({"dual": self._dual(carry)} if self.roles else {})
+
+    def _dual(self, carry: Carry) -> Tensors:
+        """A after the tokens of the open mini-batch."""
+        before = carry["dual"] if self.roles else carry["commit"]
+        if "update" not in carry:
+            return before
+        lost = carry.get("pool", {}).get("lost")
+        return {
+            name: (x if lost is None else spread(1 - lost, x) * x) + carry["update"][name] for name, x in before.items()
+        }
+
+    def observe(self, carry: Carry, gates: Gates) -> Carry:
+        """Collects `1 − Π_t α_t`, what the dual state of the last commit loses."""
+        if gates.alpha is None:
+            return carry
+        kept = gates.alpha.prod(-1)
+        if "pool" in carry:
+            kept = kept * (1 - carry["pool"]["lost"])
+        return carry | {"pool": {"lost": 1 - kept}}
+
+    def coefficients(self, gates: Gates, phase: object, carried: object, read: object) -> Coefficients:
+        started = "update" in carried  # type: ignore[operator]
+        if gates.alpha is None:
+            return Coefficients({"commit": None}, None, {"update": ({"update": None} if started else {}, gates.eta)})
+        alpha = gates.alpha
+        later = F.pad(alpha[..., 1:].flip(-1).cumprod(-1).flip(-1), (0, 1), value=1.0)  # Π_{r>s} α_r
+        kept: dict[str, Tensor | None] = {"update": alpha.prod(-1)} if started else {}
+        return Coefficients({"commit": None}, None, {"update": (kept, gates.eta * later)})
