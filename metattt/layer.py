@@ -20,7 +20,7 @@ from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
 from metattt.modules import projection
-from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.base import InnerOptimizer
 from metattt.part import unchanged_on_error
 from metattt.room import check_room
 from metattt.state import Context, State, Tensors
@@ -28,7 +28,6 @@ from metattt.tasks.base import Task, Views
 from metattt.torch_private import interpreter_stack
 
 PARTS = ("task", "learner", "optimizer")
-ABSENT = (None, None, None, None)  # the gates besides η
 
 
 class TTTLayer(nn.Module):
@@ -91,6 +90,10 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}"
             )
+        if isinstance(learner, NonParametric):
+            for name, off in optimizer.data_gates.items():
+                if name not in learner.gates:
+                    raise MetaTTTError(f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}")
         head = dim // num_heads
         self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
         self._form = form
@@ -190,7 +193,7 @@ class TTTLayer(nn.Module):
         if given is not None:
             self._check_kept(given, task_state, rule_state)
         if isinstance(self.learner, NonParametric):
-            y, data = self.learner.scan(views, state.learner, ctx)
+            y, data = self.learner.scan(views, state.learner, ctx, gates.masked(ctx.valid))
             read = Result(y, {}, 0, data)
         else:
             tokens = Tokens(*views, *gates)  # type: ignore[arg-type]
@@ -209,16 +212,16 @@ class TTTLayer(nn.Module):
 
     def observe(
         self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
-    ) -> tuple[Views, Gates, Tensors, Tensors]:
-        """Views and gates of the tokens, gates in fp32 or wider, and what the task and the optimizer carry on."""
+    ) -> tuple[Views, Any, Tensors, Tensors]:
+        """Views and gates (`Gates` or `DataGates`) of the tokens, gates in fp32 or wider, and what the task and the optimizer carry on."""
         given = {} if projected is None else {"projected": projected}  # tasks that share nothing do not take it
         views, task_state = self.task.views(x, state.task, ctx, **given)
         if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:
             views = views.for_every_head()
         gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         wide = torch.promote_types(views.k.dtype, torch.float32)
-        if gates.eta.dtype != wide or gates[1:] != ABSENT:
-            gates = Gates(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
+        if gates[0].dtype != wide or any(gate is not None for gate in gates[1:]):
+            gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
         return views, gates, task_state, rule_state
 
     @property

@@ -10,6 +10,7 @@ from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
 from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.nested import NestedTTT
+from metattt.learners.recurrent_ridge import RecurrentRidge
 from metattt.learners.swiglu import SwiGLU
 from metattt.learners.transformer import Transformer
 
@@ -25,6 +26,7 @@ __all__ = [
     "ModuleLearner",
     "NestedTTT",
     "NonParametric",
+    "RecurrentRidge",
     "SwiGLU",
     "Transformer",
     "Weight",

@@ -12,7 +12,7 @@ from metattt.errors import check_choice, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
-from metattt.state import Context, Tensors
+from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 
@@ -54,7 +54,7 @@ class KernelRidge(NonParametric):
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         return {}
 
-    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+    def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and the data with its factor: `k`, `solved` = Z `[B, H, S, d]`, `factor` = L
         `[B, H, S, S]`.
 
