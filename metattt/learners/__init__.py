@@ -7,6 +7,7 @@ from metattt.learners.global_estimator import GlobalEstimator
 from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.kernel_ridge import KernelRidge
 from metattt.learners.linear import Linear
+from metattt.learners.log_linear import LogLinear
 from metattt.learners.mlp import MLP
 from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.nested import NestedTTT
@@ -23,6 +24,7 @@ __all__ = [
     "KernelRidge",
     "Learner",
     "Linear",
+    "LogLinear",
     "ModuleLearner",
     "NestedTTT",
     "NonParametric",

@@ -98,7 +98,9 @@ class RecurrentRidge(NonParametric):
         mix = part.decay * part.write.unsqueeze(-2)  # ζ
         if self.solver == "exact":
             outer = part.k.unsqueeze(-1) * part.k.unsqueeze(-2)  # [B, H, c, d, d]
-            full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer.flatten(3)).unflatten(3, gram.shape[2:])
+            full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer.flatten(3)).unflatten(
+                3, gram.shape[2:]
+            )
             factor = torch.linalg.cholesky(full + torch.diag_embed(ridge))
             x = torch.cholesky_solve(part.q.unsqueeze(-1), factor).squeeze(-1)
         else:
