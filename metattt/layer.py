@@ -93,7 +93,9 @@ class TTTLayer(nn.Module):
         if isinstance(learner, NonParametric):
             for name, off in optimizer.data_gates.items():
                 if name not in learner.gates:
-                    raise MetaTTTError(f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}")
+                    raise MetaTTTError(
+                        f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}"
+                    )
         head = dim // num_heads
         self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
         self._form = form
@@ -196,7 +198,7 @@ class TTTLayer(nn.Module):
             y, data = self.learner.scan(views, state.learner, ctx, gates.masked(ctx.valid))
             read = Result(y, {}, 0, data)
         else:
-            tokens = Tokens(*views, *gates)  # type: ignore[arg-type]
+            tokens = Tokens(*views, *gates)
             if start is not None:
                 tokens, state = start(self, tokens, state, ctx, packing)
             read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
@@ -213,7 +215,8 @@ class TTTLayer(nn.Module):
     def observe(
         self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
     ) -> tuple[Views, Any, Tensors, Tensors]:
-        """Views and gates (`Gates` or `DataGates`) of the tokens, gates in fp32 or wider, and what the task and the optimizer carry on."""
+        """Views and gates (`Gates`, or `DataGates` for a learner that keeps data) of the tokens, gates in fp32 or wider,
+        and what the task and the optimizer carry on."""
         given = {} if projected is None else {"projected": projected}  # tasks that share nothing do not take it
         views, task_state = self.task.views(x, state.task, ctx, **given)
         if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:

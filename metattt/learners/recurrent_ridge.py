@@ -150,7 +150,7 @@ class _Solve(torch.autograd.Function):
         ctx.settings = inputs[6:]  # type: ignore[attr-defined]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         k, mix, kept, gram, ridge, x = ctx.saved_tensors
         w = _Solve.apply(grad, k, mix, kept, gram, ridge, *ctx.settings)
         xk, wk = x @ k.mT, w @ k.mT
