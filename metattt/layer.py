@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,10 @@ from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
 from metattt.modules import projection
-from metattt.optimizers.base import InnerOptimizer
+from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.part import unchanged_on_error
 from metattt.room import check_room
-from metattt.state import Context, State, Tensors
+from metattt.state import Context, DataGates, State, Tensors
 from metattt.tasks.base import Task, Views
 from metattt.torch_private import interpreter_stack
 
@@ -195,10 +195,10 @@ class TTTLayer(nn.Module):
         if given is not None:
             self._check_kept(given, task_state, rule_state)
         if isinstance(self.learner, NonParametric):
-            y, data = self.learner.scan(views, state.learner, ctx, gates.masked(ctx.valid))
+            y, data = self.learner.scan(views, state.learner, ctx, cast(DataGates, gates).masked(ctx.valid))
             read = Result(y, {}, 0, data)
         else:
-            tokens = Tokens(*views, *gates)
+            tokens = Tokens(*views, *gates)  # type: ignore[arg-type]
             if start is not None:
                 tokens, state = start(self, tokens, state, ctx, packing)
             read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
@@ -214,7 +214,7 @@ class TTTLayer(nn.Module):
 
     def observe(
         self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
-    ) -> tuple[Views, Any, Tensors, Tensors]:
+    ) -> tuple[Views, Gates, Tensors, Tensors]:
         """Views and gates (`Gates`, or `DataGates` for a learner that keeps data) of the tokens, gates in fp32 or wider,
         and what the task and the optimizer carry on."""
         given = {} if projected is None else {"projected": projected}  # tasks that share nothing do not take it
@@ -225,7 +225,7 @@ class TTTLayer(nn.Module):
         wide = torch.promote_types(views.k.dtype, torch.float32)
         if gates[0].dtype != wide or any(gate is not None for gate in gates[1:]):
             gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
-        return views, gates, task_state, rule_state
+        return views, cast(Gates, gates), task_state, rule_state
 
     @property
     def inner(self) -> InnerLoop:
