@@ -11,6 +11,7 @@ from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import exact
 from metattt.registry import register
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
@@ -71,7 +72,7 @@ class LogLinear(NonParametric):
         batch, heads, _, width = views.k.shape
         count = 2 if gates.levels is None else gates.levels.shape[-1]
         shape = (batch, heads, count - 1, width, width)
-        with torch.autocast(views.k.device.type, enabled=False):
+        with exact(views.k.device.type):
             memories = state["levels"] if state else gates.write.new_zeros(shape)
             if memories.shape != shape:
                 raise MetaTTTError(

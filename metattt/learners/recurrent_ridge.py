@@ -14,6 +14,7 @@ from metattt.errors import check_choice, check_integer, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import exact
 from metattt.registry import register
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
@@ -80,7 +81,7 @@ class RecurrentRidge(NonParametric):
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and `gram` = H `[B, H, d, d]` and `moment` = Gᵀ `[B, H, d, d]`."""
         batch, heads, _, width = views.k.shape
-        with torch.autocast(views.k.device.type, enabled=False):
+        with exact(views.k.device.type):
             ridge = F.softplus(self.slow["ridge"].to(gates.write.dtype)).unsqueeze(1) + self.ridge_floor  # [H, 1, d]
             zeros = gates.write.new_zeros(batch, heads, width, width)
             gram, moment = (state[name] if state else zeros for name in ("gram", "moment"))
@@ -152,8 +153,9 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         k, mix, kept, gram, ridge, x = ctx.saved_tensors
-        w = _Solve.apply(grad, k, mix, kept, gram, ridge, *ctx.settings)
-        xk, wk = x @ k.mT, w @ k.mT
-        by_k = -((mix * wk).mT @ x + (mix * xk).mT @ w)
-        by_gram = -(kept.unsqueeze(-1) * x).mT @ w
-        return w, by_k, -xk * wk, -((x @ gram) * w).sum(-1), by_gram, -x * w, None, None
+        with exact(grad.device.type):
+            w = _Solve.apply(grad, k, mix, kept, gram, ridge, *ctx.settings)
+            xk, wk = x @ k.mT, w @ k.mT
+            by_k = -((mix * wk).mT @ x + (mix * xk).mT @ w)
+            by_gram = -(kept.unsqueeze(-1) * x).mT @ w
+            return w, by_k, -xk * wk, -((x @ gram) * w).sum(-1), by_gram, -x * w, None, None
