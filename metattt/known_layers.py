@@ -186,7 +186,8 @@ def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     nodes = list(_layers(cfg.layer))
     parts = {group: _joined([_part(node.get(group), group) for node in nodes]) for group in GROUPS}
     inner = [one for one in layer.modules() if isinstance(one, TTTLayer)]
-    block = max([16, *(max(one.optimizer.block, getattr(one.learner, "window", None) or 0) for one in inner)])
+    at_once = [getattr(one.learner, key, None) or 0 for one in inner for key in ("window", "chunk")]
+    block = max(16, *(one.optimizer.block for one in inner), *at_once)
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
     sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
     state = _polynomial(sizes, counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,11 @@ from metattt.modules import projection
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.part import unchanged_on_error
 from metattt.room import check_room
-from metattt.state import Context, State, Tensors
+from metattt.state import Context, DataGates, State, Tensors
 from metattt.tasks.base import Task, Views
 from metattt.torch_private import interpreter_stack
 
 PARTS = ("task", "learner", "optimizer")
-ABSENT = (None,) * (len(Gates._fields) - 1)  # the gates besides η
 
 
 class TTTLayer(nn.Module):
@@ -91,6 +90,12 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}"
             )
+        if isinstance(learner, NonParametric):
+            for name, off in optimizer.data_gates.items():
+                if name not in learner.gates:
+                    raise MetaTTTError(
+                        f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}"
+                    )
         head = dim // num_heads
         self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
         self._form = form
@@ -195,7 +200,12 @@ class TTTLayer(nn.Module):
                     f"{type(self.learner).__name__} keeps its data, and has no weights that an erase view or several pairs "
                     "a token could change: set learner=linear_map"
                 )
-            y, data = self.learner.scan(views, state.learner, ctx)
+            if not isinstance(gates, DataGates):
+                raise MetaTTTError(
+                    f"{type(self.optimizer).__name__}.gates returned {type(gates).__name__}: a rule with updates = False "
+                    "must return DataGates"
+                )
+            y, data = self.learner.scan(views, state.learner, ctx, gates.masked(ctx.valid))
             read = Result(y, {}, 0, data)
         else:
             tokens = Tokens.of(views, gates)
@@ -215,19 +225,22 @@ class TTTLayer(nn.Module):
     def observe(
         self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
     ) -> tuple[Views, Gates, Tensors, Tensors]:
-        """Views and gates of the tokens, gates in fp32 or wider, and what the task and the optimizer carry on."""
+        """Views and gates (`Gates`, or `DataGates` for a learner that keeps data) of the tokens, gates in fp32 or wider,
+        and what the task and the optimizer carry on."""
         given = {} if projected is None else {"projected": projected}  # tasks that share nothing do not take it
         views, task_state = self.task.views(x, state.task, ctx, **given)
         if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:
             views = views.for_every_head()
-        gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
-        views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
-        if views.weight is not None:
+        found, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
+        gates = cast(Gates, found)
+        if self.learner.has_weights:
+            views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
+        if views.weight is not None and self.learner.has_weights:
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
             gates = gates._replace(eta=eta * views.weight)
         wide = torch.promote_types(views.k.dtype, torch.float32)
-        if gates.eta.dtype != wide or gates[1:] != ABSENT:
-            gates = Gates(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
+        if gates[0].dtype != wide or any(gate is not None for gate in gates[1:]):
+            gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
         return views, gates, task_state, rule_state
 
     @property

@@ -42,6 +42,28 @@ class Context(NamedTuple):
         return self.valid.sum(1)
 
 
+class DataGates(NamedTuple):
+    """Per-token numbers of a rule for data, each `[B, H or 1, T]`: token t comes in with weight `write_t` and multiplies
+    that of all tokens before it by `keep_t`.
+
+    Attributes:
+        write: weight of the token (β of MesaNet, Δ of Mamba-2).
+        keep: share of the past that stays (γ, α), between 0 and 1; None: all.
+        levels: `[B, H, T, n]` weights λ of the n levels of a hierarchical state in what the token reads; None: all 1.
+    """
+
+    write: Tensor
+    keep: Tensor | None = None
+    levels: Tensor | None = None
+
+    def masked(self, valid: Tensor | None) -> DataGates:
+        """Padding changes nothing: it writes 0 and keeps all. `valid` `[B, T]`; None: all tokens are real."""
+        if valid is None:
+            return self
+        keep = None if self.keep is None else torch.where(valid.unsqueeze(1), self.keep, 1)
+        return self._replace(write=torch.where(valid.unsqueeze(1), self.write, 0), keep=keep)
+
+
 class State(NamedTuple):
     """The hidden state of one layer for `B` sequences: hand it back to go on at the next token.
 

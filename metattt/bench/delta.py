@@ -15,7 +15,7 @@ from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_number
 from metattt.layer import TTTLayer
 from metattt.registry import register
-from metattt.state import Context
+from metattt.state import Context, State
 from metattt.testing.specimen import Run, compare, cotangent, gradients
 
 LAYERS = ("delta_net", "gated_delta_net")
@@ -111,8 +111,8 @@ def plain_loop(layer: TTTLayer, x: Tensor) -> Tensor:
     """The layer's outputs by the recurrence of the papers, token by token."""
     positions = torch.arange(x.shape[1]).expand(x.shape[0], -1)
     ctx = Context(positions, None, None, 1)
-    (k, v, q, *_), _ = layer.task.views(x, {}, ctx)
-    gates, _ = layer.optimizer.gates(x, {}, ctx)
+    start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
+    (k, v, q, *_), gates, *_ = layer.observe(x, start, ctx)
     state = x.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     decay = [None] * x.shape[1] if gates.alpha is None else gates.alpha[..., None, None].unbind(2)
     rows = []

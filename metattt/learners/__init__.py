@@ -7,9 +7,11 @@ from metattt.learners.global_estimator import GlobalEstimator
 from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.kernel_ridge import KernelRidge
 from metattt.learners.linear import Linear
+from metattt.learners.log_linear import LogLinear
 from metattt.learners.mlp import MLP
 from metattt.learners.module.adapter import ModuleLearner
 from metattt.learners.nested import NestedTTT
+from metattt.learners.recurrent_ridge import RecurrentRidge
 from metattt.learners.swiglu import SwiGLU
 from metattt.learners.transformer import Transformer
 
@@ -22,9 +24,11 @@ __all__ = [
     "KernelRidge",
     "Learner",
     "Linear",
+    "LogLinear",
     "ModuleLearner",
     "NestedTTT",
     "NonParametric",
+    "RecurrentRidge",
     "SwiGLU",
     "Transformer",
     "Weight",

@@ -14,7 +14,7 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.modules import standardize
 from metattt.part import Part
 from metattt.room import check_room
-from metattt.state import Context, Tensors
+from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 
@@ -151,11 +151,13 @@ class NonParametric(Learner):
     """A learner whose state is the data itself: it reads the whole sequence and needs no update rule."""
 
     has_weights = False
+    #: those of `write`, `keep` and `levels` that `scan` uses: a rule that gives others is refused
+    gates: frozenset[str] = frozenset()
 
     @abstractmethod
-    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+    def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]` for the queries, each from the data up to its own token, and the data to carry on.
 
         `state` is empty at the start; padding comes last and must not be seen by any query (`ctx.valid`), nor may other
-        documents.
+        documents. `gates` are those of the rule, in fp32 or wider, and inert at padding.
         """

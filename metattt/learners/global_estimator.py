@@ -13,7 +13,7 @@ from torch import Tensor
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.registry import register
-from metattt.state import Context, Tensors
+from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 
@@ -69,7 +69,7 @@ class GlobalEstimator(NonParametric):
             f"κ(q, k) = {kernel}",
         ]
 
-    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+    def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and the number of tokens seen, `[B]`: a call with a state is refused by it."""
         if state or ctx.first is not None:
             raise MetaTTTError(

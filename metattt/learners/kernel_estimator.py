@@ -14,7 +14,7 @@ from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.window import Window
 from metattt.registry import register
-from metattt.state import Context, Tensors
+from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 MOST_SINKS = 2**16  # a state has a place for each from the start
@@ -102,7 +102,7 @@ class KernelEstimator(NonParametric):
             lines.append(f"κ(q, k) = exp(−‖q − k‖²/2h), h = {h}")
         return [*lines, "(k_0, v_0) is learned, and every query sees it"] if self.learn_init else lines
 
-    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+    def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]` for the queries, and the data with the new tokens appended.
 
         `state` holds keys and values `[B, G, S, d]` (G heads, as the task makes them) and, where sequences differ,

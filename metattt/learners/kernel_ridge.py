@@ -12,7 +12,7 @@ from metattt.errors import check_choice, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
-from metattt.state import Context, Tensors
+from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 
@@ -67,7 +67,7 @@ class KernelRidge(NonParametric):
             "which is the minimum of Σ_{s≤t} ½‖f(k_s) − v_s‖² + ½λ‖f‖²",
         ]
 
-    def scan(self, views: Views, state: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+    def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and the data with its factor: `k`, `solved` = Z `[B, H, S, d]`, `factor` = L
         `[B, H, S, S]`.
 
@@ -76,7 +76,7 @@ class KernelRidge(NonParametric):
         """
         wide = torch.promote_types(views.k.dtype, torch.float32)
         with torch.autocast(views.k.device.type, enabled=False):
-            k, v, q = (view.to(wide) for view in views[:3])
+            k, v, q = (view.to(wide) for view in (views.k, views.v, views.q))
             past = state["k"].shape[2] if state else 0
             document = self._documents(state, ctx, past)
             old = state["k"] if state else k[:, :, :0]

@@ -1,26 +1,117 @@
-"""The rule of learners whose state is the data itself: keep every token."""
+"""The rule of learners whose state is the data itself: keep every token, or weigh it and forget the past."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Literal
 
-from metattt.optimizers.base import Gates, InnerOptimizer
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
+from metattt.optimizers.base import InnerOptimizer
+from metattt.optimizers.momentum import Gate
 from metattt.registry import register
-from metattt.state import Context, Tensors
+from metattt.state import Context, DataGates, Tensors
+
+MOST_LEVELS = 63  # bits of a position
 
 
 @register(group="optimizer", name="append")
 class Append(InnerOptimizer):
-    """No gradient and no weights: the learner appends each token to its data (nearest neighbours, kernel
-    estimators)."""
+    """No gradient and no weights: the learner adds each token to its data, with weight `write_t`, after it has
+    multiplied what it holds by `keep_t`. Without gates both are 1.
+
+    Args:
+        write: where the weight of a token comes from: `none` (1), σ(θ x + c) `per_head` or `shared` by the heads, or
+            `step`: Δ_t of decay=mamba2.
+        write_init: its initial value.
+        decay: where `keep` comes from: `none` (1), `constant`, σ(θ x + c) `per_head` or `shared`; `retnet` fixes
+            1 − 2^(−5−h) for head h (arXiv 2307.08621, Sec. 2.3); `mamba2` is exp(−Δ_t a_h), Δ_t = softplus(θ x + c)
+            (arXiv 2405.21060).
+        decay_init: its initial value.
+        levels: n, the weights `λ_t = softplus(l ∘ θ x)` of the n levels of a hierarchical state in what token t reads
+            (arXiv 2506.04761); 0: none.
+
+    Raises:
+        MetaTTTError: an unknown source, an initial value that is not between 0 and 1, write=step without decay=mamba2,
+            or a number of levels that is not 0 or from 2 to 63.
+    """
 
     updates = False
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        write: Literal["none", "shared", "per_head", "step"] = "none",
+        write_init: float = 0.5,
+        decay: Literal["none", "constant", "shared", "per_head", "retnet", "mamba2"] = "none",
+        decay_init: float = 0.99,
+        levels: int = 0,
+    ) -> None:
         super().__init__(mini_batch_size=1)
+        check_choice("optimizer.write", write, ("none", "shared", "per_head", "step"))
+        check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "retnet", "mamba2"))
+        check_number("optimizer.write_init", write_init, above=0, below=1)
+        if decay == "constant":  # may be 0 or 1 exactly
+            check_number("optimizer.decay_init", decay_init, least=0, most=1)
+        else:
+            check_number("optimizer.decay_init", decay_init, above=0, below=1)
+        check_integer("optimizer.levels", levels, 0, MOST_LEVELS)
+        if write == "step" and decay != "mamba2":
+            raise MetaTTTError(
+                f"optimizer.write=step is the step size of optimizer.decay=mamba2, not of {decay}: set one of them"
+            )
+        if levels == 1:
+            raise MetaTTTError("optimizer.levels=1 has no level for the tokens before the last: set 0, or 2 and more")
+        self.write, self.write_init, self.decay, self.decay_init = write, write_init, decay, decay_init
+        self.levels = levels
 
     def equations(self) -> list[str]:
-        return []  # the learner says what it makes of its data
+        """The gates of the data; what is made of both, the learner says."""
+        lines = []
+        if self.write == "step":
+            lines.append("write_t = Δ_t")
+        elif self.write != "none":
+            lines.append("write_t = σ(θ_w x_t + c_w)" + (" of each head" if self.write == "per_head" else ""))
+        if self.decay == "mamba2":
+            lines.append("keep_t = exp(−Δ_t a_h), Δ_t = softplus(θ x_t + c) of each head")
+        elif self.decay == "retnet":
+            lines.append("keep = 1 − 2^(−5−h)")
+        elif self.decay == "constant":
+            lines.append(f"keep = {self.decay_init:g}")
+        elif self.decay != "none":
+            lines.append("keep_t = σ(θ_k x_t + c_k)" + (" of each head" if self.decay == "per_head" else ""))
+        if self.levels:
+            lines.append(f"λ_t^ℓ = softplus(s^ℓ θ^ℓ x_t) of each head, ℓ = 0 … {self.levels - 1}")
+        return lines
 
-    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        return Gates(x.new_ones(x.shape[0], 1, x.shape[1])), state
+    @property
+    def data_gates(self) -> Mapping[str, str]:  # type: ignore[override]
+        given = {"write": self.write != "none", "keep": self.decay != "none", "levels": self.levels > 0}
+        off = {"write": "optimizer.write=none", "keep": "optimizer.decay=none", "levels": "optimizer.levels=0"}
+        return {name: off[name] for name, here in given.items() if here}
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        self.write_gate = Gate("none" if self.write == "step" else self.write, self.write_init, dim, num_heads)
+        self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
+        if self.levels:
+            self.level_weight = nn.Parameter(torch.randn(num_heads, self.levels, dim) * 0.02)
+            self.level_scale = nn.Parameter(torch.ones(num_heads, self.levels))
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[DataGates, Tensors]:
+        write, keep = self.write_gate(x), self.decay_gate(x)
+        if self.decay == "mamba2":
+            step = F.softplus(self.decay_gate.logit(x))  # Δ
+            keep = torch.exp(-step * self.decay_gate.log_rate.to(step.dtype).exp().view(-1, 1))
+            write = step if self.write == "step" else write
+        if write is None:
+            write = x.new_ones(x.shape[0], 1, x.shape[1])
+        return DataGates(write, keep, self._levels(x) if self.levels else None), state
+
+    def _levels(self, x: Tensor) -> Tensor:
+        """λ in fp32 or wider: `[B, T, D]` to `[B, H, T, n]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logit = x.to(wide).unsqueeze(1) @ self.level_weight.to(wide).mT
+            return F.softplus(self.level_scale.to(wide).unsqueeze(1) * logit)

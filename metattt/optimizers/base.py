@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.modules import transition as transition
 from metattt.part import Part
-from metattt.state import Context, Tensors
+from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ class InnerOptimizer(Part, ABC):
     """
 
     updates = True  #: False for the rule that learns nothing itself: the learner keeps the data
+    #: of a rule with `updates = False`, the gates that it gives (`write`, `keep`, `levels`), each with the override that
+    #: turns it off
+    data_gates: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -107,8 +112,11 @@ class InnerOptimizer(Part, ABC):
         """Creates outer-loop parameters (θ_lr, τ, gates), if the rule has any."""
 
     @abstractmethod
-    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        """`x` `[B, T, D]` to the rule's gates, and what the next call needs. `state` is empty at the start."""
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates | DataGates, Tensors]:
+        """`x` `[B, T, D]` to the rule's gates, and what the next call needs. `state` is empty at the start.
+
+        A rule with `updates = False` gives `DataGates`, all others `Gates`.
+        """
 
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
@@ -345,15 +353,6 @@ def newest(carried: Collection[str]) -> str:
     """The role that holds the newest weights: an absent `weights` has not moved since the commit, or since the
     start."""
     return "weights" if "weights" in carried else "commit" if "commit" in carried else "anchor"
-
-
-def transition(gate: Tensor) -> Tensor:
-    """`(I − diag(g) L)⁻¹`, entries `Π_{r=s+1..t} g_r`: `[..., n]` to `[..., n, n]`, by substitution: gates may be 0 or
-    1 exactly."""
-    size = gate.shape[-1]
-    system = torch.eye(size, dtype=gate.dtype, device=gate.device) - torch.diag_embed(gate[..., 1:], offset=-1)
-    identity = torch.eye(size, dtype=gate.dtype, device=gate.device).expand_as(system)
-    return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
 
 
 def _lower(like: Tensor, read: str) -> Tensor:

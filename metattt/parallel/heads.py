@@ -186,7 +186,7 @@ def _answers(layer: TTTLayer, x: Tensor) -> Tensor:
         ctx, after = layer.context(x, state)
         views, gates, _, _ = layer.observe(x, state, ctx)
         if not layer.learner.has_weights:
-            y: Tensor = layer.learner.scan(views, {}, ctx)[0]  # type: ignore[operator]
+            y: Tensor = layer.learner.scan(views, {}, ctx, gates)[0]  # type: ignore[operator]
             return y
         return layer.inner.read(Tokens.of(views, gates), state, after, ctx, None).y
 

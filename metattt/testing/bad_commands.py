@@ -211,6 +211,20 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         learner=kernel_estimator optimizer=append learner.window=4 learner.sinks=1000000000000
         learner=kernel_ridge optimizer=append learner.ridge=<0|-1|nan|inf>
         learner=kernel_ridge optimizer=append learner.bandwidth=<0|-1|nan|inf>
+        learner=kernel_ridge optimizer=append optimizer.decay=per_head
+        learner=kernel_estimator optimizer=append optimizer.write=<shared|nobody>
+        learner=recurrent_ridge optimizer=append learner.iterations=<0|-1|1000000000000>
+        learner=recurrent_ridge optimizer=append learner.tolerance=<1|-1|nan|inf>
+        learner=recurrent_ridge optimizer=append learner.ridge=<0|0.25|-1|nan|inf>
+        learner=recurrent_ridge optimizer=append learner.ridge_floor=<1|-1|nan|inf>
+        learner=recurrent_ridge optimizer=append learner.solver=nobody
+        learner=recurrent_ridge optimizer=append learner.chunk=<0|-1|1.5>
+        learner=recurrent_ridge optimizer=append optimizer.levels=3
+        learner=recurrent_ridge optimizer=append optimizer.write=step
+        learner=recurrent_ridge optimizer=append optimizer.decay=per_head optimizer.decay_init=<0|1|nan>
+        learner=log_linear optimizer=append optimizer.levels=<1|-1|64|1.5>
+        learner=log_linear optimizer=append learner.update=nobody
+        learner=log_linear optimizer=append learner.chunk=<0|-1>
         learner=global_estimator optimizer=append
         learner=global_estimator optimizer=append learner.bandwidth=<0|nan>
         learner=linear optimizer=append

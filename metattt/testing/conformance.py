@@ -6,7 +6,7 @@ import unittest
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from metattt.learners import MLP, KernelEstimator, Learner, Linear
+from metattt.learners import MLP, KernelEstimator, Learner, Linear, LogLinear, NonParametric
 from metattt.optimizers import Append, GradientDescent, InnerOptimizer
 from metattt.tasks import Reconstruction, Task
 from metattt.testing.laws import LAWS
@@ -138,7 +138,8 @@ class OptimizerConformance(Conformance):
 
     def specimens(self) -> dict[str, Specimen]:
         if not self.make().updates:
-            return {"KernelEstimator": self.specimen(KernelEstimator, published_task, self.make)}
+            learner = LogLinear if self.make().data_gates else KernelEstimator
+            return {learner.__name__: self.specimen(learner, published_task, self.make)}
         return {
             "Linear": self.specimen(Linear, published_task, self.make),
             "MLP": self.specimen(MLP, published_task, self.make),
@@ -150,8 +151,15 @@ class OptimizerConformance(Conformance):
 
 def rules_for(learner: Learner) -> dict[str, Callable[[], InnerOptimizer]]:
     """Rules of ours that a learner can be combined with, by name."""
-    if not learner.has_weights:
-        return {"": Append}
+    if isinstance(learner, NonParametric):
+        known: dict[str, Callable[[], InnerOptimizer]] = {"": Append}
+        if learner.gates:
+            known["with gates"] = lambda: Append(
+                "per_head" if "write" in learner.gates else "none",
+                decay="per_head" if "keep" in learner.gates else "none",
+                levels=3 if "levels" in learner.gates else 0,
+            )
+        return known
     rules: dict[str, Callable[[], InnerOptimizer]] = {"read=previous": lambda: GradientDescent(4, read="previous")}
     if not learner.mixes_tokens:
         rules |= {

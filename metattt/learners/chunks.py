@@ -1,0 +1,77 @@
+"""Decayed sums over tokens, a chunk of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metattt.modules import transition
+from metattt.state import Context, DataGates
+from metattt.tasks.base import Views
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of `S_t = keep_t S_{t−1} + write_t x_t`, whose sum is 0 before the first token of a document.
+
+    With S_0 the sum before the chunk, `S_t = kept_t S_0 + Σ_{s≤t} decay_ts write_s x_s`. All factors are products, none
+    is divided: they may be as small as they like, or 0.
+
+    Attributes:
+        k, v, q: views `[B, H, c, d]`.
+        write: `[B, H or 1, c]`.
+        decay: `Π_{s<r≤t} keep_r`, `[B, H or 1, c, c]`, lower triangular.
+        kept: `Π_{r≤t} keep_r`, `[B, H or 1, c]`.
+        levels: `[B, H, c, n]`, or None.
+        positions: `[B, c]` of the tokens in their documents.
+        after: `[B]` the position of the token that would follow.
+    """
+
+    k: Tensor
+    v: Tensor
+    q: Tensor
+    write: Tensor
+    decay: Tensor
+    kept: Tensor
+    levels: Tensor | None
+    positions: Tensor
+    after: Tensor
+
+    @property
+    def left(self) -> Tensor:
+        """What is left of each token's weight at the end of the chunk: `[B, H or 1, c]`."""
+        return self.decay[..., -1, :] * self.write
+
+
+def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[Chunk]:
+    """The tokens of a call, at most `size` at a time, in the type of the gates; padding is inert in these."""
+    k, v, q = (view.to(gates.write.dtype) for view in (views.k, views.v, views.q))
+    keep = torch.ones_like(gates.write) if gates.keep is None else gates.keep
+    if ctx.first is not None:
+        keep = torch.where(ctx.first.unsqueeze(1), 0, keep)
+    count = k.shape[2]
+    for start in range(0, count, size):
+        part = slice(start, min(start + size, count))
+        positions = ctx.positions[:, part]
+        decay = transition(keep[:, :, part])
+        yield Chunk(
+            k[:, :, part],
+            v[:, :, part],
+            q[:, :, part],
+            gates.write[:, :, part],
+            decay,
+            decay[..., 0] * keep[:, :, part][..., :1],
+            None if gates.levels is None else gates.levels[:, :, part],
+            positions,
+            _after(positions, None if ctx.valid is None else ctx.valid[:, part]),
+        )
+
+
+def _after(positions: Tensor, valid: Tensor | None) -> Tensor:
+    if valid is None:
+        return positions[:, -1] + 1
+    count = valid.sum(1, keepdim=True)
+    last = positions.gather(1, (count - 1).clamp(min=0)) + 1
+    return torch.where(count > 0, last, positions[:, :1]).squeeze(1)

@@ -1,0 +1,170 @@
+"""Ridge regression on all tokens in a state of constant size: the Mesa layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from metattt.errors import check_choice, check_integer, check_number
+from metattt.learners.base import NonParametric, Weight
+from metattt.learners.chunks import Chunk, chunks
+from metattt.learners.fast_weights import FastWeights
+from metattt.modules import exact
+from metattt.registry import register
+from metattt.state import Context, DataGates, Tensors
+from metattt.tasks.base import Views
+from metattt.torch_private import interpreter_stack
+
+
+@register(group="learner", name="recurrent_ridge")
+class RecurrentRidge(NonParametric):
+    """`f_t(q) = G_t (H_t + Λ)⁻¹ q` with `G_t = γ_t G_{t−1} + β_t v_t k_tᵀ`, `H_t = γ_t H_{t−1} + β_t k_t k_tᵀ`: the
+    minimum over maps of `½ Σ_s ζ_ts ‖W k_s − v_s‖² + ½ tr(W Λ Wᵀ)`, `ζ_ts = β_s Π_{s<r≤t} γ_r` (MesaNet, arXiv
+    2506.05233).
+
+    Λ is a learned diagonal for each head, `softplus(θ) + ridge_floor`. The gates γ (`keep`) and β (`write`) are the
+    rule's. The state is G and H: 2 d² numbers a head, whatever was read.
+
+    Queries of a chunk are solved together, by conjugate gradients from 0: H_t is not formed, but applied to a vector of
+    each token by products of the chunk's matrices. Every token takes `iterations` steps. One stops before, for good,
+    where its residual is at most `tolerance` times the length of its query; where `iterations` do not get there, the
+    answer is the last iterate, as in the published model, without a warning. In exact arithmetic d steps suffice.
+    Derivatives are those of the exact solution (implicit differentiation): the backward pass is one more solve of the
+    same accuracy, and holds no iterate.
+
+    Args:
+        solver: `conjugate_gradients`, or `exact`: a Cholesky factorisation at every token, O(d³) time and O(d²) memory
+            each.
+        iterations: steps of the solver.
+        tolerance: of the residual, relative; 0 takes all steps.
+        ridge: Λ at the start.
+        ridge_floor: what Λ cannot fall below.
+        chunk: tokens solved together; changes memory and speed, never a result.
+        residual, norm: use `x + LN(f(x))`.
+
+    Raises:
+        MetaTTTError: an unknown solver, a number out of bounds, or a ridge that is not above its floor.
+    """
+
+    gates = frozenset({"write", "keep"})
+
+    def __init__(
+        self,
+        solver: Literal["conjugate_gradients", "exact"] = "conjugate_gradients",
+        iterations: int = 30,
+        tolerance: float = 0.0,
+        ridge: float = 1.0,
+        ridge_floor: float = 0.25,
+        chunk: int = 64,
+        residual: bool = False,
+        norm: bool = False,
+    ):
+        super().__init__(residual=residual, norm=norm, learn_init=False)
+        check_choice("learner.solver", solver, ("conjugate_gradients", "exact"))
+        check_integer("learner.iterations", iterations, most=100_000)
+        check_number("learner.tolerance", tolerance, least=0, below=1)
+        check_number("learner.ridge_floor", ridge_floor, least=0)
+        check_number("learner.ridge", ridge, above=ridge_floor, advice=", which is learner.ridge_floor")
+        check_integer("learner.chunk", chunk)
+        self.solver, self.iterations, self.tolerance = solver, iterations, tolerance
+        self.ridge, self.ridge_floor, self.chunk = ridge, ridge_floor, chunk
+
+    def equations(self) -> list[str]:
+        how = f"{self.iterations} steps of conjugate gradients" if self.solver != "exact" else "exactly"
+        value = f"{self.wrapped('y_t', 'q_t')}, y_t = G_t (H_t + Λ)⁻¹ q_t" if self.residual or self.norm else "G_t (H_t + Λ)⁻¹ q_t"
+        return [
+            f"f(q_t) = {value}, by {how}" if how != "exactly" else f"f(q_t) = {value}, solved exactly",
+            "H_t = keep_t H_{t−1} + write_t k_t k_tᵀ, G_t = keep_t G_{t−1} + write_t v_t k_tᵀ",
+            f"Λ = softplus(λ) + {self.ridge_floor:g} of each head and channel",
+        ]
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        start = self.ridge - self.ridge_floor
+        return {"ridge": Weight((d_in,), value=start + math.log(-math.expm1(-start)), fast=False)}
+
+    def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
+        """Predictions `[B, H, T, d]`, and `gram` = H `[B, H, d, d]` and `moment` = Gᵀ `[B, H, d, d]`."""
+        batch, heads, _, width = views.k.shape
+        with exact(views.k.device.type):
+            ridge = F.softplus(self.slow["ridge"].to(gates.write.dtype)).unsqueeze(1) + self.ridge_floor  # [H, 1, d]
+            zeros = gates.write.new_zeros(batch, heads, width, width)
+            gram, moment = (state[name] if state else zeros for name in ("gram", "moment"))
+            ys = []
+            for part in chunks(views, ctx, gates, self.chunk):
+                ys.append(self._answer(part, gram, moment, ridge))
+                last, kept = (part.left.unsqueeze(-1) * part.k).mT, part.kept[..., -1:, None]
+                gram, moment = kept * gram + last @ part.k, kept * moment + last @ part.v
+            y = torch.cat(ys, dim=2)
+            y = self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), views.q, y)
+        return y, {"gram": gram, "moment": moment}
+
+    def _answer(self, part: Chunk, gram: Tensor, moment: Tensor, ridge: Tensor) -> Tensor:
+        """`G_t (H_t + Λ)⁻¹ q_t` of a chunk's tokens, `[B, H, c, d]`, from G and H before it."""
+        mix = part.decay * part.write.unsqueeze(-2)  # ζ
+        if self.solver == "exact":
+            outer = part.k.unsqueeze(-1) * part.k.unsqueeze(-2)  # [B, H, c, d, d]
+            full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer.flatten(3)).unflatten(
+                3, gram.shape[2:]
+            )
+            factor = torch.linalg.cholesky(full + torch.diag_embed(ridge))
+            x = torch.cholesky_solve(part.q.unsqueeze(-1), factor).squeeze(-1)
+        else:
+            operator = part.k, mix.expand(*part.k.shape[:2], *mix.shape[2:]), part.kept.expand(part.k.shape[:3])
+            x = _Solve.apply(part.q, *operator, gram, ridge.expand_as(part.q), self.iterations, self.tolerance)
+        return part.kept.unsqueeze(-1) * (x @ moment) + ((x @ part.k.mT) * mix) @ part.v
+
+
+def _applied(x: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
+    """`(kept_t H_0 + Σ_s mix_ts k_s k_sᵀ + Λ) x_t` for a vector of every token, `[B, H, c, d]`."""
+    return kept.unsqueeze(-1) * (x @ gram) + ((x @ k.mT) * mix) @ k + ridge * x
+
+
+class _Solve(torch.autograd.Function):
+    """`x_t = (kept_t H_0 + Σ_s mix_ts k_s k_sᵀ + Λ)⁻¹ q_t` by conjugate gradients, all tokens at once.
+
+    With A the matrix and g the derivative by x, `w = A⁻¹ g` is that by q, and that by anything in A is the derivative of
+    `−⟨w, A x⟩`. These are again solves and products, so that they can be differentiated.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridge: Tensor, iterations: int, tolerance: float
+    ) -> Tensor:
+        watched = tolerance > 0 and not torch.compiler.is_compiling() and interpreter_stack() is None
+        x, residual, direction = torch.zeros_like(q), q, q
+        size = q.square().sum(-1, keepdim=True)
+        goal = tolerance**2 * size
+        for _ in range(iterations):
+            if watched and not bool((size > goal).any()):
+                break
+            image = _applied(direction, k, mix, kept, gram, ridge)
+            curvature = (direction * image).sum(-1, keepdim=True)
+            moving = (size > goal) & (curvature > 0)
+            step = torch.where(moving, size / torch.where(moving, curvature, 1), 0)
+            x, residual = x + step * direction, residual - step * image
+            after = residual.square().sum(-1, keepdim=True)
+            direction = residual + after / torch.where(moving, size, 1) * direction
+            size = after
+        return x
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:6], output)
+        ctx.settings = inputs[6:]  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        k, mix, kept, gram, ridge, x = ctx.saved_tensors
+        with exact(grad.device.type):
+            w = _Solve.apply(grad, k, mix, kept, gram, ridge, *ctx.settings)
+            xk, wk = x @ k.mT, w @ k.mT
+            by_k = -((mix * wk).mT @ x + (mix * xk).mT @ w)
+            by_gram = -(kept.unsqueeze(-1) * x).mT @ w
+            return w, by_k, -xk * wk, -((x @ gram) * w).sum(-1), by_gram, -x * w, None, None

@@ -1,0 +1,266 @@
+"""The Mesa layer: its solver, its derivatives, long decays, and the gates of learners that keep data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, vjp, vmap
+
+import metattt
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.learners import KernelRidge, RecurrentRidge
+from metattt.optimizers import Append
+from metattt.state import Context, DataGates
+from metattt.tasks import Reconstruction
+from metattt.tasks.base import Views
+from metattt.testing import LearnerConformance, OptimizerConformance
+from metattt.testing.specimen import Specimen, compare, cotangent, run
+
+DOUBLE = torch.float64
+
+
+def layer(dim: int = 8, **options: Any) -> TTTLayer:
+    """MesaNet with two heads; the same parameters every time."""
+    learner = lambda: RecurrentRidge(**options)  # noqa: E731
+    rule = lambda: Append(write="per_head", decay="per_head", decay_init=0.9)  # noqa: E731
+    return Specimen(learner, lambda: Reconstruction(feature_map="silu", normalize_qk=True), rule, dim=dim).make()
+
+
+def tokens(count: int = 11, dim: int = 8, batch: int = 2) -> Tensor:
+    return torch.randn(batch, count, dim, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+
+
+def built(learner: RecurrentRidge, heads: int, width: int) -> RecurrentRidge:
+    learner.setup(heads, width, width)
+    return learner
+
+
+def scanned(learner: RecurrentRidge, views: Views, gates: DataGates) -> Tensor:
+    positions = torch.arange(views.k.shape[2]).expand(views.k.shape[0], -1)
+    return learner.scan(views, {}, Context(positions, None, None, 1), gates)[0]
+
+
+def random_views(count: int, width: int, dtype: torch.dtype = DOUBLE) -> Views:
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(1, 2, count, width, generator=generator, dtype=DOUBLE) for _ in range(3))
+    k, q = (x / x.norm(dim=-1, keepdim=True) for x in (k, q))
+    return Views(*(x.to(dtype) for x in (k, v, q)))
+
+
+def at_every_token(views: Views, gates: DataGates, ridge: float) -> Tensor:
+    """The recurrences, and `G (H + Λ)⁻¹ q`, token by token."""
+    g = h = torch.zeros(*views.k.shape[:2], views.k.shape[-1], views.k.shape[-1], dtype=DOUBLE)
+    rows = []
+    for t in range(views.k.shape[2]):
+        k, v, q = (x[:, :, t].double() for x in views[:3])
+        keep = 1 if gates.keep is None else gates.keep[:, :, t, None, None].double()
+        write = gates.write[:, :, t, None, None].double()
+        g = keep * g + write * v.unsqueeze(-1) * k.unsqueeze(-2)
+        h = keep * h + write * k.unsqueeze(-1) * k.unsqueeze(-2)
+        rows.append((g @ torch.linalg.solve(h + ridge * torch.eye(h.shape[-1], dtype=DOUBLE), q).unsqueeze(-1))[..., 0])
+    return torch.stack(rows, 2)
+
+
+# -- the laws ----------------------------------------------------------------------------------------------------------
+
+
+class TestRecurrentRidge(LearnerConformance):
+    make = staticmethod(lambda: RecurrentRidge(chunk=3))
+
+
+class TestExactSolver(LearnerConformance):
+    make = staticmethod(lambda: RecurrentRidge("exact", chunk=4, residual=True, norm=True))
+
+
+class TestAppendWithGates(OptimizerConformance):
+    make = staticmethod(lambda: Append(write="shared", decay="retnet", levels=4))
+
+
+# -- what it computes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["conjugate_gradients", "exact"])
+def test_without_gates_it_is_kernel_ridge_with_the_linear_kernel(solver: Any) -> None:
+    def made(learner: Any) -> TTTLayer:
+        return Specimen(lambda: learner, Reconstruction, Append).make()
+
+    recurrent, kernel = made(RecurrentRidge(solver=solver, chunk=4)), made(KernelRidge("linear", ridge=0.7))
+    with torch.no_grad():
+        recurrent.learner.slow["ridge"].fill_(math.log(math.expm1(0.7 - 0.25)))
+    kernel.load_state_dict({name: x for name, x in recurrent.state_dict().items() if name != "learner.slow.ridge"})
+    x = tokens()
+    found, expected = run(recurrent, x, grads=True), run(kernel, x, grads=True)
+    del found.grads["learner.slow.ridge"]
+    assert compare(found, expected) < 1e-10
+    assert found.state.nbytes < expected.state.nbytes
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_conjugate_gradients_are_the_exact_solution_and_its_derivatives(chunk: int) -> None:
+    x = tokens()
+    exact = run(layer(solver="exact", chunk=5), x, grads=True)
+    assert compare(run(layer(chunk=chunk), x, grads=True), exact) < 1e-10
+    assert compare(run(layer(chunk=chunk, tolerance=1e-12), x, grads=True), exact) < 1e-9
+
+
+def test_ridge_starts_where_it_is_told_and_stays_above_its_floor() -> None:
+    made = metattt.build("layer=mesa_net", "dim=8", "num_heads=2", "learner.ridge=3", "learner.ridge_floor=2.5").learner
+    assert made.slow["ridge"].shape == (2, 4)
+    torch.testing.assert_close(torch.nn.functional.softplus(made.slow["ridge"]) + 2.5, torch.full((2, 4), 3.0))
+    with pytest.raises(MetaTTTError, match=r"learner\.ridge=1 .*above 1"):
+        RecurrentRidge(ridge=1, ridge_floor=1)
+
+
+# -- the solver --------------------------------------------------------------------------------------------------------
+
+
+def test_few_iterations_give_the_iterate_that_they_reach() -> None:
+    """Against the method for one token, as textbooks have it."""
+    views, width = random_views(9, 6), 6
+    gates = DataGates(torch.full((1, 1, 9), 0.8, dtype=DOUBLE), torch.full((1, 1, 9), 0.9, dtype=DOUBLE))
+    found = scanned(built(RecurrentRidge(iterations=2, chunk=4), 2, width).double(), views, gates)
+    g = h = torch.zeros(width, width, dtype=DOUBLE)
+    for t in range(9):
+        k, v, q = (x[0, 1, t] for x in views[:3])
+        g, h = 0.9 * g + 0.8 * torch.outer(v, k), 0.9 * h + 0.8 * torch.outer(k, k)
+        a, x, r = h + torch.eye(width, dtype=DOUBLE), torch.zeros(width, dtype=DOUBLE), q
+        p = r
+        for _ in range(2):
+            step = (r @ r) / (p @ a @ p)
+            x, before, r = x + step * p, r, r - step * (a @ p)
+            p = r + (r @ r) / (before @ before) * p
+        torch.testing.assert_close(found[0, 1, t], g @ x)
+
+
+def test_a_tolerance_is_kept_and_saves_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = random_views(40, 24)
+    gates = DataGates(torch.ones(1, 1, 40, dtype=DOUBLE))
+    expected = at_every_token(views, gates, 1.0)
+    calls: list[int] = []
+    module = __import__("metattt.learners.recurrent_ridge", fromlist=["_applied"])
+    applied = module._applied
+    monkeypatch.setattr(module, "_applied", lambda *given: calls.append(1) or applied(*given))
+    errors, steps = [], []
+    for tolerance in (0.0, 1e-2, 1e-5, 1e-8):
+        calls.clear()
+        found = scanned(built(RecurrentRidge(tolerance=tolerance), 2, 24).double(), views, gates)
+        errors.append(((found - expected).norm() / expected.norm()).item())
+        steps.append(len(calls))
+    assert steps[0] == 30 and steps[1] < steps[2] < steps[3] < 30
+    assert errors[0] < 1e-8 and errors[1] < 1e-1 and errors[2] < 1e-4 and errors[3] < 1e-7
+
+
+def test_a_token_stops_by_itself() -> None:
+    """What other tokens need changes nothing, so a call may be cut anywhere."""
+    made = layer(tolerance=0.05)
+    x = tokens(9)
+    whole = run(made, x).y
+    assert torch.allclose(run(made, x, [1, 2, 5]).y, whole, rtol=0, atol=1e-12)
+    assert torch.allclose(run(made, x[1:]).y, whole[1:], rtol=0, atol=1e-12)
+
+
+def test_memory_does_not_grow_with_the_iterations() -> None:
+    def kept(iterations: int) -> int:
+        made, sizes = layer(iterations=iterations), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
+            made(tokens().requires_grad_())
+        return sum(sizes)
+
+    assert kept(2) == kept(30)
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["conjugate_gradients", "exact"])
+def test_derivatives_of_first_and_second_order(solver: Any) -> None:
+    made = layer(solver=solver, chunk=3)
+    x = tokens(5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: made(x)[0], x)
+    assert torch.autograd.gradgradcheck(lambda x: made(x)[0], x[:1, :4].detach().requires_grad_())
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-13])
+def test_transforms_of_torch_func(tolerance: float) -> None:
+    made, x = layer(chunk=3, tolerance=tolerance), tokens(5)
+    expected = run(made, x, grads=True)
+    y, pull = vjp(lambda x: made(x)[0], x)
+    torch.testing.assert_close(pull(cotangent(y))[0], expected.grads["x"])
+    torch.testing.assert_close(vmap(lambda x: made(x[None])[0][0])(x), expected.y)
+    each = vmap(grad(lambda x: made(x[None])[0].square().sum()))(x)
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(each, torch.autograd.grad(made(leaf)[0].square().sum(), leaf)[0])
+
+
+# -- long decays -------------------------------------------------------------------------------------------------------
+
+
+def decays() -> dict[str, Tensor]:
+    count = 4096
+    random = torch.rand(1, 2, count, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
+    return {
+        "1e-4": torch.full((1, 1, count), 1e-4, dtype=DOUBLE),
+        "1e-4 to 1": 10 ** (-4 * random),
+        "0, 1 and between": torch.where(random < 0.01, 0.0, torch.where(random > 0.9, 1.0, random)),
+        "1 - 1e-4": torch.full((1, 1, count), 1 - 1e-4, dtype=DOUBLE),
+        "none": torch.ones(1, 1, count, dtype=DOUBLE),
+    }
+
+
+@pytest.mark.parametrize("name", decays())
+def test_decays_over_thousands_of_tokens_are_exact_in_single_precision(name: str) -> None:
+    keep = decays()[name].float()
+    write = torch.rand(1, 2, keep.shape[-1], generator=torch.Generator().manual_seed(4))
+    gates, views = DataGates(write, keep), random_views(keep.shape[-1], 16, torch.float32)
+    found = scanned(built(RecurrentRidge(), 2, 16), views, gates)
+    expected = at_every_token(views, gates, 1.0)
+    # Some answers are small because their query is almost orthogonal to all keys: measured against what is usual.
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).square().mean().sqrt()
+    print(f"keep {name}: relative error {error.square().mean().sqrt():.1e}, largest {error.max():.1e}")
+    assert error.max() < 5e-6
+
+
+# -- the contract of gates ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["layer=attention", "optimizer.decay=per_head"], "KernelEstimator has no use .* keep .*optimizer.decay=none"),
+        (["layer=kernel_ridge", "optimizer.write=shared"], "KernelRidge has no use .* write .*optimizer.write=none"),
+        (["layer=mesa_net", "optimizer.levels=4"], "RecurrentRidge has no use .* levels .*optimizer.levels=0"),
+        (["layer=mesa_net", "optimizer.write=step"], "optimizer.write=step is the step size of optimizer.decay=mamba2"),
+        (["layer=mesa_net", "optimizer.levels=1"], "optimizer.levels=1 has no level"),
+    ],
+)
+def test_a_gate_that_nobody_uses_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(MetaTTTError, match=message) as caught:
+        metattt.build(*overrides, "dim=8", "num_heads=2")
+    assert "\n" not in str(caught.value)
+
+
+def test_padding_writes_nothing_and_keeps_all() -> None:
+    gates = DataGates(torch.full((1, 2, 3), 0.5), torch.full((1, 2, 3), 0.25))
+    assert gates.masked(None) is gates
+    masked = gates.masked(torch.tensor([[True, True, False]]))
+    assert masked.write[0, 0].tolist() == [0.5, 0.5, 0.0] and masked.keep is not None
+    assert masked.keep[0, 1].tolist() == [0.25, 0.25, 1.0]
+
+
+def test_the_gates_of_the_rule_are_those_of_the_equations() -> None:
+    rule = Append(write="step", decay="mamba2", levels=3).setup(8, 2, 4)
+    x = tokens(dim=8).float()
+    gates, _ = rule.gates(x, {}, Context(torch.arange(11).expand(2, -1), None, None, 1))
+    step = torch.nn.functional.softplus(x @ rule.decay_gate.weight.mT + rule.decay_gate.bias).mT
+    torch.testing.assert_close(gates.write, step)
+    torch.testing.assert_close(gates.keep, torch.exp(-step * torch.tensor([1.0, 16.0]).view(2, 1)))
+    logit = torch.einsum("btd,hnd->bhtn", x, rule.level_weight)
+    torch.testing.assert_close(gates.levels, torch.nn.functional.softplus(logit))
+    assert dict(rule.data_gates) == {
+        "write": "optimizer.write=none", "keep": "optimizer.decay=none", "levels": "optimizer.levels=0"
+    }  # fmt: skip
