@@ -22,6 +22,7 @@ from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer
+from metattt.mixers.base import Mixer
 from metattt.registry import REGISTERED
 
 GROUPS = ("task", "learner", "optimizer")
@@ -97,11 +98,12 @@ def examine(name: str, dim: int, num_heads: int) -> KnownLayer:
         MetaTTTError: an unknown name, or widths that the layer refuses.
     """
     cfg = compose(f"layer={name}", f"dim={dim}", f"num_heads={num_heads}", job="build")
-    layer: TTTLayer | Combined = instantiate_layer(cfg)
+    layer: TTTLayer | Combined | Mixer = instantiate_layer(cfg)
     nodes = [cfg.layer.first, cfg.layer.second] if isinstance(layer, Combined) else [cfg]
-    parts = {group: _joined([_part(node[group], group) for node in nodes]) for group in GROUPS}
+    parts = {group: _joined([_of_layer(node, group) for node in nodes]) for group in GROUPS}
     inner = [one for one in layer.modules() if isinstance(one, TTTLayer)]
-    block = max(16, *(max(one.optimizer.block, getattr(one.learner, "window", None) or 0) for one in inner))
+    chunks = [one.chunk_size for one in layer.modules() if isinstance(one, Mixer)]
+    block = max([16, *chunks, *(max(one.optimizer.block, getattr(one.learner, "window", None) or 0) for one in inner)])
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
     sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
     state = _polynomial(sizes, counts)
@@ -116,6 +118,14 @@ def readable(size: float) -> str:
             return f"{size:.0f} {unit}" if size == round(size) else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def _of_layer(node: DictConfig, group: str) -> tuple[str, str]:
+    """A part of a layer; a mixer, which has none, is named in the first column."""
+    if group in node:
+        return _part(node[group], group)
+    name, settings = _part(node.get("layer", node), "layer")
+    return (f"{name.removesuffix('_mixer')} mixer", settings) if group == GROUPS[0] else ("none", "")
 
 
 def _part(node: DictConfig, group: str) -> tuple[str, str]:
@@ -155,7 +165,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def _measure(layer: TTTLayer | Combined, count: int) -> tuple[int, int]:
+def _measure(layer: TTTLayer | Combined | Mixer, count: int) -> tuple[int, int]:
     """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for
     them."""
     x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
@@ -179,7 +189,7 @@ def _degree(polynomial: tuple[float, ...]) -> int:
     return max((i for i, factor in enumerate(polynomial) if abs(factor) > 1e-6), default=0)
 
 
-def _goes_on(layer: TTTLayer | Combined) -> bool:
+def _goes_on(layer: TTTLayer | Combined | Mixer) -> bool:
     """Whether a call can go on from the state of another."""
     x = torch.zeros(1, 1, layer.dim)
     with torch.no_grad():
@@ -190,7 +200,7 @@ def _goes_on(layer: TTTLayer | Combined) -> bool:
     return True
 
 
-def _is_causal(layer: TTTLayer | Combined) -> bool:
+def _is_causal(layer: TTTLayer | Combined | Mixer) -> bool:
     """Whether later tokens change earlier outputs."""
     changes = found_out(layer, layer.dim)
     if changes is None:

@@ -33,7 +33,8 @@ NOT_CAUSAL = {
     "linear_attention_elu_image",
 }  # for images
 TWO_IN_ONE = {"lact_block", "titans_mag", "titans_mal"}  # backbones set keys of one layer
-CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL | TWO_IN_ONE]
+MIXERS = {"longhorn", "mamba", "mamba2_mixer"}  # and of its parts
+CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL | TWO_IN_ONE | MIXERS]
 
 
 def golden(kind: str) -> Any:
