@@ -139,11 +139,17 @@ def _check_chosen(cfg: DictConfig, overrides: list[str]) -> None:
     for override in overrides if isinstance(layer, DictConfig) else ():
         key, _, value = override.partition("=")
         part = key.lstrip("+")
-        if part in LAYER_PARTS and value != "null" and f"${{{part}}}" not in OmegaConf.to_yaml(layer):
+        if part in LAYER_PARTS and value != "null" and part not in parts_of(layer):
             raise MetaTTTError(
                 f"`{override}` chooses nothing: this layer has no {part}; leave it out, or choose a layer that has one, "
                 "e.g. layer=ttt_linear"
             )
+
+
+def parts_of(layer: DictConfig) -> list[str]:
+    """The parts, of those chosen at the root of the configuration, that a layer is made of; none of a mixer."""
+    written = OmegaConf.to_yaml(layer)
+    return [part for part in LAYER_PARTS if f"${{{part}}}" in written]
 
 
 def _unknown_key(overrides: list[str], job: str) -> str | None:
