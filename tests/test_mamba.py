@@ -17,6 +17,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
 import metattt
+from metattt.cli import main
 from metattt.combined import Combined
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -397,6 +398,18 @@ def test_in_a_language_model(choice: str) -> None:
         for _ in range(6):
             grown = torch.cat([grown, model(grown)[:, -1:].argmax(-1)], 1)
     assert torch.equal(torch.stack(list(generate(model, ids[:, :8], 6, temperature=0)), 1), grown[:, 8:])
+
+
+def test_trained_and_resumed_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
+    sizes = ("dim=16", "num_heads=2", "model.num_layers=1", f"data.path={tmp_path / 'a.txt'}", "data.context_length=16")
+    run = (f"output_dir={tmp_path / 'run'}", "trainer.accelerator=cpu", "sample=false")
+    assert main(["train", "layer=mamba", *sizes, *run, "trainer.max_steps=2"]) == 0
+    assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=3"]) == 0
+    capsys.readouterr()
+    assert main(["generate", f"checkpoint={tmp_path / 'run'}", "prompt=a", "max_new_tokens=3", "device=cpu"]) == 0
+    assert main(["train", "layer=mamba", "learner=mlp", *sizes, *run]) == 2
+    assert "`learner=mlp` chooses nothing: this layer has no learner" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["sum", "gate", "serial"])
