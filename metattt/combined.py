@@ -13,6 +13,7 @@ from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
 from metattt.inner.faults import FAILURES, explain
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.layer import TTTLayer
+from metattt.mixers.base import Mixer
 from metattt.modules import projection, rms_norm
 from metattt.state import count_bytes, map_tensors, move_tensors
 
@@ -70,7 +71,7 @@ class Combined(nn.Module):
 
     Args:
         dim: model width D, that of both layers.
-        first, second: a `TTTLayer` or a `Combined` each.
+        first, second: a `TTTLayer`, a `Combined` or a `Mixer` each.
         how: see the table.
         shared: with `sum`, of two `TTTLayer`: q, k and v are projected once, by the task of the first layer, and the
             sum has one output projection, the first layer's (LaCT, arXiv 2505.23884, in its language models).
@@ -99,8 +100,10 @@ class Combined(nn.Module):
         for name, flag in (("shared", shared), ("head_norm", head_norm), ("head_scale", head_scale)):
             check_flag(f"layer.{name}", flag)
         for name, layer in (("first", first), ("second", second)):
-            if not isinstance(layer, TTTLayer | Combined):
-                raise MetaTTTError(f"layer.{name} is a {type(layer).__name__}: it must be a TTTLayer, or a Combined")
+            if not isinstance(layer, TTTLayer | Combined | Mixer):
+                raise MetaTTTError(
+                    f"layer.{name} is a {type(layer).__name__}: it must be a TTTLayer, a Combined or a Mixer"
+                )
             if layer.dim != dim:
                 raise MetaTTTError(
                     f"layer.{name} has dim={layer.dim}, and both layers together dim={dim}: give the same"

@@ -30,6 +30,7 @@ from metattt.families import Source, ordered, sources
 from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer
 from metattt.layer_page import page, place_of, write
+from metattt.mixers.base import Mixer
 from metattt.registry import REGISTERED
 
 GROUPS = ("task", "learner", "optimizer")
@@ -184,10 +185,11 @@ def examine(name: str, dim: int, num_heads: int, *overrides: str) -> KnownLayer:
 def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     """The same for a layer that was made of a configuration."""
     nodes = list(_layers(cfg.layer))
-    parts = {group: _joined([_part(node.get(group), group) for node in nodes]) for group in GROUPS}
+    parts = {group: _joined([_of_layer(node, group) for node in nodes]) for group in GROUPS}
     inner = [one for one in layer.modules() if isinstance(one, TTTLayer)]
     at_once = [getattr(one.learner, key, None) or 0 for one in inner for key in ("window", "chunk")]
-    block = max(16, *(one.optimizer.block for one in inner), *at_once)
+    chunks = [one.chunk_size for one in layer.modules() if isinstance(one, Mixer)]
+    block = max([16, *chunks, *(one.optimizer.block for one in inner), *at_once])
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
     sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
     state = _polynomial(sizes, counts)
@@ -214,11 +216,19 @@ def _layers(node: DictConfig) -> Iterator[DictConfig]:
         yield node
 
 
-def _part(node: DictConfig | None, group: str) -> tuple[str, str]:
-    """A part's name in the registry, and the settings that differ from its constructor's defaults; a layer may have
-    none."""
-    if node is None:
+def _of_layer(node: DictConfig, group: str) -> tuple[str, str]:
+    """A part of a layer. A mixer has none, and is named in the first column; a module of one's own may have none
+    either."""
+    if node.get(group) is not None:
+        return _part(node[group], group)
+    name, settings = _part(node.get("layer", node), "layer")
+    if name not in {known for where, known in REGISTERED if where == "layer"}:
         return "–", ""
+    return (f"{name.removesuffix('_mixer')} mixer", settings) if group == GROUPS[0] else ("–", "")
+
+
+def _part(node: DictConfig, group: str) -> tuple[str, str]:
+    """A part's name in the registry, and the settings that differ from its constructor's defaults."""
     target = str(node._target_)
     name = next((known for (where, known), path in REGISTERED.items() if (where, path) == (group, target)), target)
     defaults = {key: parameter.default for key, parameter in inspect.signature(get_class(target)).parameters.items()}
@@ -254,7 +264,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def _measure(layer: TTTLayer | Combined, count: int) -> tuple[int, int]:
+def _measure(layer: TTTLayer | Combined | Mixer, count: int) -> tuple[int, int]:
     """Bytes of the state after `count` tokens of one sequence, and multiplications and additions of matrix products for
     them."""
     x = torch.randn(1, count, layer.dim, generator=torch.Generator().manual_seed(0))
@@ -278,7 +288,7 @@ def _degree(polynomial: tuple[float, ...]) -> int:
     return max((i for i, factor in enumerate(polynomial) if abs(factor) > 1e-6), default=0)
 
 
-def _goes_on(layer: TTTLayer | Combined) -> bool:
+def _goes_on(layer: TTTLayer | Combined | Mixer) -> bool:
     """Whether a call can go on from the state of another."""
     x = torch.zeros(1, 1, layer.dim)
     with torch.no_grad():
@@ -289,7 +299,7 @@ def _goes_on(layer: TTTLayer | Combined) -> bool:
     return True
 
 
-def _is_causal(layer: TTTLayer | Combined) -> bool:
+def _is_causal(layer: TTTLayer | Combined | Mixer) -> bool:
     """Whether later tokens change earlier outputs."""
     changes = found_out(layer, layer.dim)
     if changes is None:

@@ -225,7 +225,7 @@ def test_decays_over_thousands_of_tokens_are_exact_in_single_precision(update: A
     gates = DataGates(*(x.float() for x in gates._replace(keep=keep)))  # type: ignore[misc]
     views = Views(*(x.float() for x in views[:3]))
     found = scan(LogLinear(update), views, gates)[0]
-    wide = [type(one)(*(x.double() for x in one)) for one in (views, gates)]
+    wide = [type(one)(*(x if x is None else x.double() for x in one)) for one in (views, gates)]
     exact = scan(LogLinear(update, chunk=1), *wide)[0]  # type: ignore[arg-type]
     worst = ((found - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-2)).max().item()
     print(f"update={update}, keep from {low}: largest relative error {worst:.1e}")

@@ -20,6 +20,7 @@ from metattt.errors import MetaTTTError
 from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, Learner, Linear, ModuleLearner, NestedTTT
+from metattt.mixers import Mixer
 from metattt.optimizers import (
     Adam,
     BlockMomentum,
@@ -81,7 +82,8 @@ def test_a_layer_prints_what_it_is() -> None:
 def test_every_known_layer_prints(name: str) -> None:
     built = metattt.build(f"layer={name}", "dim=16", "num_heads=2")
     one = repr(built).startswith("TTTLayer(\n  dim=16, num_heads=2, form=")
-    assert one or repr(built).startswith("Combined(\n  dim=16, how=")
+    mixer = isinstance(built, Mixer) and repr(built).startswith(f"{type(built).__name__}(\n  dim=16")
+    assert one or mixer or repr(built).startswith("Combined(\n  dim=16, how=")
 
 
 def test_settings_of_a_part_of_ones_own() -> None:

@@ -42,7 +42,8 @@ OWN_VIEWS = {
     "omega_net",
     "rwkv7",
 }  # backbones set the views of task=reconstruction
-CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL | TWO_IN_ONE | OWN_VIEWS]
+MIXERS = {"longhorn", "mamba", "mamba2_mixer"}  # which have no task
+CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL | TWO_IN_ONE | OWN_VIEWS | MIXERS]
 
 
 def golden(kind: str) -> Any:

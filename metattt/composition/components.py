@@ -10,7 +10,7 @@ from metattt.composition.signatures import Unreadable, constructor, find_source,
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, store
 
-COMPONENTS = ("metattt.learners", "metattt.tasks", "metattt.optimizers")
+COMPONENTS = ("metattt.learners", "metattt.tasks", "metattt.optimizers", "metattt.mixers")
 """Packages of ours with classes that register themselves."""
 
 TRAINER = "lightning.Trainer"

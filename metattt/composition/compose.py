@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from metattt.layer import TTTLayer
 
 
+LAYER_PARTS = ("task", "learner", "optimizer")
+
+
 class ThirdPartyConfigs(SearchPathPlugin):
     """Adds the packages named by the entry points `metattt.configs` to Hydra's search path, after our own."""
 
@@ -111,6 +114,7 @@ def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
                 del entries[name]  # null in a file, as `left_out` on the command line
     check_keys(cfg, keys_of(job), job)
     _check_parameters(cfg, job)
+    _check_chosen(cfg, overrides)
     return cfg, chosen
 
 
@@ -127,6 +131,25 @@ def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
     with open_dict(cfg):
         del cfg["hydra"]
     return cfg, chosen
+
+
+def _check_chosen(cfg: DictConfig, overrides: list[str]) -> None:
+    """Refuses the choice of a part that the layer does not have, as one that is a single recurrence has none."""
+    layer = cfg.get("layer")
+    for override in overrides if isinstance(layer, DictConfig) else ():
+        key, _, value = override.partition("=")
+        part = key.lstrip("+")
+        if part in LAYER_PARTS and value != "null" and part not in parts_of(layer):
+            raise MetaTTTError(
+                f"`{override}` chooses nothing: this layer has no {part}; leave it out, or choose a layer that has one, "
+                "e.g. layer=ttt_linear"
+            )
+
+
+def parts_of(layer: DictConfig) -> list[str]:
+    """The parts, of those chosen at the root of the configuration, that a layer is made of; none of a mixer."""
+    written = OmegaConf.to_yaml(layer)
+    return [part for part in LAYER_PARTS if f"${{{part}}}" in written]
 
 
 def _unknown_key(overrides: list[str], job: str) -> str | None:

@@ -47,7 +47,7 @@ def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
 
 def instantiate_layer(cfg: DictConfig) -> TTTLayer:
     """A new layer from `cfg.layer`, with its own task, learner and optimizer (or, of `layer=titans_mag` and the like, a
-    `Combined` of two).
+    `Combined` of two; of `layer=mamba` and the like, a `Mixer`).
 
     Raises:
         MetaTTTError: as `instantiate_part`.

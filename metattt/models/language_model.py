@@ -17,6 +17,7 @@ from metattt.inner.causality import Causality
 from metattt.inner.faults import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.layer import TTTLayer
+from metattt.mixers.base import Mixer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
@@ -133,7 +134,8 @@ class Block(nn.Module):
         self.conv = CausalConv(dim, conv_width) if conv_width else None
         self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.layer = layer
-        self.ours = isinstance(layer, TTTLayer | Combined)  # others are told of padding and documents by mask= and reset=
+        # others are told of padding and documents by mask= and reset=
+        self.ours = isinstance(layer, TTTLayer | Combined | Mixer)
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = SwiGLU(dim, ffn_dim)
 

@@ -31,6 +31,7 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_layer, instantiate_model, instantiate_part
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
+from metattt.mixers.base import Mixer
 from metattt.models.language_model import LanguageModel
 from metattt.registry import PARAMETERS, REGISTERED, SCHEMAS
 from metattt.testing.answers import TooLong, memory_limit, time_limit
@@ -175,7 +176,7 @@ def _odd(rng: random.Random, kind: Any) -> object:
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-def call_layer(layer: TTTLayer | Combined, rng: random.Random, ordinary: bool) -> str | None:
+def call_layer(layer: TTTLayer | Combined | Mixer, rng: random.Random, ordinary: bool) -> str | None:
     """Two calls with a state between them, and the derivatives; what was not finite, if anything."""
     batch, dim = rng.choice((0, 1, 2, 3)), layer.dim
     scale = rng.choice((1.0, 1.0, 1.0, 0.0, 1e-30, 1e4))
@@ -255,7 +256,7 @@ def attempt(seed: str) -> tuple[Trial, str, str | None]:
     try:
         with time_limit(SECONDS), memory_limit(ROOM):
             made = JOBS[trial.job].make(compose(*trial.overrides, job=trial.job))
-            if isinstance(made, TTTLayer | Combined):
+            if isinstance(made, TTTLayer | Combined | Mixer):
                 return trial, "ran", call_layer(made, rng, trial.ordinary)
             if isinstance(made, LanguageModel):
                 return trial, "ran", call_model(made, rng, trial.ordinary)

@@ -9,10 +9,10 @@ import lightning
 from omegaconf import DictConfig
 
 from metattt.composition.components import TRAINER
+from metattt.composition.compose import parts_of
 from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
 
 NEEDED = ("model", "data", "training", "trainer")  # parts of the configuration
-OF_THE_LAYER = ("task", "learner", "optimizer", "layer")  # which a pattern of blocks has inside
 
 AUTO = "auto"  # resume=auto
 
@@ -29,7 +29,7 @@ def check_given(cfg: DictConfig) -> None:
         MetaTTTError: such a configuration.
     """
     stacked = cfg.get("model") is not None and cfg.model.get("blocks") is not None
-    for part in NEEDED if stacked else (*OF_THE_LAYER, *NEEDED):
+    for part in NEEDED if stacked else (*parts_of(cfg.layer), *NEEDED) if cfg.get("layer") else ("layer",):
         if cfg.get(part) is None:
             raise MetaTTTError(f"there is no run without {part}: leave out ~{part}")
     if cfg.trainer.get("max_steps") is not None:

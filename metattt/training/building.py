@@ -21,6 +21,7 @@ HOW_NOT_WHAT = (
     "form",
     "group_size",
     "compute_chunk",
+    "chunk_size",
     "checkpoint_blocks",
     "checkpoint",
     "on_block",

@@ -1,0 +1,62 @@
+"""The scan of Mamba-2 in matrix products: state space duality (arXiv 2405.21060, Sec. 6)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metattt.mixers.chunks import by_chunks
+
+
+def duality(
+    x: Tensor,
+    log_decay: Tensor,
+    b: Tensor,
+    c: Tensor,
+    memory: Tensor,
+    first: Tensor | None,
+    chunk_size: int,
+    group_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`h_t = a_t h_{t−1} + x_t b_tᵀ`, `y_t = h_t c_t`, with one decay `a_t` per head.
+
+    Args:
+        x: `[B, T, H, P]`, what is written (Δ x of the layer).
+        log_decay: log a `[B, T, H]`, at most 0.
+        b, c: `[B, T, G, N]`; group g serves heads g H/G to (g + 1) H/G − 1.
+        memory: h `[B, H, P, N]` before the first token.
+        first: `[B, T]` True where a document starts, and h from 0; None: nowhere.
+        chunk_size, group_size: as in `by_chunks`.
+
+    Returns:
+        y `[B, T, H, P]` and h after the last token.
+    """
+    if first is not None:
+        log_decay = log_decay.masked_fill(first.unsqueeze(-1), -torch.inf)  # a = 0
+    return by_chunks(_chunk, memory, (x, log_decay, b, c), (), chunk_size, group_size)
+
+
+def _chunk(memory: Tensor, x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk: `Y = (C Bᵀ ∘ L) X` for what was written in it, `exp(ℓ_1 + … + ℓ_t) C h` for what was before."""
+    groups, heads = b.shape[2], x.shape[2]
+    x = x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)  # [B, G, R, c, P]
+    log_decay = log_decay.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)  # [B, G, R, c]
+    b, c = (one.transpose(1, 2).unsqueeze(2) for one in (b, c))  # [B, G, 1, c, N]
+    h = memory.unflatten(1, (groups, heads // groups))  # [B, G, R, P, N]
+    decay = log_decay.cumsum(-1).exp().unsqueeze(-1)  # from before the chunk to t
+    within = segments(log_decay).exp()  # [B, G, R, c, c]: from s to t
+    y = (c @ b.mT * within) @ x + decay * (c @ h.mT)
+    h = decay[..., -1:, :] * h + (within[..., -1, :].unsqueeze(-1) * x).mT @ b
+    return y.permute(0, 3, 1, 2, 4).flatten(2, 3), h.flatten(1, 2)
+
+
+def segments(log_decay: Tensor) -> Tensor:
+    """`ℓ_{s+1} + … + ℓ_t` for s ≤ t, and −∞ above: `[..., c]` to `[..., c, c]`.
+
+    Every sum is taken by itself: differences of running sums would lose what is small beside all that was before, and
+    are NaN where a decay is 0.
+    """
+    size = log_decay.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
+    terms = torch.where(later, log_decay.unsqueeze(-1), 0)
+    return terms.cumsum(-2).masked_fill(later.mT, -torch.inf)

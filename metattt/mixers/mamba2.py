@@ -1,0 +1,143 @@
+"""Mamba-2: heads of a state space with one decay each (arXiv 2405.21060)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_integer
+from metattt.mixers.base import Mixer
+from metattt.mixers.duality import duality
+from metattt.mixers.initial import check_steps, convolution, step_bias
+from metattt.modules import exact
+from metattt.registry import register
+from metattt.room import check_room
+from metattt.state import Context, Tensors
+
+NORM_EPS = 1e-5
+RATES = (1.0, 16.0)  # of the initial −A
+
+
+class GatedRMSNorm(nn.Module):
+    """`RMSNorm(y ∘ silu(z))` over each of G groups of channels, with one learned scale `[E]`."""
+
+    def __init__(self, width: int, groups: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.groups = groups
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """`y` and `z` `[..., E]` to `[..., E]`, in the type of `y`."""
+        gated = (y * F.silu(z)).unflatten(-1, (self.groups, -1))
+        normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + NORM_EPS)
+        return normed.flatten(-2) * self.weight.to(y.dtype)
+
+
+@register(group="layer", name="mamba2_mixer")
+class Mamba2(Mixer):
+    """Mamba-2's layer (Sec. 7.1, Fig. 6), parameters named as in the published code.
+
+    ```
+    z, u, B, C, δ = W_in x;  u, B, C = silu(conv(u, B, C))   # E = expand D channels in H heads of P; B, C [G, N]
+    Δ = softplus(δ + b_Δ)                                    # [H]
+    h_t = exp(Δ_t A) h_{t−1} + (Δ_t u_t) B_tᵀ                 # [P, N] a head, A = −exp(A_log) a number
+    y_t = W_out RMSNorm((h_t C_t + D u_t) ∘ silu(z_t))
+    ```
+
+    Initial values: −A uniform in 1 to 16, D = 1, softplus(b_Δ) log-uniform in `dt_min` to `dt_max`, the others as
+    `nn.Linear` begins.
+
+    Args:
+        dim: model width D.
+        num_heads: a head is D / num_heads wide, as in other layers, and there are expand · num_heads of them.
+        head_dim: P, in the place of D / num_heads (published: 64).
+        expand: channels of the recurrence over D.
+        d_state: N, numbers a channel remembers.
+        ngroups: G, heads share B and C in so many groups.
+        conv_width: taps of the convolution (tokens).
+        dt_min, dt_max: range of the initial Δ.
+        chunk_size, group_size: see `Mixer`.
+
+    Raises:
+        MetaTTTError: sizes that are none, or do not divide each other.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int | None = None,
+        expand: int = 2,
+        d_state: int = 128,
+        ngroups: int = 1,
+        conv_width: int = 4,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        chunk_size: int = 64,
+        group_size: int | None = None,
+    ):
+        super().__init__(dim, chunk_size, group_size)
+        check_integer("num_heads", num_heads)
+        if head_dim is not None:
+            check_integer("layer.head_dim", head_dim)
+        elif dim % num_heads:
+            raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: change it, or set layer.head_dim")
+        sizes = {"expand": expand, "d_state": d_state, "ngroups": ngroups, "conv_width": conv_width}
+        for name, size in sizes.items():
+            check_integer(f"layer.{name}", size)
+        check_steps(dt_min, dt_max)
+        width, head = expand * dim, head_dim or dim // num_heads
+        if width % head:
+            raise MetaTTTError(
+                f"layer.head_dim={head} does not divide layer.expand x dim = {width}: change one of them"
+            )
+        heads = width // head
+        if heads % ngroups:
+            raise MetaTTTError(
+                f"layer.ngroups={ngroups} does not divide the {heads} heads: change it, or layer.head_dim"
+            )
+        convolved = width + 2 * ngroups * d_state
+        check_room(
+            dim * (2 * width + convolved + heads) + conv_width * convolved,
+            f"a Mamba-2 layer of dim={dim}",
+            "lower dim, layer.expand, layer.d_state or layer.ngroups",
+        )
+        self.width, self.heads, self.head_dim, self.d_state, self.ngroups = width, heads, head, d_state, ngroups
+        self.in_proj = nn.Linear(dim, width + convolved + heads, bias=False)
+        self.conv1d = convolution(convolved, conv_width)
+        self.dt_bias = nn.Parameter(step_bias(heads, dt_min, dt_max))
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(*RATES).log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = GatedRMSNorm(width, ngroups)
+        self.out_proj = nn.Linear(width, dim, bias=False)
+
+    @property
+    def carried(self) -> dict[str, tuple[int, ...]]:
+        """The convolution's tail `[conv_width − 1, E + 2GN]`, and h `[H, P, N]`."""
+        channels, _, taps = self.conv1d.weight.shape
+        return {"conv": (taps - 1, channels), "memory": (self.heads, self.head_dim, self.d_state)}
+
+    def mix(self, x: Tensor, memory: Tensors, ctx: Context) -> tuple[Tensor, Tensors]:
+        """See `Mixer.mix`; the recurrence and the norm are computed in fp32 or wider."""
+        groups = self.ngroups * self.d_state
+        z, convolved, dt = self.in_proj(x).split([self.width, self.width + 2 * groups, self.heads], dim=-1)
+        convolved, tail = self.conv1d(convolved, memory.get("conv"), ctx)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with exact(x.device.type):
+            z, convolved, dt = (one.to(wide) for one in (z, F.silu(convolved), dt))
+            u, b, c = convolved.split([self.width, groups, groups], dim=-1)
+            u = u.unflatten(-1, (self.heads, self.head_dim))
+            b, c = (one.unflatten(-1, (self.ngroups, self.d_state)) for one in (b, c))
+            dt = F.softplus(dt + self.dt_bias.to(wide))
+            if ctx.valid is not None:
+                dt = dt * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
+            h = memory["memory"] if memory else u.new_zeros(len(x), self.heads, self.head_dim, self.d_state)
+            log_decay = -dt * self.A_log.to(wide).exp()
+            written = dt.unsqueeze(-1) * u
+            y, h = duality(written, log_decay, b, c, h, ctx.first, self.chunk_size, self.group_size)
+            y = self.norm((y + self.D.to(wide).unsqueeze(-1) * u).flatten(2), z)
+        return self.out_proj(y.to(x.dtype)), {"conv": tail, "memory": h}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, heads={self.heads}, head_dim={self.head_dim}"

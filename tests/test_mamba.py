@@ -1,0 +1,459 @@
+"""Mamba, Mamba-2 and Longhorn: against plain loops and the published mixers' weights, and every law that a layer
+obeys."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mixer_references
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.graph import saved_tensors_hooks
+
+import metattt
+from metattt.cli import main
+from metattt.combined import Combined
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
+from metattt.errors import MetaTTTError
+from metattt.generation.sampling import generate
+from metattt.inner.causality import found_out
+from metattt.known_layers import examine
+from metattt.mixers import Longhorn, Mamba, Mamba2, Mixer
+from metattt.mixers.chunks import by_chunks
+from metattt.mixers.duality import duality
+from metattt.mixers.longhorn import implicit
+from metattt.mixers.scan import doubling, one_by_one
+from metattt.parallel.cuts import check_cut
+from metattt.state import State
+from metattt.testing.specimen import randomize
+
+NAMES = ["longhorn", "mamba", "mamba2_mixer"]
+SMALL = {"longhorn": ["layer.d_state=3"], "mamba": ["layer.d_state=3"], "mamba2_mixer": ["layer.d_state=5"]}
+EXACT: dict[str, float] = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def make(name: str, *overrides: str) -> Mixer:
+    layer = metattt.build(f"layer={name}", "dim=8", "num_heads=2", *SMALL[name], *overrides).double()
+    randomize(layer)
+    assert isinstance(layer, Mixer)
+    return layer
+
+
+def tokens(length: int = 21, batch: int = 2) -> Tensor:
+    return torch.randn(batch, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(layer: nn.Module, x: Tensor, y: Tensor, keep: bool = False) -> dict[str, Tensor]:
+    leaves = {"x": x} | dict(layer.named_parameters())
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).cos().view_as(y)
+    found = torch.autograd.grad((y * weight).sum(), list(leaves.values()), retain_graph=keep)
+    return dict(zip(leaves, found, strict=True))
+
+
+def worst(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+# -- what they compute -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("chunk_size=4",), ("chunk_size=5", "group_size=2"), ("chunk_size=3", "group_size=0")]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_its_published_equations(name: str, settings: tuple[str, ...]) -> None:
+    """Outputs and the gradients of every parameter, whatever is computed together or again."""
+    layer, x = make(name, *(f"layer.{one}" for one in settings)), tokens().requires_grad_()
+    y, expected = layer(x)[0], getattr(mixer_references, name)(dict(layer.named_parameters()), x)
+    assert worst(y, expected) < 1e-9
+    found, wanted = gradients(layer, x, y), gradients(layer, x, expected)
+    assert all(gradient.any() for gradient in wanted.values())
+    assert max(worst(found[key], wanted[key]) for key in wanted) < 1e-9
+
+
+def test_groups_of_heads() -> None:
+    layer, x = (
+        make("mamba2_mixer", "layer.ngroups=2", "layer.head_dim=2", "layer.chunk_size=4"),
+        tokens().requires_grad_(),
+    )
+    y, expected = layer(x)[0], mixer_references.mamba2_mixer(dict(layer.named_parameters()), x, 2)
+    found, wanted = gradients(layer, x, y), gradients(layer, x, expected)
+    assert worst(y, expected) < 1e-9 and max(worst(found[key], wanted[key]) for key in wanted) < 1e-9
+
+
+def test_both_scans_are_one() -> None:
+    for count in (1, 2, 3, 8, 13):
+        a, b = torch.rand(2, count, 2, 4, 3, dtype=torch.float64)
+        a[count // 2, :, 0], a[0, :, 1] = 0, 1
+        given = [one.requires_grad_() for one in (a, b, torch.randn(2, 4, 3, dtype=torch.float64))]
+        runs = []
+        for way in (one_by_one, doubling):
+            states, last = way(*given)
+            assert torch.equal(states[-1], last)
+            runs.append([states, *torch.autograd.grad((states.square().sum() + last.sum()), given)])
+        for found, wanted in zip(*runs, strict=True):
+            torch.testing.assert_close(found, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["longhorn", "mamba"])
+def test_the_scan_of_other_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = make(name, "layer.chunk_size=8"), tokens()
+    expected = layer(x)[0]
+    monkeypatch.setattr("metattt.mixers.scan.one_by_one", doubling)
+    torch.testing.assert_close(layer(x)[0], expected, **EXACT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives(name: str) -> None:
+    """By finite differences, and once more: what is computed again can be differentiated again."""
+    layer, x = make(name, "layer.chunk_size=2", "layer.expand=1"), tokens(5, 1).requires_grad_()
+    parameters = dict(layer.named_parameters())
+
+    def call(x: Tensor, *values: Tensor) -> Tensor:
+        named = dict(zip(parameters, values, strict=True))
+        y: Tensor = torch.func.functional_call(layer, named, (x,))[0]
+        return y
+
+    given = (x, *(p.detach().clone().requires_grad_() for p in parameters.values()))
+    assert gradcheck(call, given, fast_mode=True) and gradgradcheck(call, given, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_transforms(name: str) -> None:
+    layer, x = make(name, "layer.chunk_size=4"), tokens().requires_grad_()
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), x)[0]
+    torch.testing.assert_close(torch.func.grad(lambda t: layer(t)[0].square().sum())(x), expected, **EXACT)
+    each = torch.vmap(lambda t: layer(t.unsqueeze(0))[0].squeeze(0))(x)
+    torch.testing.assert_close(each, layer(x)[0], **EXACT)
+
+
+def test_against_the_mixers_of_transformers() -> None:
+    """Their pure torch paths, with our weights under the published names, in float32: to 1e-5."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.mamba.modeling_mamba import MambaMixer
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    sizes = {"hidden_size": 32, "vocab_size": 8, "num_hidden_layers": 1}
+    one = transformers.MambaConfig(**sizes, state_size=16)
+    two = transformers.Mamba2Config(**sizes, state_size=24, head_dim=16, num_heads=4, n_groups=2, chunk_size=16)
+    pairs: list[tuple[Mixer, nn.Module]] = [
+        (Mamba(32), MambaMixer(one, 0)),
+        (Mamba2(32, 2, d_state=24, ngroups=2), Mamba2Mixer(two, 0)),
+    ]
+    x = torch.randn(2, 70, 32, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in pairs:
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+        theirs.load_state_dict(ours.state_dict())
+        expected = theirs.eval()(x)
+        assert worst(ours(x)[0], expected) < 1e-5
+
+
+def test_initial_values() -> None:
+    torch.manual_seed(0)
+    one, two, three = Mamba(64), Mamba2(64, 4), Longhorn(64)
+    assert torch.equal(one.A_log[5], torch.arange(1, 17).log()) and one.A_log.shape == (128, 16)
+    for bias in (one.dt_proj.bias, two.dt_bias):
+        steps = nn.functional.softplus(bias)
+        assert steps.min() > 0.00099 and steps.max() < 0.1001
+    assert 0.003 < nn.functional.softplus(one.dt_proj.bias).log().mean().exp() < 0.03  # the middle of the logarithms
+    assert one.rank == 4 and 0.4 < one.dt_proj.weight.abs().max() <= 0.5
+    assert two.heads == 8 and two.A_log.min() >= 0 and two.A_log.max() <= torch.tensor(16.0).log()
+    assert not three.dt_head.bias.any() and "A_log" not in dict(three.named_parameters())
+    for layer in (one, two, three):
+        assert bool((layer.D == 1).all()) and 0.45 < layer.conv1d.weight.abs().max() <= 0.5
+
+
+# -- laws of a layer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cuts", [[5, 6, 7, 19], list(range(1, 21)), *([cut] for cut in range(1, 21, 3))])
+def test_any_split_is_one_call(name: str, cuts: list[int]) -> None:
+    layer, x = make(name, "layer.chunk_size=6"), tokens().requires_grad_()
+    state, pieces = None, []
+    for start, end in zip([0, *cuts], [*cuts, 21], strict=True):
+        y, state = layer(x[:, start:end], state)
+        pieces.append(y)
+    (whole, last), cut = layer(x), torch.cat(pieces, 1)
+    torch.testing.assert_close(cut, whole, **EXACT)
+    assert state is not None and bool((state.pos == 21).all())
+    for key, tensor in last.learner.items():
+        torch.testing.assert_close(state.learner[key], tensor, **EXACT)
+    found, wanted = gradients(layer, x, cut), gradients(layer, x, whole)
+    assert max(worst(found[key], wanted[key]) for key in wanted) < 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_later_token_is_seen(name: str) -> None:
+    layer, x = make(name, "layer.chunk_size=4"), tokens(13).requires_grad_()
+    assert layer.causal and found_out(layer, 8) is False
+    check_cut(layer, 8)
+    y = layer(x)[0]
+    for t in range(12):
+        (gradient,) = torch.autograd.grad(y[:, t].sum(), x, retain_graph=True)
+        assert not gradient[:, t + 1 :].any() and gradient[:, t].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_and_documents(name: str) -> None:
+    """Padding anywhere, with junk in it, and a document that starts inside: outputs, gradients, and over two calls."""
+    layer, x = make(name, "layer.chunk_size=5"), tokens(24)
+    generator = torch.Generator().manual_seed(3)
+    mask, reset = torch.rand(2, 24, generator=generator) < 0.7, torch.zeros(2, 24, dtype=torch.bool)
+    mask[:, 11] = reset[:, 11] = True
+    junk = torch.where(mask.unsqueeze(-1), x, torch.nan).requires_grad_()
+    alone, apart = x.clone().requires_grad_(), []
+    for row in range(2):
+        before, after = mask[row].clone(), mask[row].clone()
+        before[11:], after[:11] = False, False
+        for columns in (before, after):
+            y = torch.zeros_like(x[0])
+            y[columns] = layer(alone[row : row + 1, columns])[0][0]
+            apart.append(y)
+    wanted = torch.stack([apart[0] + apart[1], apart[2] + apart[3]])
+    expected = gradients(layer, alone, wanted, keep=True)
+    for cut in (None, 9, 11, 14):
+        pieces, state = [], None
+        for part in (slice(0, cut or 24), slice(cut or 24, 24)):
+            if part.start < 24:
+                y, state = layer(junk[:, part], state, mask=mask[:, part], reset=reset[:, part])
+                pieces.append(y)
+        y = torch.cat(pieces, 1)
+        assert not y[~mask].any()
+        torch.testing.assert_close(y, wanted, **EXACT)
+        found = gradients(layer, junk, y)
+        assert max(worst(found[key], expected[key]) for key in expected) < 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_is_like_that_of_a_layer(name: str, tmp_path: Path) -> None:
+    layer, x = make(name), tokens(10)
+    state = layer(x)[1]
+    file = io.BytesIO()
+    torch.save(state.detach(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    state.detach().save(tmp_path / "state.safetensors", layer)
+    read = State.load(tmp_path / "state.safetensors", model=layer)
+    assert {key: value.shape[1:] for key, value in state.learner.items()} == layer.carried
+    assert state.nbytes == sum(value.nbytes for value in state.learner.values()) + state.pos.nbytes
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in layer(tokens(200))[1].learner.values())
+    expected = layer(x[:, :3], state)[0]
+    assert not torch.equal(expected, layer(x[:, :3])[0])
+    for other in (loaded, read, copy.deepcopy(state.detach()), state.to("cpu"), state.select(torch.arange(2))):
+        assert torch.equal(layer(x[:, :3], other)[0], expected)
+    swapped = layer(x[[1, 0], :3], state.select(torch.tensor([1, 0])))[0]
+    torch.testing.assert_close(swapped, expected[[1, 0]], **EXACT)
+    assert not layer(x[:, :3], state.detach())[1].learner["memory"].detach().requires_grad
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_batch_and_one_without_tokens(name: str) -> None:
+    layer = make(name)
+    y, state = layer(tokens()[:0])
+    assert y.shape == (0, 21, 8) and layer(tokens()[:0], state)[0].shape == (0, 21, 8)
+    mask = torch.zeros(2, 21, dtype=torch.bool)
+    mask[0] = True
+    before = layer(tokens())[1]
+    y, after = layer(tokens(), before, mask=mask)
+    assert not y[1].any() and torch.equal(after.pos, torch.tensor([42, 21]))
+    assert all(torch.equal(after.learner[key][1], before.learner[key][1]) for key in before.learner)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_keeps_the_state_wide(name: str) -> None:
+    layer = metattt.build(f"layer={name}", "dim=32", "num_heads=2")
+    x = torch.randn(2, 100, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    expected = layer(x)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, state = layer(x)
+        y.float().square().mean().backward()
+    assert state.learner["memory"].dtype == torch.float32 and y.dtype == torch.bfloat16
+    assert worst(y.float(), expected) < 2e-2 and x.grad is not None and bool(x.grad.isfinite().all())
+
+
+# -- numbers and memory ------------------------------------------------------------------------------------------------
+
+
+def decays(shape: tuple[int, ...]) -> Tensor:
+    """In turn: at random, 1e-4, 1, 0, and 512 tokens of each."""
+    generator = torch.Generator().manual_seed(0)
+    length = shape[1]
+    a = torch.rand(shape, generator=generator, dtype=torch.float64)
+    for start in range(0, length, 2048):
+        a[:, start + 512 : start + 1024] = 1e-4
+        a[:, start + 1024 : start + 1536] = 1
+    a[:, ::97] = 1e-4
+    a[:, 1300::701] = 0
+    return a
+
+
+def test_decays_over_4096_tokens() -> None:
+    """In float32 against float64 of the same numbers, outputs and gradients."""
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def error(call: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> float:
+        runs = []
+        for dtype in (torch.float32, torch.float64):
+            leaves = [one.to(dtype).requires_grad_() for one in given]
+            y, last = call(*leaves)
+            runs.append([y, last, *torch.autograd.grad(y.square().sum() + last.sum(), leaves)])
+        assert bool(runs[0][0].isfinite().all())
+        return max(worst(x.double(), wanted) for x, wanted in zip(*runs, strict=True))
+
+    a, log = decays((1, 4096, 6, 4)).float(), decays((1, 4096, 3)).float().log()
+    for way in (one_by_one, doubling):
+
+        def step(h: Tensor, q: Tensor, a: Tensor, b: Tensor, way: Any = way) -> tuple[Tensor, Tensor]:
+            states, last = way(a.transpose(0, 1), b.transpose(0, 1), h)
+            return (states.transpose(0, 1) @ q.unsqueeze(-1)).squeeze(-1), last
+
+        def scanned(a: Tensor, b: Tensor, q: Tensor, step: Any = step) -> tuple[Tensor, Tensor]:
+            return by_chunks(step, a.new_zeros(1, 6, 4), (q, a, b), (), 64, None)
+
+        assert error(scanned, a, noise(1, 4096, 6, 4), noise(1, 4096, 4)) < 1e-6
+
+    def multiplied(x: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return duality(x, log.to(x.dtype), b, c, x.new_zeros(1, 3, 4, 5), None, 64, None)
+
+    assert error(multiplied, noise(1, 4096, 3, 4), noise(1, 4096, 1, 5), noise(1, 4096, 1, 5)) < 1e-6
+
+
+def test_longhorn_never_forgets_more_than_all() -> None:
+    """Decays stay in [0, 1] for keys of any size, and Δ keeps the regression's own step."""
+    k = torch.randn(7, 3, 4, dtype=torch.float64) * 10.0 ** torch.arange(-3, 4).view(7, 1, 1)
+    beta, v = torch.rand(2, 7, 3, 5, dtype=torch.float64)
+    a, b = implicit(beta, v, k)
+    assert bool(((a >= 0) & (a <= 1)).all()) and bool(b.isfinite().all())
+    one = implicit(beta[..., :1], v[..., :1], k[..., :1])  # one key feature: the diagonal is all of k kᵀ
+    s = torch.randn(7, 3, 1, 1, dtype=torch.float64)
+    solved = (s + (beta * v)[..., :1, None] * k[..., :1, None]) / (1 + beta[..., :1, None] * k[..., :1, None].square())
+    torch.testing.assert_close(one[0] * s + one[1], solved, **EXACT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_kept_for_the_backward_pass(name: str) -> None:
+    """Numbers of O(T D), and a memory for every chunk: less than a third of what storing everything takes."""
+    kept = {}
+    for group in ("null", "0"):
+        layer = metattt.build(f"layer={name}", "dim=32", "num_heads=1", f"layer.group_size={group}")
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            layer(torch.randn(1, 1024, 32))[0].sum()
+        kept[group] = sum(sizes.values())
+    assert 3 * kept["null"] < kept["0"] if name != "mamba2_mixer" else kept["null"] < kept["0"]
+
+
+# -- in the place of a layer -------------------------------------------------------------------------------------------
+
+
+def model_of(*overrides: str) -> Any:
+    sizes = ("dim=16", "num_heads=2", "model.ffn_dim=16", "model.vocab_size=31")
+    torch.manual_seed(0)
+    return instantiate_model(compose(*sizes, *overrides, job="language_model"))
+
+
+@pytest.mark.parametrize(
+    "choice", [*(f"layer={name}" for name in NAMES), "model.blocks=mamba*2+window_attention+mamba2_mixer"]
+)
+def test_in_a_language_model(choice: str) -> None:
+    """Prefill, one token, several at any offset; learns a text, and continues it as a full forward pass does."""
+    model = model_of(choice, f"model.num_layers={2 if choice.startswith('layer') else 4}")
+    ids = torch.randint(31, (2, 22), generator=torch.Generator().manual_seed(0))
+    whole, state, pieces = model(ids), None, []
+    for piece in ids.split([9, 1, 1, 7, 4], 1):
+        logits, state = model.step(piece, state)
+        pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(30):
+        loss, _ = model.cross_entropy(ids[:, :-1], ids[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert losses[-1] < losses[0] / 2
+    with torch.no_grad():
+        grown = ids[:, :8]
+        for _ in range(6):
+            grown = torch.cat([grown, model(grown)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(torch.stack(list(generate(model, ids[:, :8], 6, temperature=0)), 1), grown[:, 8:])
+
+
+def test_trained_and_resumed_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
+    sizes = ("dim=16", "num_heads=2", "model.num_layers=1", f"data.path={tmp_path / 'a.txt'}", "data.context_length=16")
+    run = (f"output_dir={tmp_path / 'run'}", "trainer.accelerator=cpu", "sample=false")
+    assert main(["train", "layer=mamba", *sizes, *run, "trainer.max_steps=2"]) == 0
+    assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=3"]) == 0
+    capsys.readouterr()
+    assert main(["generate", f"checkpoint={tmp_path / 'run'}", "prompt=a", "max_new_tokens=3", "device=cpu"]) == 0
+    assert main(["train", "layer=mamba", "learner=mlp", *sizes, *run]) == 2
+    assert "`learner=mlp` chooses nothing: this layer has no learner" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["sum", "gate", "serial"])
+def test_beside_another_layer(how: str) -> None:
+    other = metattt.build("layer=ttt_linear", "dim=8", "num_heads=2")
+    one = Mamba(8, d_state=3)
+    layer = Combined(8, one, Combined(8, other, Longhorn(8), "sum"), how, group_size=3)  # type: ignore[arg-type]
+    assert one.group_size == 3 and layer.causal
+    x = torch.randn(2, 13, 8)
+    y, state = layer(x[:, :5])
+    torch.testing.assert_close(torch.cat([y, layer(x[:, 5:], state)[0]], 1), layer(x)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_of_layers(name: str) -> None:
+    known = examine(name, 16, 2)
+    assert known.causal and known.cost_growth == 0
+    assert known.state_bytes is not None and known.state_bytes[1:] == (0, 0)
+    assert known.parts["task"][0] == f"{name.removesuffix('_mixer')} mixer" and known.parts["learner"][0] == "none"
+
+
+def test_what_is_refused() -> None:
+    layer, x = make("mamba"), tokens()
+    state = layer(x)[1]
+    wrong = [
+        (lambda: layer(x[..., :5]), r"x has shape \[2, 21, 5\], expected \[B, T, 8\]"),
+        (lambda: layer(x, "state"), "the state is from another layer: it is a str"),
+        (lambda: layer(x[:1], state), "the state is for 2 sequences, x holds 1"),
+        (lambda: make("longhorn", "layer.d_state=4")(x, state), "the state is from another layer: it carries"),
+        (lambda: layer(x, mask=torch.ones(2, 3, dtype=torch.bool)), r"mask is torch.bool of shape \[2, 3\]"),
+        (lambda: layer(x.float()), "x is torch.float32, and the layer's parameters are torch.float64"),
+        (lambda: make("mamba", "layer.chunk_size=0"), "layer.chunk_size=0 is not allowed"),
+        (lambda: make("mamba", "layer.group_size=-1"), "layer.group_size=-1 is not allowed"),
+        (lambda: make("mamba", "layer.dt_max=1e-4"), "layer.dt_max=0.0001 is below layer.dt_min=0.001"),
+        (lambda: make("mamba", "layer.dt_rank=0"), "layer.dt_rank=0 is not allowed"),
+        (lambda: make("mamba", "layer.d_stat=2"), "Did you mean `layer.d_state`"),
+        (lambda: make("mamba", "layer.expand=1000000000"), "lower dim, layer.expand"),
+        (lambda: make("longhorn", "learner=mlp"), "`learner=mlp` chooses nothing: this layer has no learner"),
+        (lambda: make("longhorn", "optimizer.base_lr=2"), "`optimizer` is not a key"),
+        (lambda: make("mamba2_mixer", "num_heads=3"), "num_heads=3 does not divide dim=8"),
+        (lambda: make("mamba2_mixer", "layer.head_dim=3"), "layer.head_dim=3 does not divide layer.expand x dim = 16"),
+        (lambda: make("mamba2_mixer", "layer.ngroups=3"), "layer.ngroups=3 does not divide the 4 heads"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(MetaTTTError, match=message) as error:
+            call()
+        assert len(str(error.value).splitlines()) <= 2
