@@ -106,6 +106,15 @@ class Packing:
         """`y` `[B, T, D]` with zeros at padding."""
         return y if self.valid is None else y * self.valid.unsqueeze(-1)
 
+    def part(self, start: int, stop: int) -> Packing | None:
+        """Of the sorted tokens `start` to `stop − 1` alone; None if all are real and no document starts among them."""
+        assert self.host is not None
+        flags = [None if x is None else x[:, start:stop] for x in (*self.host, self.valid, self.first)]
+        for index, plain in ((0, True), (1, False)):
+            if flags[index] is not None and bool((flags[index] == plain).all()):
+                flags[index] = flags[index + 2] = None
+        return None if flags[0] is flags[1] is None else Packing(None, flags[2], flags[3], (flags[0], flags[1]))
+
     @property
     def start(self) -> Tensor:
         """`[B]` zeros: where fresh sequences stand, the same tensor for all layers."""
