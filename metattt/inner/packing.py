@@ -109,11 +109,14 @@ class Packing:
     def part(self, start: int, stop: int) -> Packing | None:
         """Of the sorted tokens `start` to `stop − 1` alone; None if all are real and no document starts among them."""
         assert self.host is not None
-        flags = [None if x is None else x[:, start:stop] for x in (*self.host, self.valid, self.first)]
-        for index, plain in ((0, True), (1, False)):
-            if flags[index] is not None and bool((flags[index] == plain).all()):
-                flags[index] = flags[index + 2] = None
-        return None if flags[0] is flags[1] is None else Packing(None, flags[2], flags[3], (flags[0], flags[1]))
+        here, there = (
+            [None if x is None else x[:, start:stop] for x in two] for two in (self.host, (self.valid, self.first))
+        )
+        if here[0] is not None and here[0].all():
+            here[0] = there[0] = None
+        if here[1] is not None and not here[1].any():
+            here[1] = there[1] = None
+        return None if here[0] is here[1] is None else Packing(None, there[0], there[1], (here[0], here[1]))
 
     @property
     def start(self) -> Tensor:

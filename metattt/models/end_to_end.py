@@ -79,14 +79,16 @@ class EndToEndBlock(Block):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         if self.memory is not None:
-            raise MetaTTTError(f"{ALONE}, which is differentiated twice, and compiled code only once: set compile=false")
+            raise MetaTTTError(
+                f"{ALONE}, which is differentiated twice, and compiled code only once: set compile=false"
+            )
         super().compile(*args, **kwargs)
 
 
 @register(group="model", name="ttt_e2e")
 class EndToEnd(LanguageModel):
     """End-to-end test-time training (arXiv 2512.23675): window attention in every block, and in the last ones a second
-    MLP whose weights W are the hidden state. They learn what all networks of language learn, the next token:
+    MLP whose weights W are the hidden state. They learn to predict the next token, by the loss of the whole network:
 
     `W_i = W_{i−1} − (η / b) Σ_{t in mini-batch i} ∇_W CE(logits_t(W_{i−1}), token_{t+1})`, clipped to a norm,
 
@@ -160,6 +162,7 @@ class EndToEnd(LanguageModel):
         )  # fmt: skip
         del self._made_with
         self.mini_batch_size, self.inner_lr, self.inner_clip = mini_batch_size, float(inner_lr), inner_clip
+        self.scale = 1.0  # of η: the callback inner_warmup moves it
         self.first_order, self.checkpoint_mini_batches = first_order, checkpoint_mini_batches
 
     def _block(
@@ -182,11 +185,16 @@ class EndToEnd(LanguageModel):
         return EndToEndBlock(self.dim, layer, ffn_dim, norm_eps, post_norm, memory)
 
     @property
+    def base_lr(self) -> float:
+        """η, by the name that inner optimizers have for it."""
+        return self.inner_lr
+
+    @property
     def inner(self) -> Loop:
         """The inner loop over the last blocks as they are now."""
         return Loop(
-            tuple(self.blocks)[self.prefix :], self.final_norm, self.head, self.mini_batch_size, self.inner_lr,
-            self.inner_clip, self.first_order, self.checkpoint_mini_batches,
+            tuple(self.blocks)[self.prefix :], self.final_norm, self.head, self.mini_batch_size,
+            self.inner_lr * self.scale, self.inner_clip, self.first_order, self.checkpoint_mini_batches,
         )  # fmt: skip
 
     def _read(
@@ -218,7 +226,9 @@ def _check_learner(learner: object) -> None:
     if not isinstance(learner, Learner):
         raise MetaTTTError(f"model.learner is a {type(learner).__name__}: it must be a Learner, such as SwiGLU()")
     if not learner.has_weights or learner.mixes_tokens or not learner.causal:
-        raise MetaTTTError(f"model.learner is a {type(learner).__name__}, which has no weights or sees several tokens: set another")
+        raise MetaTTTError(
+            f"model.learner is a {type(learner).__name__}, which has no weights or sees several tokens: set another"
+        )
 
 
 def _check_held(held: object, batch: int, suffix: int) -> None:

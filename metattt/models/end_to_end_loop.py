@@ -159,8 +159,7 @@ class Loop(NamedTuple):
                 weights = _put(weights, moved, rows)
                 start = now if rows is None or not start else self._merged(now, start, rows)
             if cut.restart is not None:
-                origin = iter(flatten(self.fresh(batch)))
-                weights = map_tensors(lambda w: torch.where(spread(cut.restart, w), next(origin), w), weights)  # noqa: B023
+                weights = _put(weights, self.fresh(batch), cut.restart.nonzero().flatten(), select=True)
             column = cut.column
         inputs, tokens = _last((inputs, tokens), lead, count, waiting, packing)
         same = len(set(waiting)) == 1
@@ -177,8 +176,10 @@ class Loop(NamedTuple):
     ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensors, ...]]:
         """Reads `x` `[B, t, D]` and, if `labels` `[B, t]` says what follows each token, moves the weights by them."""
         parts = nn.ModuleList([*self.blocks, self.norm, self.head])
+        twice = labels is not None and not self.first_order and _may_differentiate()
         if not self.checkpoint or not torch.is_grad_enabled() or needs_probes():
-            return self._step(parts, x, states, weights, labels, packing)
+            with twice_differentiable() if twice else nullcontext():
+                return self._step(parts, x, states, weights, labels, packing)
         given = flatten((x, states, weights))
         shape = skeleton((x, states, weights))
         parameters = dict(parts.named_parameters())
@@ -187,10 +188,11 @@ class Loop(NamedTuple):
 
         def body(*tensors: Tensor) -> list[Tensor]:
             entering, values = tensors[: len(given)], dict(zip(parameters, tensors[len(given) :], strict=True))
-            with again():
-                leaving = self._step(with_values(parts, values), *refill(shape, entering), labels, packing)
-            made[:] = [skeleton(leaving)]
-            return flatten(leaving)
+            with again(), twice_differentiable() if twice else nullcontext():  # alike in both passes
+                x, states, weights = refill(shape, entering)
+                y, after, moved = self._step(with_values(parts, values), x, states, weights, labels, packing)
+            made[:] = [skeleton((y, after, moved))]
+            return flatten((y, after, moved))
 
         found = recompute(body, *given, *parameters.values())
         y, after, moved = refill(made[0], found)
@@ -236,7 +238,9 @@ class Loop(NamedTuple):
         if self.clip is None:
             return list(gradients)
         squared = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
-        factor = self.clip * squared.clamp(min=self.clip**2).rsqrt()  # [B]; 1 exactly where nothing is clipped, or nearly
+        factor = (
+            self.clip * squared.clamp(min=self.clip**2).rsqrt()
+        )  # [B]; 1 exactly where nothing is clipped, or nearly
         return [g * spread(factor, g) for g in gradients]
 
     def _merged(self, now: tuple[Any, ...], before: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...]:
@@ -269,11 +273,14 @@ def plan(
     restart = valid & (place == 0) & (before >= size)
     cuts = []
     for column in (learn | restart).any(0).nonzero().flatten().tolist():
-        rows: Tensor | None = learn[:, column].nonzero().flatten().to(pos.device)
-        if len(rows) == len(place):  # type: ignore[arg-type]
-            rows = None
-        again = restart[:, column]
-        cuts.append(Cut(column, rows, again.to(pos.device) if again.any() else None))
+        rows, again = learn[:, column], restart[:, column]
+        cuts.append(
+            Cut(
+                column,
+                None if rows.all() else rows.nonzero().flatten().to(pos.device),
+                again.to(pos.device) if again.any() else None,
+            )
+        )
     return cuts, [(one - 1) % size + 1 if one else 0 for one in ended.tolist()]
 
 
@@ -283,18 +290,22 @@ def gradients_of(
     """Gradients of a sum of losses by `leaves`, and what else `loss` returns; both with a graph exactly if gradients are
     enabled outside (with `first_order`, the gradients without)."""
     if needs_probes():
-        with nullcontext() if torch.is_inference_mode_enabled() else twice_differentiable():
-            value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)
-            return list(pull(torch.ones_like(value))), found
+        value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)
+        gradients = pull(torch.ones_like(value))
+        return [g.detach() for g in gradients] if first_order else list(gradients), found
     keep = torch.is_grad_enabled()
-    twice = keep and not first_order
-    with torch.enable_grad(), twice_differentiable() if twice else nullcontext():
+    with torch.enable_grad():
         # An alias cuts the weights off from what was computed from them before: keys and values of the mini-batch alone
         # are made with them.
         aliases = [w.view_as(w) if keep and w.requires_grad else w.detach().requires_grad_() for w in leaves]
         value, found = loss(*aliases)
-        gradients = torch.autograd.grad(value, aliases, create_graph=twice, retain_graph=keep)
+        gradients = torch.autograd.grad(value, aliases, create_graph=keep and not first_order, retain_graph=keep)
     return list(gradients), found if keep else [tensor.detach() for tensor in found]
+
+
+def _may_differentiate() -> bool:
+    """Whether the caller may ask for derivatives of what is computed now."""
+    return torch.is_grad_enabled() or (needs_probes() and not torch.is_inference_mode_enabled())
 
 
 def twice_differentiable() -> AbstractContextManager[Any]:
@@ -391,7 +402,11 @@ def _last(
     most, total = max(waiting), lead + count
     if packing is None or packing.valid is None:
         found = tuple(x[:, total - most :] for x in tensors)
-        return tuple(x.clone() for x in found) if total > 4 * most else found  # a state does not hold on to a long sequence
+        return (
+            tuple(x.clone() for x in found) if total > 4 * most else found
+        )  # a state does not hold on to a long sequence
     end = lead + packing.valid.sum(1, keepdim=True)
     index = (end - most + torch.arange(most, device=end.device)).clamp(min=0)
-    return tuple(x.gather(1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])) for x in tensors)
+    return tuple(
+        x.gather(1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])) for x in tensors
+    )

@@ -133,7 +133,9 @@ class Block(nn.Module):
         self.conv = CausalConv(dim, conv_width) if conv_width else None
         self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.layer = layer
-        self.ours = isinstance(layer, TTTLayer | Combined)  # others are told of padding and documents by mask= and reset=
+        self.ours = isinstance(
+            layer, TTTLayer | Combined
+        )  # others are told of padding and documents by mask= and reset=
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = SwiGLU(dim, ffn_dim)
 
@@ -173,8 +175,8 @@ class Block(nn.Module):
         """`layer(norm(x))`, and the state of the layer after it."""
         if self.ours:
             found: dict[str, Any] = {} if early is None else {"start": early.start}
-            return self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, **found)  # type: ignore[no-any-return]
-        return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)  # type: ignore[no-any-return]
+            return self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, **found)
+        return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
 
 
 def pattern_of(layer: object, blocks: object, count: int) -> Sequence[Callable[[], nn.Module]]:
@@ -302,7 +304,9 @@ class LanguageModel(nn.Module):
         for number in range(num_layers):
             made = layers[number % len(layers)]()
             if not isinstance(made, nn.Module):
-                raise MetaTTTError(f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module")
+                raise MetaTTTError(
+                    f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module"
+                )
             if causal:
                 causality.check(made, dim)
             self.blocks.append(self._block(number, made, ffn_dim, width, norm_eps))

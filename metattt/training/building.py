@@ -22,6 +22,7 @@ HOW_NOT_WHAT = (
     "group_size",
     "compute_chunk",
     "checkpoint_blocks",
+    "checkpoint_mini_batches",
     "checkpoint",
     "on_block",
 )  # settings that never change a result
