@@ -337,6 +337,25 @@ def test_any_learner_can_be_the_memory() -> None:
         EndToEnd(VOCAB, 8, 2, partial(metattt.build, "dim=8", "num_heads=2"))
 
 
+def test_memory_of_the_backward_pass() -> None:
+    """What autograd keeps of a window twice as long: little more, beside the copies of the weights and the window."""
+    kept = {}
+    for checkpoint, length in itertools.product(("true", "false"), (128, 256)):
+        model = make(f"model.checkpoint_mini_batches={checkpoint}", "model.mini_batch_size=32", "model.suffix=3")
+        sizes: dict[int, int] = {}
+
+        def pack(x: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            logits = model(tokens(1, length))
+        kept[checkpoint, length] = sum(sizes.values())
+        del logits
+    grown = {checkpoint: kept[checkpoint, 256] - kept[checkpoint, 128] for checkpoint in ("true", "false")}
+    assert grown["true"] < grown["false"] / 8
+
+
 @pytest.mark.parametrize("checkpoint", ["true", "false"])
 def test_weights_are_wide_under_autocast(checkpoint: str) -> None:
     """And the backward pass, which is outside of it, runs mini-batches again in the types in which they were run."""
