@@ -516,7 +516,7 @@ def test_two_processes_train_as_one(runs: Path, tmp_path: Path) -> None:
         f"output_dir={tmp_path / 'run'}",
         "trainer.max_steps=6",
     )
-    codes, output = two_processes(tmp_path, *TINY, *settings, "trainer=ddp", "trainer.devices=2", "data.batch_size=2")
+    codes, output = two_processes(tmp_path, *TINY, *settings, "trainer=ddp", "trainer.devices=2")
     assert codes == [0, 0], output
     one, two = (read_checkpoint(run)["state_dict"] for run in (runs / "whole", tmp_path / "run"))
     torch.testing.assert_close(dict(two), dict(one), rtol=0, atol=1e-5)
