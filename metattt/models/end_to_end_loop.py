@@ -290,7 +290,7 @@ def gradients_of(
     """Gradients of a sum of losses by `leaves`, and what else `loss` returns; both with a graph exactly if gradients are
     enabled outside (with `first_order`, the gradients without)."""
     if needs_probes():
-        value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)
+        value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
         gradients = pull(torch.ones_like(value))
         return [g.detach() for g in gradients] if first_order else list(gradients), found
     keep = torch.is_grad_enabled()
