@@ -428,7 +428,7 @@ def test_the_table_of_layers(name: str) -> None:
     known = examine(name, 16, 2)
     assert known.causal and known.cost_growth == 0
     assert known.state_bytes is not None and known.state_bytes[1:] == (0, 0)
-    assert known.parts["task"][0] == f"{name.removesuffix('_mixer')} mixer" and known.parts["learner"][0] == "none"
+    assert known.parts["task"][0] == f"{name.removesuffix('_mixer')} mixer" and known.parts["learner"][0] == "–"
 
 
 def test_what_is_refused() -> None:

@@ -106,6 +106,18 @@ class Packing:
         """`y` `[B, T, D]` with zeros at padding."""
         return y if self.valid is None else y * self.valid.unsqueeze(-1)
 
+    def part(self, start: int, stop: int) -> Packing | None:
+        """Of the sorted tokens `start` to `stop − 1` alone; None if all are real and no document starts among them."""
+        assert self.host is not None
+        here, there = (
+            [None if x is None else x[:, start:stop] for x in two] for two in (self.host, (self.valid, self.first))
+        )
+        if here[0] is not None and here[0].all():
+            here[0] = there[0] = None
+        if here[1] is not None and not here[1].any():
+            here[1] = there[1] = None
+        return None if here[0] is here[1] is None else Packing(None, there[0], there[1], (here[0], here[1]))
+
     @property
     def start(self) -> Tensor:
         """`[B]` zeros: where fresh sequences stand, the same tensor for all layers."""

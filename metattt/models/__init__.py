@@ -4,13 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from metattt.models.end_to_end import EndToEnd
     from metattt.models.language_model import LanguageModel
     from metattt.models.mttt import mttt_from_published
     from metattt.models.published import from_jax, from_published, to_jax, to_published
 
-__all__ = ["LanguageModel", "from_jax", "from_published", "mttt_from_published", "to_jax", "to_published"]
+__all__ = ["EndToEnd", "LanguageModel", "from_jax", "from_published", "mttt_from_published", "to_jax", "to_published"]
 
-_HOMES = {"LanguageModel": "metattt.models.language_model", "mttt_from_published": "metattt.models.mttt"}
+_HOMES = {
+    "EndToEnd": "metattt.models.end_to_end",
+    "LanguageModel": "metattt.models.language_model",
+    "mttt_from_published": "metattt.models.mttt",
+}
 
 
 def __getattr__(name: str) -> Any:

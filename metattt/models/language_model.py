@@ -37,7 +37,7 @@ class LanguageModelState(NamedTuple):
     """What the model carries between calls for `B` sequences.
 
     Attributes:
-        layers: state of every block's sequence layer.
+        layers: state of every block's sequence layer; after them what else a model carries (`EndToEnd`: its inner loop).
         tails: last inputs of every block's convolution `[B, conv_width − 1, D]`; None without a convolution.
     """
 
@@ -159,13 +159,24 @@ class Block(nn.Module):
                 z, tail = early.tail(self.conv, z, ctx)
             y, tail = self.conv(z, tail, ctx)
             x = x + y
-        if self.ours:
-            found: dict[str, Any] = {} if early is None else {"start": early.start}
-            y, state = self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, **found)
-        else:
-            y, state = self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
+        y, state = self.mix(x, state, ctx, packing, in_place, early)
         x = x + y
         return x + self.ffn(self.ffn_norm(x)), state, tail
+
+    def mix(
+        self,
+        x: Tensor,
+        state: Any,
+        ctx: Context,
+        packing: Packing | None = None,
+        in_place: bool = False,
+        early: Early | None = None,
+    ) -> tuple[Tensor, Any]:
+        """`layer(norm(x))`, and the state of the layer after it."""
+        if self.ours:
+            found: dict[str, Any] = {} if early is None else {"start": early.start}
+            return self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, **found)
+        return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
 
 
 def pattern_of(layer: object, blocks: object, count: int) -> Sequence[Callable[[], nn.Module]]:
@@ -293,10 +304,12 @@ class LanguageModel(nn.Module):
         for number in range(num_layers):
             made = layers[number % len(layers)]()
             if not isinstance(made, nn.Module):
-                raise MetaTTTError(f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module")
+                raise MetaTTTError(
+                    f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module"
+                )
             if causal:
                 causality.check(made, dim)
-            self.blocks.append(Block(dim, made, ffn_dim, width, norm_eps))
+            self.blocks.append(self._block(number, made, ffn_dim, width, norm_eps))
             if on_block is not None:
                 on_block(self.blocks[-1])
         self.final_norm = nn.RMSNorm(dim, eps=norm_eps)
@@ -305,6 +318,12 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embedding.weight
         else:
             nn.init.normal_(self.head.weight, std=INIT_STD)
+
+    carried = 0  #: entries of a state's `layers` after those of the blocks
+
+    def _block(self, number: int, layer: nn.Module, ffn_dim: int, conv_width: int | None, norm_eps: float) -> Block:
+        """The block of this number around a layer."""
+        return Block(self.dim, layer, ffn_dim, conv_width, norm_eps)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
         """Logits of the next token.
@@ -404,25 +423,13 @@ class LanguageModel(nn.Module):
             else:
                 mask = reset = None
             ctx = Context(ids, mask, reset, 1)  # no block looks at positions: the layers count for themselves
-            count = len(self.blocks)
+            count = len(self.blocks) + self.carried
             before = LanguageModelState((None,) * count, (None,) * count) if state is None else state
             if len(before.layers) != count:
-                raise MetaTTTError(f"the state is of a model with {len(before.layers)} blocks, this one has {count}")
-            x = self.embedding(ids)
-            layers, tails = [], []
-            for number, (block, layer_state, tail) in enumerate(zip(self.blocks, *before, strict=True)):
-                early = None
-                if relay is not None:
-                    x, layer_state, tail = relay.receive(number, x, packing)
-                    early = relay.early(number)
-                if self.checkpoint_blocks and torch.is_grad_enabled():
-                    x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, packing, use_reentrant=False)
-                else:
-                    x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place, early)
-                if relay is not None:
-                    x = relay.send(number, x, layer_state, tail)
-                layers.append(layer_state)
-                tails.append(tail)
+                raise MetaTTTError(
+                    f"the state is of a model with {len(before.layers) - self.carried} blocks, this one has {len(self.blocks)}"
+                )
+            x, layers, tails = self._read(ids, before, ctx, packing, in_place, relay)
             features = self.final_norm(x)
             if packing is not None:
                 features = packing.restore(features)
@@ -430,6 +437,46 @@ class LanguageModel(nn.Module):
         except FAILURES as error:
             self._explain(error, read, state)
             raise
+
+    def _read(
+        self,
+        ids: Tensor,
+        before: LanguageModelState,
+        ctx: Context,
+        packing: Packing | None,
+        in_place: bool,
+        relay: Relay | None,
+    ) -> tuple[Tensor, list[Any], list[Any]]:
+        """What the last block makes of the tokens `[B, T, D]`, and what the state after them is made of."""
+        return self._through(len(self.blocks), self.embedding(ids), before, ctx, packing, in_place, relay)
+
+    def _through(
+        self,
+        count: int,
+        x: Tensor,
+        before: LanguageModelState,
+        ctx: Context,
+        packing: Packing | None,
+        in_place: bool,
+        relay: Relay | None,
+    ) -> tuple[Tensor, list[Any], list[Any]]:
+        """`x` `[B, T, D]` after the first `count` blocks, with their states and tails."""
+        layers, tails = [], []
+        for number, block in enumerate(list(self.blocks)[:count]):
+            layer_state, tail = before.layers[number], before.tails[number]
+            early = None
+            if relay is not None:
+                x, layer_state, tail = relay.receive(number, x, packing)
+                early = relay.early(number)
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, packing, use_reentrant=False)
+            else:
+                x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place, early)
+            if relay is not None:
+                x = relay.send(number, x, layer_state, tail)
+            layers.append(layer_state)
+            tails.append(tail)
+        return x, layers, tails
 
     def check_causal(self) -> None:
         """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.

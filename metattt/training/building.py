@@ -23,6 +23,7 @@ HOW_NOT_WHAT = (
     "compute_chunk",
     "chunk_size",
     "checkpoint_blocks",
+    "checkpoint_mini_batches",
     "checkpoint",
     "on_block",
 )  # settings that never change a result

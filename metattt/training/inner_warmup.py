@@ -8,14 +8,15 @@ import lightning
 
 from metattt.errors import MetaTTTError, check_number
 from metattt.layer import TTTLayer
+from metattt.models.end_to_end import EndToEnd
 from metattt.optimizers.gradient_descent import StepSize
 from metattt.registry import register
 
 
 @register(group="callback", name="inner_warmup")
 class InnerWarmup(lightning.Callback):
-    """Moves the base inner learning rate of every layer linearly to `optimizer.base_lr`, over the warm-up steps of
-    the run.
+    """Moves the base inner learning rate of every layer linearly to `optimizer.base_lr` (of `model=ttt_e2e` to
+    `model.inner_lr`), over the warm-up steps of the run.
 
     A negative `base_lr` is reached from `-start`.
 
@@ -32,11 +33,11 @@ class InnerWarmup(lightning.Callback):
     def __init__(self, start: float = 0.01):
         check_number("callbacks.inner_warmup.start", start, above=0)
         self.start = start
-        self.final: dict[StepSize, float] = {}
+        self.final: dict[StepSize | EndToEnd, float] = {}
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        rules = [module.optimizer for module in pl_module.modules() if isinstance(module, TTTLayer)]
-        self.final = {rule: rule.scale for rule in rules if isinstance(rule, StepSize)}
+        rules = [module.optimizer if isinstance(module, TTTLayer) else module for module in pl_module.modules()]
+        self.final = {rule: rule.scale for rule in rules if isinstance(rule, StepSize | EndToEnd)}
         if not self.final:
             raise MetaTTTError(
                 "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with ~callbacks.inner_warmup"
