@@ -34,5 +34,8 @@ class SwiGLU(Learner):
         shapes = {"w0": (d_in, hidden), "w1": (hidden, d_out), "w2": (d_in, hidden)}
         return {name: Weight(shape, std=shape[0] ** -0.5) for name, shape in shapes.items()}
 
+    def layer_of(self, name: str) -> str | None:
+        return {"w0": "1", "w1": "2", "w2": "1"}.get(name, super().layer_of(name))
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.linear(F.silu(w.linear(x, "w0")) * w.linear(x, "w2"), "w1")

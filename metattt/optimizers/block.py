@@ -172,6 +172,7 @@ class BlockMomentum(BlockRule):
         self.newton_schulz = newton_schulz
         self.roles = ("momentum",) if momentum != "none" else ()
         self.pull = row_norm  # W0 is carried, for its norms
+        self.scale_free = orthogonalize
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -239,6 +240,8 @@ class Sign(BlockRule):
     """`W_j = W_{j−1} + |η_base| · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is
     taken of."""
 
+    scale_free = True
+
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
         return {"commit": {name: x + self.size * carry["update"][name].sign() for name, x in carry["commit"].items()}}
 
@@ -255,6 +258,7 @@ class Adam(BlockRule):
     """
 
     roles = ("momentum", "second", "age")
+    scale_free = True
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from metattt.inner.forms.dual import scaled
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import FastWeights
@@ -66,8 +67,10 @@ def _gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
         return work.losses(accessor, _alone(tokens.k), _alone(tokens.v))
 
     copies = [anchor[name].unsqueeze(1).expand(-1, count, *anchor[name].shape[1:]).flatten(0, 1) for name in names]
-    found = vjp(losses, copies, [tokens.eta.new_ones(batch * count, heads, 1)])[0]
-    return {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}
+    constant = work.plan.outer == "first_order"
+    found = vjp(losses, copies, [tokens.eta.new_ones(batch * count, heads, 1)], constant)[0]
+    scales = work.learner.step_scales
+    return {n: scaled(g, scales.get(n)).unflatten(0, (batch, count)) for n, g in zip(names, found, strict=True)}
 
 
 def _alone(x: Tensor) -> Tensor:
