@@ -152,7 +152,8 @@ def peak(length: int, truncate: int | None, chunk: int | None = 32) -> int:
 
 def test_memory_does_not_grow_with_the_window() -> None:
     for truncate in (1, 2):
-        assert peak(1024, truncate) <= 1.01 * peak(256, truncate)
+        ids = 8 * windows(1024)[:, 256:-1].numel()  # what is read is itself kept: 8 bytes a token
+        assert peak(1024, truncate) <= peak(256, truncate) + ids
     assert peak(512, None) > 1.9 * peak(256, None)
     assert peak(512, None, None) > 1.9 * peak(256, None, None)
     assert peak(1024, 1) < 0.1 * peak(1024, None)
@@ -209,7 +210,7 @@ def test_resuming(text: Path, tmp_path: Path) -> None:
 def test_two_processes(text: Path, tmp_path: Path) -> None:
     options = ("training.chunk=4", "training.truncate=2")
     one = trained(text, tmp_path / "one", *options)
-    given = (*TINY, f"data.path={text}", f"output_dir={tmp_path / 'two'}", "data.batch_size=1", *options)
+    given = (*TINY, f"data.path={text}", f"output_dir={tmp_path / 'two'}", *options)
     codes, output = two_processes(tmp_path, *given, "trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
     assert codes == [0, 0], output
     assert losses(tmp_path / "two") == pytest.approx(one, rel=1e-4)

@@ -10,10 +10,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Kept:
-    """One saved tensor; it goes when the graph lets go of it."""
+    """One saved tensor, without its place in the graph, which would keep the graph alive; it goes with the graph."""
 
     def __init__(self, tensor: Tensor):
-        self.tensor = tensor
+        self.tensor = tensor.detach()
 
 
 class SavedBytes:
