@@ -110,12 +110,16 @@ def test_first_order_is_the_same_function_in_every_form(rule: str) -> None:
     found = {}
     for form in ("primal", "dual", "summed"):
         try:
-            layer = make(MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form=form, outer="first_order")  # type: ignore[call-arg]
+            layer = make(
+                MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form=form, outer="first_order"
+            )  # type: ignore[call-arg]
         except MetaTTTError:
             assert form == "summed"
             continue
         found[form] = run(layer, tokens(), grads=True)
-    exact = run(make(MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form="primal"), tokens(), grads=True)  # type: ignore[call-arg]
+    exact = run(
+        make(MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form="primal"), tokens(), grads=True
+    )  # type: ignore[call-arg]
     assert len(found) == (3 if rule in ("previous", "final", "muon") else 2)
     for one in found.values():
         assert compare(one, found["primal"]) < BOUND
@@ -124,7 +128,9 @@ def test_first_order_is_the_same_function_in_every_form(rule: str) -> None:
 
 
 def test_first_order_of_a_learner_that_mixes_tokens() -> None:
-    layers = [make(Transformer(num_heads=2), descent(read=read), outer="first_order") for read in ("inclusive", "previous")]
+    layers = [
+        make(Transformer(num_heads=2), descent(read=read), outer="first_order") for read in ("inclusive", "previous")
+    ]
     names = [name for name, p in layers[0].named_parameters() if p.requires_grad]
     found = []
     for layer in layers:  # the weights that a mini-batch leaves, by both ways of taking gradients
@@ -262,7 +268,7 @@ def test_other_mistakes() -> None:
     for outer in ("first_order", "implicit"):
         with pytest.raises(MetaTTTError, match="KernelEstimator has none"):
             make(KernelEstimator(), Append(), outer=outer)
-    with pytest.raises(MetaTTTError, match="not learner.step_scale"):
+    with pytest.raises(MetaTTTError, match=r"not learner\.step_scale"):
         make(Linear(step_scale={"b1": 0.5}), WholeSequence(), outer="implicit")  # type: ignore[call-arg]
 
 

@@ -183,7 +183,9 @@ def test_any_module() -> None:
     assert by_depth.step_scales == {"0/weight": 0.1, "0/bias": 0.1}
     apart = [make(ModuleLearner(Apart(), trainable=["shift"]), form) for form in ("primal", "auto")]  # type: ignore[call-arg]
     assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
-    apart = [make(ModuleLearner(Apart(), step_scale={"weight": 0.1}), form, read="previous") for form in ("primal", "summed")]  # type: ignore[call-arg]
+    apart = [
+        make(ModuleLearner(Apart(), step_scale={"weight": 0.1}), form, read="previous") for form in ("primal", "summed")
+    ]  # type: ignore[call-arg]
     assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
 
 
@@ -195,7 +197,11 @@ class Own(Learner):
         self.width = width
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {"up": Weight((d_in, self.width)), "down": Weight((self.width, d_out)), "mean": Weight((d_out,), fast=False)}
+        return {
+            "up": Weight((d_in, self.width)),
+            "down": Weight((self.width, d_out)),
+            "mean": Weight((d_out,), fast=False),
+        }
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.bias(w.linear(torch.tanh(w.linear(x, "up")), "down"), "mean")
@@ -230,7 +236,10 @@ def test_kernels_leave_both_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"trainable": ["w9"]}, "learner.trainable names w9: the weights of MLP are w1, b1, w2, b2, norm_scale, norm_bias"),
+        (
+            {"trainable": ["w9"]},
+            "learner.trainable names w9: the weights of MLP are w1, b1, w2, b2, norm_scale, norm_bias",
+        ),
         ({"trainable": []}, "learner.trainable=[] leaves the inner loop nothing to learn: name one of w1"),
         ({"trainable": "w1"}, "learner.trainable=w1 is not allowed: it must be a list of w1, b1"),
         ({"step_scale": {"w9": 1.0}}, "learner.step_scale names w9: the fast weights of MLP are w1, b1, w2, b2"),
@@ -263,7 +272,10 @@ def test_learners_without_weights() -> None:
 def test_overrides() -> None:
     layer = build("layer=ttt_mlp", "dim=8", "num_heads=2", "learner.trainable=[w2,b2]", "learner.step_scale={w2: 0.5}")
     assert (list(layer.learner.init), layer.learner.step_scales) == (["w2", "b2"], {"w2": 0.5})
-    assert build("layer=ttt_mlp", "dim=8", "num_heads=2", "learner.step_scale=0.5").learner.step_scales == {"w1": 0.5, "b1": 0.5}
+    assert build("layer=ttt_mlp", "dim=8", "num_heads=2", "learner.step_scale=0.5").learner.step_scales == {
+        "w1": 0.5,
+        "b1": 0.5,
+    }
     assert build("layer=lact", "dim=8", "num_heads=2", "learner.trainable=[w1]").learner.init.keys() == {"w1"}
     with pytest.raises(MetaTTTError, match="trainable"):
         build("layer=ttt_mlp", "learner.trainble=[w2]")

@@ -25,7 +25,10 @@ BOUND = 1e-9  # relative, float64
 VOCABULARY, LENGTH, CHUNK = 11, 22, 5  # five chunks, the last one shorter
 
 LAYERS = {
-    "ttt_linear": ["layer=ttt_linear", "optimizer.mini_batch_size=4"],  # chunks and mini-batches end at different tokens
+    "ttt_linear": [
+        "layer=ttt_linear",
+        "optimizer.mini_batch_size=4",
+    ],  # chunks and mini-batches end at different tokens
     "ttt_mlp by groups": ["layer=ttt_mlp", "optimizer.mini_batch_size=4", "layer.group_size=1"],
     "titans": ["layer=titans", "optimizer.mini_batch_size=4"],
     "delta": ["layer=gated_delta_net"],
@@ -50,7 +53,9 @@ def windows(length: int = LENGTH) -> Tensor:
     return ids
 
 
-def module(model: LanguageModel, truncate: int | None = None, start: int | None = None, **more: Any) -> LanguageModeling:
+def module(
+    model: LanguageModel, truncate: int | None = None, start: int | None = None, **more: Any
+) -> LanguageModeling:
     recipe = AdamW(chunk=more.pop("chunk", CHUNK), truncate=truncate)
     return LanguageModeling(model, recipe, torch.ones(VOCABULARY), {}, start)
 
@@ -201,7 +206,9 @@ def test_runs(text: Path, tmp_path: Path) -> None:
 def test_resuming(text: Path, tmp_path: Path) -> None:
     options = ("training.chunk=4", "training.truncate=2")
     straight = trained(text, tmp_path / "straight", *options, "training.min_lr=8e-3", "training.warmup_fraction=0")
-    trained(text, tmp_path / "run", *options, "trainer.max_steps=2", "training.min_lr=8e-3", "training.warmup_fraction=0")
+    trained(
+        text, tmp_path / "run", *options, "trainer.max_steps=2", "training.min_lr=8e-3", "training.warmup_fraction=0"
+    )
     assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=4"]) == 0
     assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-6)
 
@@ -232,12 +239,18 @@ def test_refused_settings(settings: dict[str, int], said: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("compile=true", "training.truncate=2"), "compile=true, whose graphs run backwards once: set training.truncate=1"),
+        (
+            ("compile=true", "training.truncate=2"),
+            "compile=true, whose graphs run backwards once: set training.truncate=1",
+        ),
         (("training=zeroth_order",), "chunk"),
     ],
 )
 def test_what_does_not_go_together(
     overrides: tuple[str, ...], said: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", *TINY, f"data.path={text}", f"output_dir={tmp_path / 'run'}", "training.chunk=4", *overrides]) == 2
+    assert (
+        main(["train", *TINY, f"data.path={text}", f"output_dir={tmp_path / 'run'}", "training.chunk=4", *overrides])
+        == 2
+    )
     assert said in capsys.readouterr().err.replace("\n", " ")

@@ -48,7 +48,9 @@ class Outer(Benchmark):
         converged_length: int = 64,
         rounds: int = 5,
     ):
-        check_counts(length=length, dim=dim, num_heads=num_heads, steps=steps, converged_length=converged_length, rounds=rounds)
+        check_counts(
+            length=length, dim=dim, num_heads=num_heads, steps=steps, converged_length=converged_length, rounds=rounds
+        )
         self.length, self.dim, self.num_heads = length, dim, num_heads
         self.steps, self.converged_length, self.rounds = steps, converged_length, rounds
 
@@ -56,7 +58,11 @@ class Outer(Benchmark):
         checks: list[Check] = []
         rows: list[Row] = []
         for name in (*CAUSAL, "ridge"):
-            given = (*CONVERGED, f"optimizer.steps={self.steps}") if name == "ridge" else (f"layer={name}", "layer.form=dual")
+            given = (
+                (*CONVERGED, f"optimizer.steps={self.steps}")
+                if name == "ridge"
+                else (f"layer={name}", "layer.form=dual")
+            )
             modes = ("exact", "first_order", "implicit") if name == "ridge" else ("exact", "first_order")
             layers = {mode: self._layer(*given, f"layer.outer={mode}") for mode in modes}
             length = self.converged_length if name == "ridge" else self.length
@@ -89,7 +95,13 @@ class Outer(Benchmark):
             "All ways use the dual form and keep their graph (`layer.group_size=0`). MB kept is the most that autograd held for a "
             "backward pass at any moment, that of the inner gradients included. `zeroth_order` is one direction: two forward passes."
         )
-        settings = {"length": self.length, "dim": self.dim, "num_heads": self.num_heads, "steps": self.steps, "rounds": self.rounds}
+        settings = {
+            "length": self.length,
+            "dim": self.dim,
+            "num_heads": self.num_heads,
+            "steps": self.steps,
+            "rounds": self.rounds,
+        }
         return Report("The price of the outer derivative", text, {"Forward and backward": rows}, checks, settings)
 
     def _layer(self, *overrides: str) -> TTTLayer:

@@ -49,21 +49,29 @@ def check_outer(outer: str, learner: Learner, optimizer: InnerOptimizer) -> None
     if outer == "exact":
         return
     if not learner.has_weights:
-        raise MetaTTTError(f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set layer.outer=exact")
+        raise MetaTTTError(
+            f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set layer.outer=exact"
+        )
     if outer == "first_order":
         return
     kind = type(optimizer)
     linear = all(getattr(kind, name) is getattr(InnerOptimizer, name) for name in ("coefficients", "current", "commit"))
     for wrong, reason in (
         (optimizer.read != "final", f"optimizer.read={optimizer.read} (set it to final)"),
-        (optimizer.anchor != "batch", f"optimizer.anchor={optimizer.anchor} (set it to batch, or optimizer.sampling=full)"),
+        (
+            optimizer.anchor != "batch",
+            f"optimizer.anchor={optimizer.anchor} (set it to batch, or optimizer.sampling=full)",
+        ),
         (not linear, f"{kind.__name__}, which is not gradient descent"),
         (optimizer.has_momentum, "momentum"),
         (optimizer.accumulates, "token steps or clipping"),
         (bool(learner.step_scales), "learner.step_scale"),
     ):
         if wrong:
-            raise MetaTTTError(f"layer.outer=implicit needs steps on all tokens of a call until they end, not {reason}: or set layer.outer=exact")
+            raise MetaTTTError(
+                f"layer.outer=implicit needs steps on all tokens of a call until they end, not {reason}: "
+                "or set layer.outer=exact"
+            )
 
 
 def converged(
@@ -116,7 +124,9 @@ class _FixedPoint(torch.autograd.Function):
     """W*, whose cotangent g becomes `−H⁻¹ g` of the gaps `W − U(W; θ)`."""
 
     @staticmethod
-    def forward(ctx: Any, product: Callable[[Sequence[Tensor]], Sequence[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, product: Callable[[Sequence[Tensor]], Sequence[Tensor]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.product, ctx.count = product, len(tensors) // 2
         return tuple(x.clone() for x in tensors[: ctx.count])
 

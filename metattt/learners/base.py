@@ -133,7 +133,10 @@ class Learner(Part, ABC, metaclass=LearnerClass):
             )  # none that a copy of the unbuilt learner shares
             weights = self.weights(d_in, d_out)
             if self.norm:
-                affine = {"norm_scale": Weight((d_out,), value=1.0, fast=False), "norm_bias": Weight((d_out,), 0.0, fast=False)}
+                affine = {
+                    "norm_scale": Weight((d_out,), value=1.0, fast=False),
+                    "norm_bias": Weight((d_out,), 0.0, fast=False),
+                }
                 weights = weights | affine
             weights = self._chosen(weights)
             self.step_scales = self._factors([name for name, weight in weights.items() if weight.fast])
@@ -206,12 +209,16 @@ class Learner(Part, ABC, metaclass=LearnerClass):
                 f"learner.step_scale names {', '.join(unknown)}: the fast weights of {kind} are {', '.join(names)}"
             )
         for name, factor in given.items():
-            check_number(f"learner.step_scale.{name}", factor, above=0, advice=" (learner.trainable makes a weight slow)")
+            check_number(
+                f"learner.step_scale.{name}", factor, above=0, advice=" (learner.trainable makes a weight slow)"
+            )
         return {name: float(factor) for name, factor in given.items() if factor != 1}
 
     def extra_repr(self) -> str:
         settings = ((name, getattr(self, name)) for name in ("trainable", "step_scale"))
-        return ", ".join([text for text in (super().extra_repr(),) if text] + [f"{n}={v!r}" for n, v in settings if v is not None])
+        return ", ".join(
+            [text for text in (super().extra_repr(),) if text] + [f"{n}={v!r}" for n, v in settings if v is not None]
+        )
 
     def predict(self, w: FastWeights, x: Tensor) -> Tensor:
         """What the layer calls: `forward` with the residual and norm switches applied."""

@@ -111,7 +111,9 @@ def _sweep(kept: deque[_Chunk], parameters: Sequence[Tensor], gradients: dict[in
             if g is not None and x.requires_grad
         ]
         outputs = [chunk.loss, *(x for x, _ in pairs)]
-        found = _pulled(outputs, [torch.ones_like(chunk.loss), *(g for _, g in pairs)], chunk, parameters, gradients, False)
+        found = _pulled(
+            outputs, [torch.ones_like(chunk.loss), *(g for _, g in pairs)], chunk, parameters, gradients, False
+        )
 
 
 def _pulled(
