@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,11 @@ class TTTLayer(nn.Module):
         output_bias: a bias in the output projection.
         form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same
             result. `fused` takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
+        outer: what the outer loop differentiates. `exact`: everything, through the inner gradients G too. `first_order`:
+            every G is a constant, as in first-order MAML (arXiv 1703.03400): no second-order graph; k, v and the task's
+            parameters get no derivative from them, W0, the gates and the read keep theirs. `implicit`: the fixed point
+            of a converged inner loop (arXiv 1909.04630), for `optimizer.read=final` alone; see
+            `metattt.inner.implicit`.
         group_size: mini-batches recomputed together in the backward pass; None takes √(T/b), 0 stores everything.
 
     Raises:
@@ -68,6 +73,7 @@ class TTTLayer(nn.Module):
         output_bias: bool = False,
         form: str = "auto",
         group_size: int | None = None,
+        outer: Literal["exact", "first_order", "implicit"] = "exact",
     ):
         super().__init__()
         check_integer("dim", dim)
@@ -98,10 +104,15 @@ class TTTLayer(nn.Module):
                     )
         head = dim // num_heads
         self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
-        self._form = form
+        self._form, self.outer = form, outer
         with unchanged_on_error(task, learner, optimizer):
             self.task = task.setup(dim, num_heads, head)
             self.learner = learner.setup(num_heads, self.task.input_dim, head)
+            if learner.step_scales and optimizer.scale_free:
+                raise MetaTTTError(
+                    f"learner.step_scale multiplies gradients, whose length {type(optimizer).__name__} does not look at: "
+                    "set learner.step_scale=null"
+                )
             self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
             self._plan = self._planned()
         self.norm = nn.LayerNorm(dim, eps=1e-6) if output_norm else None
@@ -268,7 +279,8 @@ class TTTLayer(nn.Module):
     def _planned(self) -> Plan:
         with torch.inference_mode(False):  # the parts are looked at with derivatives
             width = self.task.input_dim
-            plan = make_plan(self._form, self.task, self.learner, self.optimizer, self.num_heads, width, kernels())
+            parts = self.task, self.learner, self.optimizer
+            plan = make_plan(self._form, *parts, self.num_heads, width, kernels(), self.outer)
         plan.basis = self._basis()
         return plan
 
@@ -284,6 +296,7 @@ class TTTLayer(nn.Module):
             type(task).loss,
             type(learner).forward,
             type(learner).predict,
+            self.outer,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -309,7 +322,8 @@ class TTTLayer(nn.Module):
         return Context(positions, None, None, size), state.pos + count
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, num_heads={self.num_heads}, form={self.form!r}"
+        outer = "" if self.outer == "exact" else f", outer={self.outer!r}"
+        return f"dim={self.dim}, num_heads={self.num_heads}, form={self.form!r}{outer}"
 
     # -- what a caller can get wrong -----------------------------------------------------------------------------------
 

@@ -40,6 +40,14 @@ SCHEMAS: dict[str, type] = {}
 REGISTERED: dict[tuple[str, str], str] = {}
 """(group, name) -> `_target_` of the class registered under it."""
 
+FOR_EVERY: dict[str, tuple[inspect.Parameter, ...]] = {
+    "learner": (
+        inspect.Parameter("trainable", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=list[str] | None),
+        inspect.Parameter("step_scale", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any),
+    )
+}
+"""group -> what every class of it is given besides its constructor's own parameters (`LearnerClass` takes it)."""
+
 Upgrade = Callable[[dict[str, Any], int], dict[str, Any]]
 
 VERSIONS: dict[tuple[str, str], tuple[int, Upgrade | None]] = {}
@@ -104,7 +112,8 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
         raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
     fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target))]
     allowed: dict[str, tuple[Any, ...]] = {}
-    for parameter in parameters:
+    common = [one for one in FOR_EVERY.get(group, ()) if one.name not in {given.name for given in parameters}]
+    for parameter in (*parameters, *common):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise MetaTTTError(
                 f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor"
@@ -119,6 +128,12 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
     node = dataclasses.make_dataclass(cls, fields)
     SCHEMAS[target] = node
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)
+
+
+def for_every(group: str, init: Callable[..., Any]) -> list[str]:
+    """The names of `FOR_EVERY` that a constructor does not take itself."""
+    own = inspect.signature(init).parameters
+    return [one.name for one in FOR_EVERY[group] if one.name not in own]
 
 
 def _hints(init: Callable[..., Any]) -> dict[str, Any]:

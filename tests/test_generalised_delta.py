@@ -97,6 +97,7 @@ def loop(layer: TTTLayer, x: Tensor) -> Tensor:
             if task.loss_name == "dot":
                 made = torch.zeros_like(made)
             step = b[:, :, t, j, :, None] * made.unsqueeze(-2) - k[:, :, t, j, :, None] * v[:, :, t, j].unsqueeze(-2)
+            step = layer.learner.step_scales.get("w1", 1) * (step.detach() if layer.outer == "first_order" else step)
             weight = kept - gates.eta[:, :, t, None, None] * step
         if rule.read == "inclusive":
             rows.append(torch.einsum("bhi,bhij->bhj", q[:, :, t], weight))
@@ -104,9 +105,9 @@ def loop(layer: TTTLayer, x: Tensor) -> Tensor:
     return layer.out(layer.norm(y))
 
 
-def build(task: Any, rule: Any, form: str = "auto") -> TTTLayer:
+def build(task: Any, rule: Any, form: str = "auto", outer: Any = "exact", **learner: Any) -> TTTLayer:
     torch.manual_seed(0)
-    return TTTLayer(DIM, HEADS, task, Linear(**LINEAR), rule, form=form).double()
+    return TTTLayer(DIM, HEADS, task, Linear(**LINEAR, **learner), rule, form=form, outer=outer).double()
 
 
 def outcome(layer: TTTLayer, x: Tensor, function: Any) -> Any:
@@ -145,6 +146,17 @@ def test_equals_a_loop(task: str, rule: str, form: str) -> None:
     assert compare(outcome(layer, x, lambda tokens: layer(tokens)[0]), expected) < 1e-9
     still = {name for name, g in expected.grads.items() if not g.any()}
     assert all(name.startswith(("task.more", "task.k", "task.v")) for name in still)  # what this task does not use
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("rule", ["decayed", "channels", "channels before"])
+@pytest.mark.parametrize("form", ["auto", "primal"])
+def test_constant_gradients_and_factors_of_steps(task: str, rule: str, form: str) -> None:
+    """`layer.outer=first_order` and `learner.step_scale`."""
+    layer = build(TASKS[task](), RULES[rule](), form, "first_order", step_scale={"w1": 0.7})
+    x = torch.randn(2, 70, DIM, dtype=torch.float64) / 3
+    expected = outcome(layer, x, lambda tokens: loop(layer, tokens))
+    assert compare(outcome(layer, x, lambda tokens: layer(tokens)[0]), expected) < 1e-9
 
 
 @pytest.mark.parametrize("law", ["forms", "splits", "causality", "masks", "packing", "round_trips", "derivatives"])

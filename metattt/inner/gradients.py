@@ -10,16 +10,19 @@ from torch import Tensor
 from metattt.learners.fast_weights import needs_probes
 
 
-def vjp(function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[list[Tensor]]:
+def vjp(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], constant: bool = False
+) -> list[list[Tensor]]:
     """Vector–Jacobian products of `function(*inputs)`, one list (one entry per input) for each cotangent.
 
     The result carries a graph exactly if gradients are enabled outside, so that the outer loop can differentiate it
-    again.
+    again; `constant`: never.
     """
     if needs_probes():
         pull = torch.func.vjp(function, *inputs)[1]
-        return [list(pull(cotangent)) for cotangent in cotangents]
-    keep = torch.is_grad_enabled()
+        found = [list(pull(cotangent)) for cotangent in cotangents]
+        return [[x.detach() for x in row] for row in found] if constant else found
+    keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():
         # An alias cuts `inputs` off from each other where one was computed from another, and keeps the graph to the
         # outer loop.

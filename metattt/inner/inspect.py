@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.claims import Function, dot_product, other_function, other_loss, remembered, squared_error
+from metattt.inner.implicit import check_outer
 from metattt.inner.plan import Plan
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
@@ -34,12 +35,14 @@ def make_plan(
     num_heads: int,
     d_in: int,
     kernels: Sequence[Kernel],
+    outer: str = "exact",
 ) -> Plan:
-    """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered.
+    """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form`, or labels that a learner without weights cannot answer with.
+        MetaTTTError: as `choose_form` and `check_outer`, or labels that a learner without weights cannot answer with.
     """
+    check_outer(outer, learner, optimizer)
     if not learner.has_weights:
         check_choice("layer.form", form, ("auto", *FORMS))
         if task.label_dim != d_in:
@@ -49,9 +52,10 @@ def make_plan(
             )
         return Plan("scan")
     task, learner = materialized(task), materialized(learner)
-    covered, reasons = (
-        covering(kernels, task, learner, optimizer, num_heads, d_in) if form in ("auto", "fused") else ([], {})
-    )
+    covered: list[Kernel] = []
+    reasons = {} if outer == "exact" else {"kernels": f"layer.outer={outer}, and they differentiate exactly"}
+    if form in ("auto", "fused") and outer == "exact":
+        covered, reasons = covering(kernels, task, learner, optimizer, num_heads, d_in)
     chosen = choose_form(form, task, learner, optimizer, num_heads, d_in, covered, reasons)
     chunks = chosen if chosen in ("primal", "summed") else "mixed" if learner.mixes_tokens else "dual"
     linear = ""
@@ -67,6 +71,7 @@ def make_plan(
         covered if chosen == "fused" else [],
         reasons,
         strict=form == "fused",
+        outer=outer,
         roles=optimizer.bases,
         period=optimizer.period,
         block=optimizer.block,
@@ -83,7 +88,7 @@ def covering(
     evaluated."""
     covered, reasons = [], {}
     for kernel in kernels:
-        why = kernel.covers(task, learner, optimizer) or hooked(learner) or gated_by_state(optimizer)
+        why = rescaled(learner) or kernel.covers(task, learner, optimizer) or hooked(learner) or gated_by_state(optimizer)
         why = (
             why
             or other_loss(task, kernel.loss, num_heads, width)
@@ -113,6 +118,8 @@ def solvable(
     if optimizer.state_dependent:
         return "", gated_by_state(optimizer)
     weight, bias = learner.linear_map
+    if not {weight, bias or weight} <= set(learner.init):
+        return "", f"not all of {', '.join(learner.shapes)} are fast (learner.trainable)"
     linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
     why = hooked(learner) or other_function(learner, linear, num_heads, width)
     if why:
@@ -133,6 +140,11 @@ def _linear(
 ) -> Tensor:
     z = x @ weights[weight]
     return z if bias is None else z + weights[bias].unsqueeze(2)
+
+
+def rescaled(learner: Learner) -> str | None:
+    """Step sizes by weight, which no kernel knows."""
+    return "learner.step_scale" if learner.step_scales else None
 
 
 def hooked(learner: Learner) -> str | None:

@@ -16,6 +16,7 @@ from metattt.inner.committed import Committed
 from metattt.inner.export import inlined
 from metattt.inner.final import answers, steps
 from metattt.inner.forms import CHUNKS
+from metattt.inner.implicit import converged
 from metattt.inner.packing import Packing, make_frame, mask_gates
 from metattt.inner.recompute import recomputed
 from metattt.inner.replay import tail, with_tail
@@ -324,6 +325,9 @@ class InnerLoop:
                 return scan(self, tokens, carry, blocks, live is not None, operand, own)
             y, carry = self.grouped(tokens, carry, blocks, True, operand)
             return y, carry  # type: ignore[return-value]
+        if self.plan.outer == "implicit":
+            now, carry = converged(self, tokens, carry, blocks, live, after, operand)
+            return answers(self, tokens, {"commit": now}, operand), carry
         *_, carry = steps(self, tokens, carry, blocks, live, after, operand)
         now = self.optimizer.current(carry, after % self.optimizer.mini_batch_size)
         return answers(self, tokens, {"commit": now}, operand), carry

@@ -36,6 +36,7 @@ class Plan:
         block: tokens that the scan hands on together.
         chunk: tokens per compute step; None: a whole block.
         replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
+        outer: what the outer loop differentiates: `exact`, `first_order` or `implicit` (`TTTLayer`).
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
         decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
@@ -52,6 +53,7 @@ class Plan:
     block: int = 1
     chunk: int | None = None
     replays: bool = False
+    outer: str = "exact"
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
     decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+import re
+from abc import ABC, ABCMeta, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_flag
+from metattt.errors import MetaTTTError, check_flag, check_number
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import standardize
 from metattt.part import Part
+from metattt.registry import for_every
 from metattt.room import check_room
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
@@ -44,7 +48,18 @@ class Weight:
         return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
 
 
-class Learner(Part, ABC):
+class LearnerClass(ABCMeta):
+    """Gives every learner the settings `trainable` and `step_scale`, whatever parameters its own constructor takes."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name) for name in for_every("learner", cls.__init__) if name in kwargs}  # type: ignore[misc]
+        learner = super().__call__(*args, **kwargs)
+        for name, value in given.items():
+            setattr(learner, name, value)
+        return learner
+
+
+class Learner(Part, ABC, metaclass=LearnerClass):
     """A model whose weights are the hidden state: `f(x; W)`.
 
     A subclass names its weights in `weights` and computes `f` in `forward`, reaching weights only through the accessor
@@ -56,6 +71,13 @@ class Learner(Part, ABC):
         norm: normalise the output per head, with a learnable affine.
         learn_init: train W0 in the outer loop. Otherwise W0 stays at its initial value.
 
+    Two more arguments are every learner's, also of one whose constructor does not name them:
+
+        trainable: names of the fast weights, the norm's affine among them; all others become slow, and the outer loop
+            trains them whatever `learn_init` says. None: as `weights` has it.
+        step_scale: c, the factors of the fast weights' gradients: `W_t = W_{t−1} − η_t c_W ∇_W ℓ_t`. By name (others
+            keep 1), or one number ρ: `ρ^(L−l)` for the weights of layer l of L, which leaves the last layer as it is.
+
     Raises:
         MetaTTTError: a switch that is neither True nor False.
     """
@@ -65,6 +87,8 @@ class Learner(Part, ABC):
     has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
     causal = True  #: False for learners that answer a query from later tokens too
     takes_groups = False  #: True if k and v may have fewer heads than q (grouped-query heads); else each gets a copy
+    trainable: list[str] | None = None
+    step_scale: Mapping[str, float] | float | None = None
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
 
     def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
@@ -75,6 +99,7 @@ class Learner(Part, ABC):
         self.init = nn.ParameterDict()  # W0, by name: [H, *shape]
         self.slow = nn.ParameterDict()  # outer-loop weights of f: [H, *shape]
         self.shapes: dict[str, tuple[int, ...]] = {}  # of both, by name, with the axis of heads
+        self.step_scales: dict[str, float] = {}  # c of the fast weights where it is not 1
 
     @abstractmethod
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
@@ -107,6 +132,14 @@ class Learner(Part, ABC):
                 nn.ParameterDict(),
             )  # none that a copy of the unbuilt learner shares
             weights = self.weights(d_in, d_out)
+            if self.norm:
+                affine = {
+                    "norm_scale": Weight((d_out,), value=1.0, fast=False),
+                    "norm_bias": Weight((d_out,), 0.0, fast=False),
+                }
+                weights = weights | affine
+            weights = self._chosen(weights)
+            self.step_scales = self._factors([name for name, weight in weights.items() if weight.fast])
             check_room(
                 num_heads * sum(math.prod(weight.shape) for weight in weights.values()),
                 f"a {type(self).__name__} learner",
@@ -119,10 +152,6 @@ class Learner(Part, ABC):
                     self.init[name] = nn.Parameter(sample, requires_grad=self.learn_init)
                 else:
                     self.slow[name] = nn.Parameter(sample)
-            if self.norm:
-                self.shapes |= {"norm_scale": (num_heads, d_out), "norm_bias": (num_heads, d_out)}
-                self.slow["norm_scale"] = nn.Parameter(torch.ones(num_heads, d_out))
-                self.slow["norm_bias"] = nn.Parameter(torch.zeros(num_heads, d_out))
         return self
 
     def equations(self) -> list[str]:
@@ -135,6 +164,72 @@ class Learner(Part, ABC):
         """What `wrap` does, in symbols."""
         y = f"LN({y})" if self.norm else y
         return f"{x} + {y}" if self.residual else y
+
+    def layer_of(self, name: str) -> str | None:
+        """What the layer of `f` is called that a weight belongs to: the number at the end of its name. None: no layer.
+
+        `step_scale=ρ` goes by it; layers follow each other as `weights` first names one of their weights.
+        """
+        if name in ("norm_scale", "norm_bias"):
+            return "norm"
+        number = re.search(r"\d+$", name)
+        return None if number is None else number[0]
+
+    def _chosen(self, weights: dict[str, Weight]) -> dict[str, Weight]:
+        """The weights, fast or slow as `trainable` says."""
+        if self.trainable is None:
+            return weights
+        kind, known = type(self).__name__, ", ".join(weights)
+        if not self.has_weights:
+            raise MetaTTTError(f"{kind} keeps its data and has no weights: set learner.trainable=null")
+        wanted = self.trainable
+        if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
+            raise MetaTTTError(f"learner.trainable={wanted} is not allowed: it must be a list of {known}, or null")
+        if not wanted:
+            raise MetaTTTError(
+                f"learner.trainable=[] leaves the inner loop nothing to learn: name one of {known} or more, or set it to null"
+            )
+        unknown = [name for name in wanted if name not in weights]
+        if unknown:
+            raise MetaTTTError(f"learner.trainable names {', '.join(unknown)}: the weights of {kind} are {known}")
+        return {name: replace(weight, fast=name in wanted) for name, weight in weights.items()}
+
+    def _factors(self, names: list[str]) -> dict[str, float]:
+        """c of the fast weights `names`, where it is not 1."""
+        given, kind = self.step_scale, type(self).__name__
+        if given is None:
+            return {}
+        if not self.has_weights:
+            raise MetaTTTError(f"{kind} keeps its data and takes no steps: set learner.step_scale=null")
+        if not isinstance(given, Mapping):
+            check_number("learner.step_scale", given, above=0, advice=", or a factor for every weight by name")
+            layers = [self.layer_of(name) for name in names]
+            if None in layers:
+                raise MetaTTTError(
+                    f"learner.step_scale={given} goes by layers, and the names of {kind}'s weights show none: "
+                    f"give factors by name, of {', '.join(names)}"
+                )
+            order = list(dict.fromkeys(layers))
+            given = {
+                name: float(given) ** (len(order) - 1 - order.index(layer))
+                for name, layer in zip(names, layers, strict=True)
+            }
+        unknown = [str(name) for name in given if name not in names]
+        if unknown:
+            raise MetaTTTError(
+                f"learner.step_scale names {', '.join(unknown)}: the fast weights of {kind} are {', '.join(names)}"
+            )
+        for name, factor in given.items():
+            check_number(
+                f"learner.step_scale.{name}", factor, above=0, advice=" (learner.trainable makes a weight slow)"
+            )
+        return {name: float(factor) for name, factor in given.items() if factor != 1}
+
+    def extra_repr(self) -> str:
+        settings = ((name, getattr(self, name)) for name in ("trainable", "step_scale"))
+        return ", ".join(
+            [text for text in (super().extra_repr(),) if text] + [f"{n}={v!r}" for n, v in settings if v is not None]
+        )
 
     def predict(self, w: FastWeights, x: Tensor) -> Tensor:
         """What the layer calls: `forward` with the residual and norm switches applied."""

@@ -37,5 +37,8 @@ class SwiGLU(Learner):
     def equations(self) -> list[str]:
         return [f"f(x; W) = {self.wrapped('(silu(x W0) ∘ (x W2)) W1')}"]
 
+    def layer_of(self, name: str) -> str | None:
+        return {"w0": "1", "w1": "2", "w2": "1"}.get(name, super().layer_of(name))
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.linear(F.silu(w.linear(x, "w0")) * w.linear(x, "w2"), "w1")

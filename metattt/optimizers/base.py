@@ -148,6 +148,7 @@ class InnerOptimizer(Part, ABC):
         None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
     )
     update_decays = False  #: the step of the open mini-batch decays as it grows, `U_t = α_t U_{t−1} − η_t G_t`
+    scale_free = False  #: a step stays the same when all gradients of a weight are multiplied by a number
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
 

@@ -183,6 +183,7 @@ class BlockMomentum(BlockRule):
         self.newton_schulz = newton_schulz
         self.roles = ("momentum",) if momentum != "none" else ()
         self.pull = row_norm  # W0 is carried, for its norms
+        self.scale_free = orthogonalize
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -277,6 +278,8 @@ class Sign(BlockRule):
     """`W_j = W_{j−1} + |η_base| · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is
     taken of."""
 
+    scale_free = True
+
     def equations(self) -> list[str]:
         return [*super().equations(), f"W_j = W_{{j−1}} + {self.size:g} sign(U_j)"]
 
@@ -296,6 +299,7 @@ class Adam(BlockRule):
     """
 
     roles = ("momentum", "second", "age")
+    scale_free = True
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metattt.checkpoints.record import RECORD
 from metattt.data.windows import NO_TOKEN
-from metattt.errors import MetaTTTError, check_number
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import clip_norm, several_meshes
 from metattt.parallel.line import Line
@@ -23,6 +23,7 @@ from metattt.registry import register
 from metattt.training.batches import recount_batches
 from metattt.training.building import Builder
 from metattt.training.sharding import FullyShardedData, build_divided, divided
+from metattt.training.truncated import truncated_loss
 
 
 @register(group="training", name="adamw")
@@ -37,6 +38,10 @@ class AdamW:
             weights of the inner loop do not decay.
         warmup_fraction: share of the steps with a rising learning rate.
         min_lr: learning rate at the last step.
+        chunk: tokens of a window that are read at a time, the state carried on; None: all of them.
+        truncate: k, chunks that the gradient of a chunk's loss reaches back over, its own among them
+            (`metattt.training.truncated`): memory does not grow with the window, and the gradient is not that of the
+            whole window. None: all chunks, the exact gradient.
 
     Raises:
         MetaTTTError: a value that is not allowed.
@@ -46,6 +51,9 @@ class AdamW:
         False  #: the optimizer needs the loss alone, again and again: no graph is made, and nothing is backpropagated
     )
 
+    chunk: int | None = None
+    truncate: int | None = None
+
     def __init__(
         self,
         lr: float = 3e-3,
@@ -54,6 +62,8 @@ class AdamW:
         weight_decay: float = 0.1,
         warmup_fraction: float = 0.1,
         min_lr: float = 1e-5,
+        chunk: int | None = None,
+        truncate: int | None = None,
     ):
         check_number("training.lr", lr, above=0, most=1e36)  # a step of it is a number in fp32
         check_betas(betas)
@@ -63,6 +73,12 @@ class AdamW:
         check_number("training.min_lr", min_lr, least=0)
         self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
         self.warmup_fraction, self.min_lr = warmup_fraction, min_lr
+        for key, value in (("chunk", chunk), ("truncate", truncate)):
+            if value is not None:
+                check_integer(f"training.{key}", value, advice=", or null for all")
+        if truncate is not None and chunk is None:
+            raise MetaTTTError(f"training.truncate={truncate} counts chunks: set training.chunk to their tokens")
+        self.chunk, self.truncate = chunk, truncate
 
     def warmup_steps(self, num_steps: int) -> int:
         """Steps with a rising learning rate, at least one."""
@@ -168,10 +184,27 @@ class LanguageModeling(lightning.LightningModule):
             relay = None if self.line is None else Relay(self.line, scanned)
             nats, _ = self.model.cross_entropy(own, following, reset=starts, ignore_index=NO_TOKEN, relay=relay)
             losses.append(nats)
-        nats = torch.stack(losses).sum()
+        return self._with_counts(torch.stack(losses).sum(), labels)
+
+    def _with_counts(self, nats: Tensor, labels: Tensor) -> Tensor:
         real = labels != NO_TOKEN
         counts = torch.stack((real.sum(), (self.token_bytes[labels.clamp(min=0)] * real).sum()))
         return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
+
+    def in_chunks(self, ids: Tensor, chunk: int) -> Tensor:
+        """As `sums`, a chunk of every window at a time; its backward pass reaches back over `training.truncate` of
+        them."""
+        read, reset, labels = self._windows(ids)
+        parts = [x.split(chunk, dim=1) for x in (read, labels)]
+        starts = [None] * len(parts[0]) if reset is None else reset.split(chunk, dim=1)
+        pieces = list(zip(*parts, starts, strict=True))
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def nats(piece: tuple[Tensor, Tensor, Tensor | None], state: Any) -> tuple[Tensor, Any]:
+            own, following, fresh = piece
+            return self.model.cross_entropy(own, following, state, fresh, ignore_index=NO_TOKEN)
+
+        return self._with_counts(truncated_loss(nats, pieces, parameters, self.recipe.truncate), labels)
 
     def _windows(self, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """What is read `[B, T]`, where documents start, and the labels."""
@@ -180,7 +213,7 @@ class LanguageModeling(lightning.LightningModule):
 
     def batch_loss(self, ids: Tensor) -> Tensor:
         """The loss of a batch, as a training step takes it: the mean over its predicted tokens (nats)."""
-        sums = self.sums(ids)
+        sums = self.sums(ids) if self.recipe.chunk is None else self.in_chunks(ids, self.recipe.chunk)
         return sums[0] / sums[1]
 
     def item_losses(self, ids: Tensor) -> Tensor:
@@ -195,7 +228,7 @@ class LanguageModeling(lightning.LightningModule):
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         with torch.set_grad_enabled(not self.recipe.forward_only):
-            sums = self.sums(ids)
+            sums = self.sums(ids) if self.recipe.chunk is None else self.in_chunks(ids, self.recipe.chunk)
         # divided by what the processes read on average: of one window, some may have a token more than others
         whole = 1 if self.line is None else self.line.size
         loss = sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
@@ -254,10 +287,28 @@ class LanguageModeling(lightning.LightningModule):
                 f"{type(self.recipe).__name__} takes its steps from one batch in one process: "
                 "set trainer.accumulate_grad_batches=1, trainer.devices=1 and batch_tokens=null"
             )
+        if self.recipe.chunk is not None:
+            self._check_chunks()
         optimizer = self.recipe.optimizer(self.model)
         num_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.recipe.factor(step, num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _check_chunks(self) -> None:
+        """Refuses what does not go with reading in chunks.
+
+        Raises:
+            MetaTTTError: naming the override.
+        """
+        compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
+        for wrong, reason, instead in (
+            (self.line is not None, "trainer=time_parallel, which divides windows itself", "trainer=default"),
+            (isinstance(self.trainer.strategy, FullyShardedData), "trainer=fsdp, which divides gradients", "trainer=ddp"),
+            (self.trainer.precision == "16-mixed", "trainer.precision=16-mixed, which scales losses", "trainer.precision=bf16-mixed"),
+            (compiled and self.recipe.truncate not in (None, 1), "compile=true, whose graphs run backwards once", "training.truncate=1"),
+        ):
+            if wrong:
+                raise MetaTTTError(f"training.chunk={self.recipe.chunk} does not go with {reason}: set {instead}, or training.chunk=null")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[RECORD] = self.record

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metattt.inner.forms.dual import scaled
 from metattt.inner.tokens import Carry, Tokens
 from metattt.learners.fast_weights import matmul
 from metattt.optimizers.base import newest
@@ -52,8 +53,12 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[T
         """`[B, H, T, ·]` to `[B, H, chunks, size, ·]`."""
         return F.pad(x, (0, 0, 0, -count % size), value=fill).unflatten(2, (-1, size))
 
-    k, v, eta = split(tokens.k), split(tokens.v), split(tokens.eta.unsqueeze(-1))
+    step = scaled(tokens.eta, work.learner.step_scales.get(name))
+    k, v, eta = split(tokens.k), split(tokens.v), split(step.unsqueeze(-1))
     b, erases = None if tokens.b is None else split(tokens.b), work.plan.linear == "squared"
+    constant = work.plan.outer == "first_order"
+    if constant:  # the outer loop takes every G = bᵀF − kᵀv for a constant, but not how far it decays
+        k, v, b = k.detach(), v.detach(), None if b is None else b.detach()
     q = split(tokens.q if pairs == 1 else tokens.q.repeat_interleave(pairs, 2))
     rows = [Rows(k if tokens.p is None else split(tokens.p), rule.gradient_at == "previous")] if erases else []
     rows += [] if read is None else [Rows(q, read_before)]
@@ -73,9 +78,10 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[T
     weight, answers = base, []
     kept, lost = until[..., -1, :].unsqueeze(-1), [(column * left).mT for column in columns]
     pieces = zip(*(x.unbind(2) for x in (eta, v, fixed, kept)), strict=True)
-    for i, (step, label, made, keep) in enumerate(pieces):
+    for i, (rate, label, made, keep) in enumerate(pieces):
         made = made if met is None else made + matmul(met[:, :, i], weight, operand)
-        updates = [step * made] if b is None or not erases else [-step * label, step * made]
+        made = made.detach() if constant else made
+        updates = [rate * made] if b is None or not erases else [-rate * label, rate * made]
         if read is not None:
             y = matmul(reached[-1][:, :, i], weight, operand)
             for score, update in zip(own, updates, strict=True):

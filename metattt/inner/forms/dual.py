@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ def chunk(
     """See `CHUNKS`."""
     anchor = work.anchor(tokens, carry, phase)
     sites, deltas = record(work, anchor, tokens, _sum)
-    return finish(work, tokens, carry, phase, read, anchor, PerTokenGradients(sites, deltas[0], work.operand))
+    gradients = PerTokenGradients(sites, deltas[0], work.operand, work.learner.step_scales)
+    return finish(work, tokens, carry, phase, read, anchor, gradients)
 
 
 def _sum(losses: Tensor) -> list[Tensor]:
@@ -38,12 +39,13 @@ def record(
     """The uses of the fast weights at the anchor, and by their outputs the derivatives of each of `totals(losses)`.
 
     `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs
-    themselves.
+    themselves. With `layer.outer=first_order` the inputs and the derivatives are constants.
     """
-    k, v = tokens.k, tokens.v
+    k, v, constant = tokens.k, tokens.v, work.plan.outer == "first_order"
     if needs_probes():
-        return _probed(work, anchor, k, v, totals)
-    keep = torch.is_grad_enabled()
+        sites, deltas = _probed(work, anchor, k, v, totals)
+        return (_constant(sites), [[x.detach() for x in row] for row in deltas]) if constant else (sites, deltas)
+    keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():
         weights = Record(anchor, work.slow, work.operand)
         wanted = totals(work.losses(weights, k, v))
@@ -62,7 +64,11 @@ def record(
             )
     if keep:
         return weights.sites, found
-    return [site if site.input is None else site._replace(input=site.input.detach()) for site in weights.sites], found
+    return _constant(weights.sites), found
+
+
+def _constant(sites: list[Site]) -> list[Site]:
+    return [site if site.input is None else site._replace(input=site.input.detach()) for site in sites]
 
 
 def _probed(
@@ -193,14 +199,28 @@ class Direct(NamedTuple):
     value: Tensor
 
 
+NO_SCALES: Mapping[str, float] = {}
+
+
+def scaled(gradient: Tensor, factor: float | None) -> Tensor:
+    """A gradient times the factor of its weight; None: 1."""
+    return gradient if factor is None else factor * gradient
+
+
 class PerTokenGradients:
     """`G_s` of every fast weight and token s, in factored form.
 
     `paired` names the weight and bias that were only ever used together: both then share one product, with `q·a + 1`
-    for `q·a`.
+    for `q·a`. `scales` multiplies the gradients of a weight by a factor of its own (`Learner.step_scale`).
     """
 
-    def __init__(self, sites: Sequence[Site], deltas: Sequence[Tensor], operand: torch.dtype):
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        deltas: Sequence[Tensor],
+        operand: torch.dtype,
+        scales: Mapping[str, float] = NO_SCALES,
+    ):
         self.terms: dict[str, list[Outer | Direct]] = {}
         self.paired: set[tuple[str, str]] = set()
         self._operand = operand
@@ -209,16 +229,17 @@ class PerTokenGradients:
             inner = tuple(range(3, delta.ndim - 1))  # positions inside a token
             if weight and inputs is not None:
                 if scale:
-                    product = inputs * delta
+                    product = inputs * scaled(delta, scales.get(weight))
                     term: Outer | Direct = Direct(product.sum(inner) if inner else product)
                 else:
-                    pair = (inputs.flatten(2, -2), delta.flatten(2, -2))
+                    pair = (inputs.flatten(2, -2), scaled(delta, scales.get(weight)).flatten(2, -2))
                     left, right = pair[::-1] if transpose else pair
                     term = Outer(left, right, left.shape[2] // delta.shape[2])
                 self.terms.setdefault(weight, []).append(term)
             if bias:
-                self.terms.setdefault(bias, []).append(Direct(delta.sum(inner) if inner else delta))
-            if weight and bias and not scale and not transpose:
+                moved = scaled(delta, scales.get(bias))
+                self.terms.setdefault(bias, []).append(Direct(moved.sum(inner) if inner else moved))
+            if weight and bias and not scale and not transpose and scales.get(weight) == scales.get(bias):
                 self.paired.add((weight, bias))
         for used in list(self.paired):
             if len(self.terms[used[0]]) != 1 or len(self.terms[used[1]]) != 1:

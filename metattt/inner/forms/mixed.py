@@ -8,13 +8,13 @@ token leaves for later ones (cached keys and values) was made by its own weights
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metattt.inner.forms.dual import PerTokenGradients, finish, record
+from metattt.inner.forms.dual import NO_SCALES, PerTokenGradients, finish, record, scaled
 from metattt.inner.tokens import Carry, Tokens
 from metattt.learners.fast_weights import Site
 
@@ -28,7 +28,8 @@ def chunk(
     """See `CHUNKS`."""
     anchor = work.anchor(tokens, carry, phase)
     sites, each = record(work, anchor, tokens, _one_by_one)
-    gradients = MixedGradients(sites, [torch.stack(column) for column in zip(*each, strict=True)], work.operand)
+    columns = [torch.stack(column) for column in zip(*each, strict=True)]
+    gradients = MixedGradients(sites, columns, work.operand, work.learner.step_scales)
     return finish(work, tokens, carry, phase, read, anchor, gradients)
 
 
@@ -53,9 +54,16 @@ class MixedGradients(PerTokenGradients):
         sites: uses of the weights, in order.
         deltas: `[s, B, H, n, ..., d]` for each use: the gradient of every loss by its output.
         operand: unused here: the cotangents are contracted in the weights' own type.
+        scales: as in `PerTokenGradients`.
     """
 
-    def __init__(self, sites: Sequence[Site], deltas: Sequence[Tensor], operand: torch.dtype):
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        deltas: Sequence[Tensor],
+        operand: torch.dtype,
+        scales: Mapping[str, float] = NO_SCALES,
+    ):
         super().__init__([], [], operand)
         self.uses: dict[str, list[Cotangents]] = {}
         self.vectors: dict[str, list[Tensor]] = {}
@@ -63,12 +71,14 @@ class MixedGradients(PerTokenGradients):
             delta = delta.movedim(0, 2)  # [B, H, s, n, ..., d]
             rows = tuple(range(3, delta.ndim - 1))
             if site.weight and site.input is not None and site.scale:
-                self.vectors.setdefault(site.weight, []).append((site.input.unsqueeze(2) * delta).sum(rows))
+                product = site.input.unsqueeze(2) * scaled(delta, scales.get(site.weight))
+                self.vectors.setdefault(site.weight, []).append(product.sum(rows))
             elif site.weight and site.input is not None:
-                use = Cotangents(site.input.flatten(2, -2), delta.flatten(3, -2), site.transpose)
+                moved = scaled(delta, scales.get(site.weight))
+                use = Cotangents(site.input.flatten(2, -2), moved.flatten(3, -2), site.transpose)
                 self.uses.setdefault(site.weight, []).append(use)
             if site.bias:
-                self.vectors.setdefault(site.bias, []).append(delta.sum(rows))
+                self.vectors.setdefault(site.bias, []).append(scaled(delta, scales.get(site.bias)).sum(rows))
 
     def weighted_sum(self, name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
         total = factor.new_zeros(*factor.shape[:2], *shape)

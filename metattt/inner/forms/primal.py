@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from metattt.inner.forms.dual import scaled
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import FastWeights
@@ -75,23 +76,26 @@ def gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
     names = list(anchor)
     batch, heads, count = tokens.eta.shape
     if tokens.p is not None or tokens.b is not None:
-        return _generalised(tokens, names[0], anchor[names[0]])
+        return _generalised(work, tokens, names[0], anchor[names[0]])
 
     def losses(*weights: Tensor) -> Tensor:
         accessor = FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand)
         return work.losses(accessor, _alone(tokens.k), _alone(tokens.v))
 
     copies = [anchor[name].unsqueeze(1).expand(-1, count, *anchor[name].shape[1:]).flatten(0, 1) for name in names]
-    found = vjp(losses, copies, [tokens.eta.new_ones(batch * count, heads, 1)])[0]
-    return {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}
+    constant = work.plan.outer == "first_order"
+    found = vjp(losses, copies, [tokens.eta.new_ones(batch * count, heads, 1)], constant)[0]
+    scales = work.learner.step_scales
+    return {n: scaled(g, scales.get(n)).unflatten(0, (batch, count)) for n, g in zip(names, found, strict=True)}
 
 
-def _generalised(tokens: Tokens, name: str, weight: Tensor) -> Tensors:
+def _generalised(work: Work, tokens: Tokens, name: str, weight: Tensor) -> Tensors:
     """`b_tᵀ(p_t W) − k_tᵀ v_t` of every token, for a linear learner: see `metattt.tasks.base.Views`."""
     made = (tokens.k if tokens.p is None else tokens.p) @ weight
     erased = tokens.k if tokens.b is None else tokens.b
-    gradients = erased.unsqueeze(-1) * made.unsqueeze(-2) - tokens.k.unsqueeze(-1) * tokens.v.unsqueeze(-2)
-    return {name: gradients.transpose(1, 2)}
+    change = erased.unsqueeze(-1) * made.unsqueeze(-2) - tokens.k.unsqueeze(-1) * tokens.v.unsqueeze(-2)
+    change = change.detach() if work.plan.outer == "first_order" else change
+    return {name: scaled(change, work.learner.step_scales.get(name)).transpose(1, 2)}
 
 
 def _alone(x: Tensor) -> Tensor:

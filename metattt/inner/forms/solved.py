@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.forms import channels
-from metattt.inner.forms.dual import PerTokenGradients, finish
+from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
 from metattt.inner.tokens import Carry, Tokens
 from metattt.learners.fast_weights import FastWeights, Site, matmul
 
@@ -34,13 +34,14 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
     `(I + T) E = R`, `T_sr = m_s mix_{s−1,r} (p_s·k_r)`, `R_s = m_s p_s (Σ_B rows_B(s−1) B) − v_s`, with m = α for
     gradients at `α_s W_{s−1}` and 1 otherwise: the UT transform of DeltaNet (arXiv 2406.06484). Where k is erased in
     another direction b, `G_s = b_sᵀ F_s − k_sᵀ v_s` with `F_s = p_s W_{s−1}`, so `T` has `p·b` and R gains
-    `m_s mix_{s−1,r} (p_s·k_r) v_r` instead of −v.
+    `m_s mix_{s−1,r} (p_s·k_r) v_r` instead of −v. With a factor c of the weight and one of the bias
+    (`Learner.step_scale`), `p_s·k_r` stands for `c_W p_s·k_r + c_b`.
     """
     assert work.learner.linear_map is not None
     weight, bias = work.learner.linear_map
     k, v, p, b = tokens.k, tokens.v, tokens.p, tokens.b
     if work.plan.linear == "dot":  # the gradient −kᵀv of −⟨v, kW⟩ does not depend on the weights
-        return PerTokenGradients([Site(weight, bias, k, False, False)], [-v], work.operand)
+        return _gradients(work, (k, -v))
     how = work.rule.coefficients(tokens.gates, phase, carry, "exclusive")
     assert how.mix is not None
     before, rows, alpha = how.mix, how.rows, tokens.alpha if work.rule.gradient_at == "decayed" else None
@@ -56,10 +57,21 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
         right = right + (z if row is None else row.unsqueeze(-1) * z)
     if alpha is not None:
         before, right = before * alpha.unsqueeze(-1), right * alpha.unsqueeze(-1)
-    gram = matmul(asked, k.mT, work.operand) + (0 if bias is None else 1)
+    scales = work.learner.step_scales
+    factor, own = scales.get(weight), 0 if bias is None else scales.get(bias, 1)
+    gram = scaled(matmul(asked, k.mT, work.operand), factor) + own
     if b is None:
-        errors = channels.solve(before * gram, right - v)
-        return PerTokenGradients([Site(weight, bias, k, False, False)], [errors], work.operand)
-    made = channels.solve(before * matmul(asked, b.mT, work.operand), right + matmul(before * gram, v, work.operand))
-    sites = [Site(weight, None, b, False, False), Site(weight, None, k, False, False)]
-    return PerTokenGradients(sites, [made, -v], work.operand)
+        return _gradients(work, (k, channels.solve(before * gram, right - v)))
+    erased = scaled(matmul(asked, b.mT, work.operand), factor)
+    made = channels.solve(before * erased, right + matmul(before * gram, v, work.operand))
+    return _gradients(work, (b, made), (k, -v))
+
+
+def _gradients(work: Work, *pairs: tuple[Tensor, Tensor]) -> PerTokenGradients:
+    """`G_s = Σ aᵀ δ` over pairs of `[B, H, n, ·]`."""
+    assert work.learner.linear_map is not None
+    weight, bias = work.learner.linear_map
+    if work.plan.outer == "first_order":
+        pairs = tuple((a.detach(), delta.detach()) for a, delta in pairs)
+    sites = [Site(weight, bias, a, False, False) for a, _ in pairs]
+    return PerTokenGradients(sites, [delta for _, delta in pairs], work.operand, work.learner.step_scales)

@@ -3,14 +3,17 @@ weights."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from metattt.inner.forms.dual import combine
+from metattt.inner.forms.dual import combine, scaled
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import FastWeights
+from metattt.replica import with_values
+from metattt.state import Tensors
 
 if TYPE_CHECKING:
     from metattt.inner.loop import Work
@@ -23,6 +26,8 @@ def chunk(
     anchor = work.anchor(tokens, carry, phase)
     how = work.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     names, count = list(anchor), len(anchor)
+    if work.plan.outer == "first_order":
+        work, tokens, anchor = _as_constants(work, tokens, anchor)
 
     def losses(*weights: Tensor) -> Tensor:
         return work.losses(
@@ -36,8 +41,25 @@ def chunk(
         factors = [rated(weight, tokens.rates, i) for _, weight in how.carry.values() for i in range(count)]
         each = vjp(losses, weights, factors)
         found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
+    scales = work.learner.step_scales
     moved = {
-        base: {name: combine(carry, factors, name, g) for name, g in zip(names, sums, strict=True)}
+        base: {
+            name: combine(carry, factors, name, scaled(g, scales.get(name)))
+            for name, g in zip(names, sums, strict=True)
+        }
         for (base, (factors, _)), sums in zip(how.carry.items(), found, strict=True)
     }
     return None, carry | moved
+
+
+def _as_constants(work: Work, tokens: Tokens, anchor: Tensors) -> tuple[Work, Tokens, Tensors]:
+    """What gradients are computed from, without derivatives: then `Σ_s η_s G_s` has those by η alone.
+
+    Its graph is one of second order, of which the outer loop sees no more than these.
+    """
+    parts = nn.ModuleList((work.task, work.learner))
+    task, learner = with_values(parts, {name: x.detach() for name, x in parts.named_parameters()})
+    slow = {name: x.detach() for name, x in work.slow.items()}
+    views = tokens._replace(k=tokens.k.detach(), v=tokens.v.detach())
+    fixed = replace(work, task=task, learner=learner, slow=slow)  # type: ignore[arg-type]
+    return fixed, views, {name: x.detach() for name, x in anchor.items()}

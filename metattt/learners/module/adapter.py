@@ -140,6 +140,10 @@ class ModuleLearner(Learner):
     def equations(self) -> list[str]:
         return [f"f(x; W) = {self.wrapped(f'{type(self.module).__name__}(x; W)')}, W its trainable parameters"]
 
+    def layer_of(self, name: str) -> str | None:
+        """The submodule that holds the weight."""
+        return name.rpartition("/")[0] if name in self._shapes else super().layer_of(name)
+
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         if self.refusal is None and not self.mixes_tokens:
             return self._together(w, x)
@@ -226,7 +230,8 @@ class ModuleLearner(Learner):
         """
         name = type(self.module).__name__
         fast = {key: torch.randn(1, *value.shape, dtype=torch.float64) / 2 for key, value in self.init.items()}
-        plain = FastWeights(fast, {}, torch.float64)
+        slow = {key: torch.randn(*value.shape, dtype=torch.float64) / 2 for key, value in self.slow.items()}
+        plain = FastWeights(fast, slow, torch.float64)
         for count in (3, 5):
             x = torch.randn(1, num_heads, count, d_in, dtype=torch.float64)
             expected = self._try_apart(plain, x)

@@ -1,0 +1,297 @@
+"""What the outer loop differentiates: constants in place of inner gradients, and the fixed point of a converged loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.bench.saved import SavedBytes
+from metattt.composition.compose import build
+from metattt.errors import MetaTTTError
+from metattt.inner.implicit import conjugate_gradients
+from metattt.layer import TTTLayer
+from metattt.learners import MLP, KernelEstimator, Learner, Linear, Transformer
+from metattt.optimizers import Append, GradientDescent, InnerOptimizer, Momentum, WholeSequence
+from metattt.optimizers.block import BlockMomentum
+from metattt.state import State
+from metattt.tasks import Reconstruction
+from metattt.testing.specimen import Run, compare, cotangent, gradient_distance, gradients, randomize, run
+
+BOUND = 1e-9  # relative, float64
+DIM, HEADS = 8, 2
+
+
+def make(learner: Learner, rule: InnerOptimizer, **options: Any) -> TTTLayer:
+    torch.manual_seed(0)
+    layer = TTTLayer(DIM, HEADS, Reconstruction(), learner, rule, **options).double()
+    randomize(layer)
+    return layer
+
+
+def descent(**settings: Any) -> GradientDescent:
+    return GradientDescent(**{"mini_batch_size": 4, "lr_scale": "none", "base_lr": 0.3, **settings})
+
+
+def tokens(length: int = 11, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(2, length, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def observed(layer: TTTLayer, x: Tensor) -> tuple[Any, Any]:
+    start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
+    ctx, _ = layer.context(x, start)
+    return layer.observe(x, start, ctx)[:2]
+
+
+def plain(layer: TTTLayer, x: Tensor, *, online: bool, first_order: bool = True) -> Run:
+    """`W_t = W_{t−1} − η_t sg[∇ℓ_t]` of a linear map with norm, gradients at the last commit or at W_{t−1}."""
+    x = x.detach().requires_grad_()
+    (k, v, q), gates = observed(layer, x)
+    learner, slow = layer.learner, dict(layer.learner.slow)
+
+    def f(w: Tensor, b: Tensor, z: Tensor) -> Tensor:
+        h = (z.unsqueeze(-2) @ w).squeeze(-2) + b
+        if not slow:
+            return h
+        return z + F.layer_norm(h, h.shape[-1:], eps=1e-6) * slow["norm_scale"] + slow["norm_bias"]
+
+    weights = [learner.init[name].unsqueeze(0).expand(len(x), *learner.init[name].shape) for name in ("w1", "b1")]
+    at, rows = weights, []
+    for t in range(x.shape[1]):
+        point = [w.view_as(w) if w.requires_grad else w.detach().requires_grad_() for w in (weights if online else at)]
+        loss = 0.5 * (f(*point, k[:, :, t]) - v[:, :, t]).square().sum()
+        found = torch.autograd.grad(loss, point, create_graph=True)
+        eta = gates.eta[:, :, t]
+        steps = (g.detach() if first_order else g for g in found)
+        weights = [w - eta.view(*eta.shape, *(1,) * (w.ndim - 2)) * g for w, g in zip(weights, steps, strict=True)]
+        rows.append(f(*weights, q[:, :, t]))
+        if (t + 1) % layer.optimizer.mini_batch_size == 0:
+            at = weights
+    y = layer.out(layer.norm(torch.stack(rows, 1).flatten(2)))  # type: ignore[misc]
+    return Run(y.detach(), None, gradients(layer, x, (y * cotangent(y)).sum()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+@pytest.mark.parametrize("outer", ["exact", "first_order"])
+def test_first_order_against_a_loop_with_detach(form: str, outer: str) -> None:
+    layer = make(Linear(), descent(), form=form, outer=outer)
+    expected = plain(layer, tokens(), online=False, first_order=outer == "first_order")
+    for cuts in ((), (1, 3, 6)):
+        assert compare(run(layer, tokens(), cuts, grads=True), expected) < BOUND
+    grouped = make(Linear(), descent(), form=form, outer=outer, group_size=1)
+    assert compare(run(grouped, tokens(), grads=True), expected) < BOUND
+
+
+@pytest.mark.parametrize("form", ["primal", "auto"])
+def test_first_order_of_an_online_rule(form: str) -> None:
+    layer = make(
+        Linear(residual=False, norm=False), descent(anchor="online", mini_batch_size=16), form=form, outer="first_order"
+    )
+    assert layer.plan.chunks == ("primal" if form == "primal" else "solved")
+    assert compare(run(layer, tokens(), grads=True), plain(layer, tokens(), online=True)) < BOUND
+
+
+RULES: dict[str, Any] = {
+    "token steps": lambda: descent(token_steps="per_head"),
+    "clipped": lambda: descent(max_norm=0.05),
+    "momentum": lambda: Momentum(4, base_lr=0.3, lr_scale="none", decay="per_head", pull=True),
+    "exclusive": lambda: descent(read="exclusive"),
+    "previous": lambda: descent(read="previous", steps=2),
+    "final": lambda: WholeSequence(steps=3, base_lr=4.0),
+    "muon": lambda: BlockMomentum(4, orthogonalize=True, base_lr=0.3),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_first_order_is_the_same_function_in_every_form(rule: str) -> None:
+    found = {}
+    for form in ("primal", "dual", "summed"):
+        try:
+            layer = make(
+                MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form=form, outer="first_order"
+            )  # type: ignore[call-arg]
+        except MetaTTTError:
+            assert form == "summed"
+            continue
+        found[form] = run(layer, tokens(), grads=True)
+    exact = run(
+        make(MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form="primal"), tokens(), grads=True
+    )  # type: ignore[call-arg]
+    assert len(found) == (3 if rule in ("previous", "final", "muon") else 2)
+    for one in found.values():
+        assert compare(one, found["primal"]) < BOUND
+    torch.testing.assert_close(found["primal"].y, exact.y)
+    assert gradient_distance(found["primal"].grads, exact.grads) > 1e-3  # another gradient, the same outputs
+
+
+def test_first_order_of_a_learner_that_mixes_tokens() -> None:
+    layers = [
+        make(Transformer(num_heads=2), descent(read=read), outer="first_order") for read in ("inclusive", "previous")
+    ]
+    names = [name for name, p in layers[0].named_parameters() if p.requires_grad]
+    found = []
+    for layer in layers:  # the weights that a mini-batch leaves, by both ways of taking gradients
+        left = layer(tokens(4))[1].weights["commit"]
+        total = sum((w * cotangent(w)).sum() for w in left.values())
+        grads = torch.autograd.grad(total, list(layer.parameters()), allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
+        found.append(dict(zip(names, grads, strict=True)))
+    for name in names:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-9, atol=1e-12)
+
+
+def test_what_first_order_cuts() -> None:
+    layer = make(Linear(), descent(), outer="first_order")
+    (layer(tokens())[0] * torch.linspace(-1, 1, DIM)).sum().backward()
+    grads = {name: p.grad for name, p in layer.named_parameters()}
+    cut = {name for name, g in grads.items() if g is None or not g.any()}
+    assert cut == {name for name in grads if name.startswith("task.") and "q" not in name.split(".")[1]}, cut
+    assert {"learner.init.w1", "learner.slow.norm_scale", "optimizer.lr_weight"} <= grads.keys() - cut
+
+
+def test_first_order_keeps_no_graph_of_second_order() -> None:
+    def kept(outer: str) -> int:
+        layer = make(MLP(), descent(), outer=outer, form="dual", group_size=0)
+        with SavedBytes() as saved:
+            y = layer(tokens(32))
+        return saved.now if y else 0
+
+    assert kept("first_order") < 0.6 * kept("exact")
+
+
+def test_no_kernel_takes_another_derivative() -> None:
+    assert make(Linear(), descent()).form == "fused"
+    assert make(Linear(), descent(), outer="first_order").form == "dual"
+    with pytest.raises(MetaTTTError, match=r"no kernel for this combination \(kernels: layer\.outer=first_order"):
+        make(Linear(), descent(), outer="first_order", form="fused")
+
+
+# -- implicit ----------------------------------------------------------------------------------------------------------
+
+
+def ridge(steps: int, **settings: Any) -> Momentum:
+    """Descent on all tokens with a pull to W0: strictly convex for a linear map, however few the tokens."""
+    chosen: dict[str, Any] = {"mini_batch_size": 1, "anchor": "batch", "read": "final", "steps": steps, "base_lr": 0.02}
+    chosen |= {"lr_scale": "none", "momentum": "none", "decay": "constant", "decay_init": 0.97, "pull": True}
+    return Momentum(**{**chosen, **settings})
+
+
+CONVEX: dict[str, tuple[Any, int]] = {
+    "least squares": (lambda steps: WholeSequence(steps=steps, base_lr=7.0), 800),
+    "ridge": (ridge, 400),
+    "ridge with gates": (lambda steps: ridge(steps, decay="per_head", lr="per_head"), 400),
+}
+
+
+def convex(case: str, outer: str, steps: int | None = None, **options: Any) -> TTTLayer:
+    rule, enough = CONVEX[case]
+    return make(Linear(residual=False, norm=False), rule(steps or enough), outer=outer, **options)
+
+
+@pytest.mark.parametrize("case", CONVEX)
+def test_implicit_is_the_gradient_of_a_converged_loop(case: str) -> None:
+    x = tokens(96 if case == "least squares" else 24)
+    expected = run(convex(case, "exact", group_size=0), x, grads=True)
+    found = run(convex(case, "implicit"), x, grads=True)
+    torch.testing.assert_close(found.y, expected.y)
+    assert gradient_distance(found.grads, expected.grads) < 1e-7
+    if case == "least squares":  # where it converges to does not depend on where it started
+        assert not found.grads["learner.init.w1"].any()
+    else:
+        assert found.grads["learner.init.w1"].abs().max() > 1e-3
+
+
+def test_implicit_of_a_nonlinear_learner_near_its_minimum() -> None:
+    def one(outer: str) -> TTTLayer:
+        learner = MLP(expansion=1.0, residual=False, norm=False)
+        return make(learner, ridge(500, base_lr=0.005), outer=outer, group_size=0)
+
+    x = tokens(8)
+    assert gradient_distance(run(one("implicit"), x, grads=True).grads, run(one("exact"), x, grads=True).grads) < 1e-6
+
+
+def test_implicit_with_padding_and_in_a_stream() -> None:
+    x = tokens(24)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[1, 16:] = False
+    found, expected = (run(convex("ridge", outer), x, mask=mask, grads=True) for outer in ("implicit", "exact"))
+    assert compare(found, expected) < 1e-7
+    layer = convex("ridge", "implicit")
+    first = run(layer, x, [12], grads=True)
+    assert first.state.weights["weights"]["w1"].grad_fn is None
+
+
+def test_the_price_of_implicit_does_not_grow_with_the_steps() -> None:
+    def kept(outer: str, steps: int) -> int:
+        layer = convex("ridge", outer, steps, group_size=0)
+        with SavedBytes() as saved:
+            y = layer(tokens(24))
+        return saved.now if y else 0
+
+    assert kept("implicit", 400) == kept("implicit", 800)
+    assert kept("exact", 400) > 50 * kept("implicit", 400)
+
+
+def test_implicit_is_refused_where_it_means_nothing() -> None:
+    x = tokens(24)
+    with pytest.raises(MetaTTTError, match=r"the last of optimizer\.steps=5 is .* raise optimizer\.steps"):
+        run(convex("ridge", "implicit", 5), x, grads=True)
+    run(convex("ridge", "implicit", 5), x)  # nothing is differentiated
+    few = make(Linear(residual=False, norm=False), WholeSequence(steps=1500, base_lr=1.0), outer="implicit")
+    with pytest.raises(MetaTTTError, match="not strictly convex here"):  # fewer tokens than inputs: no single minimum
+        run(few, tokens(2), grads=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (lambda: descent(), "not optimizer.read=inclusive (set it to final)"),
+        (lambda: descent(read="final"), "not optimizer.anchor=minibatch (set it to batch"),
+        (lambda: WholeSequence(steps=2, sampling="sgd"), "optimizer.sampling=full"),
+        (lambda: ridge(2, momentum="constant"), "not momentum"),
+        (lambda: descent(read="final", anchor="batch", max_norm=1.0), "not token steps or clipping"),
+        (lambda: BlockMomentum(4, read="final", anchor="batch"), "not BlockMomentum, which is not gradient descent"),
+    ],
+)
+def test_rules_without_a_fixed_point(rule: Any, said: str) -> None:
+    with pytest.raises(MetaTTTError) as caught:
+        make(Linear(), rule(), outer="implicit")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_mistakes() -> None:
+    with pytest.raises(MetaTTTError, match=r"layer\.outer=second is not allowed"):
+        make(Linear(), descent(), outer="second")
+    for outer in ("first_order", "implicit"):
+        with pytest.raises(MetaTTTError, match="KernelEstimator has none"):
+            make(KernelEstimator(), Append(), outer=outer)
+    with pytest.raises(MetaTTTError, match=r"not learner\.step_scale"):
+        make(Linear(step_scale={"b1": 0.5}), WholeSequence(), outer="implicit")  # type: ignore[call-arg]
+
+
+def test_conjugate_gradients() -> None:
+    torch.manual_seed(0)
+    a = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    h = a @ a.mT + 0.1 * torch.eye(7)
+    right = torch.randn(2, 3, 7, dtype=torch.float64)
+    right[0, 1] = 0
+
+    def product(u: Any) -> list[Tensor]:
+        joined = torch.cat([x.flatten(2) for x in u], -1)
+        moved = (h @ joined.unsqueeze(-1)).squeeze(-1)
+        return [moved[..., :4].unflatten(-1, (2, 2)), moved[..., 4:]]
+
+    found = conjugate_gradients(product, [right[..., :4].unflatten(-1, (2, 2)), right[..., 4:]])
+    expected = torch.linalg.solve(h, right)
+    torch.testing.assert_close(torch.cat([x.flatten(2) for x in found], -1), expected, rtol=1e-7, atol=1e-9)
+
+
+def test_overrides() -> None:
+    layer = build("layer=ttt_linear", "layer.outer=first_order", "dim=8", "num_heads=2")
+    assert "outer='first_order'" in repr(layer)
+    assert build("layer=mttt_linear", "layer.outer=implicit", "dim=8", "num_heads=2").outer == "implicit"
+    with pytest.raises(MetaTTTError, match=r"layer\.outer"):
+        build("layer=ttt_linear", "layer.outer=frist_order")

@@ -1,0 +1,256 @@
+"""Backpropagation that reaches back over the last k chunks: against a plain loop, in memory, and in training runs."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes_for_tests import two_processes
+from torch import Tensor, nn
+
+from metattt.bench.saved import SavedBytes
+from metattt.cli import main
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
+from metattt.data.windows import NO_TOKEN
+from metattt.errors import MetaTTTError
+from metattt.models.language_model import LanguageModel
+from metattt.training.text_module import AdamW, LanguageModeling
+from metattt.training.truncated import truncated_loss
+
+BOUND = 1e-9  # relative, float64
+VOCABULARY, LENGTH, CHUNK = 11, 22, 5  # five chunks, the last one shorter
+
+LAYERS = {
+    "ttt_linear": [
+        "layer=ttt_linear",
+        "optimizer.mini_batch_size=4",
+    ],  # chunks and mini-batches end at different tokens
+    "ttt_mlp by groups": ["layer=ttt_mlp", "optimizer.mini_batch_size=4", "layer.group_size=1"],
+    "titans": ["layer=titans", "optimizer.mini_batch_size=4"],
+    "delta": ["layer=gated_delta_net"],
+    "attention": ["layer=attention"],
+    "mixed blocks": ["layer=ttt_linear", "model.checkpoint_blocks=true"],
+}
+
+
+def tiny(*overrides: str) -> LanguageModel:
+    sizes = (f"model.vocab_size={VOCABULARY}", "dim=8", "num_heads=2", "model.num_layers=2", "layer.group_size=0")
+    torch.manual_seed(0)
+    model = instantiate_model(compose(*sizes, *overrides, job="language_model")).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, dtype=torch.float64))
+    return model
+
+
+def windows(length: int = LENGTH) -> Tensor:
+    ids = torch.randint(VOCABULARY, (2, length + 1), generator=torch.Generator().manual_seed(1))
+    ids[1, -3:] = NO_TOKEN
+    return ids
+
+
+def module(
+    model: LanguageModel, truncate: int | None = None, start: int | None = None, **more: Any
+) -> LanguageModeling:
+    recipe = AdamW(chunk=more.pop("chunk", CHUNK), truncate=truncate)
+    return LanguageModeling(model, recipe, torch.ones(VOCABULARY), {}, start)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return dict(zip(names, found, strict=True))
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    largest = max(g.abs().max().item() for g in expected.values())
+    gaps = ((found[n] - g).abs().max().item() / max(g.abs().max().item(), 1e-6 * largest) for n, g in expected.items())
+    return max(gaps)
+
+
+def plain(model: LanguageModel, ids: Tensor, last: int, start: int | None = None) -> dict[str, Tensor]:
+    """For every chunk: its last k chunks once more from a constant state, and the gradient of its own loss."""
+    read, labels = ids[:, :-1].clamp(min=0), ids[:, 1:]
+    reset = None if start is None else read == start
+    cuts = [slice(i, min(i + CHUNK, read.shape[1])) for i in range(0, read.shape[1], CHUNK)]
+    total: dict[str, Tensor] = {}
+    for j in range(len(cuts)):
+        state = None
+        for i in range(j + 1):
+            if i == j - last + 1 and state is not None:
+                state = state.detach()
+            fresh = None if reset is None else reset[:, cuts[i]]
+            nats, state = model.cross_entropy(read[:, cuts[i]], labels[:, cuts[i]], state, fresh, ignore_index=NO_TOKEN)
+        found = gradients(model, nats / (labels != NO_TOKEN).sum())
+        total = {n: g + total.get(n, 0) for n, g in found.items()}
+    return total
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_gradient_is_that_of_a_plain_loop(layer: str, last: int) -> None:
+    if layer != "ttt_linear" and last not in (1, 3):
+        pytest.skip("one layer is enough for every k")
+    model, ids = tiny(*LAYERS[layer]), windows()
+    loss = module(model, last).batch_loss(ids)
+    torch.testing.assert_close(loss, module(model, chunk=LENGTH).batch_loss(ids))
+    assert worst(gradients(model, loss), plain(model, ids, last)) < BOUND
+
+
+@pytest.mark.parametrize("truncate", [None, 5, 7])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_all_chunks_are_full_backpropagation(layer: str, truncate: int | None) -> None:
+    model, ids = tiny(*LAYERS[layer]), windows()
+    whole = LanguageModeling(model, AdamW(), torch.ones(VOCABULARY), {})
+    found = gradients(model, module(model, truncate).batch_loss(ids))
+    assert worst(found, gradients(model, whole.batch_loss(ids))) < BOUND
+
+
+def test_documents_that_begin_inside_a_window() -> None:
+    model, ids = tiny("layer=ttt_linear", "optimizer.mini_batch_size=4"), windows()
+    for last in (1, 2):
+        found = gradients(model, module(model, last, start=3).batch_loss(ids))
+        assert worst(found, plain(model, ids, last, start=3)) < BOUND
+
+
+def test_truncation_changes_the_gradient() -> None:
+    model, ids = tiny("layer=ttt_linear"), windows()
+    one, two, all_ = (gradients(model, module(model, k).batch_loss(ids)) for k in (1, 2, None))
+    assert worst(one, all_) > 1e-3
+    assert worst(two, all_) > 1e-3
+    assert worst(one, two) > 1e-3
+
+
+def test_the_loss_may_be_scaled_and_accumulated() -> None:
+    model, ids = tiny("layer=ttt_linear"), windows()
+    once = gradients(model, module(model, 2).batch_loss(ids))
+    for _ in range(2):
+        (module(model, 2).batch_loss(ids) / 4).backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert worst({n: found[n] * 2 for n in once}, once) < BOUND
+
+
+def test_parameters_without_a_gradient_get_none() -> None:
+    weight, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    def read(piece: Tensor, state: Any) -> tuple[Tensor, Any]:
+        after = weight * piece if state is None else state["s"] + weight * piece
+        return after.sum() ** 2, {"s": after, "n": torch.ones((), dtype=torch.long)}
+
+    truncated_loss(read, list(torch.arange(3.0)), [weight, idle], 2).backward()
+    assert weight.grad is not None and idle.grad is None
+    with torch.no_grad():
+        assert not truncated_loss(read, list(torch.arange(3.0)), [weight, idle], 2).requires_grad
+
+
+def peak(length: int, truncate: int | None, chunk: int | None = 32) -> int:
+    model = tiny("layer=ttt_linear").float()
+    one = LanguageModeling(model, AdamW(chunk=chunk, truncate=truncate), torch.ones(VOCABULARY), {})
+    with SavedBytes() as saved:
+        one.batch_loss(windows(length)).backward()
+    return saved.peak
+
+
+def test_memory_does_not_grow_with_the_window() -> None:
+    for truncate in (1, 2):
+        ids = 8 * windows(1024)[:, 256:-1].numel()  # what is read is itself kept: 8 bytes a token
+        assert peak(1024, truncate) <= peak(256, truncate) + ids
+    assert peak(512, None) > 1.9 * peak(256, None)
+    assert peak(512, None, None) > 1.9 * peak(256, None, None)
+    assert peak(1024, 1) < 0.1 * peak(1024, None)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+TINY = [
+    "dim=8", "num_heads=1", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.max_steps=4",
+    "sample=false", "trainer.log_every_n_steps=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("It is a truth universally acknowledged. " * 80)
+    return path
+
+
+def losses(run: Path) -> list[float]:
+    with open(run / "metrics.csv") as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+
+def trained(text: Path, run: Path, *overrides: str) -> list[float]:
+    assert main(["train", *TINY, f"data.path={text}", f"output_dir={run}", *overrides]) == 0
+    return losses(run)
+
+
+def test_runs(text: Path, tmp_path: Path) -> None:
+    whole = trained(text, tmp_path / "whole")
+    chunks = trained(text, tmp_path / "chunks", "training.chunk=5")
+    assert chunks == pytest.approx(whole, rel=1e-5)  # the exact gradient, clipped and logged as ever
+    truncated = trained(text, tmp_path / "truncated", "training.chunk=4", "training.truncate=2")
+    assert truncated[0] == pytest.approx(whole[0], rel=1e-6)
+    assert truncated != pytest.approx(whole, rel=1e-7)
+    half = ("data.batch_size=1", "trainer.accumulate_grad_batches=2")
+    accumulated = trained(text, tmp_path / "half", "training.chunk=4", "training.truncate=2", *half)
+    assert accumulated == pytest.approx(truncated, rel=1e-5)
+    again = ("training.chunk=4", "training.truncate=2", "trainer.precision=bf16-mixed")
+    assert trained(text, tmp_path / "bf16", *again) == pytest.approx(truncated, rel=2e-2)
+
+
+def test_resuming(text: Path, tmp_path: Path) -> None:
+    options = ("training.chunk=4", "training.truncate=2")
+    straight = trained(text, tmp_path / "straight", *options, "training.min_lr=8e-3", "training.warmup_fraction=0")
+    trained(
+        text, tmp_path / "run", *options, "trainer.max_steps=2", "training.min_lr=8e-3", "training.warmup_fraction=0"
+    )
+    assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=4"]) == 0
+    assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-6)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without processes")
+def test_two_processes(text: Path, tmp_path: Path) -> None:
+    options = ("training.chunk=4", "training.truncate=2")
+    one = trained(text, tmp_path / "one", *options)
+    given = (*TINY, f"data.path={text}", f"output_dir={tmp_path / 'two'}", *options)
+    codes, output = two_processes(tmp_path, *given, "trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
+    assert codes == [0, 0], output
+    assert losses(tmp_path / "two") == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"truncate": 2}, "training.truncate=2 counts chunks: set training.chunk"),
+        ({"chunk": 0}, "training.chunk=0 is not allowed"),
+        ({"chunk": 4, "truncate": 0}, "training.truncate=0 is not allowed"),
+    ],
+)
+def test_refused_settings(settings: dict[str, int], said: str) -> None:
+    with pytest.raises(MetaTTTError, match=said):
+        AdamW(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("compile=true", "training.truncate=2"),
+            "compile=true, whose graphs run backwards once: set training.truncate=1",
+        ),
+        (("training=zeroth_order",), "chunk"),
+    ],
+)
+def test_what_does_not_go_together(
+    overrides: tuple[str, ...], said: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["train", *TINY, f"data.path={text}", f"output_dir={tmp_path / 'run'}", "training.chunk=4", *overrides])
+        == 2
+    )
+    assert said in capsys.readouterr().err.replace("\n", " ")
