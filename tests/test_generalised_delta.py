@@ -77,7 +77,7 @@ def loop(layer: TTTLayer, x: Tensor) -> Tensor:
     ctx, _ = layer.context(x, layer(x[:, :1])[1]._replace(pos=torch.zeros(len(x), dtype=torch.long)))
     views, _ = task.views(x, {}, ctx)
     gates, _ = rule.gates(x, {}, ctx)
-    k, v, q, p, b = views
+    k, v, q, p, b, _ = views
     p, b = k if p is None else p, k if b is None else b
     k, v, p, b = (one if one.ndim == 5 else one.unsqueeze(3) for one in (k, v, p, b))
     weight = layer.learner.init["w1"].expand(len(x), -1, -1, -1)
