@@ -66,7 +66,9 @@ def main() -> float:
         layer = TTTLayer(32, 2, task, learner, GradientDescent(1, "online", lr_scale="none"))
         _, state = layer(x)
         lengths[type(task).__name__] = state.weights["weights"]["w1"].norm().item()
-        print(f"{type(task).__name__}: form {layer.form} ({layer.plan.chunks}), ‖W‖ = {lengths[type(task).__name__]:.3f}")
+        print(
+            f"{type(task).__name__}: form {layer.form} ({layer.plan.chunks}), ‖W‖ = {lengths[type(task).__name__]:.3f}"
+        )
     return lengths["EraseTheLast"] / lengths["Reconstruction"]
 
 

@@ -101,7 +101,9 @@ def gated_delta_net2(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor
     """`S_t = (I − k_t (b_t ∘ k_t)ᵀ) Diag(a_t) S_{t−1} + k_t (w_t ∘ v_t)ᵀ` (arXiv 2605.22791)."""
     q, k, v = views(p, x, num_heads)
     q, k = unit(F.silu(q)), unit(F.silu(k))
-    erase, write = (torch.sigmoid(heads_of(x @ p[f"task.{name}_gate.weight"].T, num_heads)) for name in ("erase", "write"))
+    erase, write = (
+        torch.sigmoid(heads_of(x @ p[f"task.{name}_gate.weight"].T, num_heads)) for name in ("erase", "write")
+    )
     one = torch.ones_like(k[..., 0])
     return output(p, x, rule(q, k, write * v, erase * k, k, softplus_decay(p, x, num_heads), one, True))
 

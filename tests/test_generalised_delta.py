@@ -140,7 +140,10 @@ TASKS = {
 @pytest.mark.parametrize("form", ["auto", "primal"])
 def test_equals_a_loop(task: str, rule: str, form: str) -> None:
     layer = build(TASKS[task](), RULES[rule](), form)
-    assert (layer.plan.chunks, layer.plan.linear) == ("primal" if form == "primal" else "solved", "dot" if task == "dot" else "squared")
+    assert (layer.plan.chunks, layer.plan.linear) == (
+        "primal" if form == "primal" else "solved",
+        "dot" if task == "dot" else "squared",
+    )
     x = torch.randn(2, 11, DIM, dtype=torch.float64)
     expected = outcome(layer, x, lambda tokens: loop(layer, tokens))
     assert compare(outcome(layer, x, lambda tokens: layer(tokens)[0]), expected) < 1e-9
@@ -218,7 +221,9 @@ def test_refusals() -> None:
     refused("a loss that erases", Generalised(loss="dot"), Linear(**LINEAR), online())
     refused("one after the other", Generalised(erase=False, pairs=2), MLP(), online())
     refused("one after the other", Generalised(erase=False, pairs=2), Linear(**LINEAR), Momentum(1, "online"))
-    refused("no token steps", Generalised(erase=False, pairs=2), Linear(**LINEAR), GradientDescent(4, token_steps="shared"))
+    refused(
+        "no token steps", Generalised(erase=False, pairs=2), Linear(**LINEAR), GradientDescent(4, token_steps="shared")
+    )
     refused("keeps its data", Generalised(), KernelRidge(), Append())
 
 

@@ -74,6 +74,15 @@ class Longhorn(Mixer):
         self.D = nn.Parameter(torch.ones(width))
         self.out_proj = nn.Linear(width, dim, bias=False)
 
+    def equations(self) -> list[str]:
+        return [
+            "v_t, z_t = W_in x_t, then v = silu(conv(v))",
+            "β_t = σ(W_β (W_x v_t)_β + b_β), k_t and q_t = (W_x v_t)_k,q",
+            "Δ_t = β_t / (1 + β_t k_tᵀ k_t)",
+            "S_t = (1 − Δ_t (k_t ∘ k_t)ᵀ) ∘ S_{t−1} + (Δ_t ∘ v_t) k_tᵀ",
+            "y_t = W_out ((S_t q_t + D ∘ v_t) ∘ silu(z_t))",
+        ]
+
     @property
     def carried(self) -> dict[str, tuple[int, ...]]:
         """The convolution's tail `[conv_width − 1, E]`, and S `[E, N]`."""

@@ -78,6 +78,14 @@ class Mamba(Mixer):
         self.D = nn.Parameter(torch.ones(width))
         self.out_proj = nn.Linear(width, dim, bias=False)
 
+    def equations(self) -> list[str]:
+        return [
+            "u_t, z_t = W_in x_t, then u = silu(conv(u))",
+            "Δ_t = softplus(W_Δ (W_x u_t)_Δ + b_Δ), B_t and C_t = (W_x u_t)_B,C, A = −exp(A_log)",
+            "h_t = exp(Δ_t A) ∘ h_{t−1} + (Δ_t u_t) B_tᵀ",
+            "y_t = W_out ((h_t C_t + D ∘ u_t) ∘ silu(z_t))",
+        ]
+
     @property
     def carried(self) -> dict[str, tuple[int, ...]]:
         """The convolution's tail `[conv_width − 1, E]`, and h `[E, N]`."""

@@ -112,6 +112,14 @@ class Mamba2(Mixer):
         self.norm = GatedRMSNorm(width, ngroups)
         self.out_proj = nn.Linear(width, dim, bias=False)
 
+    def equations(self) -> list[str]:
+        return [
+            "z_t, (u, B, C)_t, Δ_t = W_in x_t, then (u, B, C) = silu(conv(u, B, C))",
+            "Δ_t = softplus(Δ_t + b_Δ), a_t = exp(−exp(A_log) Δ_t), a number a head",
+            "h_t = a_t h_{t−1} + Δ_t B_tᵀ u_t",
+            "y_t = W_out RMSNorm((C_t h_t + D u_t) ∘ silu(z_t))",
+        ]
+
     @property
     def carried(self) -> dict[str, tuple[int, ...]]:
         """The convolution's tail `[conv_width − 1, E + 2GN]`, and h `[H, P, N]`."""

@@ -96,7 +96,11 @@ class ChannelDecay(StepSize):
     def equations(self) -> list[str]:
         hidden = f"U {'tanh(V x_t)' if self.tanh else 'V x_t'}"
         rank = "d" if self.rank == "head_dim" else self.rank
-        where = "s_t = θ_a x_t + c_a" if self.rank is None else f"s_t = {hidden} + c_a, V to {rank} features and U to all channels"
+        where = (
+            "s_t = θ_a x_t + c_a"
+            if self.rank is None
+            else f"s_t = {hidden} + c_a, V to {rank} features and U to all channels"
+        )
         power = "" if self.temperature == 1 else f"^(1/{self.temperature:g})"
         low = f"{self.lower_bound:g} + {1 - self.lower_bound:g} " if self.lower_bound else ""
         decay = {

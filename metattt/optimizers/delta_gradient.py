@@ -14,7 +14,8 @@ from metattt.tasks.base import Views
 @register(group="optimizer", name="delta_gradient")
 class DeltaGradientDescent(Momentum):
     """`W_t = W_{t−1} (I − η'_t k_t k_tᵀ) − η'_t ∇ℓ_t` with `η' = η / (1 + η)`, for keys of unit length (delta gradient
-    descent of Nested Learning, arXiv 2512.24695): with the squared loss of a linear learner, what is erased is 2k.
+    descent of Nested Learning, arXiv 2512.24695, as public reproductions give it): with the squared loss of a linear
+    learner, what is erased is 2k.
 
     Args: see `Momentum`; the learner is linear and the gradient is taken token by token.
     """

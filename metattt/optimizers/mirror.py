@@ -13,6 +13,7 @@ from metattt.errors import check_choice, check_number
 from metattt.modules import spread
 from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
 from metattt.optimizers.block import BlockRule, Carry
+from metattt.optimizers.gradient_descent import StepSize
 from metattt.optimizers.momentum import Gate, check_gates
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -24,7 +25,7 @@ SMOOTHING = 1e-6  # ε of |x| ≈ √(x² + ε) in ‖A‖_q, as in MIRAS (Remar
 @register(group="optimizer", name="mirror")
 class MirrorDescent(BlockRule):
     """`A_t = α_t A_{t−1} − η_t ∇ℓ_t(W)`, `W = m(A)` at the end of every mini-batch: the retentions of MIRAS (arXiv
-    2504.13173, Sec. 5.2–5.4).
+    2504.13173, Sec. 5.2–5.4; equations and their numbers are those of a public reproduction of the paper).
 
     A is exact for every token, as in Eq. 28; W stays until the mini-batch ends, so mini-batches of one token are the
     published recurrences. The learner's W0 is the first A, and a sequence starts from m(W0); with `elastic_net`, from W0.
@@ -87,6 +88,27 @@ class MirrorDescent(BlockRule):
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
         self.decay_gate = Gate(self.decay, self.decay_init, dim, num_heads)
+
+    def equations(self) -> list[str]:
+        eta = StepSize.equations(self)
+        decay = self.decay_gate.equations("α") if self.decay != "none" else []
+        threshold = f"sign(A) max(0, |A| − {self.threshold:g})"
+        kind = "every output of a matrix" if self.simplex == "output" else "the whole weight"
+        maps = {
+            "lq": f"A / ‖A‖_{self.q:g}^{self.q - 2:g}, over all entries of a weight",
+            "softmax": f"c softmax(A) over {kind}, c = {self.mass:g} √n for n entries",
+            "sigmoid": "σ(A)",
+            "elastic_net": threshold,
+            "elastic_net_ftrl": threshold,
+        }
+        after = {"softmax": "log(W_j/c)", "elastic_net": "W_j"}.get(self.retention, "the A_t before it")
+        return [
+            *eta,
+            *decay,
+            f"A_t = {'α_t ' if decay else ''}A_{{t−1}} − {'η_t ' if eta else ''}G_t",
+            f"W_j = m(A_t) at the end of mini-batch j, m(A) = {maps[self.retention]}",
+            f"A_t goes on from {after}",
+        ]
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)

@@ -85,7 +85,9 @@ class Preconditioned(Momentum):
     ) -> tuple[Views, Gates, Tensors]:
         gamma, beta = self.curvature_decay(x), self.curvature_step(x)
         if ctx.valid is not None:
-            gamma, beta = (torch.where(ctx.valid.unsqueeze(1), gate, still) for gate, still in ((gamma, 1.0), (beta, 0.0)))
+            gamma, beta = (
+                torch.where(ctx.valid.unsqueeze(1), gate, still) for gate, still in ((gamma, 1.0), (beta, 0.0))
+            )
         if ctx.first is not None:
             gamma = torch.where(ctx.first.unsqueeze(1), 0.0, gamma)
         k = views.k.to(gamma.dtype)

@@ -80,6 +80,13 @@ class StateGated(Momentum):
             self.step_gate_scale = nn.Parameter(torch.ones(num_heads))
             self.step_gate_bias = nn.Parameter(torch.zeros(num_heads))
 
+    def equations(self) -> list[str]:
+        signal = {"alignment": "⟨f(k_t; W_a), v_t⟩/√d", "loss": "ℓ_t(W_a)", "gradient": "‖∇ℓ_t(W_a)‖"}[self.step_gate]
+        gate = f"σ({signal})" if self.step_gate_params == "constant" else f"σ(a s_t + c), s_t = {signal}, a and c of each head"
+        lines = [line.replace("η_t =", "η'_t =") for line in super().equations()]
+        before = "η'_t " if any(line.startswith("η'_t") for line in lines) else ""
+        return [*lines, f"η_t = {before}{gate}"]
+
     def gates_at(self, gates: Gates, committed: Committed) -> Gates:
         logit = self._signal(committed).to(gates.eta.dtype)
         if self.step_gate_params == "learned":

@@ -66,7 +66,9 @@ class GatedViews(Reconstruction):
     def equations(self) -> list[str]:
         lines = super().equations()
         if self.write == "per_channel":
-            lines = [line.replace("v_t = ", "v_t = σ(θ_w x_t) ∘ ") if line.startswith("v_t") else line for line in lines]
+            lines = [
+                line.replace("v_t = ", "v_t = σ(θ_w x_t) ∘ ") if line.startswith("v_t") else line for line in lines
+            ]
         scale = "" if self.erase_scale == 1 else f"{self.erase_scale:g} "
         if self.erase != "none":
             gate = "e = σ(c_e) of each head" if self.erase == "constant" else "e = σ(θ_e x_t)"

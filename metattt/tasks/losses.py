@@ -22,6 +22,7 @@ IN_SYMBOLS: dict[str, tuple[str, str | None]] = {
 """Each loss of a prediction p, and its derivative by p."""
 WITH_THRESHOLD = ("huber", "norm_huber", "mixed_huber")  # those that have a δ
 
+# MIRAS is cited by the equation numbers of a public reproduction of the paper.
 SMOOTHING = 1e-6  # ε of |x| ≈ √(x² + ε), as in MIRAS (arXiv 2504.13173, Remark 5)
 STEEPNESS = 10.0  # a of sign(x) ≈ tanh(a x), likewise
 

@@ -59,7 +59,9 @@ class RWKV7Views(Reconstruction):
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:
         q, k, v = self.project(x) if projected is None else projected
-        rate = torch.sigmoid(x @ self.rate_down.to(x.dtype).mT @ self.rate_up.to(x.dtype).mT + self.rate_bias.to(x.dtype))
+        rate = torch.sigmoid(
+            x @ self.rate_down.to(x.dtype).mT @ self.rate_up.to(x.dtype).mT + self.rate_bias.to(x.dtype)
+        )
         removal = F.normalize(self._heads(k * self.removal_scale.to(k.dtype)), dim=-1)
         replacement = self._heads(k * (1 + (rate - 1) * self.replacement_rate.to(k.dtype)))
         erased = self._heads(rate).to(removal.dtype) * removal

@@ -21,7 +21,8 @@ from metattt.tasks.reconstruction import Projected, Reconstruction
 @register(group="task", name="window")
 class WindowViews(Reconstruction):
     """`ℓ_t(W) = Σ_{i=t−c+1..t} γ_i ½‖f(φ(k_i); W) − v_i‖²`, the last c tokens of the document (the Omega rule of Atlas,
-    arXiv 2505.23735, Eq. 9), with queries φ(q). c − 1 tokens are carried from call to call.
+    arXiv 2505.23735, Eq. 9, as public reproductions of the paper give it), with queries φ(q). c − 1 tokens are carried from
+    call to call.
 
     Args:
         window: c (tokens); 1 is the loss of the token alone.
@@ -66,7 +67,10 @@ class WindowViews(Reconstruction):
 
     def equations(self) -> list[str]:
         weight = "ω_t = 1" if self.gate == "none" else "ω_t = σ(θ_ω x + c_ω) of that token, θ and c of each head"
-        lines = [*super().equations(), f"the pairs of a token are those of the last {self.window} tokens, each with {weight}"]
+        lines = [
+            *super().equations(),
+            f"the pairs of a token are those of the last {self.window} tokens, each with {weight}",
+        ]
         if self.degree > 1:
             features = f"the monomials up to degree {self.degree}, φ(a)·φ(b) = Σ_i s_i (a·b)^i, s learned"
             lines.append(f"k_t ← φ(k_t), q_t ← φ(q_t): {features}")
@@ -83,7 +87,9 @@ class WindowViews(Reconstruction):
             gamma = torch.sigmoid(logit).mT.unsqueeze(-1).to(k.dtype)
         # One row a token: k, v and γ. Rows before the start of a document have γ = 0.
         row = torch.cat([k, v, gamma], -1)
-        before = state["window"].to(row.dtype) if state else row.new_zeros(*row.shape[:2], self.window - 1, row.shape[-1])
+        before = (
+            state["window"].to(row.dtype) if state else row.new_zeros(*row.shape[:2], self.window - 1, row.shape[-1])
+        )
         padded = torch.cat([before, row], 2)
         seen = padded.unfold(2, self.window, 1).mT  # [B, H, T, c, ·]
         k, v, gamma = seen.split([k.shape[-1], v.shape[-1], 1], -1)

@@ -48,7 +48,9 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
     pairs = k.shape[2] // tokens.q.shape[2]
     if work.task.together and pairs > 1:  # all pairs of a token meet the weights before its first one
         before = before[..., ::pairs, :].repeat_interleave(pairs, -2)
-        rows = {base: None if row is None else row[..., ::pairs].repeat_interleave(pairs, -1) for base, row in rows.items()}
+        rows = {
+            base: None if row is None else row[..., ::pairs].repeat_interleave(pairs, -1) for base, row in rows.items()
+        }
         alpha = None if alpha is None else alpha[..., ::pairs].repeat_interleave(pairs, -1)
     asked = k if p is None else p
     right = torch.zeros_like(v)
