@@ -4,8 +4,9 @@
     pytest examples/erase_view.py          its conformance test
 
 The delta rule takes away what the weights answer to the key that it is about to write, `W − η kᵀ(k W − v)`. This one takes
-away what they answer to `p_t`, a learned mixture of the keys of this token and of the last one, `W − η kᵀ(p W − v)`. A task gives such an *erase view* `p` beside k, v and q; the solved form, the loop over tokens, decay
-gates, cuts, padding and packed documents then hold without another line.
+away what they answer to `p_t`, a learned mixture of the keys of this token and of the last one, `W − η kᵀ(p W − v)`. A task
+gives such an *erase view* `p` beside k, v and q; the solved form, the loop over tokens, decay gates, cuts, padding and
+packed documents then hold without another line.
 """
 
 from __future__ import annotations
