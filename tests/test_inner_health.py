@@ -23,11 +23,13 @@ def kinds(layer: Any, x: torch.Tensor) -> list[str]:
     return [kind for kind, _ in complaints(layer_health(layer, x), layer)]
 
 
-@pytest.mark.parametrize(
-    "layer", ["ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "mamba2", "retnet", "lact", "linear_attention"]
-)
+BY_TOKEN = ["delta_net", "gated_delta_net", "mamba2", "retnet", "linear_attention"]
+BY_TOKEN += ["kda", "rwkv7", "gla", "delta_product", "omega_net", "preconditioned_delta_net"]
+
+
+@pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp", "lact", "atlas", *BY_TOKEN])
 def test_layers_as_they_come_are_well(layer: str) -> None:
-    sizes = SIZES[:2] if layer in ("delta_net", "gated_delta_net", "mamba2", "retnet", "linear_attention") else SIZES
+    sizes = SIZES[:2] if layer in BY_TOKEN else SIZES
     found = kinds(build(f"layer={layer}", *sizes).eval(), torch.randn(3, 40, 16))
     assert [kind for kind in found if kind != "worse"] == []  # noise has nothing that one token teaches about another
 

@@ -99,7 +99,8 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
     state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
     context, _ = layer.context(x, state)
     views, gates, *_ = layer.observe(x, state, context)
-    eta = gates.eta if gates.rates is None else gates.eta * gates.rates.abs().amax(-1)
+    eta = gates.eta if gates.eta.ndim == 3 else gates.eta.abs().amax(-1)  # of the pairs of a token
+    eta = eta if gates.rates is None else eta * gates.rates.abs().amax(-1)
     gate = getattr(rule, "decay_gate", None)  # some rules hand on its logits
     alpha = gate(x) if gate is not None else None
     alpha = gates.alpha if alpha is None else alpha
@@ -156,6 +157,8 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def _losses(work: Work, weights: Tensors, tokens: Tokens, wide: torch.dtype) -> Tensor:
-    """ℓ of every token under one set of weights per sequence, `[B, H, n]`."""
+    """ℓ of every token under one set of weights per sequence, `[B, H, n]`; the mean of its pairs, where it gives
+    several."""
     with torch.autocast(tokens.k.device.type, enabled=False):
-        return work.losses(FastWeights(weights, work.slow, work.operand), tokens.k.to(wide), tokens.v.to(wide))
+        losses = work.losses(FastWeights(weights, work.slow, work.operand), tokens.k.to(wide), tokens.v.to(wide))
+    return losses if losses.ndim == 3 else losses.mean(3)

@@ -96,7 +96,7 @@ def unmeasured(model: LanguageModel) -> dict[int, str]:
             reasons[index] = "optimizer.read=final trains on the whole sequence and has no mini-batches"
         elif layer.task.label_dim != layer.dim // layer.num_heads:
             reasons[index] = (
-                f"{type(layer.task).__name__} decodes what the learner predicts, so it has no squared error of its own"
+                f"the labels of {type(layer.task).__name__} are not as wide as predictions, so it has no squared error of its own"
             )
     return reasons
 
