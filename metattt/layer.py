@@ -246,6 +246,7 @@ class TTTLayer(nn.Module):
         gates = cast(Gates, found)
         if self.learner.has_weights:
             views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
+        _check_views(views)
         if views.weight is not None and self.learner.has_weights:
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
             gates = gates._replace(eta=eta * views.weight)
@@ -389,6 +390,20 @@ class TTTLayer(nn.Module):
 
 def _shapes(tensors: Tensors) -> dict[str, list[int]]:
     return {name: list(x.shape) for name, x in tensors.items()}
+
+
+def _check_views(views: Views) -> None:
+    """Refuses views that do not fit each other: a task of the user's own may give any."""
+    k = views.k
+    for name in ("p", "b"):
+        view = getattr(views, name)
+        if view is not None and view.shape != k.shape:
+            raise MetaTTTError(f"the view {name} has shape {list(view.shape)}: it must be that of k, {list(k.shape)}")
+    if views.weight is not None and views.weight.shape != k.shape[:-1]:
+        found = list(views.weight.shape)
+        raise MetaTTTError(f"the pairs' weight has shape {found}: it must be a number for each pair, {list(k.shape[:-1])}")
+    if views.weight is not None and k.ndim != 5:
+        raise MetaTTTError("a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead")
 
 
 def _divisors(dim: int) -> str:

@@ -227,6 +227,25 @@ def test_refusals() -> None:
     refused("keeps its data", Generalised(), KernelRidge(), Append())
 
 
+def test_views_that_do_not_fit() -> None:
+    class Changed(Reconstruction):
+        def __init__(self, **changes: Any):
+            super().__init__()
+            self.changes_of = changes
+
+        def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> tuple[Views, Tensors]:
+            views, state = super().views(x, state, ctx)
+            return views._replace(**{name: change(views) for name, change in self.changes_of.items()}), state
+
+    for what, name, change in (
+        ("the view p has shape", "p", lambda views: views.k[..., :2]),
+        ("the view b has shape", "b", lambda views: views.k[:, :1]),
+        ("the pairs' weight has shape", "weight", lambda views: views.k),
+        ("for tokens with several pairs", "weight", lambda views: views.k[..., 0]),
+    ):
+        refused(what, Changed(**{name: change}), Linear(**LINEAR), RULES["online"]())
+
+
 def test_decoding_goes_on() -> None:
     """Token by token without derivatives, as all at once."""
     layer = build(Generalised(direction=True, pairs=2), ByChannel())

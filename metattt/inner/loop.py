@@ -286,6 +286,10 @@ class InnerLoop:
             )
         if tokens.erases and self.learner.linear_map is not None and self.learner.linear_map[1] is not None:
             raise MetaTTTError(f"{what} has no meaning for a bias: set learner.bias=false")
+        if tokens.decay is not None and tokens.decay.shape[-1] != tokens.k.shape[-1]:
+            raise MetaTTTError(
+                f"decays for every channel are {tokens.decay.shape[-1]} wide and keys {tokens.k.shape[-1]}: they must be equal"
+            )
         if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or self.task.together):
             raise MetaTTTError("decays for every channel stand alone: no decay per head, momentum or window beside them")
         if (tokens.p is not None or tokens.b is not None) and self.plan.linear != "squared":
