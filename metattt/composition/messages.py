@@ -9,7 +9,7 @@ import inspect
 import re
 import traceback
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hydra.errors import MissingConfigException
@@ -31,6 +31,8 @@ from metattt.registry import PARAMETERS, REGISTERED
 
 CUSTOM = ("learner", "task", "optimizer")  # groups with a choice `custom`
 COMMON_NAMES = ("none", "custom", "default")  # of choices in several groups
+
+MOST_LISTED = 400  # characters of choices in a message
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -258,7 +260,17 @@ def _unknown_choice(error: MissingConfigException, job: str) -> str:
         hint = f". Did you mean `{group}={guess}`?"
     if group == "experiment" and not hint:
         hint = f"; one of your own: --config-dir <folder>, or hydra.searchpath=<folder>, where the folder has experiment/{name}.yaml"
-    return f"`{name or 'nothing'}` is not a choice of {group}{hint or '.'}\nChoices: {', '.join(error.options)}"
+    return f"`{name or 'nothing'}` is not a choice of {group}{hint or '.'}\nChoices: {_choices(group, name, error.options)}"
+
+
+def _choices(group: str, name: str, options: Sequence[str]) -> str:
+    """The choices of a group; of very many, those that are nearest to a name."""
+    listed = ", ".join(options)
+    if len(listed) <= MOST_LISTED:
+        return listed
+    some = difflib.get_close_matches(name, options, 8, 0.0)
+    where = "; `metattt layers` shows them" if group == "layer" else ""
+    return f"{', '.join(some)} and {len(options) - len(some)} more{where}"
 
 
 def unreadable(override: str) -> str:
