@@ -219,7 +219,7 @@ class TTTLayer(nn.Module):
             y, data = self.learner.scan(views, state.learner, ctx, gates.masked(ctx.valid))
             read = Result(y, {}, 0, data)
         else:
-            tokens = Tokens.of(views, gates)
+            tokens = Tokens(*views[:3], *gates, views.p, views.b)  # type: ignore[arg-type]
             if start is not None:
                 tokens, state = start(self, tokens, state, ctx, packing)
             read = self.inner.read(tokens, state, pos, ctx, packing, in_place)

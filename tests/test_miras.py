@@ -81,7 +81,7 @@ def test_huber_by_the_norm() -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1e-3, 1e6])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "squared"])
 def test_derivatives_are_finite_near_zero_and_far_away(name: str, size: float) -> None:
     for dtype in (torch.float32, torch.float64):
         v, given = numbers(1, 2, 5, 4, seed=1).to(dtype), numbers(1, 2, 5, 4, scale=size).to(dtype)

@@ -49,7 +49,7 @@ def observed(layer: TTTLayer, x: Tensor) -> tuple[Any, Any]:
 def plain(layer: TTTLayer, x: Tensor, *, online: bool, first_order: bool = True) -> Run:
     """`W_t = W_{t−1} − η_t sg[∇ℓ_t]` of a linear map with norm, gradients at the last commit or at W_{t−1}."""
     x = x.detach().requires_grad_()
-    (k, v, q), gates = observed(layer, x)
+    (k, v, q, *_), gates = observed(layer, x)
     learner, slow = layer.learner, dict(layer.learner.slow)
 
     def f(w: Tensor, b: Tensor, z: Tensor) -> Tensor:

@@ -317,7 +317,7 @@ def test_the_documentation() -> None:
     assert names["model"](torch.randint(257, (1, 5))).shape == (1, 5, 257)
     assert names["layer"](torch.randn(1, 5, 64))[0].shape == (1, 5, 64)
     commands = re.findall(r"^metattt train (.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 9
     for command in commands:
         assert compose(*shlex.split(command, comments=True)).model.num_layers >= 2
 

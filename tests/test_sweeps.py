@@ -210,7 +210,7 @@ def test_submitit(here: Path) -> None:
         ("layer=ttt_mlp,ttt_mpl", "`ttt_mpl` is not a choice of layer. Did you mean `layer=ttt_mlp`?"),
         ("learner.bais=1,2", "Did you mean `learner.bias`?"),
         ("dim=8,x", "`dim=x` is not allowed: expected an integer."),
-        ("layer=glob(zz*)", "fits none of the choices of layer: attention, "),
+        ("layer=glob(zz*)", "fits none of the choices of layer: atlas, attention, "),
         ("seed=interval(0,1)", "add hydra/sweeper=optuna, or name values, seed=a,b"),
         ("output_dir=x", "have folders of their own in hydra.sweep.dir=<folder>"),
         ("resume=auto", "have folders of their own in hydra.sweep.dir=<folder>"),

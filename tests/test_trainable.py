@@ -58,7 +58,7 @@ def plain(layer: TTTLayer, x: Tensor, scales: Mapping[str, float], max_norm: flo
     moved = {name: torch.zeros_like(w) for name, w in committed.items()}
     rows = []
     for t in range(x.shape[1]):
-        k, v, q = (view[:, :, t] for view in views)
+        k, v, q = (view[:, :, t] for view in views[:3])
         at = {name: w if w.requires_grad else w.detach().requires_grad_() for name, w in committed.items()}
         loss = layer.task.loss(f(slow | at, k).unsqueeze(2), v.unsqueeze(2)).sum()
         found = torch.autograd.grad(loss, list(at.values()), create_graph=True)

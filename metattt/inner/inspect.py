@@ -76,6 +76,7 @@ def make_plan(
         period=optimizer.period,
         block=optimizer.block,
         chunk=None if mixes else 1 if by_token else optimizer.chunk,
+        sees_weights=optimizer.state_dependent,
         weights={name: learner.shapes[name] for name in learner.init},
         replays=optimizer.read != "final" and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
     )

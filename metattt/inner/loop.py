@@ -108,16 +108,17 @@ class Work:
         entering = carry
         steps = self.rule.steps if self.rule.read != "final" else 1
         size = self.plan.chunk or block.length
-        size = size if tokens.pairs is None else max(1, size // tokens.pairs)
+        size = size if tokens.k.ndim == 4 else max(1, size // tokens.k.shape[3])
         size = size if tokens.decay is None or self.plan.chunks != "solved" else block.length  # it splits them itself
         y: Tensor | None = None
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
             for piece in [tokens] if size >= block.length else InnerLoop.split(tokens, size):
-                if self.rule.state_dependent:
+                if self.plan.sees_weights:
                     piece = self.gated(piece, carry["commit"])
-                carry = self.rule.observe(carry, piece.gates)
-                y, carry = CHUNKS[self.plan.chunks](self, piece.apart(), carry, phase, rows)
+                carry = self.rule.observe(carry, Gates(*piece[3:9]))
+                piece = piece if piece.k.ndim == 4 else piece.apart()
+                y, carry = CHUNKS[self.plan.chunks](self, piece, carry, phase, rows)
                 phase = phase + piece.q.shape[2]
                 ys.append(y)
             before = carry
@@ -250,7 +251,8 @@ class InnerLoop:
             own: the state's weights may be written over.
         """
         plan, operand = self.plan, tokens.k.dtype
-        self._check_generalised(tokens)
+        if tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5:
+            self._check_generalised(tokens)
         if ctx.first is not None and self.optimizer.read == "final":
             raise MetaTTTError(
                 "reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights"
@@ -275,8 +277,6 @@ class InnerLoop:
 
     def _check_generalised(self, tokens: Tokens) -> None:
         """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss."""
-        if not tokens.erases and tokens.pairs is None:
-            return
         rule, what = self.optimizer, "decays for every channel" if tokens.decay is not None else "an erase view"
         if tokens.erases and not self.plan.linear:
             why = self.plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")

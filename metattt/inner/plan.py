@@ -12,7 +12,7 @@ from metattt.errors import MetaTTTError
 from metattt.torch_private import interpreter_stack
 
 if TYPE_CHECKING:
-    from metattt.inner.tokens import MiniBatches
+    from metattt.inner.tokens import MiniBatches, Tokens
     from metattt.kernels.base import Kernel
 
 log = logging.getLogger("metattt")
@@ -37,6 +37,7 @@ class Plan:
         chunk: tokens per compute step; None: a whole block.
         replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
         outer: what the outer loop differentiates: `exact`, `first_order` or `implicit` (`TTTLayer`).
+        sees_weights: gates depend on the weights (`InnerOptimizer.gates_at`).
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
         decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
@@ -53,6 +54,7 @@ class Plan:
     block: int = 1
     chunk: int | None = None
     replays: bool = False
+    sees_weights: bool = False
     outer: str = "exact"
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class Plan:
             MetaTTTError: none does, and `layer.form=fused` was asked for.
         """
         device, reasons = given.tokens.k.device.type, []
-        if given.tokens.erases or given.tokens.pairs is not None:
+        if generalised(given.tokens):
             reasons = ["kernels know no erase views and no several pairs a token"]
         elif (
             interpreter_stack() is not None and not torch.compiler.is_compiling()
@@ -109,7 +111,7 @@ class Plan:
         """The first kernel that takes these tokens of an open mini-batch."""
         if interpreter_stack() is not None or torch.compiler.is_compiling():
             return None
-        if given.tokens.erases or given.tokens.pairs is not None:
+        if generalised(given.tokens):
             return None
         key = decided_by(given)
         if key not in self.decoders:
@@ -123,6 +125,11 @@ class Plan:
         if not torch.compiler.is_compiling() and (form, device, why) not in self.said:
             self.said.add((form, device, why))
             log.debug("form=%s on %s: %s", form, device, why)
+
+
+def generalised(tokens: Tokens) -> bool:
+    """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs."""
+    return tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5
 
 
 def decided_by(given: MiniBatches) -> tuple[object, ...]:

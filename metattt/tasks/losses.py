@@ -28,7 +28,7 @@ STEEPNESS = 10.0  # a of sign(x) ≈ tanh(a x), likewise
 
 
 def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: float | Tensor) -> Tensor:
-    """ℓ by its name in `LOSSES`: predictions and labels `[B, H, T, d]` to `[B, H, T]`.
+    """ℓ by its name in `LOSSES`, but for `squared`: predictions and labels `[B, H, T, d]` to `[B, H, T]`.
 
     Args:
         p: exponent of `lp`, `Σ_j |e_j|^p` with |e| smoothed to √(e² + ε), so that its gradient is
@@ -46,8 +46,6 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
         ]  # of a zero vector, too, it can be differentiated
         return 1 - (prediction * v).sum(-1) / (lengths[0] * lengths[1])
     error = prediction - v
-    if name == "squared":
-        return 0.5 * error.square().sum(-1)
     if name == "mean_squared":
         return error.square().mean(-1)
     if name == "lp":

@@ -285,6 +285,8 @@ class Reconstruction(Task):
         return k * keep
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        if self.loss_name == "squared":
+            return 0.5 * (prediction - v).square().sum(-1)
         delta: float | Tensor = self.huber_delta
         if self.learned_delta:
             v, delta = v[..., :-1], v[..., -1]

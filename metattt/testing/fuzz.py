@@ -139,7 +139,7 @@ def _fields(chosen: dict[str, str]) -> Iterator[tuple[str, str, Any, tuple[Any, 
 def _parts_of(layer: str) -> dict[str, str]:
     """What a known layer chooses for the three parts."""
     text = (files("metattt.configs") / "layer" / f"{layer}.yaml").read_text(encoding="utf-8")
-    return dict(re.findall(r"override /(task|learner|optimizer): (\w+)", text))
+    return {group: choice for group, choice in re.findall(r"override /(task|learner|optimizer): (\w+)", text) if choice != "null"}
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import ReadRows, Record, Site, matmul, needs_probes
 from metattt.modules import spread
-from metattt.optimizers.base import Coefficients, clip_factor
+from metattt.optimizers.base import Coefficients, Gates, clip_factor
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def finish(
 ) -> tuple[Tensor | None, Carry]:
     """What queries read and what is carried on, from the gradients of the chunk's tokens."""
     rule, y = work.rule, None
-    how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
+    how = rule.coefficients(Gates(*tokens[3:9]), phase, carry, read)  # type: ignore[arg-type]
     if read is not None:
         if rule.max_norm is not None:
             how = _clipped(how, gradients, tokens.eta, carry.get("update"), read, rule.max_norm)

@@ -12,6 +12,7 @@ from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
 from metattt.inner.tokens import Carry, Tokens
 from metattt.learners.fast_weights import FastWeights, Site, matmul
+from metattt.optimizers.base import Gates
 
 if TYPE_CHECKING:
     from metattt.inner.loop import Work
@@ -42,7 +43,7 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
     k, v, p, b = tokens.k, tokens.v, tokens.p, tokens.b
     if work.plan.linear == "dot":  # the gradient −kᵀv of −⟨v, kW⟩ does not depend on the weights
         return _gradients(work, (k, -v))
-    how = work.rule.coefficients(tokens.gates, phase, carry, "exclusive")
+    how = work.rule.coefficients(Gates(*tokens[3:9]), phase, carry, "exclusive")
     assert how.mix is not None
     before, rows, alpha = how.mix, how.rows, tokens.alpha if work.rule.gradient_at == "decayed" else None
     pairs = k.shape[2] // tokens.q.shape[2]

@@ -12,6 +12,7 @@ from metattt.inner.forms.dual import combine, scaled
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import FastWeights
+from metattt.optimizers.base import Gates
 from metattt.replica import with_values
 from metattt.state import Tensors
 
@@ -24,7 +25,7 @@ def chunk(
 ) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`; no row is read."""
     anchor = work.anchor(tokens, carry, phase)
-    how = work.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
+    how = work.rule.coefficients(Gates(*tokens[3:9]), phase, carry, read)  # type: ignore[arg-type]
     names, count = list(anchor), len(anchor)
     if work.plan.outer == "first_order":
         work, tokens, anchor = _as_constants(work, tokens, anchor)
