@@ -16,8 +16,8 @@ from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelRidge, Linear
 from metattt.optimizers import Append, GradientDescent, Momentum
 from metattt.optimizers.base import Gates
-from metattt.state import Context, Tensors
-from metattt.tasks import Reconstruction
+from metattt.state import Context, State, Tensors
+from metattt.tasks import Reconstruction, WindowViews
 from metattt.tasks.base import Views
 from metattt.testing import LAWS
 from metattt.testing.specimen import Run, Specimen, compare, cotangent, gradients
@@ -224,7 +224,32 @@ def test_refusals() -> None:
     refused(
         "no token steps", Generalised(erase=False, pairs=2), Linear(**LINEAR), GradientDescent(4, token_steps="shared")
     )
+    refused("no look-ahead", WindowViews(), Linear(**LINEAR), Momentum(1, "online", nesterov=True))
     refused("keeps its data", Generalised(), KernelRidge(), Append())
+
+
+@pytest.mark.parametrize("form", ["auto", "primal"])
+def test_a_window_with_momentum(form: str) -> None:
+    """`S_t = β_t S_{t−1} − η_t Σ_i γ_i G_i`, `W_t = α_t W_{t−1} + S_t`: the weights move once a token."""
+    rule = Momentum(1, "online", lr_scale="none", decay="per_head", decay_init=0.8, momentum_init=0.6)
+    layer = build(WindowViews(3), rule, form)
+    x = torch.randn(2, 70, DIM, dtype=torch.float64)
+
+    def plain(tokens: Tensor) -> Tensor:
+        start = State(torch.zeros(2, dtype=torch.long), 0, {}, {}, {}, {})
+        views, gates, *_ = layer.observe(tokens, start, layer.context(tokens, start)[0])
+        weight = layer.learner.init["w1"].expand(2, -1, -1, -1)
+        memory, rows = torch.zeros_like(weight), []
+        for t in range(70):
+            k, v, eta = views.k[:, :, t], views.v[:, :, t], gates.eta[:, :, t]
+            step = k.mT @ (eta.unsqueeze(-1) * (k @ weight - v))
+            memory = gates.beta[:, :, t, None, None] * memory - step
+            weight = gates.alpha[:, :, t, None, None] * weight + memory
+            rows.append((views.q[:, :, t : t + 1] @ weight).squeeze(2))
+        return layer.out(layer.norm(torch.stack(rows, 1).flatten(2)))
+
+    found, expected = (outcome(layer, x, way) for way in (lambda tokens: layer(tokens)[0], plain))
+    assert compare(found, expected) < 1e-9
 
 
 def test_views_that_do_not_fit() -> None:

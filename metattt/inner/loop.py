@@ -306,6 +306,8 @@ class InnerLoop:
             raise MetaTTTError(
                 "several pairs a token have no token steps and no clipping: set optimizer.token_steps=none and max_norm=null"
             )
+        if tokens.pairs is not None and rule.nesterov:
+            raise MetaTTTError("several pairs a token have no look-ahead along the momentum: set optimizer.nesterov=false")
         if tokens.pairs is not None and not self.task.together and (not self.plan.linear or tokens.beta is not None):
             raise MetaTTTError(
                 "pairs that are learned one after the other need a linear learner, optimizer.anchor=online and no momentum: "
