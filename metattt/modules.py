@@ -109,12 +109,7 @@ class CausalConv(nn.Module):
 
     def tail(self, padded: Tensor, ctx: Context) -> Tensor:
         """What the next call needs, `[B, width − 1, D]`: the last tokens of the last document."""
-        width = self.weight.shape[-1]
-        if ctx.first is not None:
-            document = F.pad(ctx.first.cumsum(1), (width - 1, 0))
-            last = document.gather(1, (ctx.lengths + width - 2).unsqueeze(1))
-            padded = padded * (document == last).unsqueeze(-1)
-        return take_tail(padded, width - 1, ctx)
+        return document_tail(padded, self.weight.shape[-1] - 1, ctx)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.weight.shape[-1]}"
@@ -135,6 +130,16 @@ class CausalConv(nn.Module):
         """Whether nothing but this module decides in which type the taps of `x` are added up."""
         wide = x.dtype in (torch.float32, torch.float64) and x.dtype == self.weight.dtype
         return wide and x.device.type == "cpu" and not rounds("cpu")
+
+
+def document_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
+    """The last `size` real rows of `padded` `[B, size + T, D]` that are of the last document, zeros for others; the first
+    `size` rows are the previous tail."""
+    if ctx.first is not None:
+        document = F.pad(ctx.first.cumsum(1), (size, 0))
+        last = document.gather(1, (ctx.lengths + size - 1).clamp(min=0).unsqueeze(1))
+        padded = padded * (document == last).unsqueeze(-1)
+    return take_tail(padded, size, ctx)
 
 
 def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:

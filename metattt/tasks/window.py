@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import check_choice, check_integer
+from metattt.modules import document_tail
 from metattt.registry import register
 from metattt.room import check_room
 from metattt.state import Context, Tensors
@@ -87,30 +88,18 @@ class WindowViews(Reconstruction):
             gamma = torch.sigmoid(logit).mT.unsqueeze(-1).to(k.dtype)
         # One row a token: k, v and γ. Rows before the start of a document have γ = 0.
         row = torch.cat([k, v, gamma], -1)
-        before = (
-            state["window"].to(row.dtype) if state else row.new_zeros(*row.shape[:2], self.window - 1, row.shape[-1])
-        )
-        padded = torch.cat([before, row], 2)
+        flat = row.transpose(1, 2).flatten(2)  # [B, T, H ·]
+        before = state["window"].to(row.dtype) if state else flat.new_zeros(len(flat), self.window - 1, flat.shape[2])
+        flat = torch.cat([before, flat], 1)
+        tail = document_tail(flat, self.window - 1, ctx)
+        padded = flat.unflatten(2, (row.shape[1], -1)).transpose(1, 2)
         seen = padded.unfold(2, self.window, 1).mT  # [B, H, T, c, ·]
         k, v, gamma = seen.split([k.shape[-1], v.shape[-1], 1], -1)
         weight = gamma.squeeze(-1)
         if ctx.first is not None:
             document = F.pad(ctx.first.cumsum(1), (self.window - 1, 0)).unfold(1, self.window, 1)
             weight = weight * (document == document[..., -1:]).unsqueeze(1)
-        return Views(self._features(k), v, self._features(q), weight=weight), {"window": self._tail(padded, ctx)}
-
-    def _tail(self, padded: Tensor, ctx: Context) -> Tensor:
-        """The last c − 1 rows of the last document, `[B, H, c − 1, ·]`."""
-        size = self.window - 1
-        if ctx.first is not None:
-            document = F.pad(ctx.first.cumsum(1), (size, 0))
-            last = document.gather(1, (ctx.lengths + size - 1).unsqueeze(1))
-            padded = padded * (document == last).unsqueeze(1).unsqueeze(-1)
-        if ctx.valid is None:
-            tail = padded[:, :, padded.shape[2] - size :]
-            return tail if padded.shape[2] <= 4 * size else tail.clone()  # a state must not hold on to a long sequence
-        rows = ctx.lengths.unsqueeze(1) + torch.arange(size, device=padded.device)
-        return padded.gather(2, rows[:, None, :, None].expand(-1, padded.shape[1], -1, padded.shape[3]))
+        return Views(self._features(k), v, self._features(q), weight=weight), {"window": tail}
 
     def _features(self, x: Tensor) -> Tensor:
         """φ: `[..., d]` to `[..., input_dim]`."""
