@@ -80,6 +80,15 @@ def test_huber_by_the_norm() -> None:
     )
 
 
+def test_kl_is_that_of_torch() -> None:
+    prediction, v = numbers(2, 3, 5, 4, scale=3.0).requires_grad_(), numbers(2, 3, 5, 4, seed=1)
+    found = loss_per_token("kl", prediction, v, 3.0, 1.0)
+    expected = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (v, prediction)))
+    torch.testing.assert_close(found, expected)
+    (slope_,) = torch.autograd.grad(found.sum(), prediction)
+    torch.testing.assert_close(slope_, prediction.softmax(-1) - v.softmax(-1))
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1e-3, 1e6])
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "squared"])
 def test_derivatives_are_finite_near_zero_and_far_away(name: str, size: float) -> None:
@@ -95,10 +104,10 @@ def test_derivatives_are_finite_near_zero_and_far_away(name: str, size: float) -
 
 
 @pytest.mark.parametrize("delta", ["constant", "per_head"])
-@pytest.mark.parametrize("name", ["huber", "norm_huber", "mixed_huber", "lp"])
+@pytest.mark.parametrize("name", ["huber", "norm_huber", "mixed_huber", "lp", "kl"])
 def test_laws_of_losses(name: Any, delta: Any) -> None:
-    settings = {} if name == "lp" else {"huber_delta_from": delta, "huber_delta": 0.8}
-    if name != "lp" or delta == "constant":
+    settings = {"huber_delta_from": delta, "huber_delta": 0.8} if "huber" in name else {}
+    if settings or delta == "constant":
         task = partial(Reconstruction, normalize_qk=True, loss=name, **settings)
         more = () if name == "mixed_huber" else (derivatives,)  # a step of the difference may cross the threshold
         hold(Specimen(MLP, task, lambda: GradientDescent(4, base_lr=0.3)), *more)
@@ -125,8 +134,8 @@ def test_the_threshold_starts_where_it_is_put() -> None:
 
 
 def test_no_fast_path_takes_these_losses_for_the_squared_error() -> None:
-    for name in ("lp", "norm_huber", "mixed_huber"):
-        for delta in ("constant", *(["per_head"] if name != "lp" else [])):
+    for name in ("lp", "norm_huber", "mixed_huber", "kl"):
+        for delta in ("constant", *(["per_head"] if "huber" in name else [])):
             task = partial(Reconstruction, loss=name, loss_p=2.0, huber_delta_from=delta)  # type: ignore[arg-type]
             assert Specimen(Linear, task, lambda: GradientDescent(4)).make().form == "dual"
             linear = partial(Linear, residual=False, norm=False, bias=False)
@@ -271,7 +280,7 @@ def test_weights_of_zero_can_be_kept() -> None:
         (lambda: MirrorDescent(decay_init=2.0), "optimizer.decay_init=2.0"),
         (lambda: MirrorDescent(read="inclusive"), "optimizer.read=previous"),
         (lambda: Reconstruction(loss="lp", loss_p=0.5), "task.loss_p=0.5"),
-        (lambda: Reconstruction(loss="kl"), "task.loss"),  # type: ignore[arg-type]
+        (lambda: Reconstruction(loss="nobody"), "task.loss"),  # type: ignore[arg-type]
         (lambda: Reconstruction(huber_delta_from="per_head"), "task.loss=squared has none"),
         (
             lambda: metattt.build(

@@ -15,12 +15,12 @@ from metattt.inner.by_kernel import scan
 from metattt.inner.committed import Committed
 from metattt.inner.export import inlined
 from metattt.inner.final import answers, steps
-from metattt.inner.forms import CHUNKS
+from metattt.inner.forms import CHUNKS, SHARE
 from metattt.inner.implicit import converged
 from metattt.inner.packing import Packing, make_frame, mask_gates
 from metattt.inner.recompute import recomputed
 from metattt.inner.replay import tail, with_tail
-from metattt.inner.tokens import Block, Carry, Tokens, where
+from metattt.inner.tokens import Block, Carry, Tokens, rows, where
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import spread
@@ -108,7 +108,8 @@ class Work:
         entering = carry
         steps = self.rule.steps if self.rule.read != "final" else 1
         size = self.plan.chunk or block.length
-        size = size if tokens.k.ndim == 4 else max(1, size // tokens.k.shape[3])
+        in_common = self.task.together and self.plan.chunks in SHARE and tokens.in_common
+        size = size if tokens.k.ndim == 4 or in_common else max(1, size // tokens.k.shape[3])
         size = size if tokens.decay is None or self.plan.chunks != "solved" else block.length  # it splits them itself
         y: Tensor | None = None
         for step in range(1, steps + 1):
@@ -117,7 +118,7 @@ class Work:
                 if self.plan.sees_weights:
                     piece = self.gated(piece, carry["commit"])
                 carry = self.rule.observe(carry, Gates(*piece[3:9]))
-                piece = piece if piece.k.ndim == 4 else piece.apart()
+                piece = piece if piece.k.ndim == 4 else piece.apart(in_common and piece.in_common)
                 y, carry = CHUNKS[self.plan.chunks](self, piece, carry, phase, rows)
                 phase = phase + piece.q.shape[2]
                 ys.append(y)
@@ -418,7 +419,12 @@ class InnerLoop:
         dtype, outputs, policy = tokens.eta.dtype, [], READS[rule.read]
         with torch.autocast(tokens.k.device.type, enabled=False):
             if operand != dtype:
-                views = {name: x.to(dtype) for name in VIEWS if (x := getattr(tokens, name)) is not None}
+                alike = tokens.in_common  # stays so: a window of rows, not of copies
+                views = {
+                    name: rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if alike and x.ndim == 5 else x.to(dtype)
+                    for name in VIEWS
+                    if (x := getattr(tokens, name)) is not None
+                }
                 tokens = tokens._replace(**views)
             wide = {name: value.to(dtype) for name, value in given.items()}
             work = Work(self.task, self.learner, rule, self.plan, wide, operand)

@@ -21,7 +21,8 @@ class Tokens(NamedTuple):
     """Views `[B, H, T, ·]` and gates `[B, H, T]` of consecutive tokens (`metattt.tasks.base.Views`,
     `metattt.optimizers.base.Gates`).
 
-    Where a token gives n pairs, k, v, p and b are `[B, H, T, n, ·]`, until `apart` has made n tokens of it.
+    Where a token gives n pairs, k, v, p and b are `[B, H, T, n, ·]`, until `apart` has made n tokens of it. Where
+    neighbouring tokens have pairs in common, k and v may then have T + n − 1 rows: pair j of token t is row t + j.
     """
 
     k: Tensor
@@ -56,9 +57,21 @@ class Tokens(NamedTuple):
         """n, the pairs that a token gives; None where it gives one and has no axis for them."""
         return self.k.shape[3] if self.k.ndim == 5 else None
 
-    def apart(self) -> Tokens:
+    @property
+    def in_common(self) -> bool:
+        """Whether pair j of a token is pair j − 1 of the next one, as in a window of tokens. It is where both are the same
+        numbers in memory."""
+        if self.pairs is None or self.p is not None or self.b is not None:
+            return False
+        return self.k.shape[2] > 1 < self.k.shape[3] and all(x.stride(2) == x.stride(3) for x in (self.k, self.v))
+
+    def apart(self, in_common: bool = False) -> Tokens:
         """Every pair as a token of its own, but for q. Decays act before the first pair of a token; with momentum, the
-        weights move after the last one."""
+        weights move after the last one.
+
+        Args:
+            in_common: k and v that tokens have in common once each, T + n − 1 rows of them.
+        """
         pairs = self.pairs
         if pairs is None:
             return self
@@ -78,10 +91,11 @@ class Tokens(NamedTuple):
             kappa = at(torch.ones_like(self.beta) if kappa is None else kappa, pairs - 1, 0.0)
         elif kappa is not None:
             kappa = kappa.repeat_interleave(pairs, 2)
-        k, v, p, b = (None if x is None else x.flatten(2, 3) for x in (self.k, self.v, self.p, self.b))
+        p, b = (None if x is None else x.flatten(2, 3) for x in (self.p, self.b))
+        k, v = (rows(x) if in_common else x.flatten(2, 3) for x in (self.k, self.v))
         return Tokens(
-            k,  # type: ignore[arg-type]
-            v,  # type: ignore[arg-type]
+            k,
+            v,
             self.q,
             eta.flatten(2, 3),
             at(self.alpha, 0, 1.0),
@@ -96,6 +110,11 @@ class Tokens(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> Tokens:
         """Applies `function` to every tensor at hand."""
         return Tokens(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]
+
+
+def rows(pairs: Tensor) -> Tensor:
+    """What tokens have in common once each: `[B, H, T, n, d]` to `[B, H, T + n − 1, d]`."""
+    return torch.cat([pairs[:, :, 0, :-1], pairs[:, :, :, -1]], 2)
 
 
 class Block(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOSSES = ("squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber")
+LOSSES = ("squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber", "kl")
 IN_SYMBOLS: dict[str, tuple[str, str | None]] = {
     "squared": ("½‖{p} − v_t‖²", "{p} − v_t"),
     "mean_squared": ("‖{p} − v_t‖²/d", "({p} − v_t)·2/d"),
@@ -18,6 +18,7 @@ IN_SYMBOLS: dict[str, tuple[str, str | None]] = {
     "lp": ("Σ |e|^{power:g}, e = {p} − v_t, |e| = √(e² + 1e-6)", None),
     "norm_huber": ("huber_{delta}(‖{p} − v_t‖)", None),
     "mixed_huber": ("½‖e‖² where ‖e‖ ≤ {delta}, else {delta} Σ log cosh(10 e)/10, e = {p} − v_t", None),
+    "kl": ("KL(softmax(v_t) ‖ softmax({p}))", "softmax({p}) − softmax(v_t)"),
 }
 """Each loss of a prediction p, and its derivative by p."""
 WITH_THRESHOLD = ("huber", "norm_huber", "mixed_huber")  # those that have a δ
@@ -37,6 +38,9 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
             |e_j|, `norm_huber` with ‖e‖ (½‖e‖², beyond it δ‖e‖ − ½δ²); `mixed_huber` is ½‖e‖² where ‖e‖ ≤ δ and δ‖e‖₁
             elsewhere, with |e| smoothed to log cosh(ae)/a, so that its gradient is Eq. 26 of MIRAS with tanh(ae) for the
             sign. (The loss jumps at δ.)
+
+    `kl` is `Σ_j p_j log(p_j / q_j)`, p the softmax of the label and q that of the prediction. (In MIRAS KL is a retention;
+    as a loss it is an extension of others, and the cross-entropy with soft labels but for what the label alone gives.)
     """
     if name == "dot":
         return -(prediction * v).sum(-1)
@@ -45,6 +49,9 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
             (x.square().sum(-1) + 1e-6).sqrt() for x in (prediction, v)
         ]  # of a zero vector, too, it can be differentiated
         return 1 - (prediction * v).sum(-1) / (lengths[0] * lengths[1])
+    if name == "kl":
+        label = v.log_softmax(-1)
+        return (label.exp() * (label - prediction.log_softmax(-1))).sum(-1)
     error = prediction - v
     if name == "mean_squared":
         return error.square().mean(-1)

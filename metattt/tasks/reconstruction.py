@@ -48,7 +48,8 @@ class Reconstruction(Task):
         seed: seed of the corruption. None draws a new one for every sequence; it is part of the state.
         loss: `squared` ½‖f(k) − v‖², `mean_squared` ‖f(k) − v‖²/d (Titans), `dot` −⟨v, f(k)⟩, `huber` per feature, both
             summed over the width, `cosine` 1 − cos(f(k), v), or of MIRAS (arXiv 2504.13173): `lp` ‖f(k) − v‖_p^p,
-            `norm_huber` the Huber loss of ‖f(k) − v‖, `mixed_huber` (Yaad) ½‖·‖² up to δ and δ‖·‖₁ beyond it.
+            `norm_huber` the Huber loss of ‖f(k) − v‖, `mixed_huber` (Yaad) ½‖·‖² up to δ and δ‖·‖₁ beyond it; `kl`
+            KL(softmax(v) ‖ softmax(f(k))).
         loss_p: p of `lp`.
         huber_delta: δ, where the Huber losses turn linear, or its initial value.
         huber_delta_from: a `constant` δ, or softplus(θ x + c) of the token `per_head`; it travels as the last feature of
@@ -72,7 +73,7 @@ class Reconstruction(Task):
         corruption_rate: float = 0.1,
         seed: int | None = None,
         loss: Literal[
-            "squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber"
+            "squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber", "kl"
         ] = "squared",
         huber_delta: float = 1.0,
         kv_heads: int | None = None,

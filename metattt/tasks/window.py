@@ -45,7 +45,7 @@ class WindowViews(Reconstruction):
         degree: int = 1,
         feature_map: Literal["identity", "elu", "silu"] = "identity",
         normalize_qk: bool = True,
-        loss: Literal["squared", "mean_squared", "dot", "huber", "cosine"] = "squared",
+        loss: Literal["squared", "mean_squared", "dot", "huber", "cosine", "kl"] = "squared",
         huber_delta: float = 1.0,
     ):
         super().__init__(feature_map=feature_map, normalize_qk=normalize_qk, loss=loss, huber_delta=huber_delta)
@@ -93,13 +93,14 @@ class WindowViews(Reconstruction):
         flat = torch.cat([before, flat], 1)
         tail = document_tail(flat, self.window - 1, ctx)
         padded = flat.unflatten(2, (row.shape[1], -1)).transpose(1, 2)
-        seen = padded.unfold(2, self.window, 1).mT  # [B, H, T, c, ·]
-        k, v, gamma = seen.split([k.shape[-1], v.shape[-1], 1], -1)
+        k, v, gamma = padded.split([k.shape[-1], v.shape[-1], 1], -1)
+        # Views of the same rows [B, H, T, c, ·], which the inner loop can tell, and learns each of them once.
+        k, v, gamma = (one.unfold(2, self.window, 1).mT for one in (self._features(k), v, gamma))
         weight = gamma.squeeze(-1)
         if ctx.first is not None:
             document = F.pad(ctx.first.cumsum(1), (self.window - 1, 0)).unfold(1, self.window, 1)
             weight = weight * (document == document[..., -1:]).unsqueeze(1)
-        return Views(self._features(k), v, self._features(q), weight=weight), {"window": tail}
+        return Views(k, v, self._features(q), weight=weight), {"window": tail}
 
     def _features(self, x: Tensor) -> Tensor:
         """φ: `[..., d]` to `[..., input_dim]`."""

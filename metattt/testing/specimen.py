@@ -100,10 +100,15 @@ class Specimen:
 
     def forms(self) -> list[str]:
         """The forms that can compute this combination, the oracle first."""
-        if not self.make().learner.has_weights:  # what the layer refuses in every form is an error, not a missing form
+        layer = self.make()
+        if not layer.learner.has_weights:  # what the layer refuses in every form is an error, not a missing form
             return []
-        found = []
+        x = self.tokens()[:, :1]
+        start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
+        views, found = layer.observe(x, start, layer.context(x, start)[0])[0], []
         for form in FORMS:
+            if form == "fused" and views.k.ndim == 5:  # kernels take one pair a token, which a layer sees in its call
+                continue
             try:
                 found.append(self.make(form=form).form)
             except MetaTTTError:

@@ -25,3 +25,6 @@ CHUNKS = {
 }
 """`chunk(work, tokens, carry, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the carry
 after them."""
+
+SHARE = ("dual", "summed")
+"""Forms that take pairs which tokens have in common once (`dual.band_of`)."""

@@ -113,30 +113,45 @@ def finish(
     anchor: Tensors,
     gradients: PerTokenGradients,
 ) -> tuple[Tensor | None, Carry]:
-    """What queries read and what is carried on, from the gradients of the chunk's tokens."""
-    rule, y = work.rule, None
+    """What queries read and what is carried on, from the gradients of the chunk's tokens.
+
+    Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
+    """
+    rule, band, y = work.rule, band_of(tokens), None
     how = rule.coefficients(Gates(*tokens[3:9]), phase, carry, read)  # type: ignore[arg-type]
     if read is not None:
         if rule.max_norm is not None:
             how = _clipped(how, gradients, tokens.eta, carry.get("update"), read, rule.max_norm)
         how = _of_tokens(how, tokens, read)
         assert how.mix is not None
+        mix = how.mix if band is None else how.mix @ band
         bases = [(row, carry[base]) for base, row in how.rows.items()]
-        y = work.learner.predict(ReadRows(bases, how.mix, gradients, work.slow, work.operand), tokens.q)
+        y = work.learner.predict(ReadRows(bases, mix, gradients, work.slow, work.operand), tokens.q)
     after = dict(carry)
     for base, (factors, weight) in how.carry.items():
         after[base] = moved = {}
         for i, (name, value) in enumerate(anchor.items()):
             factor = weight if tokens.rates is None else rated(weight, tokens.rates, i)
+            factor = factor if band is None else factor @ band
             moved[name] = combine(carry, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
     if rule.in_token_space(phase, tokens.q.shape[2], carry) and not work.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
 
 
+def band_of(tokens: Tokens) -> Tensor | None:
+    """`[T·n, T + n − 1]`, 1 where a pair of a token is a row of k and v; None: every pair is a row of its own."""
+    count, pairs = tokens.k.shape[2], tokens.eta.shape[2]
+    if count == pairs:
+        return None
+    place, size = torch.arange(pairs, device=tokens.k.device), pairs // tokens.q.shape[2]
+    row = place // size + place % size
+    return (row.unsqueeze(1) == torch.arange(count, device=row.device)).to(tokens.eta.dtype)
+
+
 def _of_tokens(how: Coefficients, tokens: Tokens, read: str) -> Coefficients:
     """The rows that queries read, where a token has several pairs: after the last of them, or before the first."""
-    pairs = tokens.k.shape[2] // tokens.q.shape[2]
+    pairs = tokens.eta.shape[2] // tokens.q.shape[2]
     if pairs == 1:
         return how
     start = pairs - 1 if read == "inclusive" else 0
@@ -157,11 +172,13 @@ def combine(carry: Carry, factors: dict[str, Tensor | None], name: str, moved: T
 def _factors(gradients: PerTokenGradients, tokens: Tokens, anchor: Tensors) -> Tensors:
     """`−Σ_s η_s G_s` of a whole mini-batch as products of `[B, H, n, d_in]` and `[B, H, n, d_out]`, where these are
     smaller."""
-    found = {}
+    found, band = {}, band_of(tokens)
     for i, (name, weight) in enumerate(anchor.items()):
         pair = gradients.factors(name)
         if pair is not None and tokens.k.shape[2] < min(weight.shape[2:]):
-            found[f"{name}.left"] = -pair[0] * rated(tokens.eta, tokens.rates, i).unsqueeze(-1)
+            eta = rated(tokens.eta, tokens.rates, i)
+            eta = eta if band is None else eta @ band
+            found[f"{name}.left"] = -pair[0] * eta.unsqueeze(-1)
             found[f"{name}.right"] = pair[1]
     return found
 

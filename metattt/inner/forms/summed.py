@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from metattt.inner.forms.dual import combine, scaled
+from metattt.inner.forms.dual import band_of, combine, scaled
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import FastWeights
@@ -35,11 +35,15 @@ def chunk(
             FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand), tokens.k, tokens.v
         )
 
-    weights = [anchor[name] for name in names]
+    weights, band = [anchor[name] for name in names], band_of(tokens)
+
+    def of_losses(factor: Tensor) -> Tensor:
+        return factor if band is None else factor @ band
+
     if tokens.rates is None:
-        found = vjp(losses, weights, [weight for _, weight in how.carry.values()])
+        found = vjp(losses, weights, [of_losses(weight) for _, weight in how.carry.values()])
     else:  # a backward pass per weight, each with the weight's own step sizes
-        factors = [rated(weight, tokens.rates, i) for _, weight in how.carry.values() for i in range(count)]
+        factors = [of_losses(rated(weight, tokens.rates, i)) for _, weight in how.carry.values() for i in range(count)]
         each = vjp(losses, weights, factors)
         found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
     scales = work.learner.step_scales
