@@ -131,7 +131,7 @@ class Mamba2(Mixer):
         groups = self.ngroups * self.d_state
         z, convolved, dt = self.in_proj(x).split([self.width, self.width + 2 * groups, self.heads], dim=-1)
         convolved, tail = self.conv1d(convolved, memory.get("conv"), ctx)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide, operand = torch.promote_types(x.dtype, torch.float32), convolved.dtype
         with exact(x.device.type):
             z, convolved, dt = (one.to(wide) for one in (z, F.silu(convolved), dt))
             u, b, c = convolved.split([self.width, groups, groups], dim=-1)
@@ -143,7 +143,7 @@ class Mamba2(Mixer):
             h = memory["memory"] if memory else u.new_zeros(len(x), self.heads, self.head_dim, self.d_state)
             log_decay = -dt * self.A_log.to(wide).exp()
             written = dt.unsqueeze(-1) * u
-            y, h = duality(written, log_decay, b, c, h, ctx.first, self.chunk_size, self.group_size)
+            y, h = duality(written, log_decay, b, c, h, ctx.first, self.chunk_size, self.group_size, operand)
             y = self.norm((y + self.D.to(wide).unsqueeze(-1) * u).flatten(2), z)
         return self.out_proj(y.to(x.dtype)), {"conv": tail, "memory": h}
 

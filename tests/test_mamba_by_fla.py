@@ -1,0 +1,191 @@
+"""Mamba-2 by flash-linear-attention's kernels: taken where they are there and agree, and nowhere else.
+
+The kernels run on GPUs alone (`test_on_gpu.py`). Here a recurrence with their signature stands for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metattt.mixers import Mamba2, by_fla
+from metattt.mixers.duality import duality
+
+CALLS: list[int] = []
+
+
+def simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`h_t = exp(g_t) h_{t−1} + k_tᵀ v_t`, `o_t = scale q_t h_t`: layouts and defaults of fla's `chunk_simple_gla`."""
+    CALLS.append(q.shape[1])
+    assert q.dtype == k.dtype == v.dtype and q.shape == k.shape and g.dtype == torch.float32
+    batch, length, heads, width = q.shape
+    h = torch.zeros(batch, heads, width, v.shape[-1]) if initial_state is None else initial_state
+    assert h.shape == (batch, heads, width, v.shape[-1]) and h.is_contiguous()
+    rows = []
+    for t in range(length):
+        h = g[:, t, :, None, None].exp() * h + k[:, t].float().unsqueeze(-1) * v[:, t].float().unsqueeze(-2)
+        rows.append((width**-0.5 if scale is None else scale) * (q[:, t].float().unsqueeze(-2) @ h).squeeze(-2))
+    return torch.stack(rows, 1).to(v.dtype), h if output_final_state else None
+
+
+@pytest.fixture(autouse=True)
+def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_fla, "DEVICES", ("cpu",))
+    use(monkeypatch, simple_gla)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any] | None) -> None:
+    monkeypatch.setattr(by_fla, "kernel", lambda: function)
+    monkeypatch.setattr(by_fla, "_AGREES", {})
+    CALLS.clear()
+
+
+def layer() -> Mamba2:
+    torch.manual_seed(0)
+    return Mamba2(16, 4, d_state=8, ngroups=2, expand=2)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, length: int = 40, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, the memory and gradients of two calls under autocast, with the kernels and without."""
+    found = []
+    for function in (simple_gla, None):
+        use(monkeypatch, function)
+        mixer, x = layer(), torch.randn(2, length, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y, state = mixer(x, **options)
+            later, _ = mixer(x, state)
+        grads = torch.autograd.grad((y.float().square().sum() + later.float().sum()), [x, *mixer.parameters()])
+        found.append([y, later, state.learner["memory"], *grads])
+    return found[0], found[1]
+
+
+def test_a_layer_in_16_bits_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = both(monkeypatch)
+    assert not CALLS  # the second one had none
+    for one, other in zip(ours, plain, strict=True):
+        assert (one - other).abs().max() <= 0.03 * other.abs().max()
+    use(monkeypatch, simple_gla)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer()(torch.randn(1, 40, 16))
+    assert CALLS == [80, 40]  # once to see whether they agree, and the call
+
+
+@pytest.mark.parametrize("length", [1, 15])
+def test_few_tokens_are_not_worth_a_launch(length: int) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        layer()(torch.randn(1, length, 16))
+    assert not CALLS
+
+
+def test_full_precision_stays_full_precision() -> None:
+    layer()(torch.randn(1, 40, 16))
+    layer().double()(torch.randn(1, 40, 16, dtype=torch.float64))
+    assert not CALLS
+
+
+def test_documents_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset = torch.zeros(2, 40, dtype=torch.bool)
+    reset[0, 7] = True
+    with torch.autocast("cpu", torch.bfloat16):
+        layer()(torch.randn(2, 40, 16), reset=reset)
+    assert not CALLS
+
+
+def test_padding_leaves_the_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[0, 25:] = False
+    ours, plain = both(monkeypatch, mask=mask)
+    for one, other in zip(ours, plain, strict=True):
+        assert (one - other).abs().max() <= 0.03 * other.abs().max()
+
+
+def test_not_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_fla, "DEVICES", ("cuda",))
+    with torch.autocast("cpu", torch.bfloat16):
+        layer()(torch.randn(1, 40, 16))
+    assert not CALLS
+
+
+def scaled(*given: Any, scale: float, **options: Any) -> Any:
+    return simple_gla(*given, **options)
+
+
+def reversed_state(*given: Any, **options: Any) -> Any:
+    y, h = simple_gla(*given, **options)
+    return y, None if h is None else h.flip(2)
+
+
+def without_gradient(q: Tensor, *given: Any, **options: Any) -> Any:
+    return simple_gla(q.detach(), *given, **options)
+
+
+def broken(*given: Any, **options: Any) -> Any:
+    raise RuntimeError("0 active drivers")
+
+
+@pytest.mark.parametrize("function", [scaled, reversed_state, without_gradient, broken])
+def test_what_does_not_agree_is_not_taken(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another scale, another layout, a gradient that is not there, one that does not run: told apart by what it gives."""
+    x = torch.randn(1, 40, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        use(monkeypatch, None)
+        expected = layer()(x)[0]
+        use(monkeypatch, function)
+        assert torch.equal(layer()(x)[0], expected)
+    assert list(by_fla._AGREES.values()) == [False]
+
+
+def test_second_derivatives_are_those_of_the_reference() -> None:
+    """The kernels have none, and would leave them out in silence."""
+    given = [torch.randn(1, 20, 2, 4), -torch.rand(1, 20, 2), torch.randn(1, 20, 1, 3), torch.randn(1, 20, 1, 3)]
+    given = [x.bfloat16().float().requires_grad_() for x in (*given, torch.zeros(1, 2, 4, 3))]
+    found = []
+    for operand in (torch.bfloat16, None):
+        y, _ = duality(*given[:5], None, 16, 0, operand)
+        first = torch.autograd.grad(y.square().sum(), given, create_graph=True)
+        found.append(torch.autograd.grad(sum(x.square().sum() for x in first), given))
+    assert CALLS == [80, 20]
+    for one, other in zip(*found, strict=True):
+        assert other.any() and (one - other).abs().max() <= 0.05 * other.abs().max()
+
+
+def test_a_backward_pass_can_be_run_again() -> None:
+    x = torch.randn(1, 20, 2, 4, requires_grad=True)
+    rest = (-torch.rand(1, 20, 2), torch.randn(1, 20, 1, 3), torch.randn(1, 20, 1, 3), torch.zeros(1, 2, 4, 3))
+    y, h = duality(x, *rest, None, 16, 0, torch.bfloat16)
+    twice = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*twice)
+    assert torch.autograd.grad(h.sum(), x)[0].any()
+
+
+def test_inside_a_transform_of_torch() -> None:
+    rest = (-torch.rand(1, 20, 2), torch.randn(1, 20, 1, 3), torch.randn(1, 20, 1, 3), torch.zeros(1, 2, 4, 3))
+
+    def total(x: Tensor) -> Tensor:
+        return duality(x, *rest, None, 16, 0, torch.bfloat16)[0].sum()
+
+    torch.func.grad(total)(torch.randn(1, 20, 2, 4))
+    assert not CALLS
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    pytest.importorskip("fla.ops.simple_gla")
+    mixer, x = layer().cuda(), torch.randn(2, 100, 16, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        y, _ = mixer(x)
+    assert by_fla._AGREES[y.device, torch.bfloat16, 8, 8]
+    assert (y - mixer(x)[0]).abs().max() <= 0.03 * y.abs().max()
