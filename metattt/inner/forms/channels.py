@@ -76,20 +76,24 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[T
         # a query that comes after its token sees what that has written, undecayed
         own.append(score if read_before else score + torch.diag_embed((q * column).sum(-1)))
     weight, answers = base, []
+    # Chunk by chunk. (`unbind`, since a slice per chunk would make the backward pass quadratic in their number.)
     kept, lost = until[..., -1, :].unsqueeze(-1), [(column * left).mT for column in columns]
     pieces = zip(*(x.unbind(2) for x in (eta, v, fixed, kept)), strict=True)
+    met_by = None if met is None else met.unbind(2)
+    lost_by, own_by = ([x.unbind(2) for x in parts] for parts in (lost, own))
+    asked_by = None if read is None else reached[-1].unbind(2)
     for i, (rate, label, made, keep) in enumerate(pieces):
-        made = made if met is None else made + matmul(met[:, :, i], weight, operand)
+        made = made if met_by is None else made + matmul(met_by[i], weight, operand)
         made = made.detach() if constant else made
         updates = [rate * made] if b is None or not erases else [-rate * label, rate * made]
-        if read is not None:
-            y = matmul(reached[-1][:, :, i], weight, operand)
-            for score, update in zip(own, updates, strict=True):
-                y = y - matmul(score[:, :, i], update, operand)
+        if asked_by is not None:
+            y = matmul(asked_by[i], weight, operand)
+            for score, update in zip(own_by, updates, strict=True):
+                y = y - matmul(score[i], update, operand)
             answers.append(y)
         weight = keep * weight
-        for column, update in zip(lost, updates, strict=True):
-            weight = weight - matmul(column[:, :, i], update, operand)
+        for column, update in zip(lost_by, updates, strict=True):
+            weight = weight - matmul(column[i], update, operand)
     after = {**carry, "weights": {name: weight}}
     if read is None:
         return None, after
