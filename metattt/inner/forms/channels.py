@@ -88,12 +88,12 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[T
         updates = [rate * made] if b is None or not erases else [-rate * label, rate * made]
         if asked_by is not None:
             y = matmul(asked_by[i], weight, operand)
-            for score, update in zip(own_by, updates, strict=True):
-                y = y - matmul(score[i], update, operand)
+            for scores_by, update in zip(own_by, updates, strict=True):
+                y = y - matmul(scores_by[i], update, operand)
             answers.append(y)
         weight = keep * weight
-        for column, update in zip(lost_by, updates, strict=True):
-            weight = weight - matmul(column[i], update, operand)
+        for columns_by, update in zip(lost_by, updates, strict=True):
+            weight = weight - matmul(columns_by[i], update, operand)
     after = {**carry, "weights": {name: weight}}
     if read is None:
         return None, after
