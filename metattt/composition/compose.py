@@ -141,8 +141,9 @@ def _check_chosen(cfg: DictConfig, overrides: list[str]) -> None:
         key, _, value = override.partition("=")
         part, _, setting = key.lstrip("+").partition(".")
         if part in LAYER_PARTS and value != "null" and part not in parts_of(layer):
+            does = "sets" if setting else "chooses"
             raise MetaTTTError(
-                f"`{override}` {'sets' if setting else 'chooses'} nothing: this layer has no {part}; leave it out, or choose a layer that has one, "
+                f"`{override}` {does} nothing: this layer has no {part}; leave it out, or choose a layer that has one, "
                 "e.g. layer=ttt_linear"
             )
 
