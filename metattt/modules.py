@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.errors import NotFinite
 from metattt.room import check_room
 from metattt.state import Context
+from metattt.torch_private import interpreter_stack
 
 
 def projection(dim: int, width: int, bias: bool) -> nn.Linear:
@@ -149,3 +151,17 @@ def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
         return tail if padded.shape[1] <= 4 * size else tail.clone()  # a state must not hold on to a long sequence
     rows = ctx.lengths.unsqueeze(1) + torch.arange(size, device=padded.device)
     return padded.gather(1, rows.unsqueeze(-1).expand(-1, -1, padded.shape[2]))
+
+
+def check_finite(x: Tensor) -> None:
+    """Refuses NaN and infinity, where looking is cheap and the values are at hand: on a CPU, and not in a transform (whoever
+    differentiates through us sees NaN in the result).
+
+    Raises:
+        NotFinite: there is some.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or interpreter_stack() is not None:
+        return
+    # One pass over x as a rule: only a sum that overflows needs a second look.
+    if not math.isfinite(x.sum().item()) and not bool(x.isfinite().all()):
+        raise NotFinite("x contains NaN or infinite values: look for the first layer or loss that produced them")

@@ -458,3 +458,16 @@ def test_what_is_refused() -> None:
         with pytest.raises(MetaTTTError, match=message) as error:
             call()
         assert len(str(error.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_is_refused_where_nobody_looks_at_what_comes_out(name: str) -> None:
+    layer, x = make(name), tokens(5, 1)
+    x[0, 2, 3] = float("nan")
+    with pytest.raises(MetaTTTError, match="x contains NaN"):
+        layer(x)
+    padded = torch.ones(1, 5, dtype=torch.bool)
+    padded[0, 2:] = False
+    assert layer(x, mask=padded)[0].isfinite().all()
+    layer.refuse_nan = False
+    assert layer(x)[0].isnan().any()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError, check_integer
 from metattt.inner.faults import FAILURES, explain
 from metattt.inner.packing import Packing, check_flags, pack
+from metattt.modules import check_finite
 from metattt.state import Context, State, Tensors
 
 
@@ -30,6 +31,7 @@ class Mixer(nn.Module, ABC):
     """
 
     causal = True  #: no output depends on a later token
+    refuse_nan = True  #: as of `TTTLayer`
 
     def __init__(self, dim: int, chunk_size: int, group_size: int | None):
         super().__init__()
@@ -78,7 +80,8 @@ class Mixer(nn.Module, ABC):
             Outputs `[B, T, D]` and the new state.
 
         Raises:
-            MetaTTTError: shapes, types or devices that do not fit, and a state that is none of this layer.
+            MetaTTTError: shapes, types or devices that do not fit, a state that is none of this layer, or NaN in `x`
+                (checked on CPU, if `refuse_nan`).
         """
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
             shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -104,6 +107,8 @@ class Mixer(nn.Module, ABC):
             check_flags(x, mask, reset)
             packing = pack(mask, reset)
             x = x if packing is None else packing.sort(x)
+        if self.refuse_nan:
+            check_finite(x)
         if state is not None:
             self._check_state(x, state)
         if packing is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.layer import TTTLayer
+from metattt.mixers.base import Mixer
 from metattt.registry import register
 from metattt.training.diagnosis import advice, diagnose
 from metattt.training.dump import Batch, Step, add_step, begin_dump, free_name, random_state, whole_weights
@@ -225,7 +226,7 @@ class Divergence(lightning.Callback):
 def refuse_nan(module: nn.Module, refuse: bool) -> None:
     """Whether layers refuse NaN, as they do where nobody looks at the loss, or hand it on."""
     for one in module.modules():
-        if isinstance(one, TTTLayer):
+        if isinstance(one, TTTLayer | Mixer):
             one.refuse_nan = refuse
 
 
