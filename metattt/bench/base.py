@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from metattt.bench.report import Check, Report
 from metattt.errors import MetaTTTError, check_integer
 
 
 class Benchmark(ABC):
-    """Constructors take settings only; `run` does the work and returns what is to be written."""
+    """Constructors take settings only; `run` does the work and returns what is to be written.
+
+    Attributes:
+        output_dir: where the report will be written; a benchmark that lasts keeps what it has finished there, too.
+    """
+
+    output_dir = Path("results")
 
     @abstractmethod
     def run(self, say: Callable[[str], None]) -> Report:

@@ -1,0 +1,312 @@
+"""The settings of `metattt bench gpu`, and the walk through its stages: jobs in processes of their own, results on the
+disk as they come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import metattt
+from metattt.bench.base import Benchmark, check_counts
+from metattt.bench.gpu.ledger import DONE, FILE, Ledger, Line, failed
+from metattt.bench.gpu.plan import CASES, STAGES, Job, Point, Settings, jobs
+from metattt.bench.gpu.problems import DTYPES
+from metattt.bench.gpu.processes import in_words, run
+from metattt.bench.gpu.subjects import OPERATIONS, load
+from metattt.bench.gpu.summary import summarise
+from metattt.bench.gpu.tuned import FILE as TUNED
+from metattt.bench.gpu.tuned import entries
+from metattt.bench.peers import ON_A_GPU, PEERS
+from metattt.bench.report import Report
+from metattt.disk import write_whole
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
+from metattt.locking import FolderLock
+from metattt.registry import register
+
+PACKAGE = Path(metattt.__file__).parent
+MEASURED_BY = ("calls", "decoding", "operations", "others", "problems", "small", "tools")
+MEASURING = ("bench/peers.py", "bench/timing.py", *(f"bench/gpu/{name}.py" for name in MEASURED_BY))
+"""Beside the kernels, the sources that a result depends on."""
+
+
+@register(group="benchmark", name="gpu")
+class GPU(Benchmark):
+    """`ttt_linear`, `ttt_mlp` and their decoding steps on the device at hand: correctness, times, other libraries' times,
+    other launches, and the winners in turn.
+
+    Every operation and every peer runs in a process of its own. Results are written to `gpu/<card>/results.jsonl` as
+    they come; what is there is not measured again, and the report is made from whatever is there.
+
+    Args:
+        stage: `correctness`, `times`, `peers`, `tuning`, `final`; `all`: one after the other; `report`: measures
+            nothing, and makes the report anew.
+        operations: of ours, or `module:object` of a `metattt.bench.gpu.subjects.Subject` with `variants`.
+        peers: names among `metattt.bench.peers.PEERS`; None: all that a GPU has.
+        tokens: B·T of the timed calls.
+        lengths: T of the timed calls.
+        num_heads: H of the timed calls; 32 and 12 are those of the 1b and 125m models.
+        head_dim, mini_batch_size: d and b of the timed calls.
+        dtype: of the operands of the timed calls.
+        decode_batch: sequences that decode one token at a time.
+        programs: B·H of the calls whose launches are tuned, at the first of `num_heads`.
+        rounds: timed calls of each way.
+        limit: seconds for one result, after which its process is killed.
+        budget: seconds of a call; what is left then is left to the next. None: without end.
+        retry: whether to measure again what gave no result in an earlier call.
+        cases: shapes of the correctness suite to take, of its first so many.
+        card: for `stage=report` on another machine: the folder under `gpu`.
+        device: `cuda`; `cpu` under TRITON_INTERPRET=1, to try the benchmark itself.
+    """
+
+    def __init__(
+        self,
+        stage: str = "all",
+        operations: Sequence[str] = OPERATIONS,
+        peers: Sequence[str] | None = None,
+        tokens: int = 32768,
+        lengths: Sequence[int] = (1024, 4096, 8192, 32768),
+        num_heads: Sequence[int] = (32, 12),
+        head_dim: int = 64,
+        mini_batch_size: int = 16,
+        dtype: str = "bfloat16",
+        decode_batch: int = 512,
+        programs: Sequence[int] = (1024, 256, 32),
+        rounds: int = 20,
+        limit: float = 90.0,
+        budget: float | None = 540.0,
+        retry: bool = False,
+        cases: int = len(CASES),
+        card: str | None = None,
+        device: str = "cuda",
+    ):
+        check_choice("benchmark.stage", stage, (*STAGES, "all", "report"))
+        check_choice("benchmark.device", device, ("cuda", "cpu"))
+        check_choice("benchmark.dtype", dtype, DTYPES)
+        if device == "cuda" and stage != "report" and not torch.cuda.is_available():
+            raise MetaTTTError("metattt bench gpu needs a CUDA device, and torch sees none here")
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+            raise MetaTTTError(
+                "benchmark.device=cpu tries the benchmark in Triton's interpreter: set TRITON_INTERPRET=1"
+            )
+        check_counts(tokens=tokens, lengths=lengths, num_heads=num_heads, head_dim=head_dim, rounds=rounds)
+        check_counts(mini_batch_size=mini_batch_size, decode_batch=decode_batch, cases=cases, programs=programs)
+        check_number("benchmark.limit", limit, above=0)
+        if budget is not None:
+            check_number("benchmark.budget", budget, above=0)
+        check_flag("benchmark.retry", retry)
+        for name in peers or ():
+            if ":" not in name:
+                check_choice("benchmark.peers", name, PEERS)
+        for name in operations:
+            if ":" in name:
+                load(name)
+            else:
+                check_choice("benchmark.operations", name, OPERATIONS)
+        if any(tokens % length for length in lengths):
+            raise MetaTTTError(
+                f"benchmark.tokens={tokens} is no multiple of every length of benchmark.lengths={list(lengths)}"
+            )
+        wrong = [n for n in programs if tokens * num_heads[0] % n or n % num_heads[0] or n > tokens * num_heads[0]]
+        if wrong and stage in ("tuning", "all"):
+            raise MetaTTTError(
+                f"benchmark.programs={list(programs)}: {wrong[0]} is not B·{num_heads[0]} heads with B·T = {tokens}"
+            )
+        self.stages = STAGES if stage == "all" else () if stage == "report" else (stage,)
+        self.limit, self.budget, self.retry, self.card = limit, budget, retry, card
+        self.settings = Settings(
+            list(operations), list(ON_A_GPU if peers is None else peers), tokens, list(lengths), list(num_heads), head_dim,
+            mini_batch_size, dtype, decode_batch, list(programs), rounds, cases, device,
+        )  # fmt: skip
+        self._remarks: list[str] = []
+
+    def run(self, say: Callable[[str], None]) -> Report:
+        """As `Benchmark.run`. A signal that ends the process has it write the report first."""
+        card = self._card()
+        folder = self.output_dir / "gpu" / card
+        folder.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger(folder / FILE)
+        if not self.stages:
+            return self._report(ledger, card)
+        with FolderLock(folder, "the benchmark of the GPU"):
+            for line in ledger.begin(facts(self.settings.device)):
+                self._remark(line, say)
+            try:
+                with _terminated_as_interrupted():
+                    self._measure(ledger, say)
+            except (KeyboardInterrupt, SystemExit):
+                self._remark("stopped before the end: the same command goes on from here", say)
+                self._report(ledger, card).write(self.output_dir, "gpu")
+                raise
+            return self._report(ledger, card)
+
+    def _measure(self, ledger: Ledger, say: Callable[[str], None]) -> None:
+        deadline = time.monotonic() + (float("inf") if self.budget is None else self.budget)
+        again = {line["key"] for line in ledger.read()[1] if line["state"] != DONE} if self.retry else set()
+        for stage in self.stages:
+            left = 0
+            for job in jobs(stage, self.settings, ledger.read()[1], say):
+                left += self._take(job, ledger, deadline, again, say)
+            if left:
+                self._remark(
+                    f"{left} results of stage={stage} are left out for time: the same command goes on from here", say
+                )
+            if stage == "tuning":
+                found = entries(ledger.read()[1])
+                write_whole(ledger.file.with_name(TUNED), (json.dumps(found, indent=1) + "\n").encode())
+
+    def _take(self, job: Job, ledger: Ledger, deadline: float, again: set[str], say: Callable[[str], None]) -> int:
+        """Takes the points of a job that have no result, in as many processes as it needs: after one that died, the rest
+        are taken by another. Returns how many are left for want of time."""
+        while True:
+            there = {line["key"]: line for line in ledger.read()[1]}
+            todo = [point for point in job.points if point.key not in there or point.key in again]
+            if not todo:
+                return 0
+            if time.monotonic() >= deadline:
+                return len(todo)
+            say(f"{job.name}: {len(todo)} of {len(job.points)} results to go")
+            size = ledger.size()
+            given = {
+                "file": str(ledger.file),
+                "device": self.settings.device,
+                "points": [one._asdict() for one in todo],
+            }
+            ended = run(CHILD, given, limit=self.limit, deadline=deadline, progress=ledger.size)
+            new = _since(ledger, size)
+            again -= set(new)
+            missing = [point for point in todo if point.key not in new]
+            for key in new:
+                _tell(new[key], say)
+            if not missing:
+                return 0
+            if ended.late == "deadline":
+                return len(missing)
+            line = failed(missing[0]._asdict(), in_words(ended, self.limit), 0.0)
+            ledger.append(line)
+            again.discard(missing[0].key)
+            _tell(line, say)
+
+    def _card(self) -> str:
+        """The folder of the results: the name of the card, as a file may be called."""
+        here = self.settings.device == "cpu" or torch.cuda.is_available()
+        own = slug(card_name(self.settings.device)) if here else None
+        if self.stages:
+            return str(own)
+        known = sorted(file.parent.name for file in (self.output_dir / "gpu").glob(f"*/{FILE}"))
+        chosen = self.card or (own if own in known else known[0] if len(known) == 1 else None)
+        if chosen in known:
+            return str(chosen)
+        raise MetaTTTError(
+            f"benchmark.card={self.card or 'null'}: {self.output_dir / 'gpu'} has results of {', '.join(known) or 'no card'}"
+        )
+
+    def _report(self, ledger: Ledger, card: str) -> Report:
+        known, results, junk = ledger.read()
+        remarks = list(
+            dict.fromkeys(self._remarks + ([f"{junk} lines of {FILE} are damaged or no results"] if junk else []))
+        )
+        if failing := sorted({line["subject"] for line in results if line["kind"] == "check" and not _passed(line)}):
+            remarks.append(f"FAILED their checks: {', '.join(failing)}")
+        return summarise(known, results, remarks, asdict(self.settings), f"gpu/{card}/report")
+
+    def _remark(self, line: str, say: Callable[[str], None]) -> None:
+        self._remarks.append(line)
+        say(line)
+
+
+CHILD = [sys.executable, "-m", "metattt.bench.gpu.child"]
+
+
+def _since(ledger: Ledger, size: int) -> dict[str, Line]:
+    """The results that were added after the file had `size` bytes."""
+    return {line["key"]: line for line in ledger.read(size)[1]}
+
+
+def _tell(line: Line, say: Callable[[str], None]) -> None:
+    words = Point(line["kind"], line["subject"], line["case"]).words
+    if line["state"] != DONE:
+        say(f"  {words}: NO RESULT: {line['reason']}")
+    elif not _passed(line):
+        say(f"  {words}: FAILED")
+    else:
+        say(f"  {words}: {line['seconds']:.1f} s")
+
+
+def _passed(line: Line) -> bool:
+    return line["state"] == DONE and all(part["passed"] for part in line["found"].get("parts", ()))
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM raises `SystemExit` where it would end the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# -- what results depend on --------------------------------------------------------------------------------------------
+
+
+def card_name(device: str) -> str:
+    """The name of the card, or `interpreter`."""
+    if device == "cpu":
+        return "interpreter"
+    try:
+        return torch.cuda.get_device_name()
+    except RuntimeError as error:
+        raise MetaTTTError(f"the CUDA device does not answer: {str(error).splitlines()[0]}") from error
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "card"
+
+
+def facts(device: str) -> dict[str, Any]:
+    """What the results depend on, and what else says where they are from."""
+    import triton
+
+    found: Mapping[str, Any] = {
+        "code": digest(), "card": card_name(device), "torch": torch.__version__, "triton": triton.__version__,
+        "commit": _said("git", "-C", str(PACKAGE), "rev-parse", "--short", "HEAD"), "cuda": torch.version.cuda,
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else None,
+    }  # fmt: skip
+    return dict(found)
+
+
+def digest() -> str:
+    """Of the sources that results depend on: the kernels, and what measures them."""
+    total = hashlib.sha256()
+    for file in sorted([*(PACKAGE / "kernels").rglob("*.py"), *(PACKAGE / name for name in MEASURING)]):
+        total.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes() + b"\0")
+    return total.hexdigest()[:12]
+
+
+def _said(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):  # not installed, no repository, or it does not answer
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
