@@ -18,29 +18,31 @@ class Planted:
     """Every check passes and every time is a millisecond, but for what is planted.
 
     Args:
-        faults: what happens at a kind of measurement, or at one of its cases: `"check 9"` is the check of nine tokens.
+        wrong: checks that find a large error.
+        faults: what happens at a kind of measurement and a length: `check_9`, `time_16_forward`, `time_16_both`.
     """
 
-    def __init__(self, **faults: Callable[[], Any]):
-        self.faults = faults
+    def __init__(self, wrong: tuple[str, ...] = (), **faults: Callable[[], Any]):
+        self.wrong, self.faults = wrong, faults
 
     def variants(self, case: dict[str, Any]) -> dict[str, Any]:
-        return {"slower": None, "faster": None}
+        return {"forward: slower": None, "forward: faster": None}
 
     def measure(self, kind: str, case: dict[str, Any], device: str) -> dict[str, Any]:
+        words = [kind, case.get("length", ""), case.get("pass", "").replace("forward + backward", "both"), case.get("variant", "")]
+        at = "_".join(str(word) for word in words if word).replace(" ", "_")
         with open(os.environ["PLANTED"], "a") as stream:
-            stream.write(f"{kind} {case.get('length', '')} {case.get('variant', '')}\n".replace("  ", " "))
-        fault = self.faults.get(kind.replace(" ", "_")) or self.faults.get(f"{kind}_{case.get('length')}")
-        if fault is not None:
-            fault()
+            stream.write(f"{at} {os.getpid()}\n")
+        self.faults.get(at, lambda: None)()
         if kind in ("check", "decode check"):
-            return {"parts": [{"part": "outputs", "error": 1e-6, "bound": 1e-4, "passed": True}], "kernels": []}
+            error = 1.0 if at in self.wrong else 1e-6
+            part = {"part": "outputs", "error": error, "bound": 1e-4, "passed": error < 1e-4}
+            return {"parts": [part], "kernels": [{"kernel": "planted", "registers": 255, "stack": 0}]}
         if kind == "variant":
-            ratio = 2.0 if case["variant"] == "slower" else 0.5
+            ratio = 2.0 if "slower" in case["variant"] else 0.5
             ratios = {f"times used, {which}": ratio for which in ("least", "median", "most")}
-            return _times(ratio) | {"used, ms, median": 1.0} | ratios
-        if kind == "decode":
-            return _times(0.3) | {"graph, ms, median": 0.2, "state, bytes": 1000}
+            sets = {"TABLE": {case["variant"]: [4, None]}}
+            return _times(ratio) | {"used, ms, median": 1.0, "sets": sets} | ratios
         return _times(1.0)
 
 
@@ -67,8 +69,9 @@ def _wait_for_release() -> None:
 
 
 steady = Planted()
-raising = Planted(check_203=_raise)
-hanging = Planted(time_16=_hang)
-killed = Planted(time_16=_killed)
-leaving = Planted(time_16=_leave)
-waiting = Planted(time_32=_wait_for_release)
+wrong = Planted(wrong=("check_18",))
+raising = Planted(check_18=_raise)
+hanging = Planted(time_16_forward=_hang)
+killed = Planted(time_16_both=_killed)
+leaving = Planted(time_16_both=_leave)
+waiting = Planted(time_32_both=_wait_for_release)

@@ -48,8 +48,11 @@ def _show(console: Console, report: Report) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
     for title, rows in report.tables.items():
-        table = Table(title=title, title_justify="left", caption=None if rows else "(no rows)", caption_justify="left")
-        for column in rows[0] if rows else ():
+        if not rows:
+            console.print(f"{title}: (no rows)")
+            continue
+        table = Table(title=title, title_justify="left")
+        for column in rows[0]:
             table.add_column(column, justify="right" if isinstance(rows[0][column], int | float) else "left")
         for row in rows:
             table.add_row(

@@ -29,7 +29,7 @@ from metattt.bench.gpu.processes import in_words, run
 from metattt.bench.gpu.subjects import OPERATIONS, load
 from metattt.bench.gpu.summary import summarise
 from metattt.bench.gpu.tuned import FILE as TUNED
-from metattt.bench.gpu.tuned import entries
+from metattt.bench.gpu.tuned import entries, tables
 from metattt.bench.peers import ON_A_GPU, PEERS
 from metattt.bench.report import Report
 from metattt.disk import write_whole
@@ -165,8 +165,14 @@ class GPU(Benchmark):
                     f"{left} results of stage={stage} are left out for time: the same command goes on from here", say
                 )
             if stage == "tuning":
-                found = entries(ledger.read()[1])
-                write_whole(ledger.file.with_name(TUNED), (json.dumps(found, indent=1) + "\n").encode())
+                self._write_tuned(ledger)
+
+    def _write_tuned(self, ledger: Ledger) -> None:
+        """The best launches, and the tables of the kernels with them."""
+        known, results, _ = ledger.read()
+        best = entries(results)
+        content = {"facts": known, "launches": best, "tables": tables(best)}
+        write_whole(ledger.file.with_name(TUNED), (json.dumps(content, indent=1) + "\n").encode())
 
     def _take(self, job: Job, ledger: Ledger, deadline: float, again: set[str], say: Callable[[str], None]) -> int:
         """Takes the points of a job that have no result, in as many processes as it needs: after one that died, the rest

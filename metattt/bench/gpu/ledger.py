@@ -53,7 +53,7 @@ class Ledger:
         with self.file.open("rb") as stream:
             stream.seek(start)
             while raw := stream.readline(LONGEST):
-                line = _object(raw) if raw.endswith(b"\n") else None
+                line = _object(raw)  # of a torn line there is none: its last brace is missing
                 if line is not None and isinstance(line.get("facts"), dict):
                     facts = facts or line["facts"]
                 elif line is not None and _is_result(line):

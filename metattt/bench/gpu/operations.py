@@ -56,11 +56,16 @@ class Operation:
     def variants(self, case: Case) -> dict[str, Callable[[], Callable[[], None]]]:
         """Changes of the launch for a timed case, by name: each makes the change, and returns what takes it back.
 
-        `tuning.variants` of the operation is given what it names of: `width`, `size`, `dtype`, `heads`, `length`, and
-        `programs`, sequences times heads.
+        `tuning.variants` of the operation is given what it names of: `width`, `size`, `dtype`, `heads`, `length`,
+        `programs` (sequences times heads), and `per_sm` (of those for each multiprocessor, rounded down, at most 4).
         """
         offered = {name: case[name] for name in ("width", "size", "heads", "length")}
-        offered |= {"dtype": DTYPES[case["dtype"]], "programs": case["tokens"] // case["length"] * case["heads"]}
+        programs = case["tokens"] // case["length"] * case["heads"]
+        offered |= {
+            "dtype": DTYPES[case["dtype"]],
+            "programs": programs,
+            "per_sm": min(programs // multiprocessors(), 4),
+        }
         function = self.module("tuning").variants
         named = inspect.signature(function).parameters
         return dict(function(**{name: value for name, value in offered.items() if name in named}))
@@ -150,15 +155,49 @@ class Operation:
 
     def variant(self, case: Case, device: str) -> dict[str, Any]:
         """Another launch and the one that is used, in turn."""
-        used = self.way(case, device)
-        changed = under(self.variants(case)[case["variant"]], used)
+        used, change = self.way(case, device), self.variants(case)[case["variant"]]
+        changed = under(change, used)
         took = on_device({"used": used, "changed": changed}, case["rounds"], device)
         ratio = ratios(took["changed"].device, took["used"].device)
         return {
+            "sets": what_it_sets(self.module("tuning"), change),
             **in_milliseconds(took["changed"]),
             "used, ms, median": 1000 * statistics.median(took["used"].device),
             **{f"times used, {key}": value for key, value in ratio._asdict().items()},
         }
+
+
+def multiprocessors() -> int:
+    """Of the device; elsewhere than on a GPU those of an H100."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
+
+
+def what_it_sets(module: ModuleType, change: Callable[[], Callable[[], None]]) -> dict[str, Any]:
+    """The entries of a module's tables, and its constants, that a change gives other values, as JSON can hold them."""
+    before = _tables(module)
+    undo = change()
+    try:
+        after = _tables(module)
+    finally:
+        undo()
+    return {
+        name: {key: value[key] for key in value if key not in before[name] or before[name][key] != value[key]}
+        if isinstance(value, dict)
+        else value
+        for name, value in after.items()
+        if before[name] != value
+    }
+
+
+def _tables(module: ModuleType) -> dict[str, Any]:
+    """Copies; the keys of dictionaries are texts."""
+    return {
+        name: {key if isinstance(key, str) else " ".join(map(str, key if isinstance(key, tuple) else (key,))): one
+               for key, one in value.items()}
+        if isinstance(value, dict) else value
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, dict | int | float | str)
+    }  # fmt: skip
 
 
 def passed(part: str, error: float, bound: float) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class InTurn:
         for name in (*case["operations"], *case["peers"]):
             try:
                 way = load(name).way(case, device)
-                if variant := case["launches"].get(name):
+                for variant in case["launches"].get(name, ()):
                     way = under(load(name).variants(case)[variant], way)
                 way()
                 ways[name] = way

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from metattt.bench.gpu.ledger import DONE, Line, key
 from metattt.bench.gpu.subjects import CEILINGS, IN_TURN, NCU, SANITIZER, load
-from metattt.bench.gpu.tuned import winner
+from metattt.bench.gpu.tuned import winners
 
 STAGES = ("correctness", "times", "peers", "tuning", "final")
 CHECK, DECODE_CHECK, TIME, DECODE, VARIANT, TOOL = "check", "decode check", "time", "decode", "variant", "tool"
@@ -194,7 +194,7 @@ def _final(settings: Settings, results: Sequence[Line]) -> Iterator[Job]:
     for heads, length in settings.shapes:
         case = settings.case(heads, length)
         launches = {
-            operation: winner(results, operation, case, heads * settings.tokens // length)
+            operation: winners(results, operation, case, heads * settings.tokens // length)
             for operation in settings.operations
         }
         ways = {"operations": settings.operations, "peers": _best(settings, results, case), "launches": launches}

@@ -171,7 +171,7 @@ def _in_turn(found: Sequence[Line]) -> list[Row]:
         case = line["case"]
         for name, took in line["found"].get("ways", {}).items():
             row: Row = {"operation": name, "H": case.get("heads"), "T": case.get("length"), "turn": case.get("turn")}
-            row["launch"] = case.get("launches", {}).get(name) or "as used"
+            row["launch"] = "; ".join(case.get("launches", {}).get(name, ())) or "as used"
             row |= {f"ms, {key}": took.get(f"ms, {key}") for key in ("least", "median", "most")}
             for one in ours:
                 row |= {f"times {one}, {key}": took.get(f"times {one}, {key}") for key in ("least", "median", "most")}
@@ -245,11 +245,9 @@ def _words(case: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in case.items())
 
 
-def _flat(row: Mapping[str, Any]) -> Row:
-    return {
-        name: " to ".join(f"{x:.2f}" for x in value) if isinstance(value, list) else value
-        for name, value in row.items()
-    }
+def _flat(entry: Mapping[str, Any]) -> Row:
+    row = {name: value for name, value in entry.items() if name != "sets"}
+    return row | {"times used": " to ".join(f"{x:.2f}" for x in entry["times used"])}
 
 
 def _numbers(found: Mapping[str, Any]) -> Row:
