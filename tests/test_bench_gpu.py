@@ -48,7 +48,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def words(folder: Path, stage: str, *names: str, **settings: Any) -> list[str]:
     """The command line: operations in the stages `correctness` and `tuning`, peers in `peers`."""
     subjects = json.dumps([f"{PLANTED}:{name}" for name in names])
-    given = {"tokens": 64, "lengths": [16, 32], "num_heads": [2], "programs": [4], "device": "cpu", "stage": stage}
+    given = {"tokens": 64, "lengths": [16, 32], "num_heads": [2], "programs": [4], "device": "cpu", "stage": stage, "parallel": 1}
     given |= {"peers" if stage == "peers" else "operations": subjects, "limit": 60} | settings
     return ["bench", "gpu", *(f"benchmark.{name}={value}" for name, value in given.items()), f"output_dir={folder}"]
 
@@ -86,7 +86,7 @@ TIMES = ["time_16_both", "time_16_forward", "time_32_both", "time_32_forward"]
 def test_a_check_that_raises_is_a_result_and_times_go_on_beside_it(tmp_path: Path) -> None:
     shape = {"head_dim": 32, "mini_batch_size": 16, "dtype": "float32"}  # that of the check that fails: it comes first
     report = bench(tmp_path, "correctness", "raising", "wrong", **shape)
-    assert called(tmp_path) == ["check_18", "decode_check", "check_9"] * 2
+    assert called(tmp_path) == ["check_18", "decode_check"] * 2 + ["check_9"] * 2
     assert reasons(tmp_path) == ["RuntimeError: the planted check"]
     rows = {(row["operation"], row["case"][:9]): row["passed"] for row in report["tables"]["Correctness"]}
     assert rows[f"{PLANTED}:wrong", "length=18"] == "NO" and rows[f"{PLANTED}:raising", "length=9 "] == "yes"
@@ -130,6 +130,14 @@ def test_a_peer_that_does_not_import(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is no operation" in capsys.readouterr().err
 
 
+def test_checks_at_once(tmp_path: Path) -> None:
+    """Each process has its own clock: one that hangs is not kept alive by what the others finish."""
+    report = bench(tmp_path, "correctness", "late", "steady", "raising", limit=4, parallel=3)
+    assert sorted(called(tmp_path)) == sorted(["check_18", "check_9", "decode_check"] * 3)
+    assert sorted(reasons(tmp_path)) == ["RuntimeError: the planted check", "past its limit of 4 s"]
+    assert len(report["tables"]["Correctness"]) == 7
+
+
 # -- parents that are stopped ------------------------------------------------------------------------------------------
 
 
@@ -145,16 +153,23 @@ def _in_a_process(arguments: list[str]) -> None:
 
 
 @pytest.fixture
-def at_work(tmp_path: Path) -> Iterator[Any]:
-    """A benchmark that has finished two results, and is at its third."""
+def at_work(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts a benchmark, and returns it when it is at a point that waits."""
     (tmp_path / "planted.wait").touch()
-    process = FORK.Process(target=_in_a_process, args=(words(tmp_path, "peers", "waiting"),))
-    process.start()
-    planted = tmp_path / "planted"
-    until(lambda: planted.exists() and "time_32_both" in planted.read_text())
-    yield process
-    process.kill()
-    process.join()
+    started = []
+
+    def start(at: str, *arguments: Any, **settings: Any) -> Any:
+        process = FORK.Process(target=_in_a_process, args=(words(tmp_path, *arguments, **settings),))
+        process.start()
+        started.append(process)
+        planted = tmp_path / "planted"
+        until(lambda: planted.exists() and at in planted.read_text())
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
 
 
 def _is_there(process: int) -> bool:
@@ -166,10 +181,11 @@ def _is_there(process: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_benchmark_that_is_stopped_goes_on_where_it_was(tmp_path: Path, at_work: Any, number: signal.Signals) -> None:
+    working = at_work("time_32_both", "peers", "waiting")
     measuring = int((tmp_path / "planted").read_text().split()[-1])
-    os.kill(at_work.pid, number)
-    at_work.join(30)
-    assert at_work.exitcode == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    os.kill(working.pid, number)
+    working.join(30)
+    assert working.exitcode == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
     until(lambda: not _is_there(measuring), 10)  # no orphan is left on the card
     assert called(tmp_path) == TIMES[:3] and len(results(tmp_path)) == 2
     report = tmp_path / "gpu" / "interpreter" / "report.json"
@@ -185,6 +201,18 @@ def test_a_benchmark_that_is_stopped_goes_on_where_it_was(tmp_path: Path, at_wor
     bench(tmp_path, "peers", "waiting")
     assert called(tmp_path) == TIMES[2:] and len(results(tmp_path)) == 4
     assert {key: results(tmp_path)[key] for key in done} == done
+
+
+def test_a_benchmark_that_checks_at_once_is_stopped(tmp_path: Path, at_work: Any) -> None:
+    working = at_work("decode_check", "correctness", "waiting", "waiting_too", parallel=2)
+    until(lambda: (tmp_path / "planted").read_text().count("decode_check") == 2)
+    measuring = [int(line.split()[1]) for line in (tmp_path / "planted").read_text().splitlines()]
+    os.kill(working.pid, signal.SIGTERM)
+    working.join(30)
+    assert working.exitcode == 143 and reasons(tmp_path) == []
+    until(lambda: not any(map(_is_there, measuring)), 10)
+    assert "check_9" not in called(tmp_path)  # what had not begun did not begin
+    assert (tmp_path / "gpu" / "interpreter" / "report.json").exists()
 
 
 def test_one_benchmark_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

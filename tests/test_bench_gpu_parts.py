@@ -42,12 +42,15 @@ def test_what_the_stages_measure() -> None:
     assert len({point.key for point in checks}) == len(checks)
     timed = [point.case for point in checks if point.subject == "ttt_mlp" and point.kind == plan.CHECK]
     assert len(timed) == len(plan.CASES) and all((case["width"], case["size"]) == (64, 16) for case in timed[:4])
+    assert all(point.case["size"] == 16 and point.case["width"] == 64 for point in checks[:20])
     tooled = [(point.subject, point.case["operation"], point.case.get("tool")) for point in checks if point.kind == plan.TOOL]
     assert tooled == [
         (name, operation, tool)
         for operation in SETTINGS.operations
-        for name, tool in (("compute-sanitizer", "memcheck"), ("compute-sanitizer", "racecheck"), ("ncu", None))
-    ]
+        for name, tool in (("compute-sanitizer", "memcheck"), ("compute-sanitizer", "racecheck"))
+    ] + [("ncu", operation, None) for operation in SETTINGS.operations]
+    alone = {job.alone for job in jobs("correctness", SETTINGS, [], print) if not job.name.startswith("stall reasons")}
+    assert alone == {False} and all(job.alone for job in jobs("times", SETTINGS, [], print))
     assert [len(job.points) for job in jobs("times", SETTINGS, [], print)] == [1, 10, 10]
     assert [job.name for job in jobs("peers", SETTINGS, [], print)] == [f"times of {name}" for name in peers.ON_A_GPU]
     lengths = {(point.subject, point.case["length"]) for point in points("tuning")}

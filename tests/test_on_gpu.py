@@ -107,7 +107,7 @@ def test_what_it_does_not_take_it_refuses(name: str) -> None:
 
 
 SMALL = {"tokens": 16, "lengths": "[16]", "num_heads": "[1]", "head_dim": 32, "dtype": "float32", "decode_batch": 3}
-SMALL |= {"rounds": 1, "device": "cpu", "programs": "[1]", "cases": 1, "budget": "null"}
+SMALL |= {"rounds": 1, "device": "cpu", "programs": "[1]", "cases": 1, "parallel": 1}
 
 
 @pytest.fixture

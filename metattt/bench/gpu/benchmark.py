@@ -13,14 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import metattt
 from metattt.bench.base import Benchmark, check_counts
 from metattt.bench.gpu.ledger import DONE, FILE, Ledger, Line, failed
 from metattt.bench.gpu.plan import CASES, STAGES, Job, Point, Settings, jobs
@@ -33,11 +35,11 @@ from metattt.bench.gpu.tuned import entries, tables
 from metattt.bench.peers import ON_A_GPU, PEERS
 from metattt.bench.report import Report
 from metattt.disk import write_whole
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.locking import FolderLock
 from metattt.registry import register
 
-PACKAGE = Path(metattt.__file__).parent
+PACKAGE = Path(__file__).resolve().parents[2]
 MEASURED_BY = ("calls", "decoding", "operations", "others", "problems", "small", "tools")
 MEASURING = ("bench/peers.py", "bench/timing.py", *(f"bench/gpu/{name}.py" for name in MEASURED_BY))
 """Beside the kernels, the sources that a result depends on."""
@@ -66,6 +68,7 @@ class GPU(Benchmark):
         rounds: timed calls of each way.
         limit: seconds for one result, after which its process is killed.
         budget: seconds of a call; what is left then is left to the next. None: without end.
+        parallel: processes that check at once; what is timed is timed alone.
         retry: whether to measure again what gave no result in an earlier call.
         cases: shapes of the correctness suite to take, of its first so many.
         card: for `stage=report` on another machine: the folder under `gpu`.
@@ -86,8 +89,9 @@ class GPU(Benchmark):
         decode_batch: int = 512,
         programs: Sequence[int] = (1024, 256, 32),
         rounds: int = 20,
-        limit: float = 90.0,
+        limit: float = 120.0,
         budget: float | None = 540.0,
+        parallel: int = 8,
         retry: bool = False,
         cases: int = len(CASES),
         card: str | None = None,
@@ -107,6 +111,7 @@ class GPU(Benchmark):
         check_number("benchmark.limit", limit, above=0)
         if budget is not None:
             check_number("benchmark.budget", budget, above=0)
+        check_integer("benchmark.parallel", parallel, most=256)
         check_flag("benchmark.retry", retry)
         for name in peers or ():
             if ":" not in name:
@@ -126,12 +131,13 @@ class GPU(Benchmark):
                 f"benchmark.programs={list(programs)}: {wrong[0]} is not B·{num_heads[0]} heads with B·T = {tokens}"
             )
         self.stages = STAGES if stage == "all" else () if stage == "report" else (stage,)
-        self.limit, self.budget, self.retry, self.card = limit, budget, retry, card
+        self.limit, self.budget, self.parallel, self.retry, self.card = limit, budget, parallel, retry, card
         self.settings = Settings(
             list(operations), list(ON_A_GPU if peers is None else peers), tokens, list(lengths), list(num_heads), head_dim,
             mini_batch_size, dtype, decode_batch, list(programs), rounds, cases, device,
         )  # fmt: skip
         self._remarks: list[str] = []
+        self._stopped = threading.Event()
 
     def run(self, say: Callable[[str], None]) -> Report:
         """As `Benchmark.run`. A signal that ends the process has it write the report first."""
@@ -158,14 +164,27 @@ class GPU(Benchmark):
         again = {line["key"] for line in ledger.read()[1] if line["state"] != DONE} if self.retry else set()
         for stage in self.stages:
             left = 0
-            for job in jobs(stage, self.settings, ledger.read()[1], say):
-                left += self._take(job, ledger, deadline, again, say)
+            for alone, group in groupby(jobs(stage, self.settings, ledger.read()[1], say), lambda job: job.alone):
+                takes = [partial(self._take, job, ledger, deadline, again, say) for job in group]
+                left += sum(take() for take in takes) if alone else sum(self._at_once(takes))
             if left:
                 self._remark(
                     f"{left} results of stage={stage} are left out for time: the same command goes on from here", say
                 )
             if stage == "tuning":
                 self._write_tuned(ledger)
+
+    def _at_once(self, takes: Sequence[Callable[[], int]]) -> list[int]:
+        """All of them, `parallel` at a time, each process waited for by a thread."""
+        if self.parallel == 1:
+            return [take() for take in takes]
+        with ThreadPoolExecutor(self.parallel) as pool:
+            try:
+                return [future.result() for future in [pool.submit(take) for take in takes]]
+            finally:  # after a signal the processes end, and what has not begun does not begin
+                self._stopped.set()
+                pool.shutdown(cancel_futures=True)
+                self._stopped.clear()
 
     def _write_tuned(self, ledger: Ledger) -> None:
         """The best launches, and the tables of the kernels with them."""
@@ -185,18 +204,20 @@ class GPU(Benchmark):
             if time.monotonic() >= deadline:
                 return len(todo)
             say(f"{job.name}: {len(todo)} of {len(job.points)} results to go")
-            size = ledger.size()
+            new = _New(ledger, todo)
             given = {
                 "file": str(ledger.file),
                 "device": self.settings.device,
                 "points": [one._asdict() for one in todo],
             }
-            ended = run(CHILD, given, limit=self.limit, deadline=deadline, progress=ledger.size)
-            new = _since(ledger, size)
-            again -= set(new)
-            missing = [point for point in todo if point.key not in new]
-            for key in new:
-                _tell(new[key], say)
+            ended = run(
+                CHILD, given, limit=self.limit, deadline=deadline, progress=new.count, stopped=self._stopped.is_set
+            )
+            new.count()
+            again -= set(new.lines)
+            missing = [point for point in todo if point.key not in new.lines]
+            for line in new.lines.values():
+                _tell(line, say)
             if not missing:
                 return 0
             if ended.late == "deadline":
@@ -237,9 +258,21 @@ class GPU(Benchmark):
 CHILD = [sys.executable, "-m", "metattt.bench.gpu.child"]
 
 
-def _since(ledger: Ledger, size: int) -> dict[str, Line]:
-    """The results that were added after the file had `size` bytes."""
-    return {line["key"]: line for line in ledger.read(size)[1]}
+class _New:
+    """The results of some points that are added to the file from now on."""
+
+    def __init__(self, ledger: Ledger, points: Sequence[Point]):
+        self.ledger, self.keys, self.at = ledger, {point.key for point in points}, ledger.size()
+        self.lines: dict[str, Line] = {}
+        self._seen = self.at
+
+    def count(self) -> int:
+        """How many there are."""
+        size = self.ledger.size()
+        if size != self._seen:
+            self._seen = size
+            self.lines = {line["key"]: line for line in self.ledger.read(self.at)[1] if line["key"] in self.keys}
+        return len(self.lines)
 
 
 def _tell(line: Line, say: Callable[[str], None]) -> None:

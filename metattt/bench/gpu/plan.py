@@ -41,10 +41,17 @@ class Point(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Points that one process takes in turn."""
+    """Points that one process takes in turn.
+
+    Attributes:
+        name: for people.
+        points: in order.
+        alone: whether nothing else may run beside it: it is timed.
+    """
 
     name: str
     points: list[Point]
+    alone: bool = True
 
 
 class Case(NamedTuple):
@@ -122,27 +129,33 @@ def jobs(stage: str, settings: Settings, results: Sequence[Line], say: Callable[
 
 
 def _correctness(settings: Settings) -> Iterator[Job]:
-    """The shape that is timed first; then what else compiles kernels of its own; then the tools."""
+    """The shape that is timed first; then the tools; then every other shape by itself: what takes time is to compile its
+    kernels, which many processes do at once."""
     timed = (settings.head_dim, settings.mini_batch_size, settings.dtype)
-    suite = CASES if settings.device == "cuda" else INTERPRETED
-    cases = sorted(suite[: settings.cases], key=lambda case: (case.width, case.size, case.dtype) != timed)
+    suite = (CASES if settings.device == "cuda" else INTERPRETED)[: settings.cases]
+    first = [case for case in suite if (case.width, case.size, case.dtype) == timed]
+    token: dict[str, Any] = {"batch": 5, "heads": 3, "width": settings.head_dim, "size": settings.mini_batch_size}
     for operation in settings.operations:
-        token: dict[str, Any] = {"batch": 5, "heads": 3, "width": settings.head_dim, "size": settings.mini_batch_size}
-        points = [Point(CHECK, operation, case._asdict()) for case in cases]
-        first = sum((case.width, case.size, case.dtype) == timed for case in cases)
-        points.insert(first, Point(DECODE_CHECK, operation, token))
-        yield Job(f"correctness of {operation}", points)
+        points = [Point(CHECK, operation, case._asdict()) for case in first]
+        yield Job(f"correctness of {operation}", [*points, Point(DECODE_CHECK, operation, token)], alone=False)
     if settings.device == "cuda":
-        small: dict[str, Any] = {
-            "length": 9,
-            "width": settings.head_dim,
-            "size": settings.mini_batch_size,
-            "dtype": settings.dtype,
-        }
-        for operation in settings.operations:
-            found = [Point(TOOL, SANITIZER, {"tool": tool, "operation": operation, **small}) for tool in SANITIZERS]
-            stalls = Point(TOOL, NCU, {"operation": operation, **small, "length": 512})
-            yield from (Job(f"{point.subject} of {operation}", [point]) for point in (*found, stalls))
+        yield from _tools(settings)
+    for operation in settings.operations:
+        for case in suite:
+            if case not in first:
+                point = Point(CHECK, operation, case._asdict())
+                yield Job(f"correctness of {operation} at d {case.width}, b {case.size}", [point], alone=False)
+
+
+def _tools(settings: Settings) -> Iterator[Job]:
+    small: dict[str, Any] = {"length": 9, "width": settings.head_dim, "size": settings.mini_batch_size}
+    small["dtype"] = settings.dtype
+    for operation in settings.operations:
+        for tool in SANITIZERS:
+            point = Point(TOOL, SANITIZER, {"tool": tool, "operation": operation, **small})
+            yield Job(f"{tool} of {operation}", [point], alone=False)
+    for operation in settings.operations:
+        yield Job(f"stall reasons of {operation}", [Point(TOOL, NCU, {"operation": operation, **small, "length": 512})])
 
 
 SANITIZERS = ("memcheck", "racecheck")

@@ -47,6 +47,7 @@ def run(
     limit: float,
     deadline: float = float("inf"),
     progress: Callable[[], object] = lambda: None,
+    stopped: Callable[[], bool] = lambda: False,
     environment: Mapping[str, str] | None = None,
     keep: int = TAIL,
 ) -> Ended:
@@ -58,6 +59,7 @@ def run(
         limit: seconds that may pass without `progress` returning something new.
         deadline: of `time.monotonic()`, for the whole.
         progress: asked again and again.
+        stopped: likewise; once it says so, the process ends as at its deadline.
         environment: variables beside ours.
         keep: characters of the output, of its end.
     """
@@ -81,7 +83,7 @@ def run(
                 now, at = progress(), time.monotonic()
                 if now != seen:
                     seen, since = now, at
-                late = "deadline" if at > deadline else "limit" if at - since > limit else None
+                late = "deadline" if at > deadline or stopped() else "limit" if at - since > limit else None
         finally:
             _kill(process)
         return Ended(process.returncode, late, _tail(output, keep))
