@@ -25,7 +25,7 @@ from metattt.bench.timing import on_device
 
 SETTINGS = Settings(
     ["ttt_linear", "ttt_mlp"], list(peers.ON_A_GPU), 32768, [1024, 32768], [32, 12], 64, 16, "bfloat16", 512, [1024, 32], 20,
-    99, "cuda",
+    None, "cuda",
 )  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def test_what_the_stages_measure() -> None:
         (name, operation, tool)
         for operation in SETTINGS.operations
         for name, tool in (("compute-sanitizer", "memcheck"), ("compute-sanitizer", "racecheck"))
+        for _ in ("short", "long")
     ] + [("ncu", operation, None) for operation in SETTINGS.operations]
     alone = {job.alone for job in jobs("correctness", SETTINGS, [], print) if not job.name.startswith("stall reasons")}
     assert alone == {False} and all(job.alone for job in jobs("times", SETTINGS, [], print))

@@ -46,7 +46,7 @@ def bench(cfg: DictConfig) -> None:
 
 def _show(console: Console, report: Report) -> None:
     if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+        console = Console(highlight=False, width=300)  # a log may be wide; a cell that is cut says nothing
     for title, rows in report.tables.items():
         if not rows:
             console.print(f"{title}: (no rows)")

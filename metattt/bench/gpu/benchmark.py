@@ -4,6 +4,7 @@ disk as they come."""
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -25,7 +26,7 @@ import torch
 
 from metattt.bench.base import Benchmark, check_counts
 from metattt.bench.gpu.ledger import DONE, FILE, Ledger, Line, failed
-from metattt.bench.gpu.plan import CASES, STAGES, Job, Point, Settings, jobs
+from metattt.bench.gpu.plan import STAGES, Job, Point, Settings, jobs
 from metattt.bench.gpu.problems import DTYPES
 from metattt.bench.gpu.processes import in_words, run
 from metattt.bench.gpu.subjects import OPERATIONS, load
@@ -70,7 +71,7 @@ class GPU(Benchmark):
         budget: seconds of a call; what is left then is left to the next. None: without end.
         parallel: processes that check at once; what is timed is timed alone.
         retry: whether to measure again what gave no result in an earlier call.
-        cases: shapes of the correctness suite to take, of its first so many.
+        cases: shapes of the correctness suite to take, of its first so many; None: all.
         card: for `stage=report` on another machine: the folder under `gpu`.
         device: `cuda`; `cpu` under TRITON_INTERPRET=1, to try the benchmark itself.
     """
@@ -93,7 +94,7 @@ class GPU(Benchmark):
         budget: float | None = 540.0,
         parallel: int = 8,
         retry: bool = False,
-        cases: int = len(CASES),
+        cases: int | None = None,
         card: str | None = None,
         device: str = "cuda",
     ):
@@ -107,7 +108,8 @@ class GPU(Benchmark):
                 "benchmark.device=cpu tries the benchmark in Triton's interpreter: set TRITON_INTERPRET=1"
             )
         check_counts(tokens=tokens, lengths=lengths, num_heads=num_heads, head_dim=head_dim, rounds=rounds)
-        check_counts(mini_batch_size=mini_batch_size, decode_batch=decode_batch, cases=cases, programs=programs)
+        check_counts(mini_batch_size=mini_batch_size, decode_batch=decode_batch, programs=programs)
+        check_counts(**({} if cases is None else {"cases": cases}))
         check_number("benchmark.limit", limit, above=0)
         if budget is not None:
             check_number("benchmark.budget", budget, above=0)
@@ -203,6 +205,12 @@ class GPU(Benchmark):
                 return 0
             if time.monotonic() >= deadline:
                 return len(todo)
+            if (absent := _absent(job)) is not None:
+                for point in todo:
+                    ledger.append(failed(point._asdict(), absent, 0.0))
+                again -= {point.key for point in todo}
+                say(f"{job.name}: NO RESULT: {absent}")
+                return 0
             say(f"{job.name}: {len(todo)} of {len(job.points)} results to go")
             new = _New(ledger, todo)
             given = {
@@ -256,6 +264,12 @@ class GPU(Benchmark):
 
 
 CHILD = [sys.executable, "-m", "metattt.bench.gpu.child"]
+
+
+def _absent(job: Job) -> str | None:
+    """Why no process need be started for a job; None: it must."""
+    installed = importlib.util.find_spec("fla") is not None if job.points[0].subject.startswith("fla ") else True
+    return None if installed else "flash-linear-attention is not installed"
 
 
 class _New:

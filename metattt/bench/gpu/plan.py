@@ -36,8 +36,14 @@ class Point(NamedTuple):
     @property
     def words(self) -> str:
         """For people."""
-        case = ", ".join(f"{k} {v}" for k, v in self.case.items() if v not in (None, [], {}, False))
+        case = ", ".join(
+            f"{name} {value}" for name, value in self.case.items() if name in SHOWN and value not in (None, False)
+        )
         return f"{self.kind} of {self.subject}{': ' + case if case else ''}"
+
+
+SHOWN = ("turn", "variant", "tool", "operation", "pass", "batch", "heads", "length", "width", "size", "packed")
+"""What a line of progress says of a case."""
 
 
 class Job(NamedTuple):
@@ -101,7 +107,7 @@ class Settings:
     decode_batch: int
     programs: list[int]
     rounds: int
-    cases: int
+    cases: int | None
     device: str
 
     def case(self, heads: int, length: int) -> dict[str, Any]:
@@ -148,14 +154,16 @@ def _correctness(settings: Settings) -> Iterator[Job]:
 
 
 def _tools(settings: Settings) -> Iterator[Job]:
-    small: dict[str, Any] = {"length": 9, "width": settings.head_dim, "size": settings.mini_batch_size}
-    small["dtype"] = settings.dtype
+    small = {"width": settings.head_dim, "size": settings.mini_batch_size, "dtype": settings.dtype}
+    short, long = 9, 33 * settings.mini_batch_size + 1  # long sequences of few heads may have kernels of their own
     for operation in settings.operations:
         for tool in SANITIZERS:
-            point = Point(TOOL, SANITIZER, {"tool": tool, "operation": operation, **small})
-            yield Job(f"{tool} of {operation}", [point], alone=False)
+            for length in (short, long):
+                case = {"tool": tool, "operation": operation, "length": length, **small}
+                yield Job(f"{tool} of {operation}, T = {length}", [Point(TOOL, SANITIZER, case)], alone=False)
     for operation in settings.operations:
-        yield Job(f"stall reasons of {operation}", [Point(TOOL, NCU, {"operation": operation, **small, "length": 512})])
+        case = {"operation": operation, "length": long, **small}
+        yield Job(f"stall reasons of {operation}", [Point(TOOL, NCU, case)])
 
 
 SANITIZERS = ("memcheck", "racecheck")

@@ -8,7 +8,7 @@ from typing import Any
 from metattt.bench.gpu.ledger import DONE, FAILED, Line
 from metattt.bench.gpu.subjects import CEILINGS, IN_TURN
 from metattt.bench.gpu.tuned import entries
-from metattt.bench.report import Check, Panel, Report, Row
+from metattt.bench.report import Panel, Report, Row
 
 SHAPE = ("width", "size", "dtype")
 
@@ -38,11 +38,7 @@ def summarise(
         "Launches": _launches(found),
         "Best launches": [_flat(entry) for entry in entries(found)],
         "Kernels": _kernels(found),
-        "Not measured": [
-            {"kind": line["kind"], "subject": line["subject"], "case": _words(line["case"]), "reason": line["reason"]}
-            for line in results
-            if line["state"] == FAILED
-        ],
+        "Not measured": _failures(results),
     }
     tables = {title: rows for title, rows in tables.items() if rows}
     card = str(facts.get("card", "an unknown card"))
@@ -50,16 +46,8 @@ def summarise(
     text = [f"{card}: {known}. {len(found)} results; {len(results) - len(found)} points gave none."]
     text += [f"{line}." for line in remarks]
     text += ["", LEGEND]
-    passed = [
-        Check(f"{line['subject']}, {_words(line['case'])}, {part['part']}", float(part["error"]), float(part["bound"]))
-        for line in _of(found, "check", "decode check")
-        for part in line["found"].get("parts", ())
-        if part["passed"]
-    ]
     environment = dict(facts)
-    return Report(
-        f"Triton kernels on {card}", "\n".join(text), tables, passed, settings, _panels(found), file, environment
-    )
+    return Report(f"Triton kernels on {card}", "\n".join(text), tables, [], settings, _panels(found), file, environment)
 
 
 LEGEND = (
@@ -69,6 +57,19 @@ LEGEND = (
     "addition. `check` says whether the same operation passed its checks at the same d, b and type of operands; times beside a check that "
     "failed are times of something else."
 )
+
+
+def _failures(results: Sequence[Line]) -> list[Row]:
+    """What gave no result, once for each reason."""
+    alike: dict[tuple[str, str, str], list[Line]] = {}
+    for line in results:
+        if line["state"] == FAILED:
+            alike.setdefault((line["kind"], line["subject"], line["reason"]), []).append(line)
+    return [
+        {"kind": kind, "subject": subject, "reason": reason, "results": len(lines),
+         "case": _words(lines[0]["case"]) + (", and others" if len(lines) > 1 else "")}
+        for (kind, subject, reason), lines in alike.items()
+    ]  # fmt: skip
 
 
 def _of(results: Sequence[Line], *kinds: str) -> list[Line]:
