@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -156,6 +157,16 @@ def test_stall_reasons() -> None:
     ]  # fmt: skip
 
 
+def test_which_kernels_are_looked_at() -> None:
+    for operation in ("ttt_linear", "ttt_mlp"):
+        names = tools.kernel_names(operation)
+        assert {"forward_kernel", "backward_kernel", "decode_kernel"} <= set(names)
+        options = tools.ncu.options({"operation": operation})
+        pattern = next(word for word in options if word.startswith("regex:")).removeprefix("regex:")
+        assert all(re.search(pattern, name) for name in names) and not re.search(pattern, "vectorized_elementwise_kernel")
+        assert options[options.index("--clock-control") + 1] == "none"
+
+
 def test_what_the_sanitizer_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
     assert tools.sanitizer.read(Ended(0, None, clean)) == {"outcome": "ERROR SUMMARY: 0 errors", "ran": True, "passed": True}
@@ -186,9 +197,11 @@ def test_registers_of_the_kernels_that_were_launched(monkeypatch: pytest.MonkeyP
 
     kernels = {"a": compiled(255, 17), "b": compiled(255, 17), "c": compiled(255, 18), "not loaded": compiled(None, 1)}
     module = ModuleType("planted_package.forward")
-    module.kernel = module.again = SimpleNamespace(device_caches={0: (kernels, {})})  # type: ignore[attr-defined]
+    module.kernel = module.again = SimpleNamespace(  # type: ignore[attr-defined]
+        device_caches={0: (kernels, {})}, __module__="planted_package.forward"
+    )
     monkeypatch.setitem(sys.modules, "planted_package.forward", module)
-    row = {"kernel": "forward_kernel", "warps": 4, "registers": 255, "stack": 472, "shared": 17}
+    row = {"kernel": "forward.forward_kernel", "warps": 4, "registers": 255, "stack": 472, "shared": 17}
     assert compiled_kernels("planted_package") == [row, row | {"shared": 18}]
     assert compiled_kernels("planted") == []
 

@@ -42,8 +42,10 @@ def _row(function: Any, kernel: Any) -> dict[str, Any] | None:
     if registers is None or spills is None:
         return None
     metadata = getattr(kernel, "metadata", None)
+    file = str(getattr(function, "__module__", "")).rpartition(".")[2]  # kernels of two passes may have one name
+    name = getattr(metadata, "name", None) or getattr(function, "__name__", "?")
     return {
-        "kernel": getattr(metadata, "name", None) or getattr(function, "__name__", "?"),
+        "kernel": f"{file}.{name}",
         "warps": getattr(metadata, "num_warps", None),
         "registers": registers,
         "stack": 4 * spills,

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from metattt.bench.gpu.processes import Ended, in_words, run
@@ -60,17 +61,32 @@ class Sanitizer(Tool):
 
 
 class NCU(Tool):
-    """Stall reasons of the kernels of the backward pass: warps that wait for each, per instruction that is issued."""
+    """Stall reasons of the kernels of a forward and a backward pass: warps that wait for each, per instruction that is
+    issued."""
 
     def options(self, case: Mapping[str, Any]) -> list[str]:
         # the clocks stay as they are: the card may be shared, and only shares are read
         options = ["--clock-control", "none", "--section", "WarpStateStats", "--page", "raw", "--csv"]
-        return [*options, "--kernel-name", "regex:.*(backward|segment|chain).*", "--launch-count", "8"]
+        return [
+            *options,
+            "--kernel-name",
+            f"regex:^({'|'.join(kernel_names(case['operation']))})$",
+            "--launch-count",
+            "16",
+        ]
 
     def read(self, ended: Ended) -> dict[str, Any]:
         kernels = stalls(ended.output.splitlines())
         outcome = f"{len(kernels)} kernels" if kernels else in_words(ended, LIMIT)
         return {"outcome": outcome, "ran": bool(kernels), "stalls": kernels}
+
+
+def kernel_names(operation: str) -> list[str]:
+    """The kernels of an operation's folder: those of torch, which make its inputs, are not looked at."""
+    sources = (Path(__file__).resolve().parents[2] / "kernels" / operation).glob("*.py")
+    return sorted(
+        {name for file in sources for name in re.findall(r"^def (\w+_kernel)\(", file.read_text("utf-8"), re.M)}
+    )
 
 
 def stalls(lines: Sequence[str]) -> list[dict[str, Any]]:
