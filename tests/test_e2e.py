@@ -470,6 +470,12 @@ def test_it_trains_and_goes_on_as_it_would_have(runs: Path) -> None:
     torch.testing.assert_close(dict(found["state_dict"]), dict(wanted["state_dict"]), rtol=0, atol=0)
 
 
+def test_windows_without_an_inner_step_are_refused(tmp_path: Path) -> None:
+    for settings in (("model.mini_batch_size=1024",), ("data.context_length=8",)):
+        with pytest.raises(MetaTTTError, match=r"set model\.mini_batch_size below"):
+            train(compose(*TINY, "data.max_bytes=20000", f"output_dir={tmp_path / 'run'}", *settings))
+
+
 def test_a_trained_model_generates_and_is_evaluated(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,10 +61,16 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         """The Lightning module.
 
         Raises:
-            MetaTTTError: a recipe for images.
+            MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
         """
         if not hasattr(recipe, "forward_only"):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
+        inner, length = getattr(model, "mini_batch_size", 0), self.data.context_length  # of an inner loop over the model
+        if inner >= length:
+            raise MetaTTTError(
+                f"model.mini_batch_size={inner}: windows of data.context_length={length} tokens end before the first inner "
+                f"step is read; set model.mini_batch_size below {length}, or longer windows"
+            )
         tokenizer = self.data.tokenizer
         content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else None
         record = make_record(self.cfg, tokenizer=content, data=fingerprint(self.data))
