@@ -11,13 +11,12 @@ from metattt.errors import MetaTTTError, check_integer
 
 
 class Benchmark(ABC):
-    """Constructors take settings only; `run` does the work and returns what is to be written.
+    """Constructors take settings only; `run` does the work and returns what is to be written."""
 
-    Attributes:
-        output_dir: where the report will be written; a benchmark that lasts keeps what it has finished there, too.
-    """
-
-    output_dir = Path("results")
+    def keep_in(self, folder: Path) -> None:
+        """Says, before `run`, where the report will be written. A benchmark that lasts keeps what it has finished there,
+        too."""
+        return
 
     @abstractmethod
     def run(self, say: Callable[[str], None]) -> Report:

@@ -30,7 +30,7 @@ def bench(cfg: DictConfig) -> None:
     folder = Path(cfg.output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)  # now: a folder that cannot be made must not show after the work
     benchmark: Benchmark = instantiate_part(cfg, "benchmark")
-    benchmark.output_dir = folder
+    benchmark.keep_in(folder)
     target = str(cfg.benchmark._target_)
     name = next(
         (known for (group, known), path in REGISTERED.items() if (group, path) == ("benchmark", target)), "benchmark"

@@ -90,7 +90,7 @@ class GPU(Benchmark):
         decode_batch: int = 512,
         programs: Sequence[int] = (1024, 256, 32),
         rounds: int = 20,
-        limit: float = 120.0,
+        limit: float = 150.0,
         budget: float | None = 540.0,
         parallel: int = 8,
         retry: bool = False,
@@ -138,8 +138,12 @@ class GPU(Benchmark):
             list(operations), list(ON_A_GPU if peers is None else peers), tokens, list(lengths), list(num_heads), head_dim,
             mini_batch_size, dtype, decode_batch, list(programs), rounds, cases, device,
         )  # fmt: skip
+        self.output_dir = Path("results")
         self._remarks: list[str] = []
         self._stopped = threading.Event()
+
+    def keep_in(self, folder: Path) -> None:
+        self.output_dir = folder
 
     def run(self, say: Callable[[str], None]) -> Report:
         """As `Benchmark.run`. A signal that ends the process has it write the report first."""
