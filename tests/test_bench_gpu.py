@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from metattt.bench.gpu import benchmark, child
+from metattt.bench.gpu import benchmark, child, ledger, origin
 from metattt.bench.gpu.ledger import Ledger
 from metattt.bench.gpu.processes import Ended, in_words, run
 from metattt.bench.report import Report
@@ -116,6 +116,28 @@ def test_a_process_that_dies_costs_the_point_that_it_was_at(tmp_path: Path, name
     assert called(tmp_path) == []
     bench(tmp_path, "peers", name, retry="true")
     assert called(tmp_path) == TIMES[:1] and reasons(tmp_path) == [reason]
+
+
+def test_a_job_whose_processes_all_die_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "CHILD", ["sh", "-c", "echo 'no such module' >&2; exit 1"])
+    bench(tmp_path, "peers", "steady", lengths="[16, 32, 64]")
+    died = "its process ended with code 1: no such module"
+    assert reasons(tmp_path) == [died] * 3 + [f"not tried: 3 before it: {died}"] * 3
+
+
+@pytest.mark.usefixtures("at_once")
+def test_results_that_are_not_as_ours_do_not_cost_the_report(tmp_path: Path) -> None:
+    bench(tmp_path, "peers", "steady")
+    strange = ledger_line("variant", f"{PLANTED}:odd", {"variant": "forward: x"}), ledger_line("time", "odd", {"heads": "many"})
+    for line in strange:
+        Ledger(tmp_path / "gpu" / "interpreter" / "results.jsonl").append(line)
+    report = bench(tmp_path, "peers", "steady")
+    assert "the table Best launches could not be made: KeyError" in report["text"]
+    assert len(report["tables"]["Sequences"]) == 5
+
+
+def ledger_line(kind: str, subject: str, case: dict[str, Any]) -> dict[str, Any]:
+    return ledger.done({"kind": kind, "subject": subject, "case": case}, {"ms, median": "odd"}, 1.0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -268,20 +290,20 @@ def test_a_torn_line_and_junk_cost_themselves_alone(tmp_path: Path) -> None:
 
 def test_a_file_cut_anywhere_can_be_read_and_added_to(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    ledger = Ledger(file)
-    ledger.begin({"code": "a", "card": "b"})
+    results_of = Ledger(file)
+    results_of.begin({"code": "a", "card": "b"})
     points = [{"kind": "time", "subject": f"ü{number}", "case": {"length": number}} for number in range(3)]
     for point in points:
-        ledger.append(benchmark.failed(point, "for a reason", float("inf")) | {"seconds": 1.0, "found": {"x": float("nan")}})
+        results_of.append(benchmark.failed(point, "for a reason", float("inf")) | {"seconds": 1.0, "found": {"x": float("nan")}})
     whole = file.read_bytes()
-    assert ledger.read() == ({"code": "a", "card": "b"}, [json.loads(line) for line in whole.splitlines()[1:]], 0)
+    assert results_of.read() == ({"code": "a", "card": "b"}, [json.loads(line) for line in whole.splitlines()[1:]], 0)
     for cut in range(len(whole)):
         file.write_bytes(whole[:cut])
-        facts, there, junk = ledger.read()
+        facts, there, junk = results_of.read()
         lines = whole[: cut + 1].count(b"\n")  # a line of which only the end is missing is whole
         assert (len(there), junk) == (max(0, lines - 1), int(b"\n" not in whole[max(0, cut - 1) : cut + 1] and cut > 0))
-        ledger.append(benchmark.failed(points[-1], "again", 0.0))
-        facts, there, _ = ledger.read()
+        results_of.append(benchmark.failed(points[-1], "again", 0.0))
+        facts, there, _ = results_of.read()
         assert there[-1]["reason"] == "again" and facts == ({"code": "a", "card": "b"} if lines else {})
 
 
@@ -294,7 +316,7 @@ def test_other_code_or_another_card_starts_anew(
     first = (folder / "results.jsonl").read_bytes()
     capsys.readouterr()
     for number, code in enumerate(("changed", "again"), 1):
-        monkeypatch.setattr(benchmark, "digest", lambda code=code: code)
+        monkeypatch.setattr(origin, "digest", lambda code=code: code)
         called(tmp_path)
         report = bench(tmp_path, "peers", "steady")
         assert called(tmp_path) == TIMES and len(report["tables"]["Sequences"]) == 4
@@ -302,7 +324,7 @@ def test_other_code_or_another_card_starts_anew(
         assert out.count("starting anew (code ") == 1 and f"results-{number}.jsonl" in out
     assert (folder / "results-1.jsonl").read_bytes() == first
     monkeypatch.undo()
-    assert benchmark.digest() == benchmark.digest() != "changed"
+    assert origin.digest() == origin.digest() != "changed"
 
 
 def test_reports_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@
 | `processes.py`, `child.py` | a job in a process of its own, with limits of time |
 | `ledger.py` | the file of results: a line for each, on the disk before the next is begun |
 | `subjects.py` | what a point names: an operation, a peer, a ceiling, a tool |
-| `operations.py`, `problems.py`, `decoding.py` | checks and times of our operations |
+| `origin.py` | the card, the libraries and the sources that results depend on |
+| `operations.py`, `problems.py`, `decoding.py`, `calls.py` | checks and times of our operations |
 | `others.py` | times of peers, ceilings, ours and the best of the peers in turn |
 | `resources.py`, `tools.py` | registers, stack and shared memory; compute-sanitizer and ncu |
 | `tuned.py` | the best launches, for the kernels' tables |

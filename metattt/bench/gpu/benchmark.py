@@ -3,29 +3,26 @@ disk as they come."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from metattt.bench.base import Benchmark, check_counts
 from metattt.bench.gpu.ledger import DONE, FILE, Ledger, Line, failed
+from metattt.bench.gpu.origin import card_name, facts, slug
 from metattt.bench.gpu.plan import STAGES, Job, Point, Settings, jobs
 from metattt.bench.gpu.problems import DTYPES
 from metattt.bench.gpu.processes import in_words, run
@@ -39,11 +36,6 @@ from metattt.disk import write_whole
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.locking import FolderLock
 from metattt.registry import register
-
-PACKAGE = Path(__file__).resolve().parents[2]
-MEASURED_BY = ("calls", "decoding", "operations", "others", "problems", "small", "tools")
-MEASURING = ("bench/peers.py", "bench/timing.py", *(f"bench/gpu/{name}.py" for name in MEASURED_BY))
-"""Beside the kernels, the sources that a result depends on."""
 
 
 @register(group="benchmark", name="gpu")
@@ -202,6 +194,7 @@ class GPU(Benchmark):
     def _take(self, job: Job, ledger: Ledger, deadline: float, again: set[str], say: Callable[[str], None]) -> int:
         """Takes the points of a job that have no result, in as many processes as it needs: after one that died, the rest
         are taken by another. Returns how many are left for want of time."""
+        deaths, last = 0, ""  # in a row, without a result between them
         while True:
             there = {line["key"]: line for line in ledger.read()[1]}
             todo = [point for point in job.points if point.key not in there or point.key in again]
@@ -209,11 +202,12 @@ class GPU(Benchmark):
                 return 0
             if time.monotonic() >= deadline:
                 return len(todo)
-            if (absent := _absent(job)) is not None:
+            hopeless = _absent(job) or (f"not tried: {DEATHS} before it: {last}" if deaths == DEATHS else None)
+            if hopeless is not None:
                 for point in todo:
-                    ledger.append(failed(point._asdict(), absent, 0.0))
+                    ledger.append(failed(point._asdict(), hopeless, 0.0))
                 again -= {point.key for point in todo}
-                say(f"{job.name}: NO RESULT: {absent}")
+                say(f"{job.name}: NO RESULT: {hopeless}")
                 return 0
             say(f"{job.name}: {len(todo)} of {len(job.points)} results to go")
             new = _New(ledger, todo)
@@ -234,7 +228,8 @@ class GPU(Benchmark):
                 return 0
             if ended.late == "deadline":
                 return len(missing)
-            line = failed(missing[0]._asdict(), in_words(ended, self.limit), 0.0)
+            deaths, last = 1 if new.lines else deaths + 1, in_words(ended, self.limit)
+            line = failed(missing[0]._asdict(), last, 0.0)
             ledger.append(line)
             again.discard(missing[0].key)
             _tell(line, say)
@@ -267,6 +262,8 @@ class GPU(Benchmark):
         say(line)
 
 
+DEATHS = 3
+"""Processes of a job that may die one after the other, without a result, before the rest of it is given up."""
 CHILD = [sys.executable, "-m", "metattt.bench.gpu.child"]
 
 
@@ -322,48 +319,3 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-# -- what results depend on --------------------------------------------------------------------------------------------
-
-
-def card_name(device: str) -> str:
-    """The name of the card, or `interpreter`."""
-    if device == "cpu":
-        return "interpreter"
-    try:
-        return torch.cuda.get_device_name()
-    except RuntimeError as error:
-        raise MetaTTTError(f"the CUDA device does not answer: {str(error).splitlines()[0]}") from error
-
-
-def slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "card"
-
-
-def facts(device: str) -> dict[str, Any]:
-    """What the results depend on, and what else says where they are from."""
-    import triton
-
-    found: Mapping[str, Any] = {
-        "code": digest(), "card": card_name(device), "torch": torch.__version__, "triton": triton.__version__,
-        "commit": _said("git", "-C", str(PACKAGE), "rev-parse", "--short", "HEAD"), "cuda": torch.version.cuda,
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else None,
-    }  # fmt: skip
-    return dict(found)
-
-
-def digest() -> str:
-    """Of the sources that results depend on: the kernels, and what measures them."""
-    total = hashlib.sha256()
-    for file in sorted([*(PACKAGE / "kernels").rglob("*.py"), *(PACKAGE / name for name in MEASURING)]):
-        total.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes() + b"\0")
-    return total.hexdigest()[:12]
-
-
-def _said(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):  # not installed, no repository, or it does not answer
-        return None
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

@@ -229,7 +229,7 @@ def _best(settings: Settings, results: Sequence[Line], case: Mapping[str, Any]) 
     fastest: dict[str, tuple[float, str]] = {}
     for line in results:
         of_peer = line["kind"] == TIME and line["state"] == DONE and line["subject"] in settings.peers
-        if of_peer and line["case"] == {"pass": BOTH, **case}:
+        if of_peer and line["case"] == {"pass": BOTH, **case} and "ms, median" in line["found"]:
             took = (line["found"]["ms, median"], line["subject"])
             kind = line["subject"].partition(",")[0]
             fastest[kind] = min(took, fastest.get(kind, took))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from metattt.bench.gpu.ledger import DONE, FAILED, Line
@@ -27,20 +27,27 @@ def summarise(
     """
     found = [line for line in results if line["state"] == DONE]
     checks = _checks(results)
-    tables: dict[str, Sequence[Row]] = {
-        "Correctness": _correctness(found),
-        "Tools": [_tool(line) for line in _of(found, "tool")],
-        "Stall reasons (warps that wait, for each instruction that is issued)": _stalls(found),
-        "Ceilings": [{**line["case"], **_numbers(line["found"])} for line in _of(found, CEILINGS)],
-        "Sequences": _sequences(found, checks),
-        "Decoding": _decoding(found, checks),
-        "In turn": _in_turn(found),
-        "Launches": _launches(found),
-        "Best launches": [_flat(entry) for entry in entries(found)],
-        "Kernels": _kernels(found),
-        "Not measured": _failures(results),
+    make: dict[str, Callable[[], Sequence[Row]]] = {
+        "Correctness": lambda: _correctness(found),
+        "Tools": lambda: [_tool(line) for line in _of(found, "tool")],
+        "Stall reasons (warps that wait, for each instruction that is issued)": lambda: _stalls(found),
+        "Ceilings": lambda: [{**line["case"], **_numbers(line["found"])} for line in _of(found, CEILINGS)],
+        "Sequences": lambda: _sequences(found, checks),
+        "Decoding": lambda: _decoding(found, checks),
+        "In turn": lambda: _in_turn(found),
+        "Launches": lambda: _launches(found),
+        "Best launches": lambda: [_flat(entry) for entry in entries(found)],
+        "Kernels": lambda: _kernels(found),
+        "Not measured": lambda: _failures(results),
     }
-    tables = {title: rows for title, rows in tables.items() if rows}
+    tables, remarks = {}, list(remarks)
+    for title, rows in make.items():
+        try:
+            if table := rows():
+                tables[title] = table
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # results that are not as ours, of an operation of one's own, must not cost the rest of the report
+            remarks.append(f"the table {title} could not be made: {type(error).__name__}: {error}")
     card = str(facts.get("card", "an unknown card"))
     known = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "card" and value is not None)
     text = [f"{card}: {known}. {len(found)} results; {len(results) - len(found)} points gave none."]
@@ -232,10 +239,11 @@ def _panels(found: Sequence[Line]) -> list[Panel]:
     """One for each number of heads: both passes at growing lengths."""
     panels: dict[Any, dict[str, tuple[list[float], list[float]]]] = {}
     for line in sorted(_of(found, "time"), key=lambda line: _size(line, "length")):
-        if line["case"].get("pass") == "forward + backward":
+        took = line["found"].get("ms, median")
+        if line["case"].get("pass") == "forward + backward" and isinstance(took, int | float):
             x, y = panels.setdefault(line["case"].get("heads"), {}).setdefault(line["subject"], ([], []))
             x.append(_size(line, "length"))
-            y.append(line["found"]["ms, median"])
+            y.append(took)
     return [Panel(f"forward + backward, H = {heads}", "T", "ms", curves) for heads, curves in panels.items()]
 
 
@@ -255,9 +263,12 @@ def _numbers(found: Mapping[str, Any]) -> Row:
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
-def _number(value: Any) -> Any:
-    """A number that JSON could not hold again; None as it is."""
-    return float(value) if isinstance(value, str) else value
+def _number(value: Any) -> float | None:
+    """A number, `nan` and the like as JSON had to hold them included; None for anything else."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _size(line: Line, name: str) -> int:
@@ -265,10 +276,12 @@ def _size(line: Line, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _quotient(a: float | None, b: float | None) -> float | None:
+def _quotient(a: Any, b: Any) -> float | None:
+    a, b = _number(a), _number(b)
     return a / b if a is not None and b else None
 
 
-def _share(amount: float | None, took: Mapping[str, Any], unit: float, ceiling: float | None) -> float | None:
-    least = took.get("ms, least")
-    return amount / (least / 1000) / unit / ceiling if amount and least and ceiling else None
+def _share(amount: Any, took: Mapping[str, Any], unit: float, ceiling: Any) -> float | None:
+    """Of the ceiling, in `unit` a second, for what is done in the least of the times."""
+    seconds = _quotient(took.get("ms, least"), 1000)
+    return _quotient(_quotient(amount, seconds), _quotient(ceiling, 1 / unit))
