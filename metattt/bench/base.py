@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from metattt.bench.report import Check, Report
 from metattt.errors import MetaTTTError, check_integer
@@ -11,6 +12,11 @@ from metattt.errors import MetaTTTError, check_integer
 
 class Benchmark(ABC):
     """Constructors take settings only; `run` does the work and returns what is to be written."""
+
+    def keep_in(self, folder: Path) -> None:
+        """Says, before `run`, where the report will be written. A benchmark that lasts keeps what it has finished there,
+        too."""
+        return
 
     @abstractmethod
     def run(self, say: Callable[[str], None]) -> Report:

@@ -47,6 +47,7 @@ class Report:
         settings: the benchmark's settings, for the JSON file.
         panels: plots, side by side.
         file: path under the output folder to write instead of the benchmark's name, without ending.
+        environment: where it was measured; None: here.
     """
 
     title: str
@@ -56,16 +57,17 @@ class Report:
     settings: Mapping[str, Any]
     panels: Sequence[Panel] = field(default_factory=tuple)
     file: str | None = None
+    environment: Mapping[str, Any] | None = None
 
     def markdown(self) -> str:
         lines = [f"# {self.title}", "", self.text, ""]
         for title, rows in self.tables.items():
             lines += [f"## {title}", "", *markdown_table(rows), ""]
-        lines += ["Checked before anything was timed:", ""]
+        lines += ["Checked before anything was timed:", ""] if self.checks else []
         lines += [
             f"- {check.name}: relative error {check.error:.1e} (at most {check.bound:.0e})" for check in self.checks
         ]
-        return "\n".join([*lines, "", _sentence(environment()), ""])
+        return "\n".join([*lines, "", _sentence(self.environment or environment()), ""])
 
     @property
     def no_picture(self) -> str | None:
@@ -77,8 +79,8 @@ class Report:
         paths."""
         folder, name = (folder / (self.file or name)).parent, (self.file or name).rsplit("/", 1)[-1]
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"environment": environment()} | {
-            key: value for key, value in asdict(self).items() if key not in ("panels", "file")
+        content = {"environment": self.environment or environment()} | {
+            key: value for key, value in asdict(self).items() if key not in ("panels", "file", "environment")
         }
         paths = [folder / f"{name}.md", folder / f"{name}.json"]
         paths[0].write_text(self.markdown(), encoding="utf-8")

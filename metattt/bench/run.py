@@ -30,13 +30,15 @@ def bench(cfg: DictConfig) -> None:
     folder = Path(cfg.output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)  # now: a folder that cannot be made must not show after the work
     benchmark: Benchmark = instantiate_part(cfg, "benchmark")
+    benchmark.keep_in(folder)
     target = str(cfg.benchmark._target_)
     name = next(
         (known for (group, known), path in REGISTERED.items() if (group, path) == ("benchmark", target)), "benchmark"
     )
     report = benchmark.run(lambda line: console.print(line, style="dim"))
+    paths = report.write(folder, name)  # before anything is shown: it must not be lost to a terminal that went away
     _show(console, report)
-    for path in report.write(folder, name):
+    for path in paths:
         console.print(f"written  {path}")
     if report.panels and report.no_picture:
         console.print(report.no_picture, markup=False)
@@ -44,8 +46,11 @@ def bench(cfg: DictConfig) -> None:
 
 def _show(console: Console, report: Report) -> None:
     if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+        console = Console(highlight=False, width=300)  # a log may be wide; a cell that is cut says nothing
     for title, rows in report.tables.items():
+        if not rows:
+            console.print(f"{title}: (no rows)")
+            continue
         table = Table(title=title, title_justify="left")
         for column in rows[0]:
             table.add_column(column, justify="right" if isinstance(rows[0][column], int | float) else "left")
