@@ -5,6 +5,7 @@ Triton is imported.
 """
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterator
 
@@ -358,13 +359,72 @@ def test_refused_sizes(given: Inputs) -> None:
 
 
 def test_variants_change_and_undo() -> None:
-    def parameters() -> tuple:
-        launches = tuning.forward_launch(64, 16), tuning.backward_launch(64, 16)
-        return *launches, tuning.SEGMENT, tuning.FP32_PRODUCTS
+    kernels = [kernel for passes in tuning.KERNELS.values() for names in passes.values() for kernel in names]
 
-    before = parameters()
-    for name, change in tuning.variants(64, 16, torch.float32):
+    def parameters() -> tuple:
+        call = tuning.Call(64, 16, 4, 1, 1000)
+        forms = [call.form(direction, tuning.SEGMENT) for direction in tuning.KERNELS]
+        launches = [call.launch(kernel) for kernel in kernels]
+        return forms, launches, tuning.SEGMENT, tuning.CHAIN_SEGMENT, tuning.FP32_PRODUCTS
+
+    before, changed = parameters(), 0
+    for _, change in tuning.variants(64, 16, torch.float32, per_sm=1):
         undo = change()
-        assert parameters() != before, name
+        changed += parameters() != before
+        table = json.loads(json.dumps(tuning.TABLE))
+        assert table == tuning.TABLE and all(" d64 b16 32-bit 1/SM" in name for name in table)
         undo()
-        assert parameters() == before, name
+        assert parameters() == before and not tuning.TABLE
+    names = [name for name, _ in tuning.variants(64, 16, torch.float32)]
+    assert len(set(names)) == len(names) == changed + 2  # the two forms that are taken anyway
+
+
+def test_the_form_is_chosen_by_programs_per_multiprocessor() -> None:
+    """On 132 multiprocessors, as an H100 has."""
+
+    def forms(heads: int, tokens: int, dtype: torch.dtype = torch.bfloat16, width: int = 64, size: int = 16) -> list:
+        call = tuning.Call.of(torch.empty(1, tokens, heads, width, dtype=dtype, device="meta"), size, 1)
+        return [call.form(direction, tuning.CHAIN_SEGMENT) for direction in ("forward", "backward")]
+
+    assert forms(32, 4096) == forms(263, 4096) == ["chain", "chain"]
+    assert forms(264, 4096) == forms(1000, 4096) == ["walk", "walk"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "LEAST_SEGMENTS", 2)
+        assert forms(32, 63) == ["walk", "walk"]  # three mini-batches and a part: fewer than two segments
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tuning.TABLE, tuning.key("backward", 64, 16, 2, 0), "walk")
+        assert forms(32, 4096) == ["chain", "walk"] and forms(132, 4096) == ["chain", "chain"]
+
+
+def test_either_pass_in_either_form(given: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one form of the forward pass saves, either form of the backward pass reads."""
+    for first, second in (("walk", "chain"), ("chain", "walk")):
+        chosen = {"forward": first, "backward": second}
+        monkeypatch.setattr(tuning.Call, "form", lambda call, direction, segment, chosen=chosen: chosen[direction])
+        compare(given, 16, None, True, TOLERANCE[torch.float32])
+
+
+def test_chains_give_the_same_sums_every_time(given: Inputs) -> None:
+    leaves = [x.detach().requires_grad_() for x in given.values()]
+    both = [
+        torch.autograd.grad(
+            run(op.ttt_linear, dict(zip(given, leaves, strict=True)), 16, None, False)[0].square().sum(), leaves
+        )
+        for _ in range(2)
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="memory that is never touched costs nothing on a CPU alone")
+def test_heads_further_apart_than_two_to_the_31(form: str) -> None:
+    """`[B, H, T, d]` of a long sequence: the third head begins 2³¹ values after the first."""
+    q = torch.empty(2**31 + 20 * 32, dtype=torch.float16).as_strided((1, 20, 3, 32), (0, 32, 2**30, 1))
+    given = make_inputs(20, 32, 16, batch=1, heads=3, dtype=torch.float16, bias=True, tau="shared", states=None)
+    q.copy_(given["q"])
+    near, far = (
+        torch.autograd.grad(
+            run(op.ttt_linear, {**given, "q": x, "k": k}, 16, None, False)[0].float().square().sum(), k
+        )[0]
+        for x, k in ((given["q"], given["k"].clone().requires_grad_()), (q, given["k"].clone().requires_grad_()))
+    )
+    assert torch.equal(near, far)

@@ -96,14 +96,12 @@ def backward_kernel(
         d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP, COLUMNS, BIAS
     )  # fmt: skip
 
-    # Each mini-batch is loaded into registers while the one after it is computed. All but the first loaded are whole.
+    # What each mini-batch needs first is loaded into registers while the one after it is computed; all of it would not
+    # fit, and where walks are taken other programs hide the rest. All mini-batches but the first loaded are whole.
     at = ((tl.cdiv(length, SIZE) - 1) * SIZE + tokens).to(tl.int64)
     tile = ((tokens < SIZE) & (at >= 0) & (at < length))[:, None] & inside[None, :]
     k = load_tile(k_ptr, at, k_t, features, tile)
     weighted = load_tile(weighted_ptr, at, weighted_t, features, tile)
-    q = load_tile(q_ptr, at, q_t, features, tile)
-    v = load_tile(v_ptr, at, v_t, features, tile)
-    d_o = load_tile(d_o_ptr, at, d_o_t, features, tile)
 
     pieces = tl.cdiv(length // SIZE, SEGMENT) + tl.where(length % SIZE > 0, 1, 0)
     for back in range(pieces):
@@ -121,9 +119,9 @@ def backward_kernel(
             next_tile = ((tokens < SIZE) & (next_at >= 0))[:, None] & inside[None, :]
             next_k = load_tile(k_ptr, next_at, k_t, features, next_tile)
             next_weighted = load_tile(weighted_ptr, next_at, weighted_t, features, next_tile)
-            next_q = load_tile(q_ptr, next_at, q_t, features, next_tile)
-            next_v = load_tile(v_ptr, next_at, v_t, features, next_tile)
-            next_d_o = load_tile(d_o_ptr, next_at, d_o_t, features, next_tile)
+            q = load_tile(q_ptr, at, q_t, features, tile)
+            v = load_tile(v_ptr, at, v_t, features, tile)
+            d_o = load_tile(d_o_ptr, at, d_o_t, features, tile)
 
             # W before this mini-batch, and the forward pass again.
             u = tl.trans(weighted)
@@ -173,7 +171,7 @@ def backward_kernel(
             d_k = tl.dot(s_transposed, d_inner, acc=d_k + d_e, input_precision=PRECISION)
             store_tile(d_k_ptr, at, d_k_t, features, tile, tl.trans(d_k))
             d_s, d_bias = update(d_s, d_bias, d_inner, 1.0, k, COLUMNS, BIAS, PRECISION)
-            k, weighted, q, v, d_o = next_k, next_weighted, next_q, next_v, next_d_o
+            k, weighted = next_k, next_weighted
 
         if d_w_end_ptr is not None:  # noqa: SIM102 (decided when compiling; the next one in the run)
             if is_open:
@@ -275,8 +273,10 @@ def launch_backward(
     between = backward_chain.allocate(k, sequences, size, pieces, len(anchors), tau is not None)
     x, stats, d_read, y, d_inner, d_anchors, d_scale, d_shift, d_taus = between
     plane = stats.stride(0)
+    d_tau_parts = (None, None) if tau is None else d_taus
     backward_chain.outputs_kernel[(programs, pieces)](
-        d_o, q, k, v, scale, shift, tau, cu_seqlens, weighted, anchors, x, stats, d_read, out.v, d_scale[0], d_shift[0], tokens, plane,
+        d_o, q, k, v, scale, shift, tau, cu_seqlens, weighted, anchors, x, stats, d_read, out.v, d_scale[0], d_shift[0], d_tau_parts[0],
+        tokens, plane,
         *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tau_stride, *weighted.stride()[:3], *out.v.stride()[:3],
         **sizes, **call.launch("backward outputs")._asdict(),
     )  # fmt: skip
@@ -287,7 +287,7 @@ def launch_backward(
     )  # fmt: skip
     backward_chain.inputs_kernel[(programs, pieces)](
         d_o, q, k, v, eta, scale, shift, tau, cu_seqlens, weighted, anchors, x, stats, d_read, y, d_inner, d_anchors,
-        out.q, out.k, out.v, d_scale[1], d_shift[1], None if tau is None else d_taus, tokens,
+        out.q, out.k, out.v, d_scale[1], d_shift[1], d_tau_parts[1], tokens,
         *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *weighted.stride()[:3],
         *out.q.stride()[:3], *out.k.stride()[:3], *out.v.stride()[:3],
         **sizes, **call.launch("backward inputs")._asdict(),
@@ -296,5 +296,5 @@ def launch_backward(
     torch.sum(d_scale, (0, 1), out=out.scale)
     torch.sum(d_shift, (0, 1), out=out.shift)
     if d_tau is not None:
-        torch.sum(d_taus, 0, out=d_tau)
+        torch.sum(d_taus, (0, 1), out=d_tau)
     return out

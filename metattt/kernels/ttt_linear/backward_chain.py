@@ -61,7 +61,7 @@ class Between(NamedTuple):
         d_inner: dZ like x.
         d_anchors: `[slots + N, H, d + 1, d]` fp32: dS and below it that of the bias, after every piece.
         scale, shift: parts of dγ, dβ `[2, pieces, N, H, d]` fp32, of outputs and of inner gradients.
-        tau: parts of dτ `[pieces, N, H, b]` fp32; empty without tau.
+        tau: likewise of dτ `[2, pieces, N, H, b]`; empty without tau.
     """
 
     x: Tensor
@@ -89,14 +89,14 @@ def allocate(k: Tensor, sequences: int, size: int, pieces: int, slots: int, tau:
         d_anchors=k.new_empty(slots + sequences, heads, width + 1, width, dtype=torch.float32),
         scale=parts[0],
         shift=parts[1],
-        tau=k.new_empty(pieces if tau else 0, sequences, heads, size, dtype=torch.float32),
+        tau=k.new_empty(2, pieces if tau else 0, sequences, heads, size, dtype=torch.float32),
     )
 
 
 @triton.jit(do_not_specialize=["T"])
 def outputs_kernel(
     d_o_ptr, q_ptr, k_ptr, v_ptr, scale_ptr, shift_ptr, tau_ptr, cu_seqlens, weighted_ptr, anchor_ptr,
-    x_ptr, stats_ptr, d_read_ptr, y_ptr, d_scale_ptr, d_shift_ptr,
+    x_ptr, stats_ptr, d_read_ptr, y_ptr, d_scale_ptr, d_shift_ptr, d_tau_ptr,
     T, plane,
     d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, tau_h, weighted_b, weighted_t, weighted_h, y_b, y_t, y_h,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
@@ -130,6 +130,7 @@ def outputs_kernel(
     s, bias = load_anchor(anchor_ptr, features, first < stop, D, DP, COLUMNS)
     d_gamma = tl.zeros([DP], tl.float32)
     d_beta = tl.zeros([DP], tl.float32)
+    d_tau = tl.zeros([COLUMNS], tl.float32)
     for i in tl.range(0, stop - first, num_stages=1):
         at = ((stop - 1 - i) * SIZE + tokens).to(tl.int64)
         here = (tokens < SIZE) & (at < length)
@@ -152,18 +153,23 @@ def outputs_kernel(
         tl.store(stats_ptr + 3 * plane + at, hx, mask=here)
         tl.store(stats_ptr + 4 * plane + at, hxx, mask=here)
 
-        z, _, mixing = read(s_operand, bias, q, k, u, tau, tokens, BIAS, PRECISION)
+        z, products, mixing = read(s_operand, bias, q, k, u, tau, tokens, BIAS, PRECISION)
         d_read, normal = through_output(z, d_out, gamma, inside, D, DP, EPS)
         d_gamma += tl.sum(d_out * normal, axis=1)
         d_beta += tl.sum(d_out, axis=1)
         d_read = d_read.to(k.dtype)
         store_tile(d_read_ptr, at, D, features, tile, tl.trans(d_read))
+        if d_tau_ptr is not None:
+            d_mixing, _ = through_products(q, k, d_read, u, tau, tokens, PRECISION)
+            d_tau += tl.sum(products * d_mixing, axis=0)
         y = -tl.dot(d_read, tl.trans(mixing), input_precision=PRECISION)
         store_tile(y_ptr, at, y_t, features, tile, tl.trans(y))
 
-    part = ((piece * (tl.num_programs(0) // H) + n) * H + h) * D + features
-    tl.store(d_scale_ptr + part, d_gamma, mask=inside)
-    tl.store(d_shift_ptr + part, d_beta, mask=inside)
+    part = (piece * (tl.num_programs(0) // H) + n) * H + h
+    tl.store(d_scale_ptr + part * D + features, d_gamma, mask=inside)
+    tl.store(d_shift_ptr + part * D + features, d_beta, mask=inside)
+    if d_tau_ptr is not None:
+        tl.store(d_tau_ptr + part * SIZE + tokens, d_tau, mask=tokens < SIZE)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -307,12 +313,12 @@ def inputs_kernel(
     tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     step = tl.where(is_open, 0.0, tau_last)
     anchor_ptr += ((slot + (stop - 1) // SEGMENT) * H + h) * (D + 1) * D
-    s, bias = load_anchor(anchor_ptr, features, first < stop, D, DP, COLUMNS)
+    s, bias = load_anchor(anchor_ptr, features, first < stop, D, DP, COLUMNS)  # (nothing here is read with the bias)
     d_anchor_ptr += ((slot + n + piece) * H + h) * (D + 1) * D
     d_s, d_bias = load_anchor(d_anchor_ptr, features, first < stop, D, DP, COLUMNS)
+    TRACKED: tl.constexpr = BIAS and d_tau_ptr is not None
     d_gamma = tl.zeros([DP], tl.float32)
     d_beta = tl.zeros([DP], tl.float32)
-    d_tau = tl.zeros([COLUMNS], tl.float32)
     d_tau_last = tl.zeros([COLUMNS], tl.float32)
     for i in tl.range(0, stop - first, num_stages=1):
         at = ((stop - 1 - i) * SIZE + tokens).to(tl.int64)
@@ -323,29 +329,26 @@ def inputs_kernel(
         u = tl.trans(load_tile(weighted_ptr, at, weighted_t, features, tile))
         d_read = tl.trans(load_tile(d_read_ptr, at, D, features, tile))
         d_inner = tl.trans(load_tile(d_inner_ptr, at, D, features, tile))
-        s, bias = update(s, bias, u, -step, k, COLUMNS, BIAS, PRECISION)
+        s, bias = update(s, bias, u, -step, k, COLUMNS, False, PRECISION)
         s_transposed = tl.trans(s.to(k.dtype))
 
         # Queries, and the keys that were mixed and committed.
-        d_mixing, d_products = through_products(q, k, d_read, u, tau, tokens, PRECISION)
+        _, d_products = through_products(q, k, d_read, u, tau, tokens, PRECISION)
         d_q = tl.dot(s_transposed, d_read, input_precision=PRECISION)
         d_q = tl.dot(tl.trans(k), d_products, acc=d_q, input_precision=PRECISION)
         d_o = load_tile(d_o_ptr, at, d_o_t, features, tile)
         store_tile(d_q_ptr, at, d_q_t, features, tile, tl.trans(d_q) + d_o.to(tl.float32))
         d_k = tl.dot(tl.trans(d_s.to(k.dtype)), u, input_precision=PRECISION)  # of the update, a step of 1
         if d_tau_ptr is not None:
-            products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             d_step = d_k * tl.trans(k.to(tl.float32))
             if BIAS:
-                products += 1
                 d_step += u.to(tl.float32) * d_bias
-            d_tau += tl.sum(tl.where(tokens[:, None] <= tokens[None, :], products * d_mixing, 0), axis=0)
             d_tau_last += tl.where(is_open, 0.0, tl.sum(d_step, axis=0))
         d_k = tl.where(is_open, 1.0, tau_last) * d_k
         d_k = tl.dot(tl.trans(q), tl.trans(d_products), acc=d_k, input_precision=PRECISION)
         d_k = tl.dot(s_transposed, d_inner, acc=d_k, input_precision=PRECISION)
-        d_s, d_bias = update(d_s, d_bias, d_read, 1.0, q, COLUMNS, BIAS, PRECISION)
-        d_s, d_bias = update(d_s, d_bias, d_inner, 1.0, k, COLUMNS, BIAS, PRECISION)
+        d_s, d_bias = update(d_s, d_bias, d_read, 1.0, q, COLUMNS, TRACKED, PRECISION)
+        d_s, d_bias = update(d_s, d_bias, d_inner, 1.0, k, COLUMNS, TRACKED, PRECISION)
 
         # The target k − v + β of the inner loss.
         x = tl.trans(load_tile(x_ptr, at, D, features, tile).to(tl.float32))
@@ -365,5 +368,5 @@ def inputs_kernel(
     tl.store(d_scale_ptr + part * D + features, d_gamma, mask=inside)
     tl.store(d_shift_ptr + part * D + features, d_beta, mask=inside)
     if d_tau_ptr is not None:
-        d_tau += tl.where(tokens == SIZE - 1, tl.sum(d_tau_last, axis=0), 0)
+        d_tau = tl.where(tokens == SIZE - 1, tl.sum(d_tau_last, axis=0), 0)
         tl.store(d_tau_ptr + part * SIZE + tokens, d_tau, mask=tokens < SIZE)
