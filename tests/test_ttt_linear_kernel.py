@@ -354,6 +354,9 @@ def test_refused_in_one_line(given: Inputs, change: Inputs, message: str) -> Non
 def test_refused_sizes(given: Inputs) -> None:
     with pytest.raises(MetaTTTError, match="mini-batches of 12 tokens"):
         run(op.ttt_linear, given, 12, None, False)
+    wide = make_inputs(5, 128, 64, batch=1, heads=1, dtype=torch.float32, bias=True, tau="none", states=None)
+    with pytest.raises(MetaTTTError, match=r"294,912 bytes of shared memory.* has 232,448.*mini_batch_size=32"):
+        run(op.ttt_linear, wide, 64, None, False)
     with pytest.raises(MetaTTTError, match="cu_seqlens"):
         run(op.ttt_linear, given, 16, [0, 20, 37], False)
 
@@ -362,7 +365,7 @@ def test_variants_change_and_undo() -> None:
     kernels = [kernel for passes in tuning.KERNELS.values() for names in passes.values() for kernel in names]
 
     def parameters() -> tuple:
-        call = tuning.Call(64, 16, 4, 1, 1000)
+        call = tuning.Call(64, 16, 4, 1, 1000, 232_448)
         forms = [call.form(direction, tuning.SEGMENT) for direction in tuning.KERNELS]
         launches = [call.launch(kernel) for kernel in kernels]
         return forms, launches, tuning.SEGMENT, tuning.CHAIN_SEGMENT, tuning.FP32_PRODUCTS

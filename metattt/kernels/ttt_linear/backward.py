@@ -281,7 +281,8 @@ def launch_backward(
         **sizes, **call.launch("backward outputs")._asdict(),
     )  # fmt: skip
     backward_chain.chain_kernel[(programs,)](
-        *end, q, k, v, eta, scale, shift, tau, cu_seqlens, x, stats, d_read, out.v, y, d_inner, d_anchors, out.eta, out.w, d_b, tokens, plane,
+        *end, q, k, v, eta, scale, shift, tau, cu_seqlens, x, stats, d_read, out.v,
+        y, d_inner, d_anchors, out.eta, out.w, d_b, tokens, plane,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *out.v.stride()[:3], *out.eta.stride(),
         **sizes, **call.launch("backward chain")._asdict(),
     )  # fmt: skip

@@ -205,7 +205,7 @@ def chain_kernel(
     gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
     square_gamma = gamma * gamma
     mean_square_gamma = tl.sum(tl.sum(square_gamma, axis=1), axis=0) / D
-    tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
+    _tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     d_s, d_bias = end_cotangents(
         d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP, COLUMNS, BIAS
     )  # fmt: skip

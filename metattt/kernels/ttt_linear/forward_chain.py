@@ -59,7 +59,7 @@ def chain_kernel(
 
     gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
     square_gamma = gamma * gamma
-    tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
+    _tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     s, s_mean, bias, bias_mean = initial_state(w_ptr, b_ptr, n, h, w_n, b_n, features, inside, D, DP, COLUMNS)
     weighted = tl.zeros([DP, COLUMNS], k_ptr.dtype.element_ty)
 

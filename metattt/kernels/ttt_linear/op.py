@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.kernels.triton.device import shared_memory
 from metattt.kernels.ttt_linear import backward, decode, forward, tuning
 from metattt.kernels.ttt_linear.naive import LinearState
 
@@ -59,7 +60,7 @@ def ttt_linear(
         o `[B, T, H, d]` in the type of q; the final state in fp32, or None.
 
     Raises:
-        MetaTTTError: a shape, type or stride that the kernels do not take.
+        MetaTTTError: a shape, type or stride that the kernels do not take, or fp32 tiles that a device has no room for.
     """
     sequences = _check(q, k, v, eta, norm_scale, norm_bias, tau, mini_batch_size, cu_seqlens)
     heads, width = q.shape[2:]
@@ -190,6 +191,12 @@ def _check(
         raise MetaTTTError(
             f"ttt_linear: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one type of {DTYPES} for all."
         )
+    needed = min(tuning.shared_bytes(width, mini_batch_size, q.dtype.itemsize, form) for form in tuning.FORMS)
+    if needed > shared_memory(q.device):
+        raise MetaTTTError(
+            f"ttt_linear: d = {width} with mini-batches of {mini_batch_size} tokens in {q.dtype} takes {needed:,} bytes of shared "
+            f"memory, the device has {shared_memory(q.device):,}: pass 16-bit q, k, v, or set optimizer.mini_batch_size=32."
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         _expect(name, x, (batch, tokens, heads, width))
         _expect_unit_stride(name, x)
@@ -238,7 +245,19 @@ def ttt_linear_forward(
     out = forward.allocate(q, k, sequences, size, segment, save, final)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         forward.launch_forward(
-            out, q, k, v, eta, w.contiguous(), bias, scale.contiguous(), shift.contiguous(), steps, cu_seqlens, size, segment
+            out,
+            q,
+            k,
+            v,
+            eta,
+            w.contiguous(),
+            bias,
+            scale.contiguous(),
+            shift.contiguous(),
+            steps,
+            cu_seqlens,
+            size,
+            segment,
         )
     return out
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.kernels.triton.device import multiprocessors
+from metattt.kernels.triton.device import multiprocessors, shared_memory
 
 Form = Literal["walk", "chain"]
 FORMS: tuple[Form, ...] = ("walk", "chain")
@@ -39,6 +39,17 @@ KERNELS = {
     "forward": {"walk": ("forward walk",), "chain": ("forward chain", "forward read")},
     "backward": {"walk": ("backward walk",), "chain": ("backward outputs", "backward chain", "backward inputs")},
 }  #: launches of each pass in each form
+#: bytes of shared memory of the largest launch, forward or backward, by (d, b) as padded and bytes of an operand: what
+#: Triton 3.6 and 3.9 compile for compute capability 9.0 (`tests/shared_memory_of_ttt_linear.py`). Others take at
+#: most `LITTLE`.
+SHARED: dict[tuple[int, int, int], dict[Form, int]] = {
+    (128, 64, 4): {"walk": 425_984, "chain": 294_912},
+    (128, 32, 4): {"walk": 237_568, "chain": 204_800},
+    (128, 16, 4): {"walk": 182_272, "chain": 182_272},
+    (64, 64, 4): {"walk": 229_376, "chain": 131_072},
+}
+LITTLE = 131_072  #: bytes
+
 TABLE: dict[str, Any] = {}  #: `key` → "walk" or "chain" of a pass, or [num_warps, maxnreg] of a kernel
 
 
@@ -59,6 +70,11 @@ def key(what: str, width: int, size: int, itemsize: int, per_sm: int) -> str:
     return f"{what} d{padded(width)} b{padded(size)} {8 * itemsize}-bit {per_sm}/SM"
 
 
+def shared_bytes(width: int, size: int, itemsize: int, form: Form) -> int:
+    """At most, of the launches of a form."""
+    return SHARED.get((padded(width), padded(size), itemsize), {}).get(form, LITTLE)
+
+
 class Call(NamedTuple):
     """What launches are chosen by.
 
@@ -66,6 +82,7 @@ class Call(NamedTuple):
         width, size, itemsize: d, b, bytes of an operand.
         per_sm: sequences · heads per multiprocessor, rounded down; 4 stands for more.
         chunks: mini-batches of a sequence; of packed ones the mean.
+        room: bytes of shared memory that a program may have.
     """
 
     width: int
@@ -73,19 +90,23 @@ class Call(NamedTuple):
     itemsize: int
     per_sm: int
     chunks: int
+    room: int
 
     @classmethod
     def of(cls, k: Tensor, size: int, sequences: int) -> "Call":
         """For k `[B, T, H, d]`."""
         batch, tokens, heads, width = k.shape
         per_sm = min(sequences * heads // multiprocessors(k.device), 4)
-        return cls(width, size, k.dtype.itemsize, per_sm, batch * tokens // (size * max(sequences, 1)))
+        chunks = batch * tokens // (size * max(sequences, 1))
+        return cls(width, size, k.dtype.itemsize, per_sm, chunks, shared_memory(k.device))
 
     def key(self, what: str) -> str:
         return key(what, self.width, self.size, self.itemsize, self.per_sm)
 
     def form(self, direction: str, segment: int) -> Form:
         """Whether one program walks a whole (sequence, head), or only its recurrence; "forward" or "backward"."""
+        if shared_bytes(self.width, self.size, self.itemsize, "walk") > self.room:
+            return "chain"
         if self.chunks < LEAST_SEGMENTS * segment:
             return "walk"
         chosen: Form = TABLE.get(self.key(direction)) or ("chain" if self.per_sm < FULL else "walk")
