@@ -9,6 +9,7 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel
+from metattt.kernels.triton.device import shared_memory
 from metattt.state import Tensors
 
 WIDTHS = (32, 64, 96, 128)
@@ -29,6 +30,18 @@ class OnGPU(Kernel):
         """Predictions `[B, T, H, d]` for tokens of that layout, and the final weights in the order of
         `given.weights`."""
 
+    def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
+        """Most bytes of shared memory that a program of the launches for these shapes takes, forward or backward.
+
+        Compared with the device's limit in `accepts`; 0 where no launch comes near one.
+
+        Args:
+            width: d, features of a head.
+            size: b, tokens of a mini-batch.
+            dtype: type of the operands of products.
+        """
+        return 0
+
     def accepts(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
         width = tokens.k.shape[-1]
@@ -40,6 +53,12 @@ class OnGPU(Kernel):
             return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
         if given.size not in SIZES:
             return f"optimizer.mini_batch_size={given.size}, not one of {', '.join(map(str, SIZES))}"
+        needed, room = self.shared_bytes(width, given.size, given.operand), shared_memory(tokens.k.device)
+        if needed > room:
+            return (
+                f"{needed:,} bytes of shared memory for head width {width}, optimizer.mini_batch_size={given.size} in "
+                f"{str(given.operand).removeprefix('torch.')}, where the device has {room:,}"
+            )
         return None
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:

@@ -1,12 +1,13 @@
-"""Backward pass of `ttt_linear`: one program per (sequence, head) walks the mini-batches from the last to the first.
+"""Backward pass of `ttt_linear`: one program per (sequence, head) walks the mini-batches from the last to the first
+(`backward_kernel`), or only their recurrence, between two launches that are parallel over segments (`backward_chain`).
 
-Layout and notation are those of the forward pass (features are rows, tokens are columns, S = Wᵀ centred); dS = ∂L/∂S is
-carried beside S.
+Layout, notation and precision are those of `tiles.py`; dS = ∂L/∂S is carried beside S. The walk reads q, k, v, dO and
+U and writes dq, dk and dv: 8 tiles `[b, d]` per mini-batch.
 
-**No recomputed segment.** W before a mini-batch is W after it plus the update, and the forward pass stored the update's
-operand τ_{b−1}ηG exactly as the tensor cores took it. So one product undoes the update, at the price of reading one
-more `[b, d]` tile, where recomputation would walk every mini-batch twice. Rounding drifts only within a segment: S is
-loaded anew from the stored anchors at each.
+**No recomputed segment.** W before a mini-batch is W after it less the update, and the forward pass stored U, the
+update's operand. So one product undoes the update, at the price of reading one more `[b, d]` tile, where recomputation
+would walk every mini-batch twice. Rounding drifts only within a segment: S is loaded anew from the stored anchors at
+each.
 
 **Through the gradient of the inner loss.** With x = norm(Z), g = γ(k − v + β) + γ²x and G = r(g − mean g − x mean gx),
 a cotangent A of G gives
@@ -16,11 +17,7 @@ a cotangent A of G gives
     dZ = r (dx − mean dx − x (mean dx·x + mean A·G))           (the last term is ∂G/∂r)
 
 and mean dx, mean dx·x expand into means that are known once Z and A are, so all sums over features of A come from one
-pass.
-
-Precision: as in the forward pass. S, dS, dZ, dZ̄ and all statistics are fp32; the operands of every product (S, dS, k,
-    q, ηG, dZ, dZ̄,
-the mixing matrix and its cotangent) are rounded to the type of the inputs; products accumulate in fp32.
+pass. A = η y, where y = ∂L/∂(ηG) = −τ_{b−1} dS k − dZ̄ mixingᵀ, of the update and of the outputs.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,216 +30,159 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metattt.kernels.ttt_linear import tuning
-from metattt.kernels.ttt_linear.forward import add3, add5, inner_gradient, load_tile, sequence_bounds, store_tile
+from metattt.kernels.ttt_linear import backward_chain, tuning
 from metattt.kernels.ttt_linear.naive import EPS
+from metattt.kernels.ttt_linear.tiles import (
+    affine,
+    end_cotangents,
+    first_column,
+    inner_gradient,
+    load_anchor,
+    load_tile,
+    open_cotangents,
+    piece_bounds,
+    read,
+    sequence_bounds,
+    store_tile,
+    through_gradient,
+    through_output,
+    through_products,
+    token_steps,
+    update,
+)
 from metattt.kernels.ttt_linear.tuning import padded
 
 
 @triton.jit(do_not_specialize=["T"])
 def backward_kernel(
     d_o_ptr, d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr,
-    q_ptr, k_ptr, v_ptr, eta_ptr, scale_ptr, shift_ptr, tau_ptr, cu_seqlens, commit_ptr, anchor_ptr,
+    q_ptr, k_ptr, v_ptr, eta_ptr, scale_ptr, shift_ptr, tau_ptr, cu_seqlens, weighted_ptr, anchor_ptr,
     d_q_ptr, d_k_ptr, d_v_ptr, d_eta_ptr, d_w_ptr, d_b_ptr, d_scale_ptr, d_shift_ptr, d_tau_ptr,
     T,
-    d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, tau_h, commit_b, commit_t, commit_h,
+    d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, tau_h, weighted_b, weighted_t, weighted_h,
     d_q_b, d_q_t, d_q_h, d_k_b, d_k_t, d_k_h, d_v_b, d_v_t, d_v_h, d_eta_b, d_eta_t, d_eta_h,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
-    EPS: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (n, h). Pointers that are None switch their part off: tau, packing, cotangents of the final state,
     bias."""
     n = (tl.program_id(0) // H).to(tl.int64)
-    h = tl.program_id(0) % H
+    h = (tl.program_id(0) % H).to(tl.int64)  # (H·T·d may exceed 2³¹)
     row, start, length, slot = sequence_bounds(cu_seqlens, n, T, SIZE, SEGMENT)
-    whole = length // SIZE
-    open_tokens = length % SIZE
-
     features = tl.arange(0, DP)
     tokens = tl.arange(0, COLUMNS)
     inside = features < D
-    square = inside[:, None] & inside[None, :]
     d_o_ptr += row * d_o_b + start * d_o_t + h * d_o_h
     q_ptr += row * q_b + start * q_t + h * q_h
     k_ptr += row * k_b + start * k_t + h * k_h
     v_ptr += row * v_b + start * v_t + h * v_h
     eta_ptr += row * eta_b + start * eta_t + h * eta_h
-    commit_ptr += row * commit_b + start * commit_t + h * commit_h
+    weighted_ptr += row * weighted_b + start * weighted_t + h * weighted_h
     d_q_ptr += row * d_q_b + start * d_q_t + h * d_q_h
     d_k_ptr += row * d_k_b + start * d_k_t + h * d_k_h
     d_v_ptr += row * d_v_b + start * d_v_t + h * d_v_h
     d_eta_ptr += row * d_eta_b + start * d_eta_t + h * d_eta_h
-    anchor_ptr += (slot * H + h) * (D + 1) * D
 
-    gamma = tl.load(scale_ptr + h * D + features, mask=inside, other=0).to(tl.float32)[:, None]
-    beta = tl.load(shift_ptr + h * D + features, mask=inside, other=0).to(tl.float32)
+    gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
     square_gamma = gamma * gamma
     mean_square_gamma = tl.sum(tl.sum(square_gamma, axis=1), axis=0) / D
-    causal = tokens[:, None] <= tokens[None, :]  # [s, t]
-    tau = tl.full([COLUMNS], 1.0, tl.float32)
-    tau_last = 1.0
-    if tau_ptr is not None:
-        tau = tl.load(tau_ptr + h * tau_h + tokens, mask=tokens < SIZE, other=0).to(tl.float32)
-        tau_last = tl.load(tau_ptr + h * tau_h + SIZE - 1).to(tl.float32)
-    operand: tl.constexpr = k_ptr.dtype.element_ty
-    ones = tl.full([COLUMNS, COLUMNS], 1.0, operand)
-
-    state = (n * H + h) * D * D + features[:, None] + features[None, :] * D  # W[in, out] as S[out, in]
+    tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     vector = (n * H + h) * D + features
-    d_s = tl.zeros([DP, DP], tl.float32)
-    d_bias = tl.zeros([DP], tl.float32)
     d_gamma = tl.zeros([DP], tl.float32)
     d_beta = tl.zeros([DP], tl.float32)
     d_tau = tl.zeros([COLUMNS], tl.float32)
     d_tau_last = tl.zeros([DP], tl.float32)
-    if d_w_end_ptr is not None:
-        if open_tokens > 0:  # the last tokens see the cotangent of the open sum in place of that of the weights
-            d_s = tl.load(d_open_w_ptr + state, mask=square, other=0)
-            if d_b_ptr is not None:
-                d_bias = tl.load(d_open_b_ptr + vector, mask=inside, other=0)
-        else:
-            d_s = tl.load(d_w_end_ptr + state, mask=square, other=0)
-            if d_b_ptr is not None:
-                d_bias = tl.load(d_b_end_ptr + vector, mask=inside, other=0)
+    d_s, d_bias = end_cotangents(
+        d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP, COLUMNS, BIAS
+    )  # fmt: skip
 
-    # Each mini-batch is loaded into registers while the one after it is computed. All but the first loaded are whole.
-    chunks = tl.cdiv(length, SIZE)
-    at = ((chunks - 1) * SIZE + tokens).to(tl.int64)
-    here = (tokens < SIZE) & (at >= 0) & (at < length)
-    tile = here[:, None] & inside[None, :]
+    # What each mini-batch needs first is loaded into registers while the one after it is computed; all of it would not
+    # fit, and where walks are taken other programs hide the rest. All mini-batches but the first loaded are whole.
+    at = ((tl.cdiv(length, SIZE) - 1) * SIZE + tokens).to(tl.int64)
+    tile = ((tokens < SIZE) & (at >= 0) & (at < length))[:, None] & inside[None, :]
     k = load_tile(k_ptr, at, k_t, features, tile)
-    commit = load_tile(commit_ptr, at, commit_t, features, tile)
-    q = load_tile(q_ptr, at, q_t, features, tile)
-    v = load_tile(v_ptr, at, v_t, features, tile)
-    d_o = load_tile(d_o_ptr, at, d_o_t, features, tile)
-    eta = tl.load(eta_ptr + at * eta_t, mask=here, other=0)
+    weighted = load_tile(weighted_ptr, at, weighted_t, features, tile)
 
-    segments = tl.cdiv(whole, SEGMENT)
-    for back in range(tl.where(open_tokens > 0, segments + 1, segments)):
-        # The open mini-batch is a segment of its own; W at its start is the last anchor.
-        is_open = (open_tokens > 0) & (back == 0)
-        segment = tl.where(open_tokens > 0, segments, segments - 1) - back
-        first = tl.where(is_open, whole, segment * SEGMENT)
-        stop = tl.where(is_open, whole + 1, tl.minimum(segment * SEGMENT + SEGMENT, whole))
-        step = tl.where(is_open, 1.0, tau_last)
-        anchor = anchor_ptr + ((stop - 1) // SEGMENT).to(tl.int64) * H * (D + 1) * D + features
-        s = tl.load(anchor[None, :] + features[:, None] * D, mask=square, other=0)
-        # The bias is a tile of equal columns: as such it is undone by a product, and enters Z and Z̄ as their
-        # accumulator.
-        bias = tl.load(anchor + D * D, mask=inside, other=0)[:, None] + tl.zeros([DP, COLUMNS], tl.float32)
+    pieces = tl.cdiv(length // SIZE, SEGMENT) + tl.where(length % SIZE > 0, 1, 0)
+    for back in range(pieces):
+        first, stop, is_open = piece_bounds(pieces - 1 - back, length, SIZE, SEGMENT)
+        step = tl.where(is_open, 0.0, tau_last)
+        anchor = anchor_ptr + ((slot + (stop - 1) // SEGMENT) * H + h) * (D + 1) * D
+        s, bias = load_anchor(anchor, features, first < stop, D, DP, COLUMNS)
 
         for i in tl.range(0, stop - first, num_stages=1):
             at = ((stop - 1 - i) * SIZE + tokens).to(tl.int64)
             here = (tokens < SIZE) & (at < length)
             tile = here[:, None] & inside[None, :]
+            eta = tl.load(eta_ptr + at * eta_t, mask=here, other=0)
             next_at = at - SIZE
-            next_here = (tokens < SIZE) & (next_at >= 0)
-            next_tile = next_here[:, None] & inside[None, :]
+            next_tile = ((tokens < SIZE) & (next_at >= 0))[:, None] & inside[None, :]
             next_k = load_tile(k_ptr, next_at, k_t, features, next_tile)
-            next_commit = load_tile(commit_ptr, next_at, commit_t, features, next_tile)
-            next_q = load_tile(q_ptr, next_at, q_t, features, next_tile)
-            next_v = load_tile(v_ptr, next_at, v_t, features, next_tile)
-            next_d_o = load_tile(d_o_ptr, next_at, d_o_t, features, next_tile)
-            next_eta = tl.load(eta_ptr + next_at * eta_t, mask=next_here, other=0)
+            next_weighted = load_tile(weighted_ptr, next_at, weighted_t, features, next_tile)
+            q = load_tile(q_ptr, at, q_t, features, tile)
+            v = load_tile(v_ptr, at, v_t, features, tile)
+            d_o = load_tile(d_o_ptr, at, d_o_t, features, tile)
 
             # W before this mini-batch, and the forward pass again.
-            undo = tl.trans(-commit)
-            s = tl.dot(undo, k, acc=s, input_precision=PRECISION)
-            if d_b_ptr is not None:
-                bias = tl.dot(undo, ones, acc=bias, input_precision=PRECISION)
-            s_operand = s.to(operand)
+            u = tl.trans(weighted)
+            s, bias = update(s, bias, u, -step, k, COLUMNS, BIAS, PRECISION)
+            s_operand = s.to(k.dtype)
             z = tl.dot(s_operand, tl.trans(k), acc=bias, input_precision=PRECISION)
             c = tl.trans(k.to(tl.float32) - v.to(tl.float32) + beta[None, :])
             x, r, g, m1, m2, hx, hxx = inner_gradient(z, gamma * c, square_gamma, D, EPS)
-            grad = r[None, :] * (g - m1[None, :] - x * m2[None, :])
-            if D < DP:
-                grad = tl.where(inside[:, None], grad, 0)
-            weighted = -eta[None, :] * grad
-            weighted_operand = weighted.to(operand)
-            products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [s, t]
-            if d_b_ptr is not None:
-                products += 1
-            products = tl.where(causal, products, 0)
-            mixing = (products * tau[None, :]).to(operand)
-            z = tl.dot(s_operand, tl.trans(q), acc=bias, input_precision=PRECISION)
-            z = tl.dot(weighted_operand, mixing, acc=z, input_precision=PRECISION)
+            z, products, mixing = read(s_operand, bias, q, k, u, tau, tokens, BIAS, PRECISION)
 
             # Through the normalization of the output: dZ̄, and what follows from it.
             d_out = tl.trans(d_o.to(tl.float32))
-            d_normal = gamma * d_out
-            zz, d1, dz1 = tl.reduce((z * z, d_normal, d_normal * z), 0, add3)
-            r_out = tl.rsqrt(zz / D + EPS)
-            normal = z * r_out[None, :]
-            d_z = r_out[None, :] * (d_normal - (d1 / D)[None, :] - normal * (dz1 * r_out / D)[None, :])
-            if D < DP:
-                d_z = tl.where(inside[:, None], d_z, 0)
+            d_read, normal = through_output(z, d_out, gamma, inside, D, DP, EPS)
             d_gamma += tl.sum(d_out * normal, axis=1)
             d_beta += tl.sum(d_out, axis=1)
-            d_z_operand = d_z.to(operand)
-            d_mixing = tl.dot(tl.trans(weighted_operand), d_z_operand, input_precision=PRECISION)  # [s, t]
-            d_products = tl.where(causal, d_mixing * tau[None, :], 0).to(operand)
+            d_read = d_read.to(k.dtype)
+            d_mixing, d_products = through_products(q, k, d_read, u, tau, tokens, PRECISION)
 
-            # y = ∂L/∂(ηG): from this mini-batch's outputs, and from its update of W, whose part of dK is due too.
-            d_s_operand = d_s.to(operand)
-            d_commit = tl.dot(d_s_operand, tl.trans(k), input_precision=PRECISION)
-            if d_b_ptr is not None:
-                d_commit += d_bias[:, None]
+            # y, of this mini-batch's outputs and of its update of W, whose part of dK is due too.
+            d_s_operand = d_s.to(k.dtype)
+            d_update = tl.dot(d_s_operand, tl.trans(k), acc=d_bias, input_precision=PRECISION)
             if d_tau_ptr is not None:
                 d_tau += tl.sum(products * d_mixing, axis=0)
-                d_tau_last += tl.where(is_open, 0.0, tl.sum(weighted * d_commit, axis=1))
-            y = -step * d_commit - tl.dot(d_z_operand, tl.trans(mixing), input_precision=PRECISION)
-            d_k = tl.dot(tl.trans(d_s_operand), (step * weighted).to(operand), input_precision=PRECISION)
+                d_tau_last += tl.where(is_open, 0.0, tl.sum(u.to(tl.float32) * d_update, axis=1))
+            update_step = tl.where(is_open, 1.0, tau_last)
+            y = -update_step * d_update - tl.dot(d_read, tl.trans(mixing), input_precision=PRECISION)
+            d_k = update_step * tl.dot(tl.trans(d_s_operand), u, input_precision=PRECISION)
             d_k = tl.dot(tl.trans(q), tl.trans(d_products), acc=d_k, input_precision=PRECISION)
-            d_s = tl.dot(d_z_operand, q, acc=d_s, input_precision=PRECISION)
-            if d_b_ptr is not None:
-                d_bias += tl.sum(d_z, axis=1)
+            d_s, d_bias = update(d_s, d_bias, d_read, 1.0, q, COLUMNS, BIAS, PRECISION)
 
-            # Through the gradient of the inner loss; A = η y.
-            hy = square_gamma * y
-            y1, yx, yg, hy, hyx = tl.reduce((y, y * x, y * grad, hy, hy * x), 0, add5)
-            tl.store(d_eta_ptr + at * d_eta_t, yg, mask=here)
-            y1 /= D
-            yx /= D
-            scaled = r * eta
-            d_g = scaled[None, :] * (y - y1[None, :] - x * yx[None, :])
+            # Through the gradient of the inner loss.
+            d_inner, d_eta, d_g = through_gradient(
+                y, x, r, g, m1, m2, hx, hxx, eta, square_gamma, mean_square_gamma, inside, D, DP
+            )
+            tl.store(d_eta_ptr + at * d_eta_t, d_eta, mask=here)
             d_e = gamma * d_g
             d_gamma += tl.sum(d_g * (c + 2 * gamma * x), axis=1)
             d_beta += tl.sum(d_e, axis=1)
             store_tile(d_v_ptr, at, d_v_t, features, tile, tl.trans(-d_e))
-            d_x = gamma * d_e - scaled[None, :] * (y * m2[None, :] + gamma * (c + gamma * x) * yx[None, :])
-            dx1 = scaled * (hy / D - y1 * (mean_square_gamma + m2) - yx * (hx + m1))
-            dxx = scaled * (hyx / D - y1 * hx - yx * (hxx + 2 * m2)) + eta * yg / D
-            d_inner = r[None, :] * (d_x - dx1[None, :] - x * dxx[None, :])
-            if D < DP:
-                d_inner = tl.where(inside[:, None], d_inner, 0)
-            d_inner_operand = d_inner.to(operand)
+            d_inner = d_inner.to(k.dtype)
 
             # Cotangents of the queries and keys.
             s_transposed = tl.trans(s_operand)
-            d_q = tl.dot(s_transposed, d_z_operand, input_precision=PRECISION)
+            d_q = tl.dot(s_transposed, d_read, input_precision=PRECISION)
             d_q = tl.dot(tl.trans(k), d_products, acc=d_q, input_precision=PRECISION)
-            d_q = tl.trans(d_q) + d_o.to(tl.float32)
-            store_tile(d_q_ptr, at, d_q_t, features, tile, d_q)
-            d_k = tl.dot(s_transposed, d_inner_operand, acc=d_k + d_e, input_precision=PRECISION)
+            store_tile(d_q_ptr, at, d_q_t, features, tile, tl.trans(d_q) + d_o.to(tl.float32))
+            d_k = tl.dot(s_transposed, d_inner, acc=d_k + d_e, input_precision=PRECISION)
             store_tile(d_k_ptr, at, d_k_t, features, tile, tl.trans(d_k))
-            d_s = tl.dot(d_inner_operand, k, acc=d_s, input_precision=PRECISION)
-            if d_b_ptr is not None:
-                d_bias += tl.sum(d_inner, axis=1)
-            k, commit, q, v, d_o, eta = next_k, next_commit, next_q, next_v, next_d_o, next_eta
+            d_s, d_bias = update(d_s, d_bias, d_inner, 1.0, k, COLUMNS, BIAS, PRECISION)
+            k, weighted = next_k, next_weighted
 
         if d_w_end_ptr is not None:  # noqa: SIM102 (decided when compiling; the next one in the run)
             if is_open:
-                d_s += tl.load(d_w_end_ptr + state, mask=square, other=0) - tl.load(
-                    d_open_w_ptr + state, mask=square, other=0
-                )
-                if d_b_ptr is not None:
-                    d_bias += tl.load(d_b_end_ptr + vector, mask=inside, other=0) - tl.load(
-                        d_open_b_ptr + vector, mask=inside, other=0
-                    )
+                d_s, d_bias = open_cotangents(
+                    d_s, d_bias, d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, features, inside, D, BIAS
+                )  # fmt: skip
 
-    tl.store(d_w_ptr + state, d_s, mask=square)
-    if d_b_ptr is not None:
-        tl.store(d_b_ptr + vector, d_bias, mask=inside)
+    square = inside[:, None] & inside[None, :]
+    tl.store(d_w_ptr + (n * H + h) * D * D + features[:, None] + features[None, :] * D, d_s, mask=square)
+    if BIAS:
+        tl.store(d_b_ptr + vector, first_column(d_bias, tokens), mask=inside)
     tl.store(d_scale_ptr + vector, d_gamma, mask=inside)
     tl.store(d_shift_ptr + vector, d_beta, mask=inside)
     if d_tau_ptr is not None:
@@ -251,7 +191,7 @@ def backward_kernel(
 
 
 class Backward(NamedTuple):
-    """What the kernel writes; the parts of weights are one per sequence, summed by the caller where sequences share
+    """What the kernels write; the parts of weights are one per sequence, summed by the caller where sequences share
     weights.
 
     Attributes:
@@ -301,24 +241,61 @@ def launch_backward(
     shift: Tensor,
     tau: Tensor | None,
     cu_seqlens: Tensor | None,
-    commits: Tensor,
+    weighted: Tensor,
     anchors: Tensor,
     size: int,
+    segment: int,
 ) -> Backward:
-    """Runs the kernel into `out` of `allocate`. `d_state`: contiguous fp32 cotangents of w, b, update_w and
-    update_b."""
+    """Runs the kernels into `out` of `allocate`. `d_state`: contiguous fp32 cotangents of w, b, update_w and update_b;
+    `segment`: mini-batches between anchors."""
     batch, tokens, heads, width = q.shape
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    backward_kernel[(sequences * heads,)](
-        d_o, *((None,) * 4 if d_state is None else d_state),
-        q, k, v, eta, scale, shift, tau, cu_seqlens, commits, anchors,
-        out.q, out.k, out.v, out.eta, out.w, out.b if out.b.numel() else None, out.scale, out.shift, out.tau if out.tau.numel() else None,
-        tokens,
-        *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(),
-        tau.stride(0) if tau is not None and len(tau) > 1 else 0, *commits.stride()[:3],
-        *out.q.stride()[:3], *out.k.stride()[:3], *out.v.stride()[:3], *out.eta.stride(),
-        H=heads, D=width, DP=padded(width), SIZE=size, COLUMNS=padded(size),
-        SEGMENT=tuning.SEGMENT, EPS=EPS, PRECISION=tuning.FP32_PRODUCTS,
-        **tuning.backward_launch(padded(width), padded(size))._asdict(),
+    call = tuning.Call.of(k, size, sequences)
+    end = (None,) * 4 if d_state is None else d_state
+    d_b = out.b if out.b.numel() else None
+    d_tau = None if tau is None else out.tau
+    tau_stride = tau.stride(0) if tau is not None and len(tau) > 1 else 0
+    sizes = {
+        "H": heads, "D": width, "DP": padded(width), "SIZE": size, "COLUMNS": padded(size), "SEGMENT": segment,
+        "BIAS": d_b is not None, "EPS": EPS, "PRECISION": tuning.FP32_PRODUCTS,
+    }  # fmt: skip
+    programs = sequences * heads
+    if call.form("backward", segment) == "walk":
+        backward_kernel[(programs,)](
+            d_o, *end, q, k, v, eta, scale, shift, tau, cu_seqlens, weighted, anchors,
+            out.q, out.k, out.v, out.eta, out.w, d_b, out.scale, out.shift, d_tau, tokens,
+            *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *weighted.stride()[:3],
+            *out.q.stride()[:3], *out.k.stride()[:3], *out.v.stride()[:3], *out.eta.stride(),
+            **sizes, **call.launch("backward walk")._asdict(),
+        )  # fmt: skip
+        return out
+    pieces = triton.cdiv(tokens // size, segment) + 1  # the last for an open mini-batch, of any sequence
+    between = backward_chain.allocate(k, sequences, size, pieces, len(anchors), tau is not None)
+    x, stats, d_read, y, d_inner, d_anchors, d_scale, d_shift, d_taus = between
+    plane = stats.stride(0)
+    d_tau_parts = (None, None) if tau is None else d_taus
+    backward_chain.outputs_kernel[(programs, pieces)](
+        d_o, q, k, v, scale, shift, tau, cu_seqlens, weighted, anchors, x, stats, d_read, out.v, d_scale[0], d_shift[0], d_tau_parts[0],
+        tokens, plane,
+        *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tau_stride, *weighted.stride()[:3], *out.v.stride()[:3],
+        **sizes, **call.launch("backward outputs")._asdict(),
     )  # fmt: skip
+    backward_chain.chain_kernel[(programs,)](
+        *end, q, k, v, eta, scale, shift, tau, cu_seqlens, x, stats, d_read, out.v,
+        y, d_inner, d_anchors, out.eta, out.w, d_b, tokens, plane,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *out.v.stride()[:3], *out.eta.stride(),
+        **sizes, **call.launch("backward chain")._asdict(),
+    )  # fmt: skip
+    backward_chain.inputs_kernel[(programs, pieces)](
+        d_o, q, k, v, eta, scale, shift, tau, cu_seqlens, weighted, anchors, x, stats, d_read, y, d_inner, d_anchors,
+        out.q, out.k, out.v, d_scale[1], d_shift[1], d_tau_parts[1], tokens,
+        *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *weighted.stride()[:3],
+        *out.q.stride()[:3], *out.k.stride()[:3], *out.v.stride()[:3],
+        **sizes, **call.launch("backward inputs")._asdict(),
+    )  # fmt: skip
+    # Parts of all programs, in an order that is always the same.
+    torch.sum(d_scale, (0, 1), out=out.scale)
+    torch.sum(d_shift, (0, 1), out=out.shift)
+    if d_tau is not None:
+        torch.sum(d_taus, (0, 1), out=d_tau)
     return out

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.triton.on_gpu import OnGPU
+from metattt.kernels.ttt_linear import tuning
 from metattt.kernels.ttt_linear.covers import function, uncovered
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
@@ -21,6 +23,9 @@ class TTTLinearOnGPU(OnGPU):
 
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)
+
+    def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
+        return min(tuning.shared_bytes(width, size, dtype.itemsize, form) for form in tuning.FORMS)
 
     def operation(
         self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.kernels.ttt_linear import backward, decode, forward
+from metattt.kernels.triton.device import shared_memory
+from metattt.kernels.ttt_linear import backward, decode, forward, tuning
 from metattt.kernels.ttt_linear.naive import LinearState
 
 WIDTHS = (32, 64, 96, 128)
@@ -59,7 +60,7 @@ def ttt_linear(
         o `[B, T, H, d]` in the type of q; the final state in fp32, or None.
 
     Raises:
-        MetaTTTError: a shape, type or stride that the kernels do not take.
+        MetaTTTError: a shape, type or stride that the kernels do not take, or fp32 tiles that a device has no room for.
     """
     sequences = _check(q, k, v, eta, norm_scale, norm_bias, tau, mini_batch_size, cu_seqlens)
     heads, width = q.shape[2:]
@@ -72,7 +73,8 @@ def ttt_linear(
         _expect("b" if initial_state is None else "initial_state[1]", b, w.shape[:-1])
     inputs = (q, k, v, eta, w, b, norm_scale, norm_bias, tau)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    out = forward.Forward(*ttt_linear_forward(*inputs, cu_seqlens, mini_batch_size, save, output_final_state))
+    segment = tuning.Call.of(k, mini_batch_size, sequences).segment()
+    out = forward.Forward(*ttt_linear_forward(*inputs, cu_seqlens, mini_batch_size, segment, save, output_final_state))
     return out.o, LinearState(out.w, out.b, out.update_w, out.update_b) if output_final_state else None
 
 
@@ -189,6 +191,12 @@ def _check(
         raise MetaTTTError(
             f"ttt_linear: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one type of {DTYPES} for all."
         )
+    needed = min(tuning.shared_bytes(width, mini_batch_size, q.dtype.itemsize, form) for form in tuning.FORMS)
+    if needed > shared_memory(q.device):
+        raise MetaTTTError(
+            f"ttt_linear: d = {width} with mini-batches of {mini_batch_size} tokens in {q.dtype} takes {needed:,} bytes of shared "
+            f"memory, the device has {shared_memory(q.device):,}: pass 16-bit q, k, v, or set optimizer.mini_batch_size=32."
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         _expect(name, x, (batch, tokens, heads, width))
         _expect_unit_stride(name, x)
@@ -227,16 +235,29 @@ def ttt_linear_forward(
     tau: Tensor | None,
     cu_seqlens: Tensor | None,
     size: int,
+    segment: int,
     save: bool,
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `forward.Forward`; see `forward.launch_forward`."""
+    """The fields of `forward.Forward`; see `forward.launch_forward`. `segment`: mini-batches between anchors."""
     bias, steps = (None if x is None else x.contiguous() for x in (b, tau))
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    out = forward.allocate(q, k, sequences, size, save, final)
+    out = forward.allocate(q, k, sequences, size, segment, save, final)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         forward.launch_forward(
-            out, q, k, v, eta, w.contiguous(), bias, scale.contiguous(), shift.contiguous(), steps, cu_seqlens, size
+            out,
+            q,
+            k,
+            v,
+            eta,
+            w.contiguous(),
+            bias,
+            scale.contiguous(),
+            shift.contiguous(),
+            steps,
+            cu_seqlens,
+            size,
+            segment,
         )
     return out
 
@@ -254,11 +275,12 @@ def _forward_fake(
     tau: Tensor | None,
     cu_seqlens: Tensor | None,
     size: int,
+    segment: int,
     save: bool,
     final: bool,
 ) -> tuple[Tensor, ...]:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return forward.allocate(q, k, sequences, size, save, final)
+    return forward.allocate(q, k, sequences, size, segment, save, final)
 
 
 @torch.library.custom_op("metattt::ttt_linear_backward", mutates_args=())
@@ -276,10 +298,11 @@ def ttt_linear_backward(
     shift: Tensor,
     tau: Tensor | None,
     cu_seqlens: Tensor | None,
-    commits: Tensor,
+    weighted: Tensor,
     anchors: Tensor,
     bias: bool,
     size: int,
+    segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of `backward.Backward`; see `backward.launch_backward`."""
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -306,9 +329,10 @@ def ttt_linear_backward(
             shift.contiguous(),
             steps,
             cu_seqlens,
-            commits,
+            weighted,
             anchors,
             size,
+            segment,
         )
     return out
 
@@ -328,31 +352,32 @@ def _backward_fake(
     shift: Tensor,
     tau: Tensor | None,
     cu_seqlens: Tensor | None,
-    commits: Tensor,
+    weighted: Tensor,
     anchors: Tensor,
     bias: bool,
     size: int,
+    segment: int,
 ) -> tuple[Tensor, ...]:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return backward.allocate(q, k, v, eta, sequences, bias, tau is not None, size)
 
 
 def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, size, _, _ = inputs
+    q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, size, segment, _, _ = inputs
     out = forward.Forward(*output)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(out.commits, out.anchors)
-    ctx.save_for_backward(q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, out.commits, out.anchors)
-    ctx.size = size  # type: ignore[attr-defined]
+    ctx.mark_non_differentiable(out.weighted, out.anchors)
+    ctx.save_for_backward(q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, out.weighted, out.anchors)
+    ctx.size, ctx.segment = size, segment  # type: ignore[attr-defined]
 
 
 def _derivative(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, commits, anchors = ctx.saved_tensors  # type: ignore[attr-defined]
+    q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, weighted, anchors = ctx.saved_tensors  # type: ignore[attr-defined]
     d_o, d_w, d_b, d_update_w, d_update_b = cotangents[:5]
     grads = backward.Backward(
         *ttt_linear_backward(
             torch.zeros_like(q) if d_o is None else d_o, d_w, d_b, d_update_w, d_update_b,
-            q, k, v, eta, scale, shift, tau, cu_seqlens, commits, anchors, b is not None, ctx.size,  # type: ignore[attr-defined]
+            q, k, v, eta, scale, shift, tau, cu_seqlens, weighted, anchors, b is not None, ctx.size, ctx.segment,  # type: ignore[attr-defined]
         )
     )  # fmt: skip
     shared = w.ndim == 3  # one W0 for all sequences
@@ -369,6 +394,7 @@ def _derivative(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor | 
         grads.scale.sum(0).to(scale.dtype),
         grads.shift.sum(0).to(shift.dtype),
         d_tau,
+        None,
         None,
         None,
         None,
