@@ -83,7 +83,7 @@ def test_compiled_in_one_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_it_does_not_take_it_refuses(name: str) -> None:
+def test_what_it_does_not_take_it_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, learner = KERNELS[name]
 
     def refused(
@@ -97,6 +97,8 @@ def test_what_it_does_not_take_it_refuses(name: str) -> None:
     refused("mini_batch_size=4", rule=GradientDescent(4))
     refused("float64", dtype=torch.float64)
     refused("gates other than", rule=Momentum(8, momentum="none", decay="constant"))
+    monkeypatch.setattr(kernel, "shared_bytes", lambda self, width, size, dtype: 232_449)
+    refused("232,449 bytes of shared memory for head width 32, optimizer.mini_batch_size=8 in float32.* has 232,448")
     if name == "mlp":
         refused("64 hidden units, not 128", made=MLP(expansion=2))
 

@@ -14,6 +14,15 @@ from metattt.state import Tensors
 WIDTHS = (32, 64, 96, 128)
 SIZES = (8, 16, 32, 64)
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
+SHARED_MEMORY = 232_448  #: bytes that a program may have on compute capability 9.0 (H100, H200)
+
+
+@torch.compiler.assume_constant_result
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have on `device`; elsewhere than on a GPU those of an H100."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 class OnGPU(Kernel):
@@ -29,6 +38,18 @@ class OnGPU(Kernel):
         """Predictions `[B, T, H, d]` for tokens of that layout, and the final weights in the order of
         `given.weights`."""
 
+    def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
+        """Most bytes of shared memory that a program of the launches for these shapes takes, forward or backward.
+
+        Compared with the device's limit in `accepts`; 0 where no launch comes near one.
+
+        Args:
+            width: d, features of a head.
+            size: b, tokens of a mini-batch.
+            dtype: type of the operands of products.
+        """
+        return 0
+
     def accepts(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
         width = tokens.k.shape[-1]
@@ -40,6 +61,12 @@ class OnGPU(Kernel):
             return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
         if given.size not in SIZES:
             return f"optimizer.mini_batch_size={given.size}, not one of {', '.join(map(str, SIZES))}"
+        needed, room = self.shared_bytes(width, given.size, given.operand), shared_memory(tokens.k.device)
+        if needed > room:
+            return (
+                f"{needed:,} bytes of shared memory for head width {width}, optimizer.mini_batch_size={given.size} in "
+                f"{str(given.operand).removeprefix('torch.')}, where the device has {room:,}"
+            )
         return None
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
