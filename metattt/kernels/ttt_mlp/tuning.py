@@ -18,11 +18,14 @@ class Config(NamedTuple):
             and mini-batch.
         num_warps: warps per program; a program is one (sequence, head).
         num_stages: depth of the prefetch of tokens (or of tiles).
+        split: whether what does not depend on the mini-batch before is left to kernels of its own, which run side by
+            side for all segments, or one program per (sequence, head) does everything.
     """
 
     tile: int
     num_warps: int
     num_stages: int
+    split: bool = False
 
 
 SEGMENT = 16  # mini-batches between two copies of the weights that the forward pass keeps for the backward pass
