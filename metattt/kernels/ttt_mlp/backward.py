@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from metattt.kernels.ttt_mlp.backward_split import between, chain_kernel, reading_kernel, tokens_kernel
 from metattt.kernels.ttt_mlp.common import (
     dot,
     dot_add,
@@ -429,8 +430,8 @@ def backward_kernel(
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the arguments of `forward`; those of the weights, the norm and τ for every sequence, `[N, H, ...]`,
-    fp32."""
+    """Cotangents of the arguments of `forward`; those of the weights for every sequence, `[N, H, ...]`, fp32; those of
+    the norm and τ, of the same shape, as parts that are to be added up."""
 
     q: Tensor
     k: Tensor
@@ -490,12 +491,34 @@ def backward(
         for w, dtype in zip(final, types, strict=True)
     )
     running = empty_weights(final, (places * heads,)) if walk.tile < 4 * d else (None,) * 4
+    store = between(q, places * span, options, final[1] is not None, tau is not None) if back.split else None
     for first in reversed(firsts):
         forward_kernel[(places * heads,)](
             *given, None, *kept, *running, *states, cu_seqlens, length, n, first, together, span, *strides(q, k, v, eta, q),
             heads, heads, tau_stride(tau), MODE=SEGMENT.value, KEEP=segment, **options, **launch_options(walk),
         )  # fmt: skip
-        walk_back(states, first, WALK.value, True)
+        if store is None:
+            walk_back(states, first, WALK.value, True)
+            continue
+        at = (cu_seqlens, length, n, first, together, span)
+        sizes = (heads, tau_stride(tau))
+        tiled = options | {"KEEP": segment, "FB": min(64, options["F"]), "num_warps": 4, "num_stages": 1}
+        reading_kernel[(places * span * heads,)](
+            *given, do, dq, deta, *states, *store[:4], store.norm, store.steps, *at, *strides(q, k, v, eta, do, dq, deta), *sizes, **tiled
+        )  # fmt: skip
+        chain_kernel[(n * heads,)](
+            q, k, eta, tau, scale, states[2], *store[:5], *dweights, cu_seqlens, length, first, together, span, *strides(q, k, eta),
+            *sizes, **options, KEEP=segment, num_warps=back.num_warps, num_stages=back.num_stages,
+        )  # fmt: skip
+        tokens_kernel[(places * span * heads,)](
+            k, eta, tau, scale, dk, dv, deta, states[0], store.hidden, store.columns, store.values, store.before_b1, store.norm, store.steps,
+            *at, *strides(k, eta, dk, dv, deta), *sizes, **tiled,
+        )  # fmt: skip
+        norm = store.norm.sum(0)
+        dscale[0] += norm[:, 0]
+        dbias[0] += norm[:, 1]
+        if dtau is not None and store.steps is not None:
+            dtau[0] += store.steps.sum(0)[:, :b]
     return Gradients(dq, dk, dv, deta, dtau, dweights, dscale, dbias)
 
 
