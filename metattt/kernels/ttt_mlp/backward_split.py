@@ -74,8 +74,8 @@ def value_of(base, at, which: tl.constexpr, lanes, BP: tl.constexpr):
 
 
 @triton.jit
-def add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
 
 
 @triton.jit
@@ -276,6 +276,8 @@ def chain_kernel(
         db1 = tl.load(grad_b1 + units)
         db2 = tl.load(grad_b2 + rows_at, mask=rows, other=0.0)
 
+    c1 = dw1.to(OP)  # carried along: operands that are, the compiler keeps in shared memory, others in registers
+    c2 = dw2.to(OP)
     for back in tl.range(0, hi - lo, disable_licm=True):
         i = hi - 1 - back
         at = ((home + i // KEEP).to(tl.int64) * span + i % KEEP) * H + h
@@ -287,26 +289,36 @@ def chain_kernel(
         og2 = tl.load(place_in(operands, at, G2, 2, rows_at, lanes, DP, BP))
         og2c = (og2.to(tl.float32) * omega[None, :]).to(OP)
         x = tl.load(place_in(hidden, at, X, 8, units, lanes, F, BP))
-        slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP))
+        slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP)).to(tl.float32)
         g1 = tl.load(place_in(hidden, at, G1, 8, units, lanes, F, BP))
         w2 = tl.load(w2_at + at * F * D + units[:, None] * D + rows_at[None, :], mask=rows[None, :], other=0.0)
         if BIAS:
             tl.store(before_b1 + at * F + units, db1)
 
-        # Products with C.
-        c1 = dw1.to(OP)
-        c2 = dw2.to(OP)
+        # Products with C, and what is added to it before dz2 is known.
         moved2 = dot(tl.trans(c2), x) + db2[:, None]
         tl.store(place_in(columns, at, MOVED2, 6, rows_at, lanes, DP, BP), moved2)
         tl.store(place_in(columns, at, ALONG_G1, 6, rows_at, lanes, DP, BP), dot(tl.trans(c1), g1))
         moved1 = omega[None, :] * (dot(c1, kt) + db1[:, None])
-        pulled = tl.load(place_in(hidden, at, PULLED, 8, units, lanes, F, BP)).to(tl.float32)
-        opulled = (pulled - moved1 * slope.to(tl.float32)).to(OP)
+        opulled = (tl.load(place_in(hidden, at, PULLED, 8, units, lanes, F, BP)).to(tl.float32) - moved1 * slope).to(OP)
         place = place_in(columns, at, DG2, 6, rows_at, lanes, DP, BP)
         dg2 = dot_add(tl.trans(w2), opulled, tl.load(place) - omega[None, :] * moved2)
+        dw2 = dot_add(opulled, tl.trans(og2), dw2)
+        bend = tl.load(place_in(hidden, at, BEND, 8, units, lanes, F, BP)).to(tl.float32)
+        hidden_place = place_in(hidden, at, DZ1, 8, units, lanes, F, BP)
+        dz1 = tl.load(hidden_place).to(tl.float32) - moved1 * bend - dot(c2, og2c) * slope
+        odzbar1 = tl.load(place_in(hidden, at, DZBAR1, 8, units, lanes, F, BP))
+        qt = tl.load(q + tokens[None, :] * q_t + rows_at[:, None], mask=mask, other=0.0)
+        dw1 = dot_add(odzbar1, tl.trans(qt), dw1)
+        if BIAS:
+            db1 += tl.sum(odzbar1.to(tl.float32), 1)
+        odzbar2 = tl.load(place_in(operands, at, DZBAR2, 2, rows_at, lanes, DP, BP))
+        xbar = tl.load(place_in(hidden, at, XBAR, 8, units, lanes, F, BP))
+        dw2 = dot_add(xbar, tl.trans(odzbar2), dw2)
 
-        # Through the norm, see step 4 of `backward_kernel`: the sums of what is linear in dg2, in one exchange between
-        # the warps, and with them those of what is linear in the sums.
+        # Through the norm, see step 4 of `backward_kernel`: everything there is linear in dg2, so that its sums over d
+        # do not wait for one another. (All five in one exchange between the warps spill, and two in one do not.)
+        tl.store(place, dg2)
         rstd = tl.load(value_of(values, at, RSTD, lanes, BP))
         along = tl.load(value_of(values, at, ALONG, lanes, BP))
         mean = tl.load(value_of(values, at, MEAN, lanes, BP))
@@ -316,7 +328,9 @@ def chain_kernel(
         hat = tl.load(place_in(columns, at, HAT, 6, rows_at, lanes, DP, BP))
         pull = gamma[:, None] * tl.load(place_in(columns, at, RESIDUAL, 6, rows_at, lanes, DP, BP))
         u = dg2 * rstd[None, :]
-        su, suh, ssu, ssuh, sup = tl.reduce((u, u * hat, square * u, square * u * hat, u * pull), 0, add5)
+        su, ssu = tl.reduce((u, square * u), 0, add2)
+        suh, ssuh = tl.reduce((u * hat, square * u * hat), 0, add2)
+        sup = tl.sum(u * pull, 0)
         su /= D
         suh /= D
         shift = ssu / D - along * su - spread * su - tilt * suh
@@ -325,26 +339,19 @@ def chain_kernel(
         dz2 = (dz2 - shift[None, :] - hat * swing[None, :]) * rstd[None, :]
         if DP != D:
             dz2 = tl.where(rows[:, None], dz2, 0.0)
-        tl.store(place, dg2)
         odz2 = dz2.to(OP)
 
-        # The hidden units, and what is added to C.
-        bend = tl.load(place_in(hidden, at, BEND, 8, units, lanes, F, BP)).to(tl.float32)
-        place = place_in(hidden, at, DZ1, 8, units, lanes, F, BP)
-        dz1 = tl.load(place).to(tl.float32) - moved1 * bend + (dot(w2, odz2) - dot(c2, og2c)) * slope.to(tl.float32)
+        # The rest of the hidden units' cotangent, and of what is added to C.
+        slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP)).to(tl.float32)  # again: not kept
+        dz1 += dot(w2, odz2) * slope
         odz1 = dz1.to(OP)
-        tl.store(place, odz1)
-        odzbar1 = tl.load(place_in(hidden, at, DZBAR1, 8, units, lanes, F, BP))
-        odzbar2 = tl.load(place_in(operands, at, DZBAR2, 2, rows_at, lanes, DP, BP))
-        xbar = tl.load(place_in(hidden, at, XBAR, 8, units, lanes, F, BP))
-        qt = tl.load(q + tokens[None, :] * q_t + rows_at[:, None], mask=mask, other=0.0)
-        dw1 = dot_add(odzbar1, tl.trans(qt), dw1)
+        tl.store(hidden_place, odz1)
         dw1 = dot_add(odz1, tl.trans(kt), dw1)
-        dw2 = dot_add(xbar, tl.trans(odzbar2), dw2)
-        dw2 = dot_add(opulled, tl.trans(og2), dw2)
         dw2 = dot_add(x, tl.trans(odz2), dw2)
+        c1 = dw1.to(OP)
+        c2 = dw2.to(OP)
         if BIAS:
-            db1 += tl.sum(dz1 + odzbar1.to(tl.float32), 1)
+            db1 += tl.sum(dz1, 1)
             db2 += tl.sum(dz2 + odzbar2.to(tl.float32), 1)
 
     store_tile(grad_w1, grad_w2, units, rows_at, rows, dw1, dw2, D, F)
