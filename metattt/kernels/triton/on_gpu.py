@@ -9,20 +9,12 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel
+from metattt.kernels.triton.device import shared_memory
 from metattt.state import Tensors
 
 WIDTHS = (32, 64, 96, 128)
 SIZES = (8, 16, 32, 64)
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
-SHARED_MEMORY = 232_448  #: bytes that a program may have on compute capability 9.0 (H100, H200)
-
-
-@torch.compiler.assume_constant_result
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have on `device`; elsewhere than on a GPU those of an H100."""
-    if device.type != "cuda":
-        return SHARED_MEMORY
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 class OnGPU(Kernel):

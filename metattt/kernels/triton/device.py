@@ -1,0 +1,21 @@
+"""What a launch may take of a device. Where there is no GPU, the answers are those of an H100, as interpreter and compiler
+need them."""
+
+import torch
+
+MULTIPROCESSORS = 132  #: of an H100 or H200
+SHARED_MEMORY = 232_448  #: bytes that one program may have on compute capability 9.0
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
