@@ -447,6 +447,7 @@ def test_what_is_refused() -> None:
         (lambda: make("mamba", "layer.dt_rank=0"), "layer.dt_rank=0 is not allowed"),
         (lambda: make("mamba", "layer.d_stat=2"), "Did you mean `layer.d_state`"),
         (lambda: make("mamba", "layer.expand=1000000000"), "lower dim, layer.expand"),
+        (lambda: make("longhorn", "+learner.bias=false"), r"`\+learner.bias=false` sets nothing: this layer has no learner"),
         (lambda: make("longhorn", "learner=mlp"), "`learner=mlp` chooses nothing: this layer has no learner"),
         (lambda: make("longhorn", "optimizer.base_lr=2"), "`optimizer` is not a key"),
         (lambda: make("mamba2_mixer", "num_heads=3"), "num_heads=3 does not divide dim=8"),

@@ -134,14 +134,16 @@ def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
 
 
 def _check_chosen(cfg: DictConfig, overrides: list[str]) -> None:
-    """Refuses the choice of a part that the layer does not have, as one that is a single recurrence has none."""
+    """Refuses the choice of a part that the layer does not have, as one that is a single recurrence has none, and its
+    settings."""
     layer = cfg.get("layer")
     for override in overrides if isinstance(layer, DictConfig) else ():
         key, _, value = override.partition("=")
-        part = key.lstrip("+")
+        part, _, setting = key.lstrip("+").partition(".")
         if part in LAYER_PARTS and value != "null" and part not in parts_of(layer):
+            does = "sets" if setting else "chooses"
             raise MetaTTTError(
-                f"`{override}` chooses nothing: this layer has no {part}; leave it out, or choose a layer that has one, "
+                f"`{override}` {does} nothing: this layer has no {part}; leave it out, or choose a layer that has one, "
                 "e.g. layer=ttt_linear"
             )
 

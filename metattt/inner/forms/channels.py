@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from metattt.inner.loop import Work
 
 
-CHUNK = 64  # tokens, where the plan leaves it open
+CHUNK = {"cpu": 32}  # tokens by device, where the plan leaves it open: on a CPU, levels of joining cost more than products
+LARGE_CHUNK = 64
 
 
 class Rows(NamedTuple):
@@ -47,7 +48,7 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[T
     name, rule, operand, read_before = work.learner.linear_map[0], work.rule, work.operand, read == "exclusive"
     base, count = carry[newest(carry)][name], tokens.k.shape[2]
     pairs = count // tokens.q.shape[2]
-    size = min(count, max(1, (work.plan.chunk or CHUNK) // pairs) * pairs)
+    size = min(count, max(1, (rule.compute_chunk or CHUNK.get(tokens.k.device.type, LARGE_CHUNK)) // pairs) * pairs)
 
     def split(x: Tensor, fill: float = 0.0) -> Tensor:
         """`[B, H, T, ·]` to `[B, H, chunks, size, ·]`."""
