@@ -461,9 +461,11 @@ def backward(
     dtau = None if tau is None else torch.zeros(n, heads, b, dtype=torch.float32, device=q.device)
     commits_tail = any(x is not None for x in dupdate)
     dupdate = filled(dupdate, final) if commits_tail else (None,) * 4
+    # One mini-batch that has cotangents of its own for what it commits, which would be in shared memory: in tiles.
+    tail = back._replace(tile=min(back.tile, 64))
     stash = (
         None
-        if back.tile == 4 * d
+        if tail.tile == 4 * d
         else torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
     )
 
@@ -472,17 +474,17 @@ def backward(
     grads = (*dweights, dscale, dbias, dtau, *dupdate, stash, cu_seqlens, length)
     counts = (*strides(q, k, v, eta, do, dq, dk, dv, deta), heads, tau_stride(tau))
 
-    def walk_back(weights: Weights, first: int, mode: int, commit: bool) -> None:
+    def walk_back(weights: Weights, first: int, mode: int, commit: bool, launch: Config) -> None:
         backward_kernel[(n * heads,)](
             *given, do, dq, dk, dv, deta, *weights, *grads, first, together, span, *counts,
-            KEEP=segment, MODE=mode, COMMIT=commit, **options, **launch_options(back),
+            KEEP=segment, MODE=mode, COMMIT=commit, **options, **launch_options(launch),
         )  # fmt: skip
 
     # Segments are gone through again side by side, as many as fill the device; without need no more, as memory grows
     # with them.
     firsts, together, places, span = groups(q, cu_seqlens, b, segment, PROGRAMS)
     if cu_seqlens is not None or length % b:
-        walk_back(final, 0, TAIL.value, commits_tail)
+        walk_back(final, 0, TAIL.value, commits_tail, tail)
     if not firsts:
         return Gradients(dq, dk, dv, deta, dtau, dweights, dscale, dbias)
     types = (q.dtype, torch.float32, q.dtype, torch.float32)
@@ -498,7 +500,7 @@ def backward(
             heads, heads, tau_stride(tau), MODE=SEGMENT.value, KEEP=segment, **options, **launch_options(walk),
         )  # fmt: skip
         if store is None:
-            walk_back(states, first, WALK.value, True)
+            walk_back(states, first, WALK.value, True, back)
             continue
         at = (cu_seqlens, length, n, first, together, span)
         sizes = (heads, tau_stride(tau))
@@ -511,8 +513,8 @@ def backward(
             *sizes, **options, KEEP=segment, num_warps=back.num_warps, num_stages=back.num_stages,
         )  # fmt: skip
         tokens_kernel[(places * span * heads,)](
-            k, eta, tau, scale, dk, dv, deta, states[0], store.hidden, store.columns, store.values, store.before_b1, store.norm, store.steps,
-            *at, *strides(k, eta, dk, dv, deta), *sizes, **tiled,
+            k, eta, tau, scale, dk, dv, deta, states[0], store.hidden, store.columns, store.values, store.before_b1,
+            store.norm, store.steps, *at, *strides(k, eta, dk, dv, deta), *sizes, **tiled,
         )  # fmt: skip
         norm = store.norm.sum(0)
         dscale[0] += norm[:, 0]
