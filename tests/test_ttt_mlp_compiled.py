@@ -57,16 +57,17 @@ def test_what_does_not_fit_is_refused() -> None:
     assert fp32 == {(d, 64) for d in WIDTHS} | {(96, 32), (128, 32)}
 
 
-def test_the_largest_that_is_accepted_fits(process: ProcessPoolExecutor) -> None:
-    accepted = [
-        (shared_bytes(d, b, dtype), d, b, dtype)
-        for d in WIDTHS for b in SIZES for dtype in (torch.bfloat16, torch.float32) if not refused(d, b, dtype)
-    ]  # fmt: skip
-    most, d, b, dtype = max(accepted, key=lambda shape: shape[0])
-    found = process.submit(both_passes, d, b, str(dtype).removeprefix("torch."), 0).result()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_the_largest_that_is_accepted_fits(name: str, process: ProcessPoolExecutor) -> None:
+    dtype = getattr(torch, name)
+    shapes = [(shared_bytes(d, b, dtype), d, b) for d in WIDTHS for b in SIZES if not refused(d, b, dtype)]
+    most, d, b = max(shapes)
+    found = process.submit(both_passes, d, b, name, 0).result()
     assert max(kernel.shared for kernel in found) <= most <= SHARED_LIMIT
 
 
+@pytest.mark.slow
 def test_side_by_side(process: ProcessPoolExecutor) -> None:
     """The kernels that wait for nothing spill nothing, the chain of the backward pass hardly and its products are not
     serialised."""

@@ -99,9 +99,10 @@ CASES = [
     Case(9, 8, heads=3, head_stride=2**30, dtype=HALF, final=False),
     # Side by side, as far as there is such a way.
     Case(41, 8, segment=2, split=True),
-    Case(70, 8, segment=3, batch=2, heads=2, split=True, carried=True),
+    Case(35, 8, segment=3, batch=2, split=True, carried=True),
+    Case(24, 8, segment=1, heads=2, split=True, tau="shared", heads_first=True),
     Case(48, 16, segment=2, split=True, bias=False, tau="none", final=False),
-    Case(b=8, documents=(25, 0, 7, 17), segment=2, split=True, carried=True, heads=2),
+    Case(b=8, documents=(25, 0, 7, 8), segment=2, split=True, carried=True),
     Case(b=8, documents=(33, 16), segment=1, together=1, tile=64, split=True, tau="shared"),
     Case(40, 8, segment=2, together=2, tile=64, split=True),
     Case(36, 16, 64, segment=1, split=True),

@@ -12,7 +12,7 @@ that enters it but C is known before, from the weights and the cotangents of the
 With `bend` = (g₂W₂ᵀ)∘gelu''(z₁), and `…'` for what of a cotangent comes from the reading, the chain computes
 
     moved₁ = C₁k + c₁,  moved₂ = C₂ᵀx₂ + c₂
-    dg₁ = dg₁' − ω∘moved₁,  dx₂ = dx₂' − C₂(ω∘g₂),  dg₂ = dg₂' − ω∘moved₂ + W₂ᵀ(dg₁∘gelu'(z₁))
+    dg₁ = dg₁' − ω∘moved₁,  dx₂ = dx₂' − ω∘(C₂g₂),  dg₂ = dg₂' − ω∘moved₂ + W₂ᵀ(dg₁∘gelu'(z₁))
     dz₂ = J(dg₂),  dz₁ = dg₁∘bend + (dx₂ + W₂dz₂)∘gelu'(z₁)
     C₁ += dz̄₁qᵀ + dz₁kᵀ,  C₂ += x̄₂dz̄₂ᵀ + (dg₁∘gelu'(z₁))g₂ᵀ + x₂dz₂ᵀ
 
@@ -287,7 +287,6 @@ def chain_kernel(
         kt = tl.load(k + tokens[None, :] * k_t + rows_at[:, None], mask=mask, other=0.0)
         omega = tl.load(eta + tokens * e_t, mask=inside, other=0.0).to(tl.float32) * last
         og2 = tl.load(place_in(operands, at, G2, 2, rows_at, lanes, DP, BP))
-        og2c = (og2.to(tl.float32) * omega[None, :]).to(OP)
         x = tl.load(place_in(hidden, at, X, 8, units, lanes, F, BP))
         slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP)).to(tl.float32)
         g1 = tl.load(place_in(hidden, at, G1, 8, units, lanes, F, BP))
@@ -306,7 +305,7 @@ def chain_kernel(
         dw2 = dot_add(opulled, tl.trans(og2), dw2)
         bend = tl.load(place_in(hidden, at, BEND, 8, units, lanes, F, BP)).to(tl.float32)
         hidden_place = place_in(hidden, at, DZ1, 8, units, lanes, F, BP)
-        dz1 = tl.load(hidden_place).to(tl.float32) - moved1 * bend - dot(c2, og2c) * slope
+        dz1 = tl.load(hidden_place).to(tl.float32) - moved1 * bend - omega[None, :] * dot(c2, og2) * slope
         odzbar1 = tl.load(place_in(hidden, at, DZBAR1, 8, units, lanes, F, BP))
         qt = tl.load(q + tokens[None, :] * q_t + rows_at[:, None], mask=mask, other=0.0)
         dw1 = dot_add(odzbar1, tl.trans(qt), dw1)
@@ -317,20 +316,20 @@ def chain_kernel(
         dw2 = dot_add(xbar, tl.trans(odzbar2), dw2)
 
         # Through the norm, see step 4 of `backward_kernel`: everything there is linear in dg2, so that its sums over d
-        # do not wait for one another. (All five in one exchange between the warps spill, and two in one do not.)
+        # do not wait for one another. (All five in one exchange between the warps spill more than two in one.)
         tl.store(place, dg2)
         rstd = tl.load(value_of(values, at, RSTD, lanes, BP))
-        along = tl.load(value_of(values, at, ALONG, lanes, BP))
-        mean = tl.load(value_of(values, at, MEAN, lanes, BP))
-        tilt = tl.load(value_of(values, at, TILT, lanes, BP))
-        lean = tl.load(value_of(values, at, LEAN, lanes, BP))
-        bow = tl.load(value_of(values, at, BOW, lanes, BP))
         hat = tl.load(place_in(columns, at, HAT, 6, rows_at, lanes, DP, BP))
         pull = gamma[:, None] * tl.load(place_in(columns, at, RESIDUAL, 6, rows_at, lanes, DP, BP))
         u = dg2 * rstd[None, :]
         su, ssu = tl.reduce((u, square * u), 0, add2)
         suh, ssuh = tl.reduce((u * hat, square * u * hat), 0, add2)
         sup = tl.sum(u * pull, 0)
+        along = tl.load(value_of(values, at, ALONG, lanes, BP))
+        mean = tl.load(value_of(values, at, MEAN, lanes, BP))
+        tilt = tl.load(value_of(values, at, TILT, lanes, BP))
+        lean = tl.load(value_of(values, at, LEAN, lanes, BP))
+        bow = tl.load(value_of(values, at, BOW, lanes, BP))
         su /= D
         suh /= D
         shift = ssu / D - along * su - spread * su - tilt * suh
