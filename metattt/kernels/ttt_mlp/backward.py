@@ -4,7 +4,8 @@
 It needs the weights before every mini-batch. The forward pass kept those at the start of every segment; the launcher
 takes a group of segments at a time, from the last, has the forward kernel go through them again (all segments of the
 group at once) and then walks back through the group. What passes from group to group, the cotangents of the weights
-among it, is in `grad_*`, fp32, in device memory.
+among it, is in `grad_*`, fp32, in device memory. `tuning.Config.split` leaves whole mini-batches to the kernels of
+`backward_split.py` instead.
 
 The walk holds the cotangents of both matrices in fp32, in registers if a tile holds all hidden units, and reads the
 weights of every mini-batch in the type of the operands. Names: `dx` is the cotangent of `x`; `bar` marks the reading
