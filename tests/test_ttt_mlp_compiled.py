@@ -1,7 +1,7 @@
 """TTT-MLP's kernels as Triton compiles them for an H100, and which launch is chosen: no device is needed."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from unittest import mock
@@ -12,7 +12,7 @@ import torch
 from metattt.bench.compiled import SHARED_LIMIT, Compiled, compiled
 from metattt.kernels.triton.on_gpu import OPERANDS, SIZES, WIDTHS
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
-from metattt.kernels.ttt_mlp.tuning import TABLE, config, key, shared_bytes, variants
+from metattt.kernels.ttt_mlp.tuning import TABLE, Config, config, key, shared_bytes, variants
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +110,37 @@ def test_variants_change_the_launch_and_undo_it() -> None:
         assert {kernel: config(kernel, 64, 16, torch.bfloat16, 1) for kernel in used} == used
     assert seen == {(kernel, split) for kernel in used for split in (False, True)}
     assert not any(": side" in name for name, _ in variants(128, 16, torch.bfloat16) if name.startswith("backward"))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_packed_documents_are_not_read_by_the_host(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the meta device have no values: a pass that waits for one fails, as it would in a CUDA graph."""
+    from metattt.kernels.ttt_mlp import backward, forward
+
+    launched: list[str] = []
+
+    class Launches:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *args, **options: launched.append(f"{self.name} {grid[0]}")
+
+    for module in (forward, backward):
+        for name in ("forward_kernel", "backward_kernel", "reading_kernel", "chain_kernel", "tokens_kernel"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, Launches(name))
+    d, b, documents, tokens = 32, 16, 3, 1000
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device="meta")
+
+    q, bounds = tensor(1, tokens, 2, d), torch.empty(documents + 1, dtype=torch.int64, device="meta")
+    weights = (tensor(2, d, 4 * d), tensor(2, 4 * d), tensor(2, 4 * d, d), tensor(2, d))
+    given = (q, q, q, tensor(1, tokens, 2), tensor(2, b))
+    norm, launch = (tensor(2, d), tensor(2, d)), Config(4 * d, 4, 1, split)
+    _, final, update, kept = forward.forward(*given, weights, *norm, bounds, b, 16, launch)
+    backward.backward(*given, *norm, bounds, b, 16, final, kept, q, final, update, launch, launch)
+    places = tokens // (16 * b) + documents  # of segments, for any lengths
+    assert f"forward_kernel {2 * places}" in launched
+    assert (f"chain_kernel {2 * documents}" in launched) == split

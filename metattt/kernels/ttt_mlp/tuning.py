@@ -129,7 +129,7 @@ def variants(
         ]
         if kernel == "forward":  # two stages of the backward pass do not fit
             tries.append(used._replace(num_stages=2))
-        if dtype.itemsize == 4 or 4 * width & (4 * width - 1):  # cotangents would not be in registers
+        if dtype.itemsize == 4 or width not in (32, 64):  # cotangents would not be in registers
             tries = [other for other in tries if not (kernel == "backward" and other.split)]
         for other in tries:
             if other != used:
