@@ -4,7 +4,8 @@
 It needs the weights before every mini-batch. The forward pass kept those at the start of every segment; the launcher
 takes a group of segments at a time, from the last, has the forward kernel go through them again (all segments of the
 group at once) and then walks back through the group. What passes from group to group, the cotangents of the weights
-among it, is in `grad_*`, fp32, in device memory.
+among it, is in `grad_*`, fp32, in device memory. `tuning.Config.split` leaves whole mini-batches to the kernels of
+`backward_split.py` instead.
 
 The walk holds the cotangents of both matrices in fp32, in registers if a tile holds all hidden units, and reads the
 weights of every mini-batch in the type of the operands. Names: `dx` is the cotangent of `x`; `bar` marks the reading
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from metattt.kernels.ttt_mlp.backward_split import between, chain_kernel, reading_kernel, tokens_kernel
 from metattt.kernels.ttt_mlp.common import (
     dot,
     dot_add,
@@ -31,6 +33,7 @@ from metattt.kernels.ttt_mlp.common import (
     gelu,
     gelu_and_slope,
     gelu_slopes,
+    group_of,
     load_columns,
     load_tile,
     normalize,
@@ -46,6 +49,7 @@ from metattt.kernels.ttt_mlp.forward import (
     Weights,
     empty_weights,
     forward_kernel,
+    groups,
     inner_gradient,
     launch_options,
     options_of,
@@ -118,31 +122,32 @@ def finish_tile(dw1, db1, dw2, w1, w2, z1, dz1, k, odz2, odz2t):
     return dot_add(odz1, k, dw1), db1 + tl.sum(dz1, 1), dot_add(x.to(odz2.dtype), odz2t, dw2), dk
 
 
-@triton.jit(do_not_specialize=["T", "first", "group"])
+@triton.jit(do_not_specialize=["T", "first", "together", "span"])
 def backward_kernel(
     q, k, v, eta, tau, scale, bias, do,
     dq, dk, dv, deta,
     w1_at, b1_at, w2_at, b2_at,  # weights before every mini-batch; in the tail those after the last
     grad_w1, grad_b1, grad_w2, grad_b2, grad_scale, grad_bias, grad_tau,
     grad_update_w1, grad_update_b1, grad_update_w2, grad_update_b2,
-    stash, cu_seqlens, T, first, group,
+    stash, cu_seqlens, T, first, together, span,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, e_b, e_t, e_h, o_b, o_t, o_h,
     dq_b, dq_t, dq_h, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, de_b, de_t, de_h,
     H, tau_stride,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
-    MODE: tl.constexpr, COMMIT: tl.constexpr, BIAS: tl.constexpr, TAU: tl.constexpr, PACKED: tl.constexpr,
+    KEEP: tl.constexpr, MODE: tl.constexpr, COMMIT: tl.constexpr, BIAS: tl.constexpr, TAU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     RESIDENT: tl.constexpr = FB == F
     OP: tl.constexpr = q.dtype.element_ty
     ONE: tl.constexpr = 1.0 if BIAS else 0.0
     row = tl.program_id(0)
-    _n, h, batch, start, length, _flat = sequence_of(row, cu_seqlens, T, H, PACKED)
+    n = row // H
+    h = (row % H).to(tl.int64)
+    batch, start, length, flat = sequence_of(n, cu_seqlens, T, PACKED)
     whole = length // B
     if MODE == TAIL:
         lo, hi = whole, whole + (length % B > 0).to(tl.int32)
     else:
-        lo = whole * 0 + first
-        hi = tl.minimum(first + group, whole)
+        lo, hi, home = group_of(n, flat, whole, first, together, B, KEEP, PACKED)
     if hi <= lo:
         return
     row = row.to(tl.int64)
@@ -213,7 +218,7 @@ def backward_kernel(
 
     for back in tl.range(0, hi - lo, disable_licm=True):
         i = hi - 1 - back
-        at = row if MODE == TAIL else row * group + (i - first)
+        at = row if MODE == TAIL else ((home + i // KEEP).to(tl.int64) * span + i % KEEP) * H + h
         tokens = i * B + lanes
         inside = (lanes < B) & (tokens < length)
         tokens = tokens.to(tl.int64)
@@ -426,8 +431,8 @@ def backward_kernel(
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the arguments of `forward`; those of the weights, the norm and τ for every sequence, `[N, H, ...]`,
-    fp32."""
+    """Cotangents of the arguments of `forward`; those of the weights for every sequence, `[N, H, ...]`, fp32; those of
+    the norm and τ, of the same shape, as parts that are to be added up."""
 
     q: Tensor
     k: Tensor
@@ -457,9 +462,11 @@ def backward(
     dtau = None if tau is None else torch.zeros(n, heads, b, dtype=torch.float32, device=q.device)
     commits_tail = any(x is not None for x in dupdate)
     dupdate = filled(dupdate, final) if commits_tail else (None,) * 4
+    # One mini-batch that has cotangents of its own for what it commits, which would be in shared memory: in tiles.
+    tail = back._replace(tile=min(back.tile, 64))
     stash = (
         None
-        if back.tile == 4 * d
+        if tail.tile == 4 * d
         else torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
     )
 
@@ -468,37 +475,53 @@ def backward(
     grads = (*dweights, dscale, dbias, dtau, *dupdate, stash, cu_seqlens, length)
     counts = (*strides(q, k, v, eta, do, dq, dk, dv, deta), heads, tau_stride(tau))
 
-    def walk_back(weights: Weights, first: int, group: int, mode: int, commit: bool) -> None:
+    def walk_back(weights: Weights, first: int, mode: int, commit: bool, launch: Config) -> None:
         backward_kernel[(n * heads,)](
-            *given, do, dq, dk, dv, deta, *weights, *grads, first, group, *counts,
-            MODE=mode, COMMIT=commit, **options, **launch_options(back),
+            *given, do, dq, dk, dv, deta, *weights, *grads, first, together, span, *counts,
+            KEEP=segment, MODE=mode, COMMIT=commit, **options, **launch_options(launch),
         )  # fmt: skip
-
-    if cu_seqlens is not None or length % b:
-        walk_back(final, 0, 1, TAIL.value, commits_tail)
-    longest = (
-        length if cu_seqlens is None else int(cu_seqlens.diff().max())
-    )  # waits for the device where cu_seqlens is there
-    segments = triton.cdiv(longest // b, segment)
-    if not segments:
-        return Gradients(dq, dk, dv, deta, dtau, dweights, dscale, dbias)
 
     # Segments are gone through again side by side, as many as fill the device; without need no more, as memory grows
     # with them.
-    together = max(1, min(segments, PROGRAMS // (n * heads)))
-    group = min(together * segment, longest // b)
+    firsts, together, places, span = groups(q, cu_seqlens, b, segment, PROGRAMS)
+    if cu_seqlens is not None or length % b:
+        walk_back(final, 0, TAIL.value, commits_tail, tail)
+    if not firsts:
+        return Gradients(dq, dk, dv, deta, dtau, dweights, dscale, dbias)
     types = (q.dtype, torch.float32, q.dtype, torch.float32)
     states = tuple(
-        None if w is None else torch.empty(n * heads, group, *w.shape[2:], dtype=dtype, device=q.device)
+        None if w is None else torch.empty(places * span, heads, *w.shape[2:], dtype=dtype, device=q.device)
         for w, dtype in zip(final, types, strict=True)
     )
-    running = empty_weights(final, (n * heads * together,)) if walk.tile < 4 * d else (None,) * 4
-    for first in reversed(range(0, segments, together)):
-        forward_kernel[(n * heads, min(together, segments - first))](
-            *given, None, *kept, *running, *states, cu_seqlens, length, first, group, *strides(q, k, v, eta, q), heads, heads,
-            tau_stride(tau), MODE=SEGMENT.value, KEEP=segment, **options, **launch_options(walk),
+    running = empty_weights(final, (places * heads,)) if walk.tile < 4 * d else (None,) * 4
+    store = between(q, places * span, options, final[1] is not None, tau is not None) if back.split else None
+    for first in reversed(firsts):
+        forward_kernel[(places * heads,)](
+            *given, None, *kept, *running, *states, cu_seqlens, length, n, first, together, span, *strides(q, k, v, eta, q),
+            heads, heads, tau_stride(tau), MODE=SEGMENT.value, KEEP=segment, **options, **launch_options(walk),
         )  # fmt: skip
-        walk_back(states, first * segment, group, WALK.value, True)
+        if store is None:
+            walk_back(states, first, WALK.value, True, back)
+            continue
+        at = (cu_seqlens, length, n, first, together, span)
+        sizes = (heads, tau_stride(tau))
+        tiled = options | {"KEEP": segment, "FB": min(64, options["F"]), "num_warps": 4, "num_stages": 1}
+        reading_kernel[(places * span * heads,)](
+            *given, do, dq, deta, *states, *store[:4], store.norm, store.steps, *at, *strides(q, k, v, eta, do, dq, deta), *sizes, **tiled
+        )  # fmt: skip
+        chain_kernel[(n * heads,)](
+            q, k, eta, tau, scale, states[2], *store[:5], *dweights, cu_seqlens, length, first, together, span, *strides(q, k, eta),
+            *sizes, **options, KEEP=segment, num_warps=back.num_warps, num_stages=back.num_stages,
+        )  # fmt: skip
+        tokens_kernel[(places * span * heads,)](
+            k, eta, tau, scale, dk, dv, deta, states[0], store.hidden, store.columns, store.values, store.before_b1,
+            store.norm, store.steps, *at, *strides(k, eta, dk, dv, deta), *sizes, **tiled,
+        )  # fmt: skip
+        norm = store.norm.sum(0)
+        dscale[0] += norm[:, 0]
+        dbias[0] += norm[:, 1]
+        if dtau is not None and store.steps is not None:
+            dtau[0] += store.steps.sum(0)[:, :b]
     return Gradients(dq, dk, dv, deta, dtau, dweights, dscale, dbias)
 
 

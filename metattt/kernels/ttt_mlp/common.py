@@ -7,8 +7,8 @@ are held with the hidden units as rows, `w1ᵀ [f, d]` and `w2 [f, d]`: an updat
 `w1ᵀ += g1ᵀ·k`, and a tile of hidden units is a tile of rows.
 
 Precision: all operands of matrix products have the type of q, k, v; all products accumulate in fp32; the weights, their
-    updates, the
-statistics of the norm, GELU and everything elementwise are fp32.
+updates, the statistics of the norm, GELU and everything elementwise are fp32. Products of fp32 operands are three TF32
+products of split operands (`PRECISION`), not IEEE ones.
 """
 
 import triton
@@ -123,14 +123,54 @@ def store_tile(w1, w2, units, rows_at, rows, t1, t2, D: tl.constexpr, F: tl.cons
     tl.store(w2_pointers(w2, units, rows_at, D), t2, mask=inside)
 
 
+# Where a program is. Sequence n of the call has segments of KEEP whole mini-batches; all kept weights have one place per
+# segment, those of a sequence side by side: from n·(segments of a sequence) on, or, where documents are packed into one
+# row, from m // (b·KEEP) + n on for the document that begins at token m, which is enough for any lengths without reading
+# them (`slots` in `forward.py`). Segments are worked on in groups: `together` of every sequence from its segment `first`
+# on, or, packed, the `together` places from `first` on.
+
+
 @triton.jit
-def sequence_of(row, cu_seqlens, T, H, PACKED: tl.constexpr):
-    """Of program row n·H + h: n, h, the row of the batch, its first token there, its number of tokens, and its first
-    token of all."""
-    n = row // H
-    h = row % H
+def sequence_of(n, cu_seqlens, T, PACKED: tl.constexpr):
+    """Of sequence n: the row of the batch, its first token there, its number of tokens, and its first token of all."""
     if PACKED:
         start = tl.load(cu_seqlens + n).to(tl.int64)
         length = (tl.load(cu_seqlens + n + 1) - tl.load(cu_seqlens + n)).to(tl.int32)
-        return n, h, (n * 0).to(tl.int64), start, length, start
-    return n, h, n.to(tl.int64), (n * 0).to(tl.int64), (n * 0 + T).to(tl.int32), n.to(tl.int64) * T
+        return (n * 0).to(tl.int64), start, length, start
+    return n.to(tl.int64), (n * 0).to(tl.int64), (n * 0 + T).to(tl.int32), n.to(tl.int64) * T
+
+
+@triton.jit
+def slot_of(n, flat, whole, B: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr):
+    """Place of the first segment of sequence n among all kept weights."""
+    return flat // (B * KEEP) + n if PACKED else n.to(tl.int64) * ((whole + KEEP - 1) // KEEP)
+
+
+@triton.jit
+def segment_of(place, cu_seqlens, N, first, together, B: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr):
+    """Sequence and segment of it at a place of a group. Packed, the document is the last that begins at or before it."""
+    if PACKED:
+        slot = first + place
+        n = place * 0 - 1
+        for at in range(0, N, 128):
+            documents = at + tl.arange(0, 128)
+            starts = tl.load(cu_seqlens + documents, mask=documents < N, other=0).to(tl.int64)
+            begun = (documents < N) & (starts // (B * KEEP) + documents <= slot)
+            n += tl.sum(begun.to(tl.int32), 0)
+        return n, slot - (tl.load(cu_seqlens + n).to(tl.int64) // (B * KEEP)).to(tl.int32) - n
+    return place // together, first + place % together
+
+
+@triton.jit
+def group_of(n, flat, whole, first, together, B: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr):
+    """Mini-batches `lo` to `hi` of sequence n that are in a group, and the place there that its first segment would
+    have."""
+    if PACKED:
+        place = (flat // (B * KEEP)).to(tl.int32) + n - first
+        lo = tl.maximum(-place, 0) * KEEP
+        hi = tl.maximum(together - place, 0) * KEEP
+    else:
+        place = n * together - first
+        lo = first * KEEP
+        hi = lo + together * KEEP
+    return whole * 0 + lo, tl.minimum(hi, whole), place

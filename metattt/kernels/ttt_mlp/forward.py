@@ -1,27 +1,34 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Forward kernel of TTT-MLP: one program walks the mini-batches of one (sequence, head).
+"""Forward kernel of TTT-MLP: a program goes through the mini-batches of one (sequence, head), or of a segment of it.
 
-Three launches are made of it:
-- `WALK` goes through the whole mini-batches, writes the outputs, the weights after the last, and a copy of the weights
-  every `KEEP` mini-batches for the backward pass;
+Whole mini-batches are computed in one of two ways (`tuning.Config.split`):
+- `WALK`: one program per (sequence, head) commits and reads. Least work: the choice where there are programs enough to
+  fill the device.
+- `CHAIN`, then `READ`: the chain only commits, and keeps the weights at the start of every segment of `KEEP`
+  mini-batches; then one program per segment goes through it again from there and writes the outputs. A commit waits for
+  the one before it, a segment of outputs for nothing. The chain writes 32·d²/KEEP bytes per mini-batch and head, and
+  the segments read them back.
+
+Both leave the weights after the last whole mini-batch and, where a backward pass will follow, those at the start of
+every segment. Two launches complete them:
 - `TAIL` takes the tokens after the last whole mini-batch, which read but do not commit: it writes their outputs and
   their update;
-- `SEGMENT` is part of the backward pass: one program per segment of `KEEP` mini-batches goes through it again from the
-  weights kept at its start and writes the weights before every mini-batch, in the type of the operands. Segments do not
-  wait for one another.
+- `SEGMENT` is part of the backward pass: one program per segment goes through it again and writes the weights before
+  every mini-batch, in the type of the operands. Segments do not wait for one another.
 
 The running weights are in registers if a tile holds all hidden units, else in `run_*`, in device memory.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from metattt.kernels.ttt_mlp import tuning
 from metattt.kernels.ttt_mlp.common import (
     dot,
     dot_add,
@@ -32,13 +39,15 @@ from metattt.kernels.ttt_mlp.common import (
     load_tile,
     normalize,
     project,
+    segment_of,
     sequence_of,
+    slot_of,
     store_columns,
     store_tile,
 )
 from metattt.kernels.ttt_mlp.tuning import Config
 
-WALK, TAIL, SEGMENT = (tl.constexpr(mode) for mode in range(3))
+WALK, TAIL, SEGMENT, CHAIN, READ = (tl.constexpr(mode) for mode in range(5))
 
 
 @triton.jit
@@ -76,13 +85,13 @@ def read_tile(w1, b1, w2, qt, x, g1, score1):
     return dot(tl.trans(w2), xbar), dot_over_units(x, xbar)
 
 
-@triton.jit(do_not_specialize=["T", "first_segment", "group"])
+@triton.jit(do_not_specialize=["T", "N", "first", "together", "span"])
 def forward_kernel(
     q, k, v, eta, tau, scale, bias, o,
     from_w1, from_b1, from_w2, from_b2,
     run_w1, run_b1, run_w2, run_b2,
     keep_w1, keep_b1, keep_w2, keep_b2,
-    cu_seqlens, T, first_segment, group,
+    cu_seqlens, T, N, first, together, span,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, e_b, e_t, e_h, o_b, o_t, o_h,
     H, from_stride, tau_stride,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
@@ -93,28 +102,34 @@ def forward_kernel(
     ONE: tl.constexpr = (
         1.0 if BIAS else 0.0
     )  # the bias as one more input that is always 1: it adds 1 to all inner products
+    READS: tl.constexpr = MODE != SEGMENT and MODE != CHAIN
+    ENDS: tl.constexpr = MODE != SEGMENT and MODE != READ  # whether the weights at the end are written
+    KEEPS: tl.constexpr = KEEP > 0 and MODE != READ
     row = tl.program_id(0)
-    n, h, batch, start, length, flat = sequence_of(row, cu_seqlens, T, H, PACKED)
+    n = row // H
+    if ENDS:
+        segment = 0
+    else:
+        n, segment = segment_of(n, cu_seqlens, N, first, together, B, KEEP, PACKED)
+    h = (row % H).to(tl.int64)
+    batch, start, length, flat = sequence_of(n, cu_seqlens, T, PACKED)
     whole = length // B
-    if KEEP:  # place of the sequence's first segment among all kept weights, see `slots`
-        slot = flat // (B * KEEP) + n if PACKED else n.to(tl.int64) * ((whole + KEEP - 1) // KEEP)
-    if MODE == WALK:
-        lo, hi = whole * 0, whole
-        at = (n * from_stride + h).to(tl.int64)
-    elif MODE == TAIL:
+    if KEEP:
+        slot = slot_of(n, flat, whole, B, KEEP, PACKED)
+    if MODE == TAIL:
         lo, hi = whole, whole + (length % B > 0).to(tl.int32)
         at = row.to(tl.int64)
+    elif ENDS:
+        lo, hi = whole * 0, whole
+        at = n * from_stride + h
     else:
-        segment = first_segment + tl.program_id(1)
         lo = segment * KEEP
         hi = tl.minimum(lo + KEEP, whole)
         at = (slot + segment) * H + h
-    if MODE != WALK:  # noqa: SIM102 (known when compiling; the length is not)
+    if MODE == TAIL or not ENDS:  # noqa: SIM102 (known when compiling; the length is not)
         if hi <= lo:
             return
     run = row.to(tl.int64)
-    if MODE == SEGMENT:
-        run = run * tl.num_programs(1) + tl.program_id(1)
 
     rows_at = tl.arange(0, DP)
     rows = rows_at < D
@@ -124,7 +139,7 @@ def forward_kernel(
     k += batch * k_b + start * k_t + h * k_h
     v += batch * v_b + start * v_t + h * v_h
     eta += batch * e_b + start * e_t + h * e_h
-    if MODE != SEGMENT:
+    if READS:
         o += batch * o_b + start * o_t + h * o_h
     gamma = tl.load(scale + h * D + rows_at, mask=rows, other=0.0).to(tl.float32)
     beta = tl.load(bias + h * D + rows_at, mask=rows, other=0.0).to(tl.float32)
@@ -137,7 +152,7 @@ def forward_kernel(
     # The weights at the start: into registers, or to where they run.
     from_w1 += at * F * D
     from_w2 += at * F * D
-    if MODE != SEGMENT or not RESIDENT:
+    if ENDS or not RESIDENT:
         run_w1 += run * F * D
         run_w2 += run * F * D
     b1 = tl.zeros([FB], tl.float32)
@@ -145,7 +160,7 @@ def forward_kernel(
     if BIAS:
         from_b1 += at * F
         from_b2 += at * D
-        if MODE != SEGMENT or not RESIDENT:
+        if ENDS or not RESIDENT:
             run_b1 += run * F
             run_b2 += run * D
         b2 = tl.load(from_b2 + rows_at, mask=rows, other=0.0).to(tl.float32)
@@ -169,7 +184,6 @@ def forward_kernel(
         tl.debug_barrier()
         now_w1, now_b1, now_w2 = run_w1, run_b1, run_w2
 
-    READS: tl.constexpr = MODE != SEGMENT
     qt, kt, vt, step = load_mini_batch(q, k, v, eta, lo, length, q_t, k_t, v_t, e_t, rows_at, rows, B, BP, READS)
     # Without `disable_licm` the compiler computes all addresses in on-chip memory before the loop, and spills them.
     for i in tl.range(lo, hi, disable_licm=True):
@@ -180,9 +194,9 @@ def forward_kernel(
         commit = -step if MODE == TAIL else -step * last
         kc = (commit[:, None] * tl.trans(kt).to(tl.float32)).to(OP)  # k with the step of the commit, fp32 → operand
 
-        if KEEP:
+        if KEEPS:
             if MODE == SEGMENT:
-                kept = row.to(tl.int64) * group + i - first_segment * KEEP
+                kept = ((row // H).to(tl.int64) * span + i - lo) * H + h
                 keeps = True
             else:
                 kept = (slot + i // KEEP) * H + h
@@ -238,7 +252,7 @@ def forward_kernel(
                 w1, w2 = load_tile(now_w1, now_w2, tile + units, rows_at, rows, D, F)
                 if BIAS:
                     b1 = tl.load(now_b1 + tile + units)
-                if KEEP:  # noqa: SIM102 (known when compiling)
+                if KEEPS:  # noqa: SIM102 (known when compiling)
                     if keeps:
                         store_tile(
                             keep_w1 + kept * F * D, keep_w2 + kept * F * D, tile + units, rows_at, rows, w1, w2, D, F
@@ -279,7 +293,7 @@ def forward_kernel(
             b2 += tl.sum(g2 * commit[None, :], 1)
         qt, kt, vt, step = next_qt, next_kt, next_vt, next_step
 
-    if READS:
+    if ENDS:
         if RESIDENT:
             store_tile(run_w1, run_w2, units, rows_at, rows, w1, w2, D, F)
             if BIAS:
@@ -318,15 +332,36 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def slots(q: Tensor, cu_seqlens: Tensor | None, b: int, segment: int) -> int:
-    """Places for the weights kept every `segment` mini-batches, the same number for each sequence.
-
-    Packed, document n, which begins at token m, has its own from m // (b·segment) + n on: enough for any lengths,
-    without reading them.
-    """
+    """Places for the weights kept every `segment` mini-batches; whose is which says `slot_of` in `common.py`."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
-        return batch * -(-(length // b) // segment)
+        return batch * triton.cdiv(length // b, segment)
     return length // (b * segment) + sequences(q, cu_seqlens)
+
+
+class Groups(NamedTuple):
+    """Segments that are worked on at the same time, see `group_of` in `common.py`.
+
+    Attributes:
+        firsts: where every group begins.
+        together: segments of every sequence (packed: places) in a group.
+        places: segments of a group in all.
+        span: mini-batches of the longest segment.
+    """
+
+    firsts: range
+    together: int
+    places: int
+    span: int
+
+
+def groups(q: Tensor, cu_seqlens: Tensor | None, b: int, segment: int, programs: int) -> Groups:
+    """All segments, in groups of about `programs` (segment, head), by the shapes alone: nothing waits for the device."""
+    batch, length, heads, _ = q.shape
+    count = 1 if cu_seqlens is not None else max(batch, 1)
+    segments = slots(q, cu_seqlens, b, segment) // count if length >= b else 0
+    together = max(1, min(segments, programs // (count * heads)))
+    return Groups(range(0, segments, together), together, count * together, min(segment, length // b))
 
 
 def forward(
@@ -335,26 +370,41 @@ def forward(
 ) -> tuple[Tensor, Weights, Weights, Weights | None]:  # fmt: skip
     """Outputs, committed weights, open update, and the weights before every `segment`-th mini-batch (segment 0: none).
 
-    `weights` are `[H, ...]`, for all sequences, or `[N, H, ...]`, contiguous.
+    `weights` are `[H, ...]`, for all sequences, or `[N, H, ...]`, contiguous. A split launch keeps the weights for
+    itself where `segment` is 0: 32·d² bytes per `tuning.SEGMENT` mini-batches and head.
     """
-    _, length, heads, d = q.shape
+    _, length, heads, _ = q.shape
     n = sequences(q, cu_seqlens)
     o = torch.empty_like(q)
     final = empty_weights(weights, (n, heads))
     update = empty_weights(weights, (n, heads), zero=True)  # of a sequence without a tail no program writes it
-    kept = empty_weights(weights, (slots(q, cu_seqlens, b, segment), heads)) if segment else (None,) * 4
+    keep = segment or (tuning.SEGMENT if launch.split else 0)
+    kept = empty_weights(weights, (slots(q, cu_seqlens, b, keep), heads)) if keep else (None,) * 4
     given = (q, k, v, eta, tau, scale, bias, o)
-    counts = (cu_seqlens, length, 0, 0, *strides(q, k, v, eta, o), heads)
-    options = padded(d, b) | options_of(weights, tau, cu_seqlens) | launch_options(launch)
+    nothing = (None,) * 4
+    whole = (cu_seqlens, length, n, 0, 0, 0)
+    counts = (*strides(q, k, v, eta, o), heads)
+    options = padded(q.shape[-1], b) | options_of(weights, tau, cu_seqlens) | launch_options(launch)
     own = heads if weights[0].dim() == 4 else 0
-    forward_kernel[(n * heads, 1)](
-        *given, *weights, *final, *kept, *counts, own, tau_stride(tau), MODE=WALK.value, KEEP=segment, **options
+    mode = CHAIN if launch.split else WALK
+    forward_kernel[(n * heads,)](
+        *given, *weights, *final, *kept, *whole, *counts, own, tau_stride(tau), MODE=mode.value, KEEP=keep, **options
     )
+    if launch.split:
+        resident = launch.tile == weights[0].shape[-1]
+        firsts, together, places, _ = groups(
+            q, cu_seqlens, b, keep, slots(q, cu_seqlens, b, keep) * heads if resident else tuning.PROGRAMS
+        )
+        running = nothing if resident else empty_weights(weights, (places * heads,))
+        for first in firsts:
+            span = (cu_seqlens, length, n, first, together, 0)
+            forward_kernel[(places * heads,)](
+                *given, *kept, *running, *nothing, *span, *counts, heads, tau_stride(tau), MODE=READ.value, KEEP=keep, **options
+            )  # fmt: skip
     if cu_seqlens is not None or length % b:
-        nothing = (None,) * 4
         states = (*final, *update, *nothing)
-        forward_kernel[(n * heads, 1)](
-            *given, *states, *counts, heads, tau_stride(tau), MODE=TAIL.value, KEEP=0, **options
+        forward_kernel[(n * heads,)](
+            *given, *states, *whole, *counts, heads, tau_stride(tau), MODE=TAIL.value, KEEP=0, **options
         )
     return o, final, update, kept if segment else None
 

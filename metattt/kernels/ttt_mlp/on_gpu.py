@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_mlp.covers import function, uncovered
+from metattt.kernels.ttt_mlp.tuning import shared_bytes
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
@@ -25,6 +27,9 @@ class TTTMLPOnGPU(OnGPU):
     def accepts(self, given: MiniBatches) -> str | None:
         width, hidden = given.weights["w1"].shape[-2:]
         return f"learner of {hidden} hidden units, not {4 * width}" if hidden != 4 * width else super().accepts(given)
+
+    def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
+        return shared_bytes(width, size, dtype)
 
     def operation(
         self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches

@@ -17,11 +17,12 @@ import triton
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.kernels.triton.device import multiprocessors
 from metattt.kernels.ttt_mlp.backward import backward
 from metattt.kernels.ttt_mlp.decode import decode
 from metattt.kernels.ttt_mlp.forward import forward, forward_kernel, sequences, slots
 from metattt.kernels.ttt_mlp.naive import FinalState, Weights
-from metattt.kernels.ttt_mlp.tuning import SEGMENT, config
+from metattt.kernels.ttt_mlp.tuning import SEGMENT, Config, config
 
 MINI_BATCHES = (8, 16, 32, 64)
 WIDTHS = range(32, 129, 16)
@@ -50,8 +51,8 @@ def ttt_mlp(
     """Reads T tokens of B sequences with weights that learn from them.
 
     Args:
-        q, k, v: `[B, T, H, d]`, bf16, fp16 or fp32 (the type of the operands of all products); the last stride is 1,
-            others are free.
+        q, k, v: `[B, T, H, d]`, bf16, fp16 or fp32 (the type of the operands of all products; those of fp32 are
+            computed as three TF32 products of split operands); the last stride is 1, others are free.
         eta: `[B, T, H]`, fp32: step size of each token as a key, all factors included.
         w1, b1, w2, b2: `[H, d, 4d]`, `[H, 4d]`, `[H, 4d, d]`, `[H, d]`: weights with which every sequence starts. Both
             biases may be None.
@@ -144,7 +145,7 @@ def _forward(
     weights = tuple(None if w is None else w.contiguous() for w in (w1, b1, w2, b2))
     q, k, v, cu_seqlens = *_rows(q, k, v), _bounds(cu_seqlens, q)
     tau, norm_scale, norm_bias = _small(tau, norm_scale, norm_bias)
-    launch = config("forward", q.shape[-1], b, q.dtype)
+    launch = _launch("forward", q, cu_seqlens, b)
     with _on(q):
         o, *states = forward(q, k, v, eta, tau, weights, norm_scale, norm_bias, cu_seqlens, b, segment, launch)
     return [
@@ -176,12 +177,11 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, tau: Tensor | None, norm_scale: Tensor, norm_bias: Tensor, cu_seqlens: Tensor | None,
     final: Sequence[Tensor], kept: Sequence[Tensor], do: Tensor | None, dstate: Sequence[Tensor | None], b: int, segment: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Cotangents of q, k, v, η, τ, w1, b1, w2, b2, norm scale and bias; from τ on for every sequence, `[N, H, ...]`."""
+    """Cotangents of q, k, v, η, τ, w1, b1, w2, b2, norm scale and bias; from τ on `[N, H, ...]`, to be added up."""
     q, k, v, cu_seqlens = *_rows(q, k, v), _bounds(cu_seqlens, q)
     do = torch.zeros_like(q) if do is None else _rows(do)[0]
     tau, norm_scale, norm_bias = _small(tau, norm_scale, norm_bias)
-    d = q.shape[-1]
-    walk, back = (config(kernel, d, b, q.dtype) for kernel in ("forward", "backward"))
+    walk, back = (_launch(kernel, q, cu_seqlens, b) for kernel in ("forward", "backward"))
     dfinal, dupdate = (_present(part) for part in (dstate[:4], dstate[4:]))
     with _on(q):
         grads = backward(
@@ -250,6 +250,13 @@ def _decode(
 @_decode.register_fake
 def _(q, k, v, eta, w1, b1, w2, b2, uw1, ub1, uw2, ub2, norm_scale, norm_bias, tau, phase):  # type: ignore[no-untyped-def]
     return torch.empty_like(_rows(q)[0])
+
+
+def _launch(kernel: str, q: Tensor, cu_seqlens: Tensor | None, b: int) -> Config:
+    batch, length, heads, d = q.shape
+    count = sequences(q, cu_seqlens)
+    chunks = batch * length // (b * max(count, 1))
+    return config(kernel, d, b, q.dtype, count * heads // multiprocessors(q.device), chunks)
 
 
 def _rows(*tensors: Tensor) -> list[Any]:
