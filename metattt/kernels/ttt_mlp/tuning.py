@@ -47,7 +47,7 @@ def config(kernel: str, d: int, b: int, dtype: torch.dtype) -> Config:
     if known is not None:
         return known
     if kernel == "decode":
-        return Config(32, 4, 1)
+        return Config(32 if d <= 64 else 16, 4, 1)
     resident = dtype.itemsize == 2 and ((d == 32 and b <= 32) or (d == 64 and b <= 16))
     if resident:
         return Config(4 * d, 4 if d == 32 and kernel == "forward" else 8, 1)
