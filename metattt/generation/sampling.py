@@ -180,7 +180,7 @@ def _generate(
             token = torch.where(ended, token, drawn)
             ended = ended | (token.unsqueeze(1) == stops).any(1)
             report = Report(finite, ended.all())
-            ahead = ids.is_cuda and index + 1 < max_new_tokens
+            ahead = _runs_ahead(ids.device) and index + 1 < max_new_tokens
             if ahead:  # the device reads the token while the host learns of it; a step too many at the end harms nobody
                 logits = step(token)
         fine, all_ended = report.read()
@@ -189,6 +189,11 @@ def _generate(
         yield token
         if all_ended:
             return
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """Whether a device goes on while the host reads what it has found."""
+    return device.type == "cuda"
 
 
 def _check(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.inner.loop import STARTS_AT_W0
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.state import State
 
@@ -152,13 +153,13 @@ def _apart(value: Any) -> Any:
 
 
 def _filled(before: Any, after: Any) -> Any:
-    """`before` with the zeros that a state leaves away: the update of a mini-batch that has just begun. A rule that counts
-    no places keeps its number."""
+    """`before` with what a state leaves away where a mini-batch has just begun: zeros, and weights that have not moved from
+    the last commit. A rule that counts no places keeps its number."""
     if isinstance(before, State) and isinstance(after, State):
         weights = dict(before.weights)
         for role in after.weights.keys() - weights.keys():
-            if role == "update":
-                weights[role] = {name: torch.zeros_like(x) for name, x in after.weights[role].items()}
+            at_start = before.weights.get("commit") if role in STARTS_AT_W0 else None
+            weights[role] = at_start or {name: torch.zeros_like(x) for name, x in after.weights[role].items()}
         return before._replace(weights=weights, phase=after.phase)
     if _is_node(before) and type(before) is type(after) and len(before) == len(after):
         return _rebuilt(before, [_filled(x, y) for x, y in zip(_items(before), _items(after), strict=True)])

@@ -60,8 +60,8 @@ class AdvancesOnGPU(Kernel):
         # [B, n, H, d] in memory, as the layer joins its heads
         y = tokens.eta.new_empty(batch, count, heads, width).transpose(1, 2)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (tokens.q, tokens.k, tokens.v))
-        small = [given.slow["norm_scale"], given.slow["norm_bias"], given.tau]
-        small = [None if x is None else x.contiguous() for x in small]
+        scale, shift = (given.slow[name].contiguous() for name in ("norm_scale", "norm_bias"))
+        tau = None if given.tau is None else given.tau.contiguous()
         phase = phase.contiguous() if isinstance(phase, Tensor) else phase
         mine = own  # the update: the first token's is made here in any case
         with torch.cuda.device_of(k):  # Triton launches on the current device
@@ -73,7 +73,7 @@ class AdvancesOnGPU(Kernel):
                 new = None if not (last or isinstance(place, Tensor)) else start if own else _like(start)
                 opened = None if last else before if mine and before is not None else _like(start)
                 token = (x[:, :, index] for x in (y, q, k, v, tokens.eta))
-                self.launch(*token, *small, place, given.size, start, before, new, opened)  # type: ignore[arg-type]
+                self.launch(*token, scale, shift, tau, place, given.size, start, before, new, opened)
                 weights = weights if new is None else self._named(new)
                 update, mine = None if opened is None else self._named(opened), True
         return y, weights, update

@@ -120,7 +120,7 @@ def decode_kernel(
             store_tile(new_u1, new_u2, tile + units, rows_at, rows, kept1, kept2, D, F)
             if BIAS:
                 tl.store(new_c1 + row * F + tile + units, tl.where(commits, 0.0, open1))
-        if new_w1 is not None:
+        if new_w1 is not None:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if COPIES or commits:
                 after1 = tl.where(commits, r1, t1)
                 after2 = tl.where(commits, r2, t2)
@@ -134,7 +134,7 @@ def decode_kernel(
         tl.debug_barrier()
         if new_u1 is not None:
             tl.store(new_c2 + row * D + rows_at, tl.where(commits, 0.0, open2), mask=rows)
-        if new_w1 is not None:
+        if new_w1 is not None:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if COPIES or commits:
                 tl.store(new_b2 + row * D + rows_at, tl.where(commits, bias2 + read * open2, bias2), mask=rows)
     hat, _rstd_bar = normalize(zbar2[:, None], rows, D, DP)
