@@ -12,10 +12,10 @@ from torch import Tensor
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
+from metattt.errors import NotFinite
 from metattt.generation import sampling
 from metattt.generation.sampling import generate
 from metattt.generation.static_step import NotStatic, PlainStep, one_token_step, static_state, step_in_place
-from metattt.errors import NotFinite
 from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.triton.advance import AdvancesOnGPU
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
@@ -306,7 +306,7 @@ def test_predictions_that_are_not_finite_are_found_at_their_token(monkeypatch: p
     tokens = generate(model, ids, 9)
     next(tokens), next(tokens)
     with torch.no_grad():
-        model.head.weight.fill_(float("nan"))
+        model.final_norm.weight.fill_(float("nan"))
     next(tokens)  # its logits were on their way
     with pytest.raises(NotFinite):
         next(tokens)

@@ -72,8 +72,9 @@ class AdvancesOnGPU(Kernel):
                 before = None if update is None else self._dense(update)
                 new = None if not (last or isinstance(place, Tensor)) else start if own else _like(start)
                 opened = None if last else before if mine and before is not None else _like(start)
-                token = (x[:, :, index] for x in (y, q, k, v, tokens.eta))
-                self.launch(*token, scale, shift, tau, place, given.size, start, before, new, opened)
+                o, *views, eta = (x[:, :, index] for x in (y, q, k, v, tokens.eta))
+                state = start, before, new, opened
+                self.launch(o, views[0], views[1], views[2], eta, scale, shift, tau, place, given.size, *state)
                 weights = weights if new is None else self._named(new)
                 update, mine = None if opened is None else self._named(opened), True
         return y, weights, update
