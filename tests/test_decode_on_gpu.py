@@ -318,7 +318,7 @@ def test_a_step_that_cannot_be_captured(layer: str) -> None:
     model = model_of(layer)
     with torch.inference_mode():
         _, state = model.step(torch.randint(40, (2, 5)))
-        with pytest.raises(NotStatic, match="before a token and .* after it"):
+        with pytest.raises(NotStatic, match=r"before a token and .* after it"):
             static_state(model, state)
     assert isinstance(one_token_step(model, state, 100), PlainStep)
 

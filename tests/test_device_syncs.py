@@ -56,9 +56,9 @@ class NothingReadBack(TorchDispatchMode):
         name = func._schema.name
         if there and name in READS:
             raise ReadBack(name)
-        if there and name in ("aten::index", "aten::index_put", "aten::index_put_"):
-            if any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-                raise ReadBack(f"{name} by a mask")
+        masks = args[1] if there and name in ("aten::index", "aten::index_put", "aten::index_put_") else ()
+        if any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in masks):
+            raise ReadBack(f"{name} by a mask")
         if there and name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
             raise ReadBack(name)
         to = kwargs.get("device")
