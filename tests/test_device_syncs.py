@@ -25,6 +25,7 @@ from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel
+from metattt.training.data_module import ForLightning
 from metattt.training.step_statistics import StepStatistics
 from metattt.training.text_module import AdamW, LanguageModeling
 
@@ -133,12 +134,14 @@ def test_a_training_step(device: str, layer: str, form: str, documents: bool, mo
     logged: dict[str, Tensor] = {}
     monkeypatch.setattr(LanguageModeling, "trainer", trainer)
     monkeypatch.setattr(LanguageModeling, "log", lambda self, name, value, **_: logged.update({name: value}))
+    data = ForLightning(SimpleNamespace())  # type: ignore[arg-type]
+    data.trainer = SimpleNamespace(lightning_module=module)  # type: ignore[assignment]
     optimizer = AdamW().optimizer(model)
     ids = torch.randint(8, 40, (2, 50), generator=torch.Generator().manual_seed(0))
     ids[0, 0] = ids[0, 19] = ids[1, 33] = START
     ids[1, 41:] = -1  # nothing is predicted from here on
     for _ in range(2):
-        batch = module.transfer_batch_to_device(ids, torch.device(device), 0)
+        batch = data.transfer_batch_to_device(ids, torch.device(device), 0)
         with nothing_read_back(device):
             loss = module.training_step(batch, 0)
             loss.backward()
@@ -147,6 +150,9 @@ def test_a_training_step(device: str, layer: str, form: str, documents: bool, mo
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+    if documents and device == "meta":  # of a batch that only the device has, where documents start must be read there
+        with pytest.raises(ReadBack), nothing_read_back(device):
+            module.training_step(batch.clone(), 0)
     assert {"train/loss", "lr", "step", "gradient_norm"} <= logged.keys()
     assert all(isinstance(value, Tensor) for value in logged.values())  # Lightning would send numbers to the device, and wait
     assert logged["lr"].device.type == logged["step"].device.type == "cpu"

@@ -63,9 +63,11 @@ class CapturedStep:
         device = model.embedding.weight.device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream), _no_reading_back():
-            self.state, self.token = static_state(model, state)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream), _no_reading_back():
+                self.state, self.token = static_state(model, state)
+        finally:  # whoever goes on may write over what is being copied
+            torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.logits = step_in_place(model, self.token, self.state)

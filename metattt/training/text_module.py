@@ -219,10 +219,9 @@ class LanguageModeling(lightning.LightningModule):
             reset = here[:, :-1] == self.document_start
         return read, reset, ids[:, 1:]
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        self._batch = (moved, batch) if isinstance(batch, Tensor) else None
-        return moved
+    def batch_moved(self, batch: Any, moved: Any) -> None:
+        """What the host has of the batch that comes next; `ForLightning` says so."""
+        self._batch = (moved, batch) if isinstance(batch, Tensor) and isinstance(moved, Tensor) else None
 
     def batch_loss(self, ids: Tensor) -> Tensor:
         """The loss of a batch, as a training step takes it: the mean over its predicted tokens (nats)."""
