@@ -30,7 +30,7 @@ from metattt.training.step_statistics import StepStatistics
 from metattt.training.text_module import AdamW, LanguageModeling
 
 SIZES = ("dim=64", "num_heads=2", "model.num_layers=2", "model.vocab_size=40")
-LAYERS = ("ttt_linear", "ttt_mlp", "gated_delta_net", "mamba2", "titans")
+LAYERS = ("ttt_linear", "gated_delta_net", "mamba2", "titans")
 KERNELS: dict[str, type[Any]] = {"ttt_linear": TTTLinearOnGPU, "ttt_mlp": TTTMLPOnGPU}
 READS = {
     "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::nonzero_numpy",
@@ -140,7 +140,7 @@ def test_a_training_step(device: str, layer: str, form: str, documents: bool, mo
     ids = torch.randint(8, 40, (2, 50), generator=torch.Generator().manual_seed(0))
     ids[0, 0] = ids[0, 19] = ids[1, 33] = START
     ids[1, 41:] = -1  # nothing is predicted from here on
-    for _ in range(2):
+    for _ in range(1 if device == "meta" else 3):  # on a card the first ones compile
         batch = data.transfer_batch_to_device(ids, torch.device(device), 0)
         with nothing_read_back(device):
             loss = module.training_step(batch, 0)
