@@ -182,7 +182,7 @@ class Combined(nn.Module):
             x = packing.clear(x)
         elif mask is not None or reset is not None:
             check_flags(x, mask, reset)
-            packing = pack(mask, reset)
+            packing = pack(mask, reset, x.device)
             x = x if packing is None else packing.sort(x)
         before = CombinedState(None, None) if state is None else state
         options: dict[str, Any] = {"packing": packing, "in_place": in_place}

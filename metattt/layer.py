@@ -191,7 +191,7 @@ class TTTLayer(nn.Module):
         if packing is not None:
             x = packing.clear(x)
         elif mask is not None or reset is not None:
-            packing = pack(mask, reset)
+            packing = pack(mask, reset, x.device)
             x = x if packing is None else packing.sort(x)
         if self.refuse_nan:
             check_finite(x)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from metattt.bench import decode
 from metattt.bench.base import require
 from metattt.bench.decode import DecodeBenchmark as Decode
 from metattt.bench.delta import Delta
@@ -141,6 +142,35 @@ def test_decoding_equals_the_published_style_or_nothing_is_reported(monkeypatch:
     monkeypatch.setattr(PublishedDecoding, "step", lambda self, ids: step(self, ids) * 1.01)
     with pytest.raises(MetaTTTError, match="nothing is reported: ttt_linear, ours and published style"):
         small.run(lambda line: None)
-    for wrong in ({"layers": ["titans"]}, {"contexts": [2]}, {"rounds": 0}):
+    for wrong in ({"layers": ["titans"]}, {"contexts": [2]}, {"rounds": 0}, {"device": "tpu"}):
         with pytest.raises(MetaTTTError, match="benchmark"):
             Decode(**wrong)  # type: ignore[arg-type]
+
+
+def test_decoding_on_a_card_tells_host_and_device_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one: what stands in for the graph is a call of the model, and the clock a made-up one."""
+    timed: list[object] = []
+    monkeypatch.setattr(decode, "on_card", lambda device: True)
+    monkeypatch.setattr(decode, "CapturedStep", decode.PlainStep)
+    monkeypatch.setattr(decode, "host_and_device", lambda function: timed.append(function()) or (0.002, 0.003))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    report = Decode(dim=32, num_heads=2, num_layers=1, vocab_size=30, layer_dim=16, contexts=[4], tokens=2, rounds=2).run(
+        lambda line: None
+    )
+    models, _, single = report.tables.values()
+    assert report.file == "gpu/decode" and "a card" in report.title and len(report.checks) == 4
+    assert [row["way"] for row in models].count("ours, CUDA graph") == 2 and len(models) == 7
+    for row in (*models, *single):
+        assert (row["host, ms per token"], row["device, ms per token"]) == (2, 3)
+    assert len(timed) == 2 * (len(models) + len(single))
+    if not torch.cuda.is_available():
+        with pytest.raises(MetaTTTError, match=r"benchmark\.device=cuda needs a CUDA device"):
+            Decode(device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
+def test_work_of_the_device_is_timed_without_the_host() -> None:
+    x = torch.ones(2048, 2048, device="cuda")
+    short = decode.host_and_device(lambda: x @ x)
+    long = decode.host_and_device(lambda: [x @ x for _ in range(50)])
+    assert 0 < short[1] < long[1]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
+from metattt.generation.static_step import CapturedStep, PlainStep, one_token_step
 from metattt.inner.faults import require_ids
 from metattt.inner.packing import check_flags
 from metattt.models.language_model import LanguageModel, LanguageModelState
@@ -38,13 +39,27 @@ def sample(
         MetaTTTError: a setting that is not allowed.
     """
     check_sampling(temperature, top_k, top_p)
-    if not bool(torch.isfinite(logits.amax(-1)).all()):
-        raise NotFinite(
-            "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, have diverged; "
-            "take an earlier checkpoint"
-        )
+    token, finite = draw(logits, temperature, top_k, top_p, generator)
+    if not bool(finite):
+        raise _not_finite()
+    return token
+
+
+def draw(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `sample`, without waiting for the device: ids `[B]`, and whether all predictions are finite (a boolean tensor).
+
+    Where they are not, the row's token means nothing.
+    """
+    finite = torch.isfinite(logits.amax(-1, keepdim=True))
+    logits = torch.where(finite, logits, 0)
     if temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1), finite.all()
     logits = logits.float()
     logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # so that no small temperature overflows
     if top_k is not None and top_k < logits.shape[-1]:
@@ -55,7 +70,43 @@ def sample(
         probability = ordered.softmax(-1)
         outside = probability.cumsum(-1) - probability >= top_p  # the mass before a token: the first one always stays
         logits = logits.masked_fill(outside.scatter(1, index, outside), float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    # As `torch.multinomial` draws one, which first reads back whether it may: the first of exponential clocks to ring.
+    probability = logits.softmax(-1)
+    clocks = torch.empty_like(probability).exponential_(1, generator=generator)
+    return (probability / clocks).argmax(-1), finite.all()
+
+
+def _not_finite() -> NotFinite:
+    return NotFinite(
+        "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, have diverged; "
+        "take an earlier checkpoint"
+    )
+
+
+class Report:
+    """Flags on their way to the host, while the device goes on.
+
+    Args:
+        flags: boolean tensors without axes.
+    """
+
+    def __init__(self, *flags: Tensor):
+        found = torch.stack(flags)
+        self.event: torch.cuda.Event | None = None
+        if found.is_cuda:
+            self.host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self.host.copy_(found, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(found.device))
+        else:
+            self.host = found
+
+    def read(self) -> list[bool]:
+        """The flags, when they have arrived: what was launched since is not waited for."""
+        if self.event is not None:
+            self.event.synchronize()
+        found: list[bool] = self.host.tolist()
+        return found
 
 
 def generate(
@@ -113,19 +164,36 @@ def _generate(
         state = state.map(torch.clone)
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     stops = torch.tensor(sorted(stop), device=ids.device, dtype=ids.dtype)
-    with torch.inference_mode():
-        logits, state = model.step(ids, state, mask, last_only=True)
     token = torch.zeros_like(ids[:, 0])
     ended = torch.zeros_like(token, dtype=torch.bool)
+    ahead = False  # the next logits are on their way already
+    step: PlainStep | CapturedStep | None = None
     for index in range(max_new_tokens):
         with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
-            if index:
-                logits, state = model.step(token.unsqueeze(1), state, in_place=True)
-            token = torch.where(ended, token, sample(logits[:, -1], temperature, top_k, top_p, generator))
-            ended = ended | torch.isin(token, stops)
+            if step is None:
+                prompted, state = model.step(ids, state, mask, last_only=True)
+                logits = prompted[:, -1]
+                step, state = one_token_step(model, state, max_new_tokens - 1), None
+            elif not ahead:
+                logits = step(token)
+            drawn, finite = draw(logits, temperature, top_k, top_p, generator)
+            token = torch.where(ended, token, drawn)
+            ended = ended | (token.unsqueeze(1) == stops).any(1)
+            report = Report(finite, ended.all())
+            ahead = _runs_ahead(ids.device) and index + 1 < max_new_tokens
+            if ahead:  # the device reads the token while the host learns of it; a step too many at the end harms nobody
+                logits = step(token)
+        fine, all_ended = report.read()
+        if not fine:
+            raise _not_finite()
         yield token
-        if ended.all():
+        if all_ended:
             return
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """Whether a device goes on while the host reads what it has found."""
+    return device.type == "cuda"
 
 
 def _check(

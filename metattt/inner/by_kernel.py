@@ -32,6 +32,7 @@ def scan(
         own: the weights of `carry` may be written over.
     """
     size, tau, decoding = loop.optimizer.mini_batch_size, loop.optimizer.token_steps(), not torch.is_grad_enabled()
+    sums = "update" in loop.plan.roles  # a rule without token steps carries W_t of an open mini-batch, not M as kernels do
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
     outputs: list[Tensor] = []
     runs = _runs(blocks, size, set(carry) == {"commit"}, decoding)
@@ -48,7 +49,7 @@ def scan(
                 with torch.autocast(part.k.device.type, enabled=False):
                     y, weights = kernel.scan(given, partial(_reference, loop))
                 carry = {"commit": weights}
-        elif decoding and _open(first, padded):
+        elif decoding and sums and _open(first, padded):
             kernel = loop.plan.decoder(given)
             if kernel is not None:
                 y, weights, update = kernel.advance(given, carry.get("update"), first.phase, own)

@@ -4,9 +4,10 @@ Token j of a sequence that has read `pos` tokens belongs to place `(pos + j) mod
 differ in this phase, or documents start inside a sequence, tokens are laid out on a *frame*: a document starts at a
 multiple of b, a continued one at its phase, and unfilled columns change nothing (η = 0, α = β = 1, κ = 0).
 
-The layout depends on the values of masks and positions. They are fetched from the device once, the layout is computed
-on the host, and what tensors need of it goes back: no block of a sequence waits for the device. All layers of a model
-share one `Packing`.
+The layout depends on the values of masks and positions. They are fetched from the device once, unless they are on the host
+already, the layout is computed on the host, and what tensors need of it goes back: no block of a sequence waits for the
+device. Flags that are on the host, and sequences that all stand at a known place, are never asked of the device. All
+layers of a model share one `Packing`.
 """
 
 from __future__ import annotations
@@ -179,8 +180,13 @@ def check_flags(tokens: Tensor, mask: Tensor | None, reset: Tensor | None) -> No
             raise MetaTTTError(f"{name} is {found}, expected torch.bool of shape {list(tokens.shape[:2])}")
 
 
-def pack(mask: Tensor | None, reset: Tensor | None) -> Packing | None:
-    """The packing of a call, from `[B, T]` flags; None if there is neither padding nor a document that starts."""
+def pack(mask: Tensor | None, reset: Tensor | None, device: torch.device) -> Packing | None:
+    """The packing of a call, from `[B, T]` flags; None if there is neither padding nor a document that starts.
+
+    Args:
+        mask, reset: on the device, where the host waits for them, or on the host.
+        device: of the tokens.
+    """
     if torch.compiler.is_compiling():
         if mask is None and reset is None:
             return None
@@ -196,11 +202,15 @@ def pack(mask: Tensor | None, reset: Tensor | None) -> Packing | None:
     order = host_order = None
     if flags[0] is not None and (flags[0][:, 1:] & ~flags[0][:, :-1]).any():
         host_order = _order(flags[0])
-        order = host_order.to(mask.device)  # type: ignore[union-attr]
+        order = _sent(host_order, device)
     host = _sorted(flags[0], flags[1], host_order)
-    device = (mask if mask is not None else reset).device  # type: ignore[union-attr]
-    valid, first = (None if x is None else x.to(device) for x in host)
+    valid, first = (None if x is None else _sent(x, device) for x in host)
     return Packing(order, valid, first, host)
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """What the host has found out, on the device: neither waits for the other."""
+    return x.to(device, non_blocking=device.type == "cuda")
 
 
 def _order(mask: Tensor) -> Tensor:
@@ -248,10 +258,13 @@ def make_frame(
         lead: `[B]` column of index 0 in `ctx`; below `open_` where `ctx` begins with unfilled slots. None: the same.
     """
     length, phase = ctx.positions.shape[1], state.phase
+    phase = 0 if period is None else phase
+    if period is None or (open_ is None and phase is not None and not torch.compiler.is_compiling()):
+        at = "cpu" if not torch.compiler.is_compiling() else state.pos.device  # the host knows it, and lays tokens out
+        open_ = torch.full(state.pos.shape, phase or 0, dtype=torch.long, device=at)
+        lead = open_ if lead is None or period is None else lead
     open_ = state.pos % block if open_ is None else open_
     lead = open_ if lead is None else lead
-    if period is None:
-        phase, open_, lead = 0, torch.zeros_like(open_), torch.zeros_like(lead)
     if ctx.first is None and phase is not None:
         if ctx.valid is not None:
             return _padded(ctx.valid, phase, period, block, plain, host)
@@ -293,8 +306,9 @@ def _told_apart(
         ]
     everywhere = [bool(commit.all()) for commit in commits]
     some = [again is not None and bool(again.any()) for again in restarts]
-    on_device = [torch.stack(list(rows)).to(device) if rows else None for rows in (commits, filled)]
-    again = torch.stack([x for x, any_ in zip(restarts, some, strict=True) if any_]).to(device) if any(some) else None  # type: ignore[misc]
+    on_device = [_sent(torch.stack(list(rows)), device) if rows else None for rows in (commits, filled)]
+    begun = [x for x, any_ in zip(restarts, some, strict=True) if any_ and x is not None]
+    again = _sent(torch.stack(begun), device) if begun else None
     starts = iter(() if again is None else again)
     return [
         x._replace(
@@ -316,14 +330,14 @@ def _single(ctx: Context, phase: Tensor, block: int) -> Frame:
 def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int | None, host: Host | None) -> Frame:
     """Different phases, or documents that start inside a sequence."""
     batch, length = ctx.positions.shape
-    device, tracing = open_.device, torch.compiler.is_compiling()
+    device, tracing = ctx.positions.device, torch.compiler.is_compiling()
     if ctx.first is not None and tracing:
         raise MetaTTTError(
             "reset= needs a layout that depends on its values, which torch.compile cannot trace: call the layer eagerly"
         )
     valid, first = (ctx.valid, ctx.first) if host is None else host
     if not tracing:
-        open_, lead = torch.stack([open_, lead]).cpu()
+        open_, lead = torch.stack([open_, lead]).cpu() if open_.device == lead.device else (open_.cpu(), lead.cpu())
         valid, first = (None if x is None else x.cpu() for x in (valid, first))
     valid = open_.new_ones(batch, length, dtype=torch.bool) if valid is None else valid
     index = torch.arange(length, device=open_.device).expand(batch, -1)
@@ -354,7 +368,8 @@ def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int |
     ]
     again = [None if restart is None else restart[:, i] for i in range(len(blocks))]
     made = _told_apart(blocks, [part[:, -1] for part in parts], filled, again, device)
-    return Frame(made, source.to(device), column.clamp(0, columns - 1).to(device), live.to(device), end)
+    source, column, live = (_sent(x, device) for x in (source, column.clamp(0, columns - 1), live))
+    return Frame(made, source, column, live, end)
 
 
 def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:

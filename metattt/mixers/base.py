@@ -105,7 +105,7 @@ class Mixer(nn.Module, ABC):
             x = packing.clear(x)
         elif mask is not None or reset is not None:
             check_flags(x, mask, reset)
-            packing = pack(mask, reset)
+            packing = pack(mask, reset, x.device)
             x = x if packing is None else packing.sort(x)
         if self.refuse_nan:
             check_finite(x)

@@ -417,7 +417,7 @@ class LanguageModel(nn.Module):
             packing = None
             if mask is not None or reset is not None:
                 check_flags(ids, mask, reset)
-                packing = pack(mask, reset)
+                packing = pack(mask, reset, ids.device)
             if packing is not None:  # real tokens first: then convolutions and layers see neighbours as neighbours
                 ids, mask, reset = packing.sort(ids), packing.valid, packing.first
             else:

@@ -139,12 +139,13 @@ class ImageClassification(lightning.LightningModule):
         per_step = self.trainer.accumulate_grad_batches
         self.step_loss = loss.detach() + (self.step_loss if batch_idx % per_step else 0)
         if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
-            self.log("step", self.global_step + 1.0)  # Lightning takes the step of the log from here
+            # Lightning takes the step of the log from here (a tensor of the host: a plain number would be sent to the device)
+            self.log("step", torch.tensor(self.global_step + 1.0))
             self.log("train/loss", self.trainer.strategy.reduce(self.step_loss / per_step, reduce_op="mean"))
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.log("lr", optimizer.param_groups[0]["lr"])
+        self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))
 
     def on_validation_epoch_start(self) -> None:
         self.validation_sums = torch.zeros(4, dtype=torch.float64)

@@ -108,20 +108,21 @@ class StepStatistics(lightning.Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self.pace.step()
-        pl_module.log("peak_memory_gib", _peak_memory(pl_module.device), batch_size=1)
+        # tensors of the host: a plain number would be sent to the device, and waited for
+        pl_module.log("peak_memory_gib", torch.tensor(_peak_memory(pl_module.device)), batch_size=1)
         if self.pace.seconds is None:
             return
         unit, items, length = _volume(batch)
         rate = items * trainer.accumulate_grad_batches * batch_share(trainer)[1] / self.pace.seconds  # windows a second
-        pl_module.log(f"{unit}_per_second", rate * length, batch_size=1)
+        pl_module.log(f"{unit}_per_second", torch.tensor(rate * length), batch_size=1)
         if self.flops is None:
             self.flops = _flops(pl_module, length)
             self.peak = self.peak or _peak(trainer, pl_module.device)
         if self.flops:
             tflops = rate * self.flops / 1e12 / trainer.world_size
-            pl_module.log("model_tflops_per_second", tflops, batch_size=1)
+            pl_module.log("model_tflops_per_second", torch.tensor(tflops), batch_size=1)
             if self.peak:
-                pl_module.log("model_flops_utilization", tflops / self.peak, batch_size=1)
+                pl_module.log("model_flops_utilization", torch.tensor(tflops / self.peak), batch_size=1)
 
 
 def _volume(batch: Any) -> tuple[str, int, int]:

@@ -149,6 +149,7 @@ class LanguageModeling(lightning.LightningModule):
         self.document_start = document_start
         self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
         self.scanned: Collection[int] = ()  # blocks whose states need not wait for each other there
+        self._batch: tuple[Tensor, Tensor] | None = None  # the latest one, on the device and on the host
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so
@@ -207,9 +208,20 @@ class LanguageModeling(lightning.LightningModule):
         return self._with_counts(truncated_loss(nats, pieces, parameters, self.recipe.truncate), labels)
 
     def _windows(self, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What is read `[B, T]`, where documents start, and the labels."""
-        read = ids[:, :-1].clamp(min=0)
-        return read, None if self.document_start is None else read == self.document_start, ids[:, 1:]
+        """What is read `[B, T]`, where documents start, and the labels.
+
+        Where documents start is looked up in what the host has of the batch: their layout is worked out there, and the
+        device need not be waited for.
+        """
+        read, reset = ids[:, :-1].clamp(min=0), None
+        if self.document_start is not None:
+            here = self._batch[1] if self._batch is not None and self._batch[0] is ids else ids
+            reset = here[:, :-1] == self.document_start
+        return read, reset, ids[:, 1:]
+
+    def batch_moved(self, batch: Any, moved: Any) -> None:
+        """What the host has of the batch that comes next; `ForLightning` says so."""
+        self._batch = (moved, batch) if isinstance(batch, Tensor) and isinstance(moved, Tensor) else None
 
     def batch_loss(self, ids: Tensor) -> Tensor:
         """The loss of a batch, as a training step takes it: the mean over its predicted tokens (nats)."""
@@ -236,9 +248,9 @@ class LanguageModeling(lightning.LightningModule):
         self.step_sums = sums.detach().double() + (self.step_sums if batch_idx % per_step else 0)
         if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
             nats, num_tokens, num_bytes = self._over_processes(self.step_sums)
-            self.log(
-                "step", self.global_step + 1.0
-            )  # Lightning takes the step of the log from here; its own count slips on resuming
+            # Lightning takes the step of the log from here; its own count slips on resuming. (What the host knows is logged
+            # as a tensor there: a plain number would be sent to the device, and waited for.)
+            self.log("step", torch.tensor(self.global_step + 1.0))
             self.log("train/loss", nats / num_tokens)
             self.log("train/bits_per_byte", nats / math.log(2) / num_bytes)
         return loss
@@ -260,7 +272,7 @@ class LanguageModeling(lightning.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.log("lr", optimizer.param_groups[0]["lr"])
+        self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))
 
     def on_validation_epoch_start(self) -> None:
         self.validation_sums = torch.zeros(3, dtype=torch.float64)

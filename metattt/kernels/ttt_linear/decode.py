@@ -8,12 +8,16 @@ as
 so that W and M are read once, M is written once, and W only when the token completes its mini-batch: 12 d² bytes per
 token and head in fp32, against O(d) of everything else. The time is that of moving the state.
 
+The new state goes where the caller says: over the old one, or elsewhere at no more traffic than that of a copy.
+
 Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but
     what is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 # (arguments of a kernel are pointers, numbers or None; Triton types them)
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -32,42 +36,50 @@ def normalize(z, inside, D: tl.constexpr, EPS: tl.constexpr):
     return z * r, r
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, eta_ptr, w_ptr, b_ptr, open_w_ptr, open_b_ptr, scale_ptr, shift_ptr, tau_ptr, phase_ptr, o_ptr,
+    q_ptr, k_ptr, v_ptr, eta_ptr, scale_ptr, shift_ptr, tau_ptr, phase_ptr, place, o_ptr,
+    w_ptr, b_ptr, open_w_ptr, open_b_ptr, new_w_ptr, new_b_ptr, new_open_w_ptr, new_open_b_ptr,
     q_b, q_h, k_b, k_h, v_b, v_h, eta_b, eta_h, tau_h, o_b, o_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, EPS: tl.constexpr, BIAS: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h). Without bias b_ptr is None; tau_ptr None: all steps 1."""
+    """Program (n, h). tau_ptr None: all steps 1. phase_ptr None: all sequences are at `place`. open_w_ptr None: M = 0.
+
+    new_w_ptr None: no mini-batch is complete; new_open_w_ptr None: all are. COPIES: `new_w` is not where `w` is, and
+    gets it also of sequences whose mini-batch goes on.
+    """
     n = (tl.program_id(0) // H).to(tl.int64)
-    h = (tl.program_id(0) % H).to(tl.int64)  # (a stride over heads may be T·d)
+    h = (tl.program_id(0) % H).to(tl.int64)  # 64 bits: a token may be a slice of a long sequence, with strides as long
     features = tl.arange(0, DP)
     inside = features < D
     square = inside[:, None] & inside[None, :]
     matrix = (n * H + h) * D * D + features[:, None] * D + features[None, :]  # [in, out]
     vector = (n * H + h) * D + features
     w = tl.load(w_ptr + matrix, mask=square, other=0).to(tl.float32)
-    open_w = tl.load(open_w_ptr + matrix, mask=square, other=0).to(tl.float32)
+    open_w = tl.zeros([DP, DP], tl.float32)
+    if open_w_ptr is not None:
+        open_w = tl.load(open_w_ptr + matrix, mask=square, other=0).to(tl.float32)
     q = tl.load(q_ptr + n * q_b + h * q_h + features, mask=inside, other=0).to(tl.float32)
     k = tl.load(k_ptr + n * k_b + h * k_h + features, mask=inside, other=0).to(tl.float32)
     v = tl.load(v_ptr + n * v_b + h * v_h + features, mask=inside, other=0).to(tl.float32)
     eta = tl.load(eta_ptr + n * eta_b + h * eta_h).to(tl.float32)
     gamma = tl.load(scale_ptr + h * D + features, mask=inside, other=0).to(tl.float32)
     beta = tl.load(shift_ptr + h * D + features, mask=inside, other=0).to(tl.float32)
-    phase = tl.load(phase_ptr + n).to(tl.int32)
+    if phase_ptr is not None:
+        place = tl.load(phase_ptr + n).to(tl.int32)
     tau = 1.0
-    tau_last = 1.0
     if tau_ptr is not None:
-        tau = tl.load(tau_ptr + h * tau_h + phase).to(tl.float32)
-        tau_last = tl.load(tau_ptr + h * tau_h + SIZE - 1).to(tl.float32)
+        tau = tl.load(tau_ptr + h * tau_h + place).to(tl.float32)
 
     z, out, read = tl.reduce((k[:, None] * w, q[:, None] * w, q[:, None] * open_w), 0, add3)
     product = tl.sum(q * k, axis=0)
     bias = tl.zeros([DP], tl.float32)
     open_b = tl.zeros([DP], tl.float32)
-    if b_ptr is not None:
+    if BIAS:
         bias = tl.load(b_ptr + vector, mask=inside, other=0).to(tl.float32)
-        open_b = tl.load(open_b_ptr + vector, mask=inside, other=0).to(tl.float32)
+        if open_b_ptr is not None:
+            open_b = tl.load(open_b_ptr + vector, mask=inside, other=0).to(tl.float32)
         product += 1
 
     x, r = normalize(z + bias, inside, D, EPS)
@@ -79,15 +91,54 @@ def decode_kernel(
 
     open_w -= k[:, None] * weighted[None, :]
     open_b -= weighted
-    if phase == SIZE - 1:
-        tl.store(w_ptr + matrix, (w + tau_last * open_w).to(w_ptr.dtype.element_ty), mask=square)
-        if b_ptr is not None:
-            tl.store(b_ptr + vector, (bias + tau_last * open_b).to(b_ptr.dtype.element_ty), mask=inside)
-        open_w = tl.zeros([DP, DP], tl.float32)
-        open_b = tl.zeros([DP], tl.float32)
-    tl.store(open_w_ptr + matrix, open_w.to(open_w_ptr.dtype.element_ty), mask=square)
-    if b_ptr is not None:
-        tl.store(open_b_ptr + vector, open_b.to(open_b_ptr.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # several threads have read a bias that one of them writes
+    commits = place == SIZE - 1
+    if new_w_ptr is not None:
+        if commits:  # tau is then that of the last token
+            w += tau * open_w
+            bias += tau * open_b
+            open_w = tl.zeros([DP, DP], tl.float32)
+            open_b = tl.zeros([DP], tl.float32)
+        if COPIES or commits:
+            tl.store(new_w_ptr + matrix, w.to(new_w_ptr.dtype.element_ty), mask=square)
+            if BIAS:
+                tl.store(new_b_ptr + vector, bias.to(new_b_ptr.dtype.element_ty), mask=inside)
+    if new_open_w_ptr is not None:
+        tl.store(new_open_w_ptr + matrix, open_w.to(new_open_w_ptr.dtype.element_ty), mask=square)
+        if BIAS:
+            tl.store(new_open_b_ptr + vector, open_b.to(new_open_b_ptr.dtype.element_ty), mask=inside)
+
+
+Part = Sequence[Tensor | None]
+"""A matrix `[B, H, d, d]` and a bias `[B, H, d]`, or None without one; contiguous."""
+
+
+def launch_token(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
+    phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None, new_update: Part | None,
+) -> None:  # fmt: skip
+    """Runs the kernel for one token of every sequence.
+
+    Args:
+        o: where the outputs `[B, H, d]` go; last stride 1, as those of q, k and v.
+        q, k, v, eta: views `[B, H, d]` and step sizes `[B, H]`.
+        scale, shift, tau: γ, β `[H, d]` and token steps `[1 or H, size]` (None: all 1), contiguous.
+        phase: place of the token in its mini-batch of `size` tokens; `[B]`, contiguous, where sequences differ.
+        weights, update: the state before the token; update None: zero.
+        new_weights: where committed weights go; may be `weights`. None: the token completes no mini-batch.
+        new_update: where M goes; may be `update`. None: the token completes every mini-batch.
+    """
+    batch, heads, width = q.shape
+    nothing: Part = (None, None)
+    same = new_weights is not None and new_weights[0] is weights[0]
+    decode_kernel[(batch * heads,)](
+        q, k, v, eta, scale, shift, tau, phase if isinstance(phase, Tensor) else None, 0 if isinstance(phase, Tensor) else phase, o,
+        *weights, *(update or nothing), *(new_weights or nothing), *(new_update or nothing),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2], tau.stride(0) if tau is not None and len(tau) > 1 else 0,
+        *o.stride()[:2],
+        H=heads, D=width, DP=padded(width), SIZE=size, EPS=EPS, BIAS=weights[1] is not None, COPIES=not same,
+        **decode_launch(padded(width))._asdict(),
+    )  # fmt: skip
 
 
 def launch_decode(
@@ -106,12 +157,8 @@ def launch_decode(
     phase: Tensor,
     size: int,
 ) -> Tensor:
-    """Runs the kernel into o `[B, H, d]`; the state, the affine parameters, tau and phase are contiguous."""
-    batch, heads, width = q.shape
-    decode_kernel[(batch * heads,)](
-        q, k, v, eta, w, b, update_w, update_b, scale, shift, tau, phase, o,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride(), tau.stride(0) if tau is not None and len(tau) > 1 else 0,
-        *o.stride()[:2],
-        H=heads, D=width, DP=padded(width), SIZE=size, EPS=EPS, **decode_launch(padded(width))._asdict(),
-    )  # fmt: skip
+    """Runs the kernel into o `[B, H, d]`, the state in place; all of it, the affine parameters, tau and phase are
+    contiguous."""
+    weights, update = (w, b), (update_w, update_b)
+    launch_token(o, q, k, v, eta, scale, shift, tau, phase, size, weights, update, weights, update)
     return o

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
+from metattt.kernels.triton.advance import AdvancesOnGPU
 from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear import tuning
 from metattt.kernels.ttt_linear.covers import function, uncovered
@@ -16,8 +17,9 @@ from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
 
 
-class TTTLinearOnGPU(OnGPU):
+class TTTLinearOnGPU(AdvancesOnGPU, OnGPU):
     name = "ttt_linear.triton"
+    weights = ("w1", "b1")
 
     function = staticmethod(function)
 
@@ -38,3 +40,8 @@ class TTTLinearOnGPU(OnGPU):
         o, final = ttt_linear(q, k, v, eta, w, b, *norm, **sizes, output_final_state=True)
         assert final is not None
         return o, [final.w] if b is None else [final.w, final.b]
+
+    def launch(self, *given: Any) -> None:
+        from metattt.kernels.ttt_linear.decode import launch_token
+
+        launch_token(*given)

@@ -16,17 +16,23 @@ from torch import Tensor
 
 from metattt.kernels.ttt_mlp.common import gelu, gelu_and_slope, load_tile, normalize, store_tile
 from metattt.kernels.ttt_mlp.forward import Weights, inner_gradient, launch_options, tau_stride
-from metattt.kernels.ttt_mlp.tuning import Config
+from metattt.kernels.ttt_mlp.tuning import Config, config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place"])
 def decode_kernel(
-    q, k, v, eta, tau, phase, scale, bias, o,
+    q, k, v, eta, scale, bias, tau, phase, place, o,
     w1, b1, w2, b2, u1, c1, u2, c2,  # committed weights; the open update: of w1, b1, w2, b2
-    q_b, q_h, k_b, k_h, v_b, v_h, e_b, e_h, o_b, o_h,
-    H, tau_stride,
-    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr,
+    new_w1, new_b1, new_w2, new_b2, new_u1, new_c1, new_u2, new_c2,
+    q_b, q_h, k_b, k_h, v_b, v_h, e_b, e_h, tau_h, o_b, o_h,
+    H, D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
+    """Program (n, h). tau None: all steps 1. phase None: all sequences are at `place`. u1 None: the update is zero.
+
+    new_w1 None: no mini-batch is complete; new_u1 None: all are. COPIES: the new weights are not where the old ones
+    are, and are written also for sequences whose mini-batch goes on.
+    """
     row = tl.program_id(0).to(tl.int64)
     n = row // H
     h = row % H
@@ -38,31 +44,38 @@ def decode_kernel(
     vt = tl.load(v + n * v_b + h * v_h + rows_at, mask=rows, other=0.0).to(tl.float32)
     gamma = tl.load(scale + h * D + rows_at, mask=rows, other=0.0).to(tl.float32)
     beta = tl.load(bias + h * D + rows_at, mask=rows, other=0.0).to(tl.float32)
-    place = tl.load(phase + n)
+    if phase is not None:
+        place = tl.load(phase + n).to(tl.int32)
     step = tl.load(eta + n * e_b + h * e_h).to(tl.float32)
-    read = tl.load(tau + h * tau_stride + place)
+    read = 1.0
+    if tau is not None:
+        read = tl.load(tau + h * tau_h + place).to(tl.float32)
     commits = place == B - 1
     w1 += row * F * D
     w2 += row * F * D
-    u1 += row * F * D
-    u2 += row * F * D
+    if u1 is not None:
+        u1 += row * F * D
+        u2 += row * F * D
+    if new_w1 is not None:
+        new_w1 += row * F * D
+        new_w2 += row * F * D
+    if new_u1 is not None:
+        new_u1 += row * F * D
+        new_u2 += row * F * D
     units = tl.arange(0, FB)
     bias1 = tl.zeros([FB], tl.float32)
     bias2 = tl.zeros([DP], tl.float32)
     open2 = tl.zeros([DP], tl.float32)
     if BIAS:
-        b1 += row * F
-        c1 += row * F
-        b2 += row * D + rows_at
-        c2 += row * D + rows_at
-        bias2 = tl.load(b2, mask=rows, other=0.0).to(tl.float32)
-        open2 = tl.load(c2, mask=rows, other=0.0).to(tl.float32)
+        bias2 = tl.load(b2 + row * D + rows_at, mask=rows, other=0.0).to(tl.float32)
+        if u1 is not None:
+            open2 = tl.load(c2 + row * D + rows_at, mask=rows, other=0.0).to(tl.float32)
 
     sums = tl.zeros([FB, DP], tl.float32)
     for tile in range(0, F, FB):
         t1, t2 = load_tile(w1, w2, tile + units, rows_at, rows, D, F)
         if BIAS:
-            bias1 = tl.load(b1 + tile + units).to(tl.float32)
+            bias1 = tl.load(b1 + row * F + tile + units).to(tl.float32)
         x = gelu(tl.sum(t1.to(tl.float32) * kt[None, :], 1) + bias1)
         sums += t2.to(tl.float32) * x[:, None]
     z2 = tl.sum(sums, 0) + bias2
@@ -74,41 +87,90 @@ def decode_kernel(
     sums = tl.zeros([FB, DP], tl.float32)
     for tile in range(0, F, FB):
         t1, t2 = load_tile(w1, w2, tile + units, rows_at, rows, D, F)
-        s1, s2 = load_tile(u1, u2, tile + units, rows_at, rows, D, F)
         t1 = t1.to(tl.float32)
         t2 = t2.to(tl.float32)
+        s1 = tl.zeros([FB, DP], tl.float32)
+        s2 = tl.zeros([FB, DP], tl.float32)
+        open1 = tl.zeros([FB], tl.float32)
+        if u1 is not None:
+            l1, l2 = load_tile(u1, u2, tile + units, rows_at, rows, D, F)
+            s1 = l1.to(tl.float32)
+            s2 = l2.to(tl.float32)
         if BIAS:
-            bias1 = tl.load(b1 + tile + units).to(tl.float32)
+            bias1 = tl.load(b1 + row * F + tile + units).to(tl.float32)
+            if u1 is not None:
+                open1 = tl.load(c1 + row * F + tile + units).to(tl.float32)
+            tl.debug_barrier()  # several threads have read what one of them writes below
         x, slope = gelu_and_slope(tl.sum(t1 * kt[None, :], 1) + bias1)
         moved1 = tl.sum(t2 * moved2[None, :], 1) * slope  # −η·g1
-        s1 = s1.to(tl.float32) + moved1[:, None] * kt[None, :]
-        s2 = s2.to(tl.float32) + x[:, None] * moved2[None, :]
-        t1 += (
-            read * s1
-        )  # the weights with which this token reads; after the last token of a mini-batch, those that are committed
-        t2 += read * s2
+        s1 += moved1[:, None] * kt[None, :]
+        s2 += x[:, None] * moved2[None, :]
+        open1 += moved1
+        # the weights with which this token reads; after the last token of a mini-batch, those that are committed
+        r1 = t1 + read * s1
+        r2 = t2 + read * s2
+        reads1 = bias1
         if BIAS:
-            open1 = tl.load(c1 + tile + units).to(tl.float32) + moved1
-            bias1 += read * open1
-            tl.store(c1 + tile + units, tl.where(commits, 0.0, open1))
-            if commits:
-                tl.store(b1 + tile + units, bias1)
-        xbar = gelu(tl.sum(t1 * qt[None, :], 1) + bias1)
-        sums += t2 * xbar[:, None]
-        store_tile(u1, u2, tile + units, rows_at, rows, tl.where(commits, 0.0, s1), tl.where(commits, 0.0, s2), D, F)
-        if commits:
-            store_tile(w1, w2, tile + units, rows_at, rows, t1, t2, D, F)
-    zbar2 = tl.sum(sums, 0)
+            reads1 += read * open1
+        xbar = gelu(tl.sum(r1 * qt[None, :], 1) + reads1)
+        sums += r2 * xbar[:, None]
+        if new_u1 is not None:
+            kept1 = tl.where(commits, 0.0, s1)
+            kept2 = tl.where(commits, 0.0, s2)
+            store_tile(new_u1, new_u2, tile + units, rows_at, rows, kept1, kept2, D, F)
+            if BIAS:
+                tl.store(new_c1 + row * F + tile + units, tl.where(commits, 0.0, open1))
+        if new_w1 is not None:  # noqa: SIM102 (one is known to the compiler, the other is not)
+            if COPIES or commits:
+                after1 = tl.where(commits, r1, t1)
+                after2 = tl.where(commits, r2, t2)
+                store_tile(new_w1, new_w2, tile + units, rows_at, rows, after1, after2, D, F)
+                if BIAS:
+                    tl.store(new_b1 + row * F + tile + units, tl.where(commits, reads1, bias1))
+    zbar2 = tl.sum(sums, 0) + bias2
     if BIAS:
         open2 += moved2
-        bias2 += read * open2
-        zbar2 += bias2
-        tl.store(c2, tl.where(commits, 0.0, open2), mask=rows)
-        if commits:
-            tl.store(b2, bias2, mask=rows)
+        zbar2 += read * open2
+        tl.debug_barrier()
+        if new_u1 is not None:
+            tl.store(new_c2 + row * D + rows_at, tl.where(commits, 0.0, open2), mask=rows)
+        if new_w1 is not None:  # noqa: SIM102 (one is known to the compiler, the other is not)
+            if COPIES or commits:
+                tl.store(new_b2 + row * D + rows_at, tl.where(commits, bias2 + read * open2, bias2), mask=rows)
     hat, _rstd_bar = normalize(zbar2[:, None], rows, D, DP)
     out = qt + gamma * tl.sum(hat, 1) + beta
-    tl.store(o + n * o_b + h * o_h + rows_at, out, mask=rows)
+    tl.store(o + n * o_b + h * o_h + rows_at, out.to(o.dtype.element_ty), mask=rows)
+
+
+def launch_token(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
+    phase: int | Tensor, size: int, weights: Weights, update: Weights | None, new_weights: Weights | None,
+    new_update: Weights | None, launch: Config | None = None,
+) -> None:  # fmt: skip
+    """Runs the kernel for one token of every sequence.
+
+    Args:
+        o: where the outputs `[B, H, d]` go; last stride 1, as those of q, k and v.
+        q, k, v, eta: views `[B, H, d]` and step sizes `[B, H]`.
+        scale, shift, tau: γ, β `[H, d]` and token steps `[1 or H, size]` (None: all 1), contiguous.
+        phase: place of the token in its mini-batch of `size` tokens; `[B]`, contiguous, where sequences differ.
+        weights, update: the state before the token, contiguous; update None: zero.
+        new_weights: where committed weights go; may be `weights`. None: the token completes no mini-batch.
+        new_update: where the update goes; may be `update`. None: the token completes every mini-batch.
+        launch: None takes the one of the shapes.
+    """
+    batch, heads, d = q.shape
+    nothing: Weights = (None,) * 4
+    launch = config("decode", d, size, weights[0].dtype) if launch is None else launch
+    places = (phase, 0) if isinstance(phase, Tensor) else (None, phase)
+    same = new_weights is not None and new_weights[0] is weights[0]
+    decode_kernel[(batch * heads,)](
+        q, k, v, eta, scale, shift, tau, *places, o,
+        *weights, *(update or nothing), *(new_weights or nothing), *(new_update or nothing),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2], tau_stride(tau), *o.stride()[:2], heads,
+        D=d, DP=triton.next_power_of_2(d), F=weights[0].shape[-1], B=size, BIAS=weights[1] is not None, COPIES=not same,
+        **launch_options(launch),
+    )  # fmt: skip
 
 
 def decode(
@@ -116,11 +178,7 @@ def decode(
     phase: Tensor, launch: Config,
 ) -> Tensor:  # fmt: skip
     """Outputs `[B, H, d]`; `weights` and `update`, contiguous, are changed in place."""
-    batch, heads, d = q.shape
     o = torch.empty_like(q)
-    steps = [x.stride(dim) for x in (q, k, v, eta, o) for dim in range(2)]
-    decode_kernel[(batch * heads,)](
-        q, k, v, eta, tau, phase, scale, bias, o, *weights, *update, *steps, heads, tau_stride(tau),
-        D=d, DP=triton.next_power_of_2(d), F=4 * d, B=tau.shape[1], BIAS=weights[1] is not None, **launch_options(launch),
-    )  # fmt: skip
+    size = tau.shape[1]
+    launch_token(o, q, k, v, eta, scale, bias, tau, phase, size, weights, update, weights, update, launch)
     return o

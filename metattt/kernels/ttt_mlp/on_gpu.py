@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
+from metattt.kernels.triton.advance import AdvancesOnGPU
 from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_mlp.covers import function, uncovered
 from metattt.kernels.ttt_mlp.tuning import shared_bytes
@@ -16,8 +17,9 @@ from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
 
 
-class TTTMLPOnGPU(OnGPU):
+class TTTMLPOnGPU(AdvancesOnGPU, OnGPU):
     name = "ttt_mlp.triton"
+    weights = ("w1", "b1", "w2", "b2")
 
     function = staticmethod(function)
 
@@ -45,3 +47,12 @@ class TTTMLPOnGPU(OnGPU):
         )
         assert final is not None
         return o, [x for x in (final.w1, final.b1, final.w2, final.b2) if x is not None]
+
+    def advances(self, given: MiniBatches) -> str | None:
+        hidden = given.weights["w1"].shape[-1]
+        return f"{hidden} hidden units, not a multiple of 32" if hidden % 32 else super().advances(given)
+
+    def launch(self, *given: Any) -> None:
+        from metattt.kernels.ttt_mlp.decode import launch_token
+
+        launch_token(*given)

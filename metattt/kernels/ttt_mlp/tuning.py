@@ -101,7 +101,7 @@ def config(kernel: str, d: int, b: int, dtype: torch.dtype, per_sm: int = 0, chu
     if known is not None:
         return Config(*known)
     if kernel == "decode":
-        return Config(32, 4, 1)
+        return Config(32 if d <= 64 else 16, 4, 1)
     resident = dtype.itemsize == 2 and ((d == 32 and b <= 32) or (d == 64 and b <= 16))
     if not resident:
         return Config(64, 4 if b <= 16 else 8, 1)

@@ -1,0 +1,203 @@
+"""The one-token step of generation: on CUDA captured once in a graph and replayed, with the state where it was; elsewhere
+a call of the model.
+
+A replay costs the host one launch in place of hundreds, so that the device sets the pace. What is captured must find its
+state at the same addresses in every step: each sequence stands at a place of its own in its mini-batch, a tensor in
+place of a number, and what a layer returns elsewhere is copied back as part of the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.inner.loop import STARTS_AT_W0
+from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.state import State
+
+log = logging.getLogger("metattt")
+
+WORTH = 8  # tokens: capturing takes the time of about as many steps
+
+
+class NotStatic(Exception):
+    """The state of a model does not stay where it is, and as large as it is; the message says what."""
+
+
+class PlainStep:
+    """A call of the model for every token.
+
+    Args:
+        model: in evaluation mode.
+        state: given up; in inference mode, as every call.
+    """
+
+    def __init__(self, model: LanguageModel, state: LanguageModelState):
+        self.model, self.state = model, state
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """The token of every sequence `[B]` to the logits `[B, V]` of the next one."""
+        logits, self.state = self.model.step(token.unsqueeze(1), self.state, in_place=True)
+        return logits[:, -1]
+
+
+class CapturedStep:
+    """The same from a CUDA graph. Logits stand until the next call.
+
+    Args:
+        model: in evaluation mode, on a CUDA device. Its parameters must stay where they are.
+        state: stays as it is; the steps go on from a copy.
+
+    Raises:
+        NotStatic: a state that grows, or is of another structure after a token.
+        RuntimeError: a step that waits for the device, or does what a graph cannot hold.
+    """
+
+    def __init__(self, model: LanguageModel, state: LanguageModelState):
+        device = model.embedding.weight.device
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream), _no_reading_back():
+                self.state, self.token = static_state(model, state)
+        finally:  # whoever goes on may write over what is being copied
+            torch.cuda.current_stream(device).wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.logits = step_in_place(model, self.token, self.state)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """As `PlainStep`."""
+        self.token.copy_(token)
+        self.graph.replay()
+        return self.logits
+
+
+def one_token_step(model: LanguageModel, state: LanguageModelState, count: int) -> PlainStep | CapturedStep:
+    """What takes the next `count` tokens: a graph where there can be one and it is worth it.
+
+    Args:
+        model: in evaluation mode.
+        state: after the prompt; given up.
+        count: steps to come, at most.
+    """
+    device = model.embedding.weight.device
+    if device.type != "cuda":
+        return PlainStep(model, state)
+    if count < WORTH:
+        log.debug("generation: %d tokens are too few for a CUDA graph", count)
+        return PlainStep(model, state)
+    try:
+        captured = CapturedStep(model, state)
+    except (NotStatic, RuntimeError, MetaTTTError) as reason:
+        log.debug("generation: no CUDA graph, every token is a call of the model: %s", reason)
+        return PlainStep(model, state)
+    log.debug("generation: the one-token step is a CUDA graph")
+    return captured
+
+
+@contextmanager
+def _no_reading_back() -> Iterator[None]:
+    """An operation for which the host waits is an error: a capture that fails at one would leave the generators of random
+    numbers in disorder."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[LanguageModelState, Tensor]:
+    """A copy of a state whose structure no step changes, and the token `[B]` to step with.
+
+    Raises:
+        NotStatic: there is none.
+    """
+    apart = _apart(state)
+    token = torch.zeros(_sequences(apart), dtype=torch.long, device=model.embedding.weight.device)
+    _, after = model.step(token.unsqueeze(1), apart.map(torch.clone), in_place=True)  # also compiles what is compiled
+    static = _filled(apart, after).map(torch.clone)
+    wanted, found = _structure(static), _structure(after)
+    for path in {**wanted, **found}:
+        if wanted.get(path) != found.get(path):
+            raise NotStatic(f"the state's {path} is {wanted.get(path)} before a token and {found.get(path)} after it")
+    return static, token
+
+
+def step_in_place(model: LanguageModel, token: Tensor, static: LanguageModelState) -> Tensor:
+    """Logits `[B, V]` of one step that leaves the new state where `static` is, the copies included."""
+    old = dict(_leaves(static))
+    logits, after = model.step(token.unsqueeze(1), static, in_place=True)
+    held = {x.untyped_storage().data_ptr() for x in old.values() if isinstance(x, Tensor)}
+    copies: list[tuple[Tensor, Tensor]] = []
+    for path, new in _leaves(after):
+        at = old[path]
+        if isinstance(new, Tensor) and (new.data_ptr() != at.data_ptr() or new.stride() != at.stride()):
+            # a part of the old state, moved along, must be read before it is written over
+            copies.append((at, new.clone() if new.untyped_storage().data_ptr() in held else new))
+    for at, new in copies:
+        at.copy_(new)
+    return logits[:, -1]
+
+
+def _apart(value: Any) -> Any:
+    """The state with sequences at places of their own: no place in a mini-batch is a number."""
+    if isinstance(value, State):
+        return value._replace(phase=None)
+    return _rebuilt(value, [_apart(item) for item in _items(value)]) if _is_node(value) else value
+
+
+def _filled(before: Any, after: Any) -> Any:
+    """`before` with what a state leaves away where a mini-batch has just begun: zeros, and weights that have not moved from
+    the last commit. A rule that counts no places keeps its number."""
+    if isinstance(before, State) and isinstance(after, State):
+        weights = dict(before.weights)
+        for role in after.weights.keys() - weights.keys():
+            at_start = before.weights.get("commit") if role in STARTS_AT_W0 else None
+            weights[role] = at_start or {name: torch.zeros_like(x) for name, x in after.weights[role].items()}
+        return before._replace(weights=weights, phase=after.phase)
+    if _is_node(before) and type(before) is type(after) and len(before) == len(after):
+        return _rebuilt(before, [_filled(x, y) for x, y in zip(_items(before), _items(after), strict=True)])
+    return before
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Mapping | tuple | list)
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, Mapping) else list(value)
+
+
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, Mapping):
+        return dict(zip(value, items, strict=True))
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All tensors and numbers of a state by their place in it."""
+    if not _is_node(value):
+        yield path, value
+        return
+    names = list(value) if isinstance(value, Mapping) else getattr(value, "_fields", range(len(value)))
+    for name, item in zip(names, _items(value), strict=True):
+        yield from _leaves(item, f"{path}.{name}" if path else str(name))
+
+
+def _structure(state: Any) -> dict[str, Any]:
+    """What must be the same after a token: shapes and types of tensors, and the numbers beside them."""
+    return {
+        path: (list(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (x,) for path, x in _leaves(state)
+    }
+
+
+def _sequences(state: Any) -> int:
+    return next(len(x) for _, x in _leaves(state) if isinstance(x, Tensor))

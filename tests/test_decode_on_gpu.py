@@ -1,0 +1,375 @@
+"""Tokens of an open mini-batch through the Triton decode step, in a layer, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
+from metattt.errors import NotFinite
+from metattt.generation import sampling
+from metattt.generation.sampling import generate
+from metattt.generation.static_step import NotStatic, PlainStep, one_token_step, static_state, step_in_place
+from metattt.inner.tokens import MiniBatches, Tokens
+from metattt.kernels.triton.advance import AdvancesOnGPU
+from metattt.kernels.ttt_linear.native import NativeTTTLinear
+from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
+from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
+from metattt.layer import TTTLayer
+from metattt.learners.linear import Linear
+from metattt.learners.mlp import MLP
+from metattt.models.language_model import LanguageModel
+from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.state import State, map_tensors
+from metattt.tasks.reconstruction import Reconstruction
+from metattt.testing.specimen import Specimen, distance, state_distance
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+
+KERNELS: dict[str, Any] = {"linear": (TTTLinearOnGPU, Linear), "mlp": (TTTMLPOnGPU, MLP)}
+BOUND = 1e-5
+SIZE = 8
+
+
+def pair(name: str, bias: bool = True, steps: Any = "shared", dim: int = 32) -> tuple[TTTLayer, TTTLayer, AdvancesOnGPU]:
+    """A layer that decodes by the kernel, alone, and the same one by the dual form."""
+    made, learner = KERNELS[name]
+    heads = dim // 32
+    spec = Specimen(
+        lambda: learner(bias=bias),
+        lambda: Reconstruction(rope="mini_batch"),
+        lambda: GradientDescent(SIZE, token_steps=steps),
+        dim,
+        heads,
+        {},
+        SIZE,
+    )
+    layer, dual = spec.make(dtype=torch.float32), spec.make(dtype=torch.float32, form="dual")
+    kernel = made()
+    kernel.device = "cpu"
+    layer.plan.kernels = [kernel]
+    return layer, dual, kernel
+
+
+def counted(kernel: AdvancesOnGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of every call of `advance` from here on."""
+    calls: list[int] = []
+    advance = kernel.advance
+
+    def counting(given: MiniBatches, *rest: Any) -> Any:
+        calls.append(given.tokens.k.shape[2])
+        return advance(given, *rest)
+
+    monkeypatch.setattr(kernel, "advance", counting)
+    return calls
+
+
+def tokens(length: int, dim: int = 32, seed: int = 0) -> Tensor:
+    return torch.randn(2, length, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def go_on(layer: TTTLayer, x: Tensor, state: State | None, cuts: list[int], in_place: bool) -> tuple[Tensor, State]:
+    ys = []
+    for start, end in itertools.pairwise([0, *cuts, x.shape[1]]):
+        with torch.no_grad():
+            y, state = layer(x[:, start:end], state, in_place=in_place and state is not None)
+        ys.append(y)
+    assert state is not None
+    return torch.cat(ys, 1), state
+
+
+def alike(dual: TTTLayer, found: tuple[Tensor, State], expected: tuple[Tensor, State]) -> None:
+    assert distance(found[0], expected[0]) <= BOUND
+    assert state_distance(dual, found[1], expected[1]) <= BOUND
+    assert found[1].weights.keys() == expected[1].weights.keys() and found[1].phase == expected[1].phase
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("prefill", "in_place"), [(1, True), (7, False), (8, True)])
+def test_token_by_token(name: str, prefill: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a prompt of any length, through a commit at least; the state after it is the dual form's."""
+    layer, dual, kernel = pair(name)
+    calls, x = counted(kernel, monkeypatch), tokens(prefill + 10)
+    cuts = list(range(prefill, prefill + 10))
+    alike(dual, go_on(layer, x, None, cuts, in_place), go_on(dual, x, None, cuts, False))
+    assert calls == ([prefill % SIZE] if prefill % SIZE else []) + [1] * 10
+
+
+@pytest.mark.parametrize(("bias", "steps"), [(False, "shared"), (True, "per_head")])
+@pytest.mark.parametrize("name", KERNELS)
+def test_parts_that_vary(name: str, bias: bool, steps: Any) -> None:
+    layer, dual, _ = pair(name, bias, steps)
+    x, cuts = tokens(18), [1, 2, 5, 9, 16, 17]
+    alike(dual, go_on(layer, x, None, cuts, True), go_on(dual, x, None, cuts, False))
+
+
+@pytest.mark.parametrize("by", ["native", "triton"])
+def test_a_rule_that_carries_weights_in_place_of_an_update(by: str) -> None:
+    """Without token steps the state of an open mini-batch is W_t, which no kernel reads: one that took it for the last
+    commit gave wrong answers, and one that left its update there a state that the layer refused."""
+    layer, dual, kernel = pair("linear", steps="none")
+    if by == "native":
+        layer.plan.kernels = [NativeTTTLinear(), *layer.plan.kernels]
+    else:
+        assert kernel.advances(one_token("linear", tau=None)) is None  # the kernel itself has no need of them
+    x = tokens(12)
+    expected = go_on(dual, x, None, [], False)
+    with_graph = layer(x[:, :3])[1]
+    alike(dual, go_on(layer, x, None, [5, 6], True), expected)
+    rest, state = go_on(layer, x[:, 3:], with_graph.detach(), [1, 2], False)
+    alike(dual, (torch.cat([expected[0][:, :3], rest], 1), state), expected)
+
+
+@pytest.mark.parametrize(("name", "in_place"), [("linear", False), ("linear", True), ("mlp", True)])
+def test_sequences_at_places_of_their_own(name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 11 and 7 tokens: one is in its second mini-batch, the other about to complete its first."""
+    layer, dual, kernel = pair(name)
+    x, mask = tokens(21), torch.ones(2, 11, dtype=torch.bool)
+    mask[1, 7:] = False
+    after = []
+    for each in (layer, dual):
+        with torch.no_grad():
+            after.append(each(x[:, :11], mask=mask)[1])
+    calls = counted(kernel, monkeypatch)
+    assert after[0].phase is None
+    cuts = list(range(1, 10))
+    alike(dual, go_on(layer, x[:, 11:], after[0], cuts, in_place), go_on(dual, x[:, 11:], after[1], cuts, False))
+    assert calls == [1] * 10
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_state_stays_at_its_addresses(name: str) -> None:
+    """What a CUDA graph needs: given up, every part of the state is written where it was, commits included; kept, it stays
+    as it is, bit for bit."""
+    layer, _, _ = pair(name)
+    x = tokens(3 + SIZE)
+    with torch.no_grad():
+        _, state = layer(x[:, :3])
+        state = state._replace(phase=None)
+        addresses = {(role, key): w.data_ptr() for role, named in state.weights.items() for key, w in named.items()}
+        for token in x[:, 3:].split(1, 1):
+            before = copy.deepcopy(state)
+            kept, _ = layer(token, state)
+            assert all(torch.equal(w, before.weights[r][n]) for r, part in state.weights.items() for n, w in part.items())
+            y, state = layer(token, state, in_place=True)
+            assert torch.equal(y, kept)
+        found = {(role, key): w.data_ptr() for role, named in state.weights.items() for key, w in named.items()}
+    assert found == addresses and {role for role, _ in found} == {"commit", "update"}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_is_read_that_was_not_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is allocated is poisoned; every place, of all sequences or of each, with and without an update."""
+    _, _, kernel = pair(name)
+    for make in ("empty_like", "empty"):
+        real = getattr(torch, make)
+        monkeypatch.setattr(torch, make, lambda *a, real=real, **k: poisoned(real(*a, **k)))
+    new = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poisoned(new(*a, **k)))
+    given = one_token(name)
+    update = {key: 0.1 * torch.randn(w.shape) for key, w in given.weights.items()}
+    for phase in (3, SIZE - 1, torch.tensor([SIZE - 1, 2])):
+        for m, own in itertools.product((None, update), (False, True)):
+            y, weights, after = kernel.advance(*copy.deepcopy((given, m)), phase, own)
+            assert not any(t.isnan().any() for t in (y, *weights.values(), *(after or {}).values()))
+            assert (after is None) == (phase == SIZE - 1 if isinstance(phase, int) else False)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("view", ["k", "v", "q", "eta"])
+def test_nan_is_not_lost(name: str, view: str) -> None:
+    """It reaches all that depends on it, and no other head or sequence."""
+    _, _, kernel = pair(name)
+    given = one_token(name)
+    getattr(given.tokens, view)[0, 1] = float("nan")
+    y, _, m = kernel.advance(given, None, 0, False)
+    assert m is not None
+    assert y[0, 1].isnan().all() and not y[0, 0].isnan().any() and not y[1].isnan().any()
+    assert m["w1"][0, 1].isnan().any() == (view != "q")
+    assert not m["w1"][0, 0].isnan().any() and not m["w1"][1].isnan().any()
+
+
+def poisoned(x: Tensor) -> Tensor:
+    return x.fill_(float("nan")) if x.is_floating_point() else x
+
+
+def one_token(name: str, d: int = 32, **changed: Any) -> MiniBatches:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+    k, v, q = (normal(2, 1, 2, d + i)[..., :d].transpose(1, 2) for i in range(3))
+    shapes = {"w1": (d, d), "b1": (d,)}
+    if name == "mlp":
+        shapes = {"w1": (d, 4 * d), "b1": (4 * d,), "w2": (4 * d, d), "b2": (d,)}
+    weights = {key: normal(2, 2, *shape) / shape[0] ** 0.5 for key, shape in shapes.items()}
+    slow = {"norm_scale": 1 + 0.1 * normal(2, d), "norm_bias": 0.1 * normal(2, d)}
+    tau = 1 / torch.arange(1.0, SIZE + 1).unsqueeze(0)
+    made = MiniBatches(Tokens(k, v, q, torch.full((2, 2, 1), 0.5 / d)), weights, slow, tau, SIZE, k.dtype, None)
+    return made._replace(**changed)
+
+
+# -- a whole model: what a CUDA graph holds, without a graph -----------------------------------------------------------
+
+STATIC = (
+    "ttt_linear", "ttt_linear optimizer.token_steps=none", "ttt_mlp", "titans", "gated_delta_net", "mamba2", "mamba2_mixer",
+    "rwkv7", "linear_attention", "mesa_net", "lact",
+)  # fmt: skip
+
+
+def model_of(layer: str, *overrides: str) -> LanguageModel:
+    name, *rest = layer.split()
+    sizes = ("dim=32", "num_heads=2", "model.num_layers=2", "model.vocab_size=40", *rest, *overrides)
+    made: LanguageModel = instantiate_model(compose(f"layer={name}", *sizes, job="language_model"))
+    with torch.no_grad():
+        for parameter in made.parameters():  # away from initial zeros
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return made.eval()
+
+
+def addresses(state: object) -> list[int]:
+    found: list[int] = []
+    map_tensors(lambda x: found.append(x.data_ptr()) or x, state)  # type: ignore[func-returns-value]
+    return found
+
+
+@pytest.mark.parametrize(("layer", "prompt"), [*((layer, 5) for layer in STATIC), ("ttt_linear", 16), ("titans", 16)])
+def test_a_static_state_goes_on_as_any_other(layer: str, prompt: int) -> None:
+    """Token by token, over the ends of mini-batches: the same logits from a state that stays at its addresses, while the
+    state that it was made from stays as it is."""
+    model = model_of(layer)
+    ids = torch.randint(40, (3, prompt + 21))
+    with torch.inference_mode():
+        _, state = model.step(ids[:, :prompt])
+        kept = state.map(torch.clone)
+        static, token = static_state(model, state)
+        places = addresses(static)
+        assert len(set(places)) == len(places) and not set(places) & set(addresses(state))
+        plain = PlainStep(model, state.map(torch.clone))
+        for column in ids[:, prompt:].unbind(1):
+            token.copy_(column)
+            assert distance(step_in_place(model, token, static), plain(column)) <= BOUND
+        assert addresses(static) == places
+    same: list[bool] = []
+    old = iter(leaves(kept))
+    map_tensors(lambda x: same.append(torch.equal(x, next(old))) or x, state)  # type: ignore[func-returns-value]
+    assert all(same)
+
+
+def leaves(state: object) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(lambda x: found.append(x) or x, state)  # type: ignore[func-returns-value]
+    return found
+
+
+class Replayed:
+    """What a graph does, call by call."""
+
+    def __init__(self, model: LanguageModel, state: Any, count: int):
+        self.model = model
+        self.static, self.token = static_state(model, state)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        self.token.copy_(token)
+        return step_in_place(self.model, self.token, self.static)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 3, "stop": (1, 2, 5, 9, 17)}, {"seed": 4, "top_k": 7}])
+def test_generation_from_a_static_state_ahead_of_the_host(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is launched before the host knows the token: the same tokens, as many of them, and the same end."""
+    model, ids = model_of("ttt_linear"), torch.randint(40, (3, 21))
+    mask = torch.ones(3, 21, dtype=torch.bool)
+    mask[1, :6] = False
+    expected = torch.stack(list(generate(model, ids, 40, mask=mask, **settings)))
+    steps: list[Tensor] = []
+    monkeypatch.setattr(sampling, "_runs_ahead", lambda device: True)
+    monkeypatch.setattr(sampling, "one_token_step", Replayed)
+    call = Replayed.__call__
+    monkeypatch.setattr(Replayed, "__call__", lambda self, token: steps.append(token) or call(self, token))
+    found = torch.stack(list(generate(model, ids, 40, mask=mask, **settings)))
+    assert torch.equal(found, expected)
+    assert len(steps) == min(len(found), 39)
+
+
+def test_predictions_that_are_not_finite_are_found_at_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of("ttt_linear"), torch.randint(40, (3, 21))
+    monkeypatch.setattr(sampling, "_runs_ahead", lambda device: True)
+    tokens = generate(model, ids, 9)
+    next(tokens), next(tokens)
+    with torch.no_grad():
+        model.final_norm.weight.fill_(float("nan"))
+    next(tokens)  # its logits were on their way
+    with pytest.raises(NotFinite):
+        next(tokens)
+
+
+@pytest.mark.parametrize("layer", ["attention", "titans_mag"])
+def test_a_step_that_cannot_be_captured(layer: str) -> None:
+    """A cache of keys grows: the fallback is a call of the model."""
+    model = model_of(layer)
+    with torch.inference_mode():
+        _, state = model.step(torch.randint(40, (2, 5)))
+        with pytest.raises(NotStatic, match=r"before a token and .* after it"):
+            static_state(model, state)
+    assert isinstance(one_token_step(model, state, 100), PlainStep)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
+@pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp", "gated_delta_net", "attention"])
+def test_a_cuda_graph_generates_the_same(layer: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(layer, "dim=64").cuda()
+    ids = torch.randint(40, (3, 21), device="cuda")
+    with caplog.at_level("DEBUG", "metattt"):
+        found = torch.stack(list(generate(model, ids, 40, temperature=0)))
+    said = "every token is a call of the model" if layer == "attention" else "the one-token step is a CUDA graph"
+    assert said in caplog.text
+    monkeypatch.setattr(sampling, "one_token_step", lambda model, state, count: PlainStep(model, state))
+    assert torch.equal(found, torch.stack(list(generate(model, ids, 40, temperature=0))))
+
+
+# -- what is taken -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_token_steps_are_steps_of_one(name: str) -> None:
+    _, _, kernel = pair(name)
+    given = one_token(name, tau=None)
+    update = {key: 0.1 * torch.randn(w.shape) for key, w in given.weights.items()}
+    expected = kernel.advance(given._replace(tau=torch.ones(1, SIZE)), update, SIZE - 1, False)
+    found = kernel.advance(given, update, SIZE - 1, False)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(w, expected[1][key]) for key, w in found[1].items())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_is_not_accepted(name: str) -> None:
+    _, _, kernel = pair(name)
+    given = one_token(name)
+    assert kernel.advances(given) is None and kernel.advances(given._replace(size=5)) is None
+    gated = given._replace(tokens=given.tokens._replace(alpha=given.tokens.eta))
+    assert "gates" in str(kernel.advances(gated))
+    assert "fp32" in str(kernel.advances(given._replace(weights={key: w.double() for key, w in given.weights.items()})))
+    wide = given.tokens._replace(k=given.tokens.k.double())
+    assert "float64" in str(kernel.advances(given._replace(tokens=wide)))
+    assert "width 24" in str(kernel.advances(one_token(name, 24)))
+    if name == "mlp":
+        odd = {key: w[..., :40] if key in ("w1", "b1") else w for key, w in given.weights.items()}
+        assert "40 hidden" in str(kernel.advances(given._replace(weights=odd)))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_half_precision_views(name: str) -> None:
+    """fp16 tokens and norms, a state in fp32: sums are in fp32, so the error is that of the views."""
+    _, _, kernel = pair(name)
+    given = one_token(name)
+    expected = kernel.advance(given, None, SIZE - 1, False)
+    views = {view: getattr(given.tokens, view).half() for view in ("k", "v", "q")}
+    found = kernel.advance(given._replace(tokens=given.tokens._replace(**views)), None, SIZE - 1, False)
+    assert found[0].dtype == torch.float32
+    assert distance(found[0], expected[0]) < 5e-3
+    assert max(distance(found[1][key], w) for key, w in expected[1].items()) < 5e-3
