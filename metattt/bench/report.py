@@ -125,8 +125,12 @@ def _sentence(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items()) + "."
 
 
+MOST_TICKS = 8
+
+
 def _draw(panels: Sequence[Panel], path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: no window system is asked for
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
     colours = [f"C{i}" for i in range(10)]
@@ -138,6 +142,12 @@ def _draw(panels: Sequence[Panel], path: Path) -> None:
             axes.plot(
                 x, y, label=name, color=colours[i % 10], linestyle="-" if i < 10 else "--", marker="o", markersize=3
             )
+        lengths = sorted({value for x, _ in panel.curves.values() for value in x})
+        if 0 < len(lengths) <= MOST_TICKS:  # what was measured, not powers of ten around it
+            axes.set_xticks(lengths, [f"{value:,g}" for value in lengths])
+            axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_formatter(LogFormatter())  # numbers as people write them
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
         axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     figure.savefig(path, dpi=120)
