@@ -314,7 +314,7 @@ def test_packing_moves_padding_behind_the_tokens() -> None:
     mask = torch.tensor([[False, True, True, False, True, False, True, False]])
     reset = torch.zeros_like(mask)
     reset[0, 3] = True  # on padding: belongs to the next token
-    packing = pack(mask, reset)
+    packing = pack(mask, reset, x.device)
     assert packing is not None
     moved = packing.sort(x)
     positions, after = packing.positions(torch.tensor([5]))

@@ -224,7 +224,7 @@ def results(folder: Path, corpus: str) -> dict[str, list[Any]]:
     jobs: list[Any] = [(f"case_{number}", part_of, case) for number, case in enumerate(CASES)]
     jobs += [(f"refused_{name}", refused, name, *options) for name, options, _ in NOT_DIVIDED]
     jobs += [(f"run_{name}", run, corpus, str(folder / name), *options) for name, options in RUNS.items()]
-    found = together(WORLD, [(attempt, job) for job in jobs], seconds=400)
+    found = together(WORLD, [(attempt, job) for job in jobs], seconds=900)
     return {of_processes[0][0]: [result for _, result in of_processes] for of_processes in found}
 
 
