@@ -142,6 +142,7 @@ class Quality(Benchmark):
         from metattt.checkpoints.trained import load_model
         from metattt.composition.instantiate import instantiate_part
         from metattt.evaluation.by_position import score
+        from metattt.metrics_file import read_rows
         from metattt.training.train import train  # not for the benchmarks beside this one: it waits for Lightning
 
         row, rate, seed = (one.partition("=")[2] for one in given[:3])
@@ -154,17 +155,16 @@ class Quality(Benchmark):
             model, _ = load_model(find_checkpoint(str(folder)), torch.device("cuda" if self.accelerator == "gpu" else "cpu"))
             data = instantiate_part(cfg, "data")
             data.setup()
-            bits = {
-                name: score(model, data.loader(name), data.tokenizer.token_bytes).bits_per_byte
-                for name in ("validation", "test")
-            }
+            test = score(model, data.loader("test"), data.tokenizer.token_bytes).bits_per_byte
+            validated = [row for row in read_rows(folder / "metrics.csv")[0] if row.get("validation/bits_per_byte")]
         except MetaTTTError as error:
             if "finite" not in str(error):
                 raise
             shutil.rmtree(folder)
             return Cell(math.inf, math.inf, 0, str(error).splitlines()[0])
+        parameters = sum(p.numel() for p in model.parameters())
         shutil.rmtree(folder)
-        return Cell(bits["validation"], bits["test"], sum(p.numel() for p in model.parameters()), None)
+        return Cell(float(validated[-1]["validation/bits_per_byte"]), test, parameters, None)
 
     def _row(self, row: str, best: float, results: list[Cell], tried: dict[float, float], baseline: float | None) -> Row:
         test = [cell.test for cell in results]

@@ -88,6 +88,9 @@ class ChannelDecay(StepSize):
         if self.decay == "softplus":
             self.bias = nn.Parameter(step_bias(dim, *STEPS))  # as in Mamba-2
             self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
+        elif self.decay == "bounded":
+            # From slow channels to fast ones, as RWKV-7's first block begins: decays from 0.999 to 0.9 a token.
+            self.bias = nn.Parameter(-6.5 + 5 * torch.linspace(0, 1, dim) ** 0.85)
         else:
             self.bias = nn.Parameter(torch.zeros(dim))
 
