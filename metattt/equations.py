@@ -12,6 +12,7 @@ from metattt.inner.inspect import explain
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
+from metattt.output import in_symbols
 from metattt.part import Part, says
 from metattt.state import State
 from metattt.tasks.base import Task
@@ -311,11 +312,7 @@ def _read(layer: TTTLayer) -> list[str]:
 
 
 def _output(layer: TTTLayer) -> str:
-    y = "z_t"
-    if layer.norm is not None:
-        y = f"LN({y})"
-    if layer.gate is not None:
-        y = f"{y} ∘ gelu_tanh(θG x_t)"
+    y = in_symbols(layer.norm, layer.gate, layer.gate_function, "z_t")
     if isinstance(layer.out, nn.Linear):
         y = f"θO {f'({y})' if '∘' in y else y}" + (" + b_O" if layer.out.bias is not None else "")
     return f"y_t = {y}" + ("" if layer.num_heads == 1 else f", z_t of the {layer.num_heads} heads side by side")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_flag, check_integer
@@ -20,6 +19,7 @@ from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
 from metattt.modules import check_finite, projection
 from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.output import GATES, check_output, make_gate, make_norm
 from metattt.part import unchanged_on_error
 from metattt.room import check_room
 from metattt.state import Context, DataGates, State, Tensors
@@ -43,8 +43,10 @@ class TTTLayer(nn.Module):
         dim: model width D.
         num_heads: heads H, each with a learner of its own; D must be a multiple.
         task, learner, optimizer: the three parts, made for this layer (their parameters are created here).
-        output_norm: LayerNorm over D before the output projection.
-        gate: multiply by gelu(x Wg) before the output projection.
+        output_norm: of the answers, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D, `head_rms`
+            and `head_layer` RMSNorm and LayerNorm of every head by itself.
+        gate: multiply by gelu(x Wg) (true), silu(x Wg) or sigmoid(x Wg) before the output projection.
+        gate_rank: of Wg, `head_dim`: the width of a head, with a bias after its second map; None: full, without bias.
         output_bias: a bias in the output projection.
         form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same
             result. `fused` takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
@@ -67,8 +69,9 @@ class TTTLayer(nn.Module):
         learner: Learner,
         optimizer: InnerOptimizer,
         *,
-        output_norm: bool = True,
-        gate: bool = False,
+        output_norm: bool | str = True,
+        gate: bool | str = False,
+        gate_rank: int | str | None = None,
         output_bias: bool = False,
         form: str = "auto",
         group_size: int | None = None,
@@ -78,8 +81,8 @@ class TTTLayer(nn.Module):
         check_integer("dim", dim)
         check_integer("num_heads", num_heads)
         check_room(dim * dim, f"a layer of dim={dim}", "lower dim")
-        for name, flag in (("output_norm", output_norm), ("gate", gate), ("output_bias", output_bias)):
-            check_flag(f"layer.{name}", flag)
+        check_flag("layer.output_bias", output_bias)
+        check_output(output_norm, gate, gate_rank)
         for key, part, kind in (("task", task, Task), ("learner", learner, Learner), ("optimizer", optimizer, InnerOptimizer)):
             if not isinstance(part, kind):
                 raise MetaTTTError(f"layer.{key} is a {type(part).__name__}: it must be a {kind.__name__}, set {key}=<name>")
@@ -114,16 +117,16 @@ class TTTLayer(nn.Module):
                 )
             self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
             self._plan = self._planned()
-        self.norm = nn.LayerNorm(dim, eps=1e-6) if output_norm else None
-        self.gate = projection(dim, dim, False) if gate else None
+        self.norm, self.gate = make_norm(output_norm, dim, head), make_gate(gate, gate_rank, dim, head)
+        self.gate_function = gate if isinstance(gate, str) else "gelu"
         self.out = projection(dim, dim, output_bias)
 
     task: Task
     learner: Learner
     optimizer: InnerOptimizer
-    norm: nn.LayerNorm | None
+    norm: nn.Module | None
     out: nn.Linear
-    gate: nn.Linear | None
+    gate: nn.Module | None
     _plan: Plan
 
     refuse_nan = (
@@ -227,7 +230,7 @@ class TTTLayer(nn.Module):
         if self.norm is not None:
             y = self.norm(y)
         if self.gate is not None:
-            y = y * F.gelu(self.gate(x), approximate="tanh")
+            y = y * GATES[self.gate_function](self.gate(x))
         y = self.out(y)
         if packing is not None:
             y = packing.blank(y) if placed else packing.restore(packing.blank(y))

@@ -14,6 +14,8 @@ from metattt.room import check_room
 from metattt.state import Context
 from metattt.torch_private import interpreter_stack
 
+SMALLEST_STEP = 1e-4  # of the initial Δ of state space models
+
 
 def projection(dim: int, width: int, bias: bool) -> nn.Linear:
     """A linear map with weights N(0, 0.02²) and zero bias, as in the published models."""
@@ -69,20 +71,22 @@ class CausalConv(nn.Module):
     Args:
         dim: channels D.
         width: taps (tokens).
+        bias: b; without it b = 0.
     """
 
-    def __init__(self, dim: int, width: int = 4):
+    def __init__(self, dim: int, width: int = 4, bias: bool = True):
         super().__init__()
         check_room(dim * width, f"a convolution of {width} taps", "lower conv_width, or dim")
         self.weight = nn.Parameter(torch.empty(dim, 1, width))
-        self.bias = nn.Parameter(torch.zeros(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Truncated LeCun normal, zero bias, as in the published TTT models."""
         std = 1 / math.sqrt(self.weight.shape[-1])
         nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, tail: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
         """`x` `[B, T, D]` and the last `width − 1` inputs `tail` `[B, width−1, D]` (None = zeros) to `y` and the new
@@ -103,7 +107,7 @@ class CausalConv(nn.Module):
         width = self.weight.shape[-1]
         document = F.pad(ctx.first.cumsum(1), (width - 1, 0))
         length = padded.shape[1] - width + 1
-        y = self.bias.to(padded.dtype)
+        y = padded.new_zeros(()) if self.bias is None else self.bias.to(padded.dtype)
         for tap in range(width):
             same = (document[:, tap : tap + length] == document[:, width - 1 :]).unsqueeze(-1)
             y = y + padded[:, tap : tap + length] * same * self.weight[:, 0, tap].to(padded.dtype)
@@ -121,7 +125,8 @@ class CausalConv(nn.Module):
         if padded.shape[1] == self.weight.shape[-1] and self._plain(
             padded
         ):  # one token: a convolution costs five times as much
-            return (padded * self.weight[:, 0].T).sum(1, keepdim=True) + self.bias
+            y = (padded * self.weight[:, 0].T).sum(1, keepdim=True)
+            return y if self.bias is None else y + self.bias
         if padded.device.type != "cpu":
             return F.conv1d(padded.mT, self.weight, self.bias, groups=padded.shape[2]).mT
         # As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed.
@@ -132,6 +137,21 @@ class CausalConv(nn.Module):
         """Whether nothing but this module decides in which type the taps of `x` are added up."""
         wide = x.dtype in (torch.float32, torch.float64) and x.dtype == self.weight.dtype
         return wide and x.device.type == "cpu" and not rounds("cpu")
+
+
+def short_convolution(dim: int, width: int) -> CausalConv:
+    """A convolution without bias and with weights U(−1/√width, 1/√width), as torch's own begin: those of q, k and v in the
+    published delta rules."""
+    conv = CausalConv(dim, width, bias=False)
+    nn.init.uniform_(conv.weight, -1 / math.sqrt(width), 1 / math.sqrt(width))
+    return conv
+
+
+def step_bias(count: int, least: float, most: float) -> Tensor:
+    """Biases `[count]` with softplus(bias) log-uniform in `least` to `most` (arXiv 2312.00752, Sec. 3.6)."""
+    low, high = math.log(least), math.log(most)
+    step = (low + torch.rand(count) * (high - low)).exp().clamp(min=SMALLEST_STEP)
+    return step + (-torch.expm1(-step)).log()
 
 
 def document_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:

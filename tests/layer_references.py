@@ -129,8 +129,9 @@ def linear_attention_elu(p: Parameters, x: Tensor, num_heads: int, b: int) -> Te
 
 
 def retnet(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
-    """`γ_h = 1 − 2^(−5−h)`."""
+    """`γ_h = 1 − 2^(−5−h)`; q and k are turned by their position."""
     q, k, v = views(p, x, num_heads)
+    q, k = (rope(z, list(range(x.shape[1]))) for z in (q, k))
     one = torch.ones_like(q[..., 0])
     decay = torch.tensor([1 - 2.0 ** (-5 - h) for h in range(num_heads)], dtype=x.dtype).view(1, -1, 1)
     return output(p, x, decayed_sums(q, k, v, one, decay * one))
@@ -142,6 +143,12 @@ def mamba2(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     step = F.softplus(gate(p, "decay_gate.", x))
     rate = p["optimizer.decay_gate.log_rate"].exp().view(1, -1, 1)
     return output(p, x, decayed_sums(q, k, v, step, torch.exp(-step * rate)))
+
+
+def softplus_decay(p: Parameters, name: str, x: Tensor) -> Tensor:
+    """`exp(−A softplus(θ x + c))` per head, `[B, H, T]`."""
+    rate = p[f"optimizer.{name}log_rate"].exp().view(1, -1, 1)
+    return torch.exp(-rate * F.softplus(gate(p, name, x)))
 
 
 def delta_rule(p: Parameters, x: Tensor, num_heads: int, keep: Tensor | None) -> Tensor:
@@ -165,7 +172,7 @@ def delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
 
 
 def gated_delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
-    return delta_rule(p, x, num_heads, torch.sigmoid(gate(p, "decay_gate.", x)))
+    return delta_rule(p, x, num_heads, softplus_decay(p, "decay_gate.", x))
 
 
 # -- TTT-Linear and TTT-MLP --------------------------------------------------------------------------------------------
@@ -230,7 +237,8 @@ def ttt(
     )
     v = heads_of(x @ p["task.v.weight"].T, num_heads)
     lr = base_lr * torch.sigmoid(gate(p, "lr_", x)) / q.shape[-1]
-    tau = torch.relu(1 / torch.arange(1, b + 1, dtype=x.dtype) + p["optimizer.token_step_offset"][0])
+    share = 1 / torch.arange(1, b + 1, dtype=x.dtype)
+    tau = torch.log1p((share.exp() - 1) * p["optimizer.token_step_offset"][0].exp())  # softplus(δ + c), softplus(c) = 1/i
     scale, shift = p["learner.slow.norm_scale"], p["learner.slow.norm_bias"]
     start = now = weights_of(p, x.shape[0])
     total: Parameters = {}
@@ -263,6 +271,7 @@ def titans(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     β_j and 1 − α_j are sigmoids of the chunk's mean. Token t reads after ⌊(t+1)/b⌋ chunks.
     """
     q, k, v = views(p, x, num_heads)
+    q, k = (z / z.norm(dim=-1, keepdim=True) for z in (q, k))
     lr = torch.sigmoid(gate(p, "lr_", x))
     momentum, keep = gate(p, "momentum_gate.", x), gate(p, "decay_gate.", x)
     start = now = weights_of(p, x.shape[0])

@@ -23,6 +23,7 @@ from layer_references import (
     views,
     weights_of,
 )
+from layer_references import softplus_decay as decay_of_heads
 from torch import Tensor
 
 ROWS = [
@@ -114,7 +115,7 @@ def comba(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     q, k = unit(F.silu(q)), unit(F.silu(k))
     erased = torch.sigmoid(p["task.erase_logit"]).view(1, -1, 1, 1) * k
     q = q - p["task.correction_factor"].view(1, -1, 1, 1) * erased
-    decay = torch.sigmoid(gate(p, "decay_gate.", x)).unsqueeze(-1).expand_as(k)
+    decay = decay_of_heads(p, "decay_gate.", x).unsqueeze(-1).expand_as(k)
     return output(p, x, rule(q, k, v, erased, k, decay, torch.sigmoid(gate(p, "lr_", x)), False))
 
 
@@ -150,14 +151,14 @@ def preconditioned_delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -
     `r = log(A + ε) − c` (arXiv 2604.21100)."""
     q, k, v = views(p, x, num_heads)
     q, k = unit(F.silu(q)), unit(F.silu(k))
-    forget, step = (torch.sigmoid(gate(p, f"curvature_{name}.", x)) for name in ("decay", "step"))
+    forget, step = decay_of_heads(p, "curvature_decay.", x), torch.sigmoid(gate(p, "curvature_step.", x))
     curvature, factors = torch.zeros_like(k[:, :, 0]), []
     for t in range(x.shape[1]):
         curvature = spread(forget[:, :, t], curvature) * curvature + spread(step[:, :, t], curvature) * k[:, :, t] ** 2
         distance = torch.log(curvature + 1e-6) - p["optimizer.centre"].view(1, -1, 1)
         factors.append(1.5 ** (-distance / (1 + distance.abs())))
     written = k * torch.stack(factors, 2)
-    keep = torch.sigmoid(gate(p, "decay_gate.", x)).unsqueeze(-1).expand_as(k)
+    keep = decay_of_heads(p, "decay_gate.", x).unsqueeze(-1).expand_as(k)
     beta, state, rows = torch.sigmoid(gate(p, "lr_", x)), torch.zeros_like(outer(k[:, :, 0], v[:, :, 0])), []
     for t in range(x.shape[1]):
         state = keep[:, :, t].unsqueeze(-1) * state
@@ -190,7 +191,7 @@ def delta_product(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
 
 
 def gated_delta_product(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
-    return products(p, x, num_heads, torch.sigmoid(gate(p, "decay_gate.", x)))
+    return products(p, x, num_heads, decay_of_heads(p, "decay_gate.", x))
 
 
 def polynomial(p: Parameters, z: Tensor) -> Tensor:

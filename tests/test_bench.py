@@ -24,7 +24,7 @@ from metattt.known_layers import examine, known_layers, readable
 @pytest.mark.parametrize(
     ("name", "causal", "state", "growth"),
     [
-        ("delta_net", True, "520 B", 0),  # W of two heads, and the position
+        ("delta_net", True, "1.1 KiB", 0),  # W of two heads, the tails of three convolutions, and the position
         ("ttt_linear", True, None, 0),
         ("attention", True, "128 B x tokens", 1),
         ("kernel_ridge", True, "8 B x tokens²", 2),

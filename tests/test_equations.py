@@ -33,7 +33,12 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
     [
         ("delta_net", [], [DELTA, "η_t = σ(θ_η x_t + c_η), θ and c of each head", "z_t = q_t W_t", "f(x; W) = x W"]),
         ("delta_net", [], 
-         ["k_t = u/‖u‖, u = silu(θK x_t)", "ℓ_t(W) = ½‖f(k_t; W) − v_t‖²", "y_t = θO LN(z_t), z_t of the 2 heads side by side"]),
+         ["k_t = u/‖u‖, u = silu(conv_K(θK x)_t)", "ℓ_t(W) = ½‖f(k_t; W) − v_t‖²",
+          "y_t = θO RMSNorm_h(z_t), z_t of the 2 heads side by side"]),
+        ("delta_net", ["frame=plain"],
+         ["k_t = u/‖u‖, u = silu(θK x_t)", "v_t = θV x_t", "y_t = θO LN(z_t), z_t of the 2 heads side by side"]),
+        ("kda", [], ["v_t = silu(conv_V(θV x)_t)", "conv_K, conv_V, conv_Q: causal, 4 tokens, each channel by itself",
+          "y_t = θO (RMSNorm_h(z_t) ∘ σ(U V x_t + c_G)), z_t of the 2 heads side by side"]),
         ("delta_net", ["optimizer.lr=constant", "optimizer.base_lr=0.5"], [DELTA, "η_t = 0.5"]),
         ("delta_net", ["optimizer.lr=constant"], ["W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t)"]),
         ("delta_net", ["task.loss=dot"], ["G_t = ∇ℓ_t(W_{t−1}) = −k_tᵀ v_t", "W_t = W_{t−1} + η_t k_tᵀ v_t"]),
@@ -41,8 +46,8 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
         ("delta_net", ["task.loss=cosine"], ["ℓ_t(W) = 1 − cos(f(k_t; W), v_t)", "W_t = W_{t−1} − η_t G_t"]),
         ("delta_net", ["optimizer.read=exclusive"], ["z_t = q_t W_{t−1}"]),
         ("delta_net", ["learner.bias=true"], ["G_t = ∇ℓ_t(W_{t−1}) = k_tᵀ e_t for W and e_t for b, e_t = k_t W_{t−1} + b − v_t"]),
-        ("delta_net", ["task.normalize_qk=false", "task.rope=full"], ["k_t = RoPE_t(silu(θK x_t))"]),
-        ("gated_delta_net", [], [GATED, "α_t = σ(θ_α x_t + c_α), θ and c of each head"]),
+        ("delta_net", ["task.normalize_qk=false", "task.rope=full"], ["k_t = RoPE_t(silu(conv_K(θK x)_t))"]),
+        ("gated_delta_net", [], [GATED, "α_t = exp(−A softplus(θ_α x_t + c_α)), θ, c and A of each head"]),
         ("gated_delta_net", ["optimizer.decay=none"], [DELTA]),
         ("gated_delta_net", ["optimizer.decay=shared"], ["α_t = σ(θ_α x_t + c_α), one θ and c for all heads", GATED]),
         ("gated_delta_net", ["optimizer.gradient_at=previous"], ["W_t = α_t W_{t−1} − η_t k_tᵀ(k_t W_{t−1} − v_t)"]),
@@ -264,6 +269,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "layer=gated_delta_net optimizer.decay=none, dim=16 (D), num_heads=2 (H), 8 features a head (d)" in out
     assert "delta rules: Gated Delta Networks, arXiv 2412.06464" in out and DELTA in out
-    assert "state of a sequence: 520 B" in out and "cost of a token: constant" in out and "\x1b" not in out
+    assert "state of a sequence: 1.1 KiB" in out and "cost of a token: constant" in out and "\x1b" not in out
     assert main(["layers", "learner=swiglu", "learner.norm=true", *SIZE]) == 0
     assert "f(x; W) = LN((silu(x W0) ∘ (x W2)) W1)" in capsys.readouterr().out

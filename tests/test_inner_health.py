@@ -95,7 +95,7 @@ def test_one_head_is_named(layer: str) -> None:
 
 
 def test_dead_gates_are_named_with_their_places() -> None:
-    layer = build("layer=ttt_linear", *SIZES, "optimizer.token_steps=per_head").eval()
+    layer = build("layer=ttt_linear", *SIZES, "optimizer.token_steps=per_head", "optimizer.token_step_map=relu").eval()
     with torch.no_grad():
         layer.optimizer.token_step_offset[1, 2:] = -5.0  # type: ignore[index,operator]
     x = torch.randn(2, 16, 16)

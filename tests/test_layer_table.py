@@ -79,8 +79,14 @@ TWO_IN_ONE = ["lact_block", "titans_mag", "titans_mal"]  # of a `Combined`: see 
 MIXERS = ["longhorn", "mamba", "mamba2_mixer"]  # one recurrence without parts: see test_mamba.py
 
 
+OWN_FRAME = {"ttt_linear", "ttt_mlp", *ONE_CALL, "mttt_linear", "mttt_mlp", "attention", "window_attention", "nearest"}
+"""Rows whose loops are those of the layer as it is; the others' are of the bare rule: see test_frame.py for their blocks."""
+
+
 def specimen(row: str) -> Specimen:
-    return specimen_of(compose(f"layer={row}", "dim=8", "num_heads=2", *SMALL.get(row, []), job="check"))
+    frame = "published" if row in OWN_FRAME else "plain"
+    given = (f"layer={row}", f"frame={frame}", "dim=8", "num_heads=2", *SMALL.get(row, []))
+    return specimen_of(compose(*given, job="check"))
 
 
 def test_every_known_layer_is_a_row() -> None:

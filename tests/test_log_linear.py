@@ -186,7 +186,7 @@ def test_with_equal_weights_it_is_plain_linear_attention(update: Any) -> None:
     ("row", "other", "overrides"),
     [
         ("log_linear_mamba2", "mamba2", []),
-        ("log_linear_gated_delta_net", "gated_delta_net", ["optimizer.decay=per_head"]),
+        ("log_linear_gated_delta_net", "gated_delta_net", []),
     ],
 )
 def test_without_levels_the_rows_are_those_of_linear_attention(row: str, other: str, overrides: list[str]) -> None:

@@ -269,6 +269,23 @@ def test_models_that_were_never_published_say_why(overrides: list[str], message:
         to_jax(build_empty(compose("preset=tiny", "layer.gate=false", job="language_model")))
 
 
+def test_token_steps_keep_their_values() -> None:
+    """A model of ours has its token steps from another parametrisation than the release."""
+    model = instantiate_model(compose("preset=tiny", job="language_model"))
+    offsets = [block.layer.optimizer.token_step_offset for block in model.blocks]
+    with torch.no_grad():
+        for offset in offsets:
+            offset.uniform_(-3, 3)
+    state, settings = to_published(model)
+    back = from_published(state, settings)
+    for block, again in zip(model.blocks, back.blocks, strict=True):
+        assert again.layer.optimizer.token_step_map == "relu"
+        torch.testing.assert_close(again.layer.optimizer.token_steps(), block.layer.optimizer.token_steps())
+    ids = torch.arange(24).view(1, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(back(ids)[0], model.eval()(ids)[0], rtol=1e-4, atol=1e-4)
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +335,7 @@ def test_convert_reads_split_checkpoints(tmp_path: Path) -> None:
 
 
 def test_convert_exports_a_run(tmp_path: Path) -> None:
-    cfg = compose("preset=tiny", "layer=ttt_mlp", job="language_model")
+    cfg = compose("preset=tiny", "layer=ttt_mlp", "optimizer.token_step_map=relu", job="language_model")  # bit for bit
     model = instantiate_model(cfg)
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     content = {"state_dict": weights, "metattt": {"version": 1, "config": OmegaConf.to_container(cfg)}}

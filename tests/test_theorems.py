@@ -315,7 +315,7 @@ def token_step(params: Params, i: int) -> Tensor:
 
 
 def published(learner: Callable[[], Learner], base: float, form: str) -> TTTLayer:
-    rule: dict[str, Any] = {"base_lr": base, "token_steps": "shared"}
+    rule: dict[str, Any] = {"base_lr": base, "token_steps": "shared", "token_step_map": "relu"}
     return build(
         learner,
         lambda: GradientDescent(SIZE, **rule),

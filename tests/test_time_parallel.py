@@ -56,6 +56,8 @@ TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
 LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "linear_attention", "hybrid")
 SCANNED = ("linear_attention", "mamba2", "retnet")
+PLAIN = ("frame=plain",)  # convolutions carry tokens on: such a state is relayed, and not scanned
+BLOCKS = ("kda", "hgrn2", "rwkv7")  # their norms and gates
 OTHERS = ("mamba2", "titans", "nested_transformer")
 
 
@@ -100,13 +102,13 @@ CASES = (
     Case("ttt_mlp", 1, 4, reset=True),
     Case("hybrid", 2, 2, settings=(("checkpoint_blocks", True),)),
     Case("ttt_linear", 2, 2, settings=(("pre_conv", False), ("tie_embeddings", False))),
-    *(Case(layer, 1, 4, scan=True) for layer in SCANNED),
-    *(Case(layer, 2, 2, scan=True, reset=True) for layer in SCANNED),
+    *(Case(layer, 1, 4, scan=True, options=PLAIN) for layer in SCANNED),
+    *(Case(layer, 2, 2, scan=True, reset=True, options=PLAIN) for layer in SCANNED),
     Case("linear_attention", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
     Case("hybrid", 1, 4, scan=True, tokens=50, reset=True),
     Case("hybrid", 2, 2, scan=True, sharded=True),
     Case("hybrid", 2, 2, sharded=True),
-    *(Case(layer, 2, 1, tensor=2) for layer in (*LAYERS, "mamba2")),
+    *(Case(layer, 2, 1, tensor=2) for layer in (*LAYERS, "mamba2", *BLOCKS)),
     Case("ttt_linear", 2, 1, tensor=2, options=("optimizer.lr=shared", "layer.output_bias=true")),
     Case("ttt_mlp", 1, 1, tensor=4, options=("num_heads=4",)),
     Case("hybrid", 1, 2, tensor=2, tokens=49, reset=True),

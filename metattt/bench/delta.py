@@ -14,6 +14,7 @@ from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_number
 from metattt.layer import TTTLayer
+from metattt.output import GATES
 from metattt.registry import register
 from metattt.state import Context, State
 from metattt.testing.specimen import Run, compare, cotangent, gradients
@@ -124,7 +125,8 @@ def plain_loop(layer: TTTLayer, x: Tensor) -> Tensor:
         state = state - k_t.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
         rows.append((q_t.unsqueeze(-2) @ state).squeeze(-2))
     y = torch.stack(rows, 2).transpose(1, 2).flatten(2)
-    return layer.out(y if layer.norm is None else layer.norm(y))
+    y = y if layer.norm is None else layer.norm(y)
+    return layer.out(y if layer.gate is None else y * GATES[layer.gate_function](layer.gate(x)))
 
 
 def _outputs(layer: TTTLayer, x: Tensor) -> Tensor:

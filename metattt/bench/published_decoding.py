@@ -78,6 +78,7 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
 def _conv(conv: CausalConv, x: Tensor, inputs: Tensor) -> Tensor:
     inputs.copy_(inputs.roll(-1, -1))
     inputs[:, :, -1] = x[:, 0]
+    assert conv.bias is not None
     return ((inputs * conv.weight[:, 0]).sum(-1) + conv.bias).unsqueeze(1)
 
 

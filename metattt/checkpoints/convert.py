@@ -17,7 +17,7 @@ from metattt.checkpoints.trust import modules
 from metattt.checkpoints.writing import new_folder, write_model
 from metattt.disk import write_text
 from metattt.errors import MetaTTTError, check_choice
-from metattt.models.published import from_ours, to_ours
+from metattt.models.published import from_ours, to_ours, with_clipped_steps
 from metattt.models.published_config import PublishedConfig, build_empty
 
 DIRECTIONS = ("auto", "from_published", "from_jax", "to_published", "to_jax")
@@ -59,7 +59,8 @@ def _published(found: Weights, jax: bool) -> tuple[dict[str, Tensor], str]:
     model = build_empty(found.about.config)
     config = PublishedConfig.of(model)
     keys = config.jax() if jax else config.published()
-    tensors = from_ours(to_ours(found.tensors, model, "ours"), "jax" if jax else "published")
+    ours = with_clipped_steps(to_ours(found.tensors, model, "ours"), model)
+    tensors = from_ours(ours, "jax" if jax else "published")
     return tensors, json.dumps(keys, indent=2) + "\n"
 
 

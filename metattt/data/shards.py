@@ -146,6 +146,8 @@ class ShardData(WindowData):
         Raises:
             MetaTTTError: if the split is shorter than one window.
         """
+        if name == "test":
+            raise MetaTTTError("split=test: shards are split in train and validation alone; set split=validation")
         if name not in self._windows:
             self.setup()
             width = self.context_length + 1

@@ -300,11 +300,12 @@ class StreamData(WindowData):
         """The windows of one split. Those of `train` have no end.
 
         Raises:
-            MetaTTTError: for `all`.
+            MetaTTTError: for `all` and `test`.
         """
         self.setup()
-        if name == "all":
-            raise MetaTTTError("split=all: a stream has no end; split=validation reads what is held out")
+        if name in ("all", "test"):
+            why = "a stream has no end" if name == "all" else "a stream is split in train and validation alone"
+            raise MetaTTTError(f"split={name}: {why}; split=validation reads what is held out")
         assert self._train is not None
         return self._train if name == "train" else self._validation
 

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metattt.data.base import MOST_SEED
 from metattt.data.documents import Document, read_documents
 from metattt.data.windows import Split, Tokenizer, WindowData
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.registry import register
 
 
@@ -62,6 +63,9 @@ class TextData(WindowData):
         seed: of the split and of the order of the windows.
         num_workers: processes that make batches; 0 makes them in the training process.
         document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
+        test_fraction: share of the documents that is neither trained on nor validated on, for what is reported after the
+            choices that validation was for: `metattt eval split=test`. 0: none.
+        split_seed: of the split alone, so that runs with other seeds hold out the same documents. None: `seed`.
 
     Raises:
         MetaTTTError: a size that is not allowed; from `setup`: what `read_documents` refuses, and text that is too
@@ -81,18 +85,24 @@ class TextData(WindowData):
         num_workers: int = 0,
         document_reset: bool = False,
         validation_path: str | list[str] | None = None,
+        test_fraction: float = 0.0,
+        split_seed: int | None = None,
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
         if not 0 < validation_fraction < 1:
             raise MetaTTTError(
                 f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"
             )
+        check_number("data.test_fraction", test_fraction, least=0, below=1 - validation_fraction)
+        if split_seed is not None:
+            check_integer("data.split_seed", split_seed, 0, MOST_SEED)
         for name, value in (("max_bytes", max_bytes), ("validation_max_bytes", validation_max_bytes)):
             if value is not None:
                 check_integer(f"data.{name}", value)
         self.path, self.validation_path = path, validation_path
         self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
         self.max_bytes, self.text_key = max_bytes, text_key
+        self.test_fraction, self.split_seed = test_fraction, seed if split_seed is None else split_seed
         self.tokenizer: Tokenizer = ByteTokenizer()  # another one may take its place before the windows are read
         self._documents: list[Document] | None = None
         self._held_out: list[Document] = []  # of `validation_path`
@@ -123,22 +133,36 @@ class TextData(WindowData):
     def _read(self, path: str | Sequence[str] | None, key: str) -> list[Document]:
         given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else path
         documents = read_documents(given, self.text_key, key)
-        return sorted(documents, key=lambda document: (document.share(self.seed), document.key))
+        return sorted(documents, key=lambda document: (document.share(self.split_seed), document.key))
 
     def split(self, name: Split) -> list[bytes]:
-        """The texts of one split: `train`, `validation` or `all`."""
+        """The texts of one split: `train`, `validation`, `test` or `all`.
+
+        Raises:
+            MetaTTTError: there is no such split, or fewer documents than splits.
+        """
         documents = self.documents
+        if name == "test" and not self.test_fraction:
+            raise MetaTTTError("split=test has no text: the split has none, set data.test_fraction=0.1 when training")
         if name == "all":
             return [document.text for document in (*documents, *self._held_out)]
-        if self._held_out:
-            return [document.text for document in (documents if name == "train" else self._held_out)]
+        if name == "validation" and self._held_out:
+            return [document.text for document in self._held_out]
+        validated = 0.0 if self._held_out else self.validation_fraction
         if len(documents) == 1:
             text = documents[0].text
-            cut = round(len(text) * (1 - self.validation_fraction))
-            return [text[:cut]] if name == "train" else [text[cut:]]
-        held_out = sum(document.share(self.seed) < self.validation_fraction for document in documents)
-        held_out = min(max(held_out, 1), len(documents) - 1)  # the documents are in the order of their shares
-        chosen = documents[:held_out] if name == "validation" else documents[held_out:]
+            cut, end = (round(len(text) * (1 - share)) for share in (validated + self.test_fraction, validated))
+            return [{"train": text[:cut], "test": text[cut:end], "validation": text[end:]}[name]]
+        shares = [document.share(self.split_seed) for document in documents]  # in order
+        splits = (validated > 0) + (self.test_fraction > 0) + 1
+        if len(documents) < splits:
+            raise MetaTTTError(
+                f"data.path={self.path} has {len(documents)} documents for {splits} splits: give more, or set data.test_fraction=0"
+            )
+        end = min(max(sum(share < validated for share in shares), validated > 0), len(documents) - splits + 1)
+        tested = sum(share < validated + self.test_fraction for share in shares[end:]) if self.test_fraction else 0
+        cut = end + min(max(tested, self.test_fraction > 0), len(documents) - end - 1)
+        chosen = {"validation": documents[:end], "test": documents[end:cut], "train": documents[cut:]}[name]
         return [document.text for document in chosen]
 
     def windows(self, name: Split) -> np.ndarray:

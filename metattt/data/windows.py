@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, Trainer
 from metattt.errors import check_flag, check_integer
 
-Split = Literal["train", "validation", "all"]
+Split = Literal["train", "validation", "test", "all"]
 SHOWN: tuple[tuple[Split, int], ...] = (("train", 1), ("validation", 2))  # sizes, with their digits
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
 

@@ -33,7 +33,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.registry import PARAMETERS
 
 ROWS = 40  # a table with more positions than this is left to the CSV
-ORDER_ONLY = ("seed", "validation_fraction", "max_bytes")  # fields of the data that split=all does not depend on
+ORDER_ONLY = ("seed", "split_seed", "validation_fraction", "test_fraction", "max_bytes")  # of the data, if split=all
 CONTEXT = 2048  # tokens, of a model that does not say
 SHARED = ("context_length", "batch_size", "seed", "num_workers", "document_reset")  # fields of every kind of text
 NOT_TEXT = ("batch_size", "num_workers", "document_reset")  # fields that do not choose the text
@@ -89,7 +89,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         MetaTTTError: a checkpoint, a text or a setting that cannot be used.
     """
     chosen = settings(EvalSettings, cfg, checkpoint=NO_CHECKPOINT)
-    check_choice("split", chosen.split, ("train", "validation", "all"))
+    check_choice("split", chosen.split, ("train", "validation", "test", "all"))
     split: Split = chosen.split  # type: ignore[assignment]
     if chosen.inner_loss_windows < 1:
         raise MetaTTTError(f"inner_loss_windows={chosen.inner_loss_windows} is not allowed: it must be at least 1")

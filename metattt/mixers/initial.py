@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from metattt.errors import MetaTTTError, check_number
 from metattt.modules import CausalConv
-
-FLOOR = 1e-4  # smallest initial Δ
+from metattt.modules import step_bias as step_bias
 
 
 def check_steps(dt_min: float, dt_max: float) -> None:
@@ -25,18 +24,11 @@ def check_steps(dt_min: float, dt_max: float) -> None:
         raise MetaTTTError(f"layer.dt_max={dt_max:g} is below layer.dt_min={dt_min:g}: raise it")
 
 
-def step_bias(count: int, dt_min: float, dt_max: float) -> Tensor:
-    """Biases `[count]` with softplus(bias) log-uniform in dt_min to dt_max (arXiv 2312.00752, Sec. 3.6)."""
-    low, high = math.log(dt_min), math.log(dt_max)
-    dt = (low + torch.rand(count) * (high - low)).exp().clamp(min=FLOOR)
-    return dt + (-torch.expm1(-dt)).log()
-
-
 @torch.no_grad()
 def convolution(dim: int, width: int) -> CausalConv:
     """A convolution with weights and bias U(−1/√width, 1/√width), as torch's own begin."""
     conv = CausalConv(dim, width)
     bound = 1 / math.sqrt(width)
-    for parameter in (conv.weight, conv.bias):
+    for parameter in conv.parameters():
         nn.init.uniform_(parameter, -bound, bound)
     return conv

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel
 from metattt.models.published_config import PublishedConfig
+from metattt.optimizers.gradient_descent import GradientDescent
 
 Side = Literal["ours", "published", "jax"]
 
@@ -136,7 +138,7 @@ def to_published(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any
         MetaTTTError: a model that the release cannot express; the differences are listed.
     """
     config = PublishedConfig.of(model)
-    return from_ours(own_tensors(model), "published"), config.published()
+    return from_ours(with_clipped_steps(own_tensors(model), model), "published"), config.published()
 
 
 def from_jax(params: Mapping[str, Any], config: Mapping[str, Any] | object) -> LanguageModel:
@@ -161,7 +163,7 @@ def to_jax(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
         MetaTTTError: as `to_published`.
     """
     config = PublishedConfig.of(model)
-    return from_ours(own_tensors(model), "jax"), config.jax()
+    return from_ours(with_clipped_steps(own_tensors(model), model), "jax"), config.jax()
 
 
 # -- tensors by name, without a model's values -------------------------------------------------------------------------
@@ -170,6 +172,17 @@ def to_jax(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def own_tensors(model: LanguageModel) -> dict[str, Tensor]:
     """The model's parameters by our name; one that is shared appears once."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def with_clipped_steps(tensors: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
+    """Our tensors of `model`, with the token steps of published models, max(0, 1/i + δ_i), where it makes them otherwise:
+    other δ, the same steps."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, TTTLayer)}
+    rules = {f"{name}.optimizer.token_step_offset": layer.optimizer for name, layer in layers.items()}
+    return {
+        name: rule.published_offset(tensor) if isinstance(rule := rules.get(name), GradientDescent) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def from_ours(tensors: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:

@@ -26,7 +26,8 @@ JAX_LAYERS = {  # seq_modeling_block of the JAX trainer: (ttt_layer_type, whethe
     "ttt_mlp_base": ("mlp", False),
 }
 NO_DEFAULT = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-HOW_NOT_WHAT = ("training", "form", "group_size", "compute_chunk", "changes")  # attributes that never change a result
+HOW_NOT_WHAT = ("training", "form", "group_size", "compute_chunk", "changes", "token_step_map")
+"""Attributes that never change a result, and how token steps are made of a parameter, which is converted."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class PublishedConfig:
             f"task.rope_theta={self.rope_theta}",
             f"optimizer.base_lr={self.ttt_base_lr}",
             f"optimizer.mini_batch_size={self.mini_batch_size}",
+            "optimizer.token_step_map=relu",
             f"model.vocab_size={self.vocab_size}",
             f"model.num_layers={self.num_hidden_layers}",
             f"model.ffn_dim={self.intermediate_size}",

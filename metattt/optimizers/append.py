@@ -27,9 +27,9 @@ class Append(InnerOptimizer):
         write: where the weight of a token comes from: `none` (1), σ(θ x + c) `per_head` or `shared` by the heads, or
             `step`: Δ_t of decay=mamba2.
         write_init: its initial value.
-        decay: where `keep` comes from: `none` (1), `constant`, σ(θ x + c) `per_head` or `shared`; `retnet` fixes
-            1 − 2^(−5−h) for head h (arXiv 2307.08621, Sec. 2.3); `mamba2` is exp(−Δ_t a_h), Δ_t = softplus(θ x + c)
-            (arXiv 2405.21060).
+        decay: where `keep` comes from: `none` (1), `constant`, σ(θ x + c) `per_head` or `shared`; `softplus` as in
+            `Momentum`; `retnet` fixes 1 − 2^(−5−h) for head h (arXiv 2307.08621, Sec. 2.3); `mamba2` is exp(−Δ_t a_h), with
+            Δ_t = softplus(θ x + c) (arXiv 2405.21060).
         decay_init: its initial value.
         levels: n, the weights `λ_t = softplus(l ∘ θ x)` of the n levels of a hierarchical state in what token t reads
             (arXiv 2506.04761); 0: none.
@@ -45,13 +45,13 @@ class Append(InnerOptimizer):
         self,
         write: Literal["none", "shared", "per_head", "step"] = "none",
         write_init: float = 0.5,
-        decay: Literal["none", "constant", "shared", "per_head", "retnet", "mamba2"] = "none",
+        decay: Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"] = "none",
         decay_init: float = 0.99,
         levels: int = 0,
     ) -> None:
         super().__init__(mini_batch_size=1)
         check_choice("optimizer.write", write, ("none", "shared", "per_head", "step"))
-        check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "retnet", "mamba2"))
+        check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"))
         check_number("optimizer.write_init", write_init, above=0, below=1)
         if decay == "constant":  # may be 0 or 1 exactly
             check_number("optimizer.decay_init", decay_init, least=0, most=1)
@@ -76,6 +76,8 @@ class Append(InnerOptimizer):
             lines.append("write_t = σ(θ_w x_t + c_w)" + (" of each head" if self.write == "per_head" else ""))
         if self.decay == "mamba2":
             lines.append("keep_t = exp(−Δ_t a_h), Δ_t = softplus(θ x_t + c) of each head")
+        elif self.decay == "softplus":
+            lines.append("keep_t = exp(−A softplus(θ_k x_t + c_k)), θ, c and A of each head")
         elif self.decay == "retnet":
             lines.append("keep = 1 − 2^(−5−h)")
         elif self.decay == "constant":

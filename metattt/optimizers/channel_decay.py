@@ -3,7 +3,6 @@ Gated DeltaNet-2 and RWKV-7."""
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -11,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
-from metattt.modules import exact
+from metattt.modules import exact, step_bias
 from metattt.optimizers.base import Gates, Read
 from metattt.optimizers.gradient_descent import StepSize
+from metattt.optimizers.momentum import STEPS
 from metattt.registry import register
 from metattt.room import check_room
 from metattt.state import Context, Tensors
@@ -86,10 +86,11 @@ class ChannelDecay(StepSize):
         self.down = None if self.rank is None else nn.Parameter(torch.randn(inner, dim) * 0.02)
         self.up = nn.Parameter(torch.randn(dim, inner) * 0.02)
         if self.decay == "softplus":
-            # softplus(c) from 0.001 to 0.1, evenly in logarithms, as in Mamba-2
-            step = torch.exp(torch.rand(dim) * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).clamp(min=1e-4)
-            self.bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+            self.bias = nn.Parameter(step_bias(dim, *STEPS))  # as in Mamba-2
             self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
+        elif self.decay == "bounded":
+            # From slow channels to fast ones, as RWKV-7's first block begins: decays from 0.999 to 0.9 a token.
+            self.bias = nn.Parameter(-6.5 + 5 * torch.linspace(0, 1, dim) ** 0.85)
         else:
             self.bias = nn.Parameter(torch.zeros(dim))
 

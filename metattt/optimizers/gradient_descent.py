@@ -4,7 +4,7 @@ token steps."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,12 @@ class StepSize(InnerOptimizer):
         return [f"η_t = {value}, {SHARING[self.lr]}"]
 
 
-@register(group="optimizer", name="gradient_descent")
+def _upgrade(parameters: dict[str, Any], version: int) -> dict[str, Any]:
+    """Token steps of version 1 were clipped at 0."""
+    return {**parameters, "token_step_map": "relu"}
+
+
+@register(group="optimizer", name="gradient_descent", version=2, upgrade=_upgrade)
 class GradientDescent(StepSize):
     """`W_t = W_{t−1} − η_t ∇ℓ_t` with `η = η_base · σ(θ_lr x + c)` (arXiv 2407.04620, Sec. 2.4 and 2.7).
 
@@ -92,8 +97,11 @@ class GradientDescent(StepSize):
         base_lr: η_base, or η itself if `lr` is constant; below 0 it climbs the loss, 0 leaves the weights as they are.
         lr: θ_lr `per_head` (as published), `shared` by the heads, or a `constant` η.
         lr_scale: `head_dim` divides η by the head width, as the published models do.
-        token_steps: τ_i = max(0, 1/(i+1) + δ_i) with learnable δ, `shared` by the heads (as published) or `per_head`:
-            query i of a mini-batch sees W_a − τ_i Σ_{s≤i} η_s ∇ℓ_s. `none` sets τ = 1.
+        token_steps: τ_i, `shared` by the heads (as published) or `per_head`: query i of a mini-batch sees
+            W_a − τ_i Σ_{s≤i} η_s ∇ℓ_s. `none` sets τ = 1.
+        token_step_map: how τ comes from a learned δ that begins with 0, such that τ begins with 1/(i+1): `softplus` is
+            softplus(δ_i + c_i), above 0 with a derivative that is never 0; `relu` is max(0, 1/(i+1) + δ_i), as published,
+            which stays at 0 for good where a large step of the outer optimizer has led below it.
         max_norm: clip what a mini-batch adds to the weights of a head to this norm, for every query up to its own
             token; null: no clipping.
     """
@@ -110,13 +118,15 @@ class GradientDescent(StepSize):
         token_steps: Literal["none", "shared", "per_head"] = "none",
         max_norm: float | None = None,
         compute_chunk: int | None = None,
+        token_step_map: Literal["softplus", "relu"] = "softplus",
     ):
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
+        check_choice("optimizer.token_step_map", token_step_map, ("softplus", "relu"))
         if max_norm is not None:
             check_number("optimizer.max_norm", max_norm, above=0, advice=", or null for no clipping")
         self.max_norm = max_norm
         check_choice("optimizer.token_steps", token_steps, ("none", "shared", "per_head"))
-        self.token_step_sharing = token_steps
+        self.token_step_sharing, self.token_step_map = token_steps, token_step_map
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -129,28 +139,45 @@ class GradientDescent(StepSize):
         lines = super().equations()
         if self.token_step_sharing != "none":
             heads = "shared by the heads" if self.token_step_sharing == "shared" else "of each head"
-            lines.append(f"τ_i = max(0, 1/i + δ_i), i = 1…b the place of t in its mini-batch, δ learned, {heads}")
+            value = "max(0, 1/i + δ_i)" if self.token_step_map == "relu" else "softplus(δ_i + c_i), softplus(c_i) = 1/i"
+            lines.append(f"τ_i = {value}, i = 1…b the place of t in its mini-batch, δ learned, {heads}")
         return lines
 
     def token_steps(self) -> Tensor | None:
         if self.token_step_sharing == "none":
             return None
-        offset = self.token_step_offset
-        return torch.relu(inverse_places(self.mini_batch_size, offset) + offset)
+        return self._steps(self.token_step_offset)
+
+    def published_offset(self, offset: Tensor) -> Tensor:
+        """The δ for which `token_step_map=relu` has the τ that this rule has for `offset`: `[1 or H, b]`, in its type."""
+        if self.token_step_map == "relu":
+            return offset
+        wide = offset.to(torch.promote_types(offset.dtype, torch.float32))
+        return (self._steps(wide) - _places(self.mini_batch_size, wide)[0]).to(offset.dtype)
+
+    def _steps(self, offset: Tensor) -> Tensor:
+        """τ for δ."""
+        places, logits = _places(self.mini_batch_size, offset)
+        return torch.relu(places + offset) if self.token_step_map == "relu" else F.softplus(offset + logits)
 
 
-def inverse_places(count: int, like: Tensor) -> Tensor:
-    """1, 1/2, …, 1/count."""
+def _places(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """1, 1/2, …, 1/count, and the numbers whose softplus they are."""
     if type(like) is not nn.Parameter or like.is_meta or torch.compiler.is_compiling():
-        return 1 / torch.arange(1, count + 1, device=like.device, dtype=like.dtype)
+        return _new_places(count, like.device, like.dtype)
     return _known_places(count, like.device, like.dtype)
 
 
 @cache
-def _known_places(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _known_places(count: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The same, made once: for every token that is decoded it takes as long as the rest."""
     with torch.inference_mode(False):  # for later calls that are differentiated, too
-        return 1 / torch.arange(1, count + 1, device=device, dtype=dtype)
+        return _new_places(count, device, dtype)
+
+
+def _new_places(count: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    places = 1 / torch.arange(1, count + 1, device=device, dtype=dtype)
+    return places, places.expm1().log()
 
 
 def check_base_lr(base_lr: float) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
+from metattt.modules import step_bias
 from metattt.optimizers.base import Anchor, Gates, Read
 from metattt.optimizers.gradient_descent import SHARING, GradientDescent
 from metattt.registry import register
@@ -26,10 +27,12 @@ class Momentum(GradientDescent):
         momentum: where β comes from: `none` (β = 0), `constant`, or σ(θ_β x + c) `per_head` or `shared` by the heads.
         momentum_init: β, or its initial value.
         nesterov: write `β_t S_t − η_t G_t`, the step after the next one, instead of `S_t`.
-        decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `retnet` fixes 1 − 2^(−5−h) for
+        decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `softplus` is exp(−A_h softplus(θ x + c))
+            with A learned per head (Gated DeltaNet, arXiv 2412.06464, as its released code begins: A uniform in 0 to 16,
+            softplus(c) log-uniform in 0.001 to 0.1); `retnet` fixes 1 − 2^(−5−h) for
             head h (arXiv 2307.08621, Sec. 2.3); `mamba2` ties both gates, η = Δ_t and α = exp(−Δ_t a_h) with Δ_t =
-            softplus(θ x + c) (arXiv 2405.21060), whatever `base_lr`, `lr` and `lr_scale` say.
-        decay_init: α, or its initial value.
+            softplus(θ x + c) (arXiv 2405.21060, Sec. 7.1, a from 1 to 16), whatever `base_lr`, `lr` and `lr_scale` say.
+        decay_init: α, or its initial value, where it is constant or a sigmoid's.
         pull: decay towards W0 instead of zero.
         gradient_at: with anchor `online`: take the gradient at `W_{t−1}` (`previous`) or at `α_t W_{t−1}` (`decayed`,
             Gated DeltaNet).
@@ -50,7 +53,7 @@ class Momentum(GradientDescent):
         momentum: Literal["none", "constant", "shared", "per_head"] = "per_head",
         momentum_init: float = 0.9,
         nesterov: bool = False,
-        decay: Literal["none", "constant", "shared", "per_head", "retnet", "mamba2"] = "none",
+        decay: Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"] = "none",
         decay_init: float = 0.99,
         pull: bool = False,
         gradient_at: Literal["previous", "decayed"] = "previous",
@@ -60,7 +63,7 @@ class Momentum(GradientDescent):
             lr = "constant"  # Δ is the step size
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", None, compute_chunk)
         check_choice("optimizer.momentum", momentum, ("none", "constant", "shared", "per_head"))
-        check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "retnet", "mamba2"))
+        check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"))
         check_choice("optimizer.gradient_at", gradient_at, ("previous", "decayed"))
         check_gates(momentum, momentum_init, decay, decay_init)
         for key, flag in (("nesterov", nesterov), ("pull", pull)):
@@ -120,19 +123,25 @@ def check_gates(momentum: str, momentum_init: float, decay: str, decay_init: flo
             check_number(f"optimizer.{key}", value, above=0, below=1)
 
 
+STEPS = (0.001, 0.1)  # of the initial Δ of Mamba-2 and of Gated DeltaNet
+RATES = {"softplus": (0.0, 16.0), "mamba2": (1.0, 16.0)}  # of the initial A of both
+LEAST_RATE = 1e-6  # of what is drawn from 0 on: its logarithm is learned
+
+
 class Gate(nn.Module):
     """A number between 0 and 1 per token and head; None if there is no such gate."""
 
     def __init__(self, source: str, initial: float, dim: int, num_heads: int):
         super().__init__()
         self.source, self.initial, self.num_heads = source, initial, num_heads
-        if source in ("shared", "per_head", "mamba2"):
+        if source in ("shared", "per_head", *RATES):
             heads = 1 if source == "shared" else num_heads
-            start = math.log(math.expm1(0.01)) if source == "mamba2" else math.log(initial / (1 - initial))
             self.weight = nn.Parameter(torch.randn(heads, dim) * 0.02)
-            self.bias = nn.Parameter(torch.full((heads,), start))
-        if source == "mamba2":
-            self.log_rate = nn.Parameter(torch.linspace(1, 16, num_heads).log())
+            start = step_bias(heads, *STEPS) if source in RATES else torch.full((heads,), math.log(initial / (1 - initial)))
+            self.bias = nn.Parameter(start)
+        if source in RATES:
+            least, most = RATES[source]
+            self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(least, most).clamp(min=LEAST_RATE).log())
 
     def extra_repr(self) -> str:
         return f"{self.source!r}"
@@ -143,6 +152,7 @@ class Gate(nn.Module):
         known = {
             "none": [],
             "constant": [f"{symbol}_t = {self.initial:g}"],
+            "softplus": [f"{symbol}_t = exp(−A softplus(θ_{symbol} x_t + c_{symbol})), θ, c and A of each head"],
             "retnet": [f"{symbol}_t = 1 − 2^(−5−h) in head h = 0…{self.num_heads - 1}"],
             **{sharing: [f"{learned}, {words}"] for sharing, words in SHARING.items()},
         }
@@ -160,6 +170,9 @@ class Gate(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.source == "constant":
             return x.new_full((1, 1, 1), self.initial, dtype=wide).expand(shape)
+        if self.source == "softplus":
+            rate = self.log_rate.to(wide).exp().view(-1, 1)
+            return torch.exp(-rate * F.softplus(self.logit(x))).expand(shape)
         if self.source == "retnet":
             # Not a buffer, which a narrower type would round to 1 and `to_empty` would leave without values.
             return (1 - x.new_full((self.num_heads,), 0.5, dtype=wide).cumprod(0) / 16).view(1, -1, 1).expand(shape)

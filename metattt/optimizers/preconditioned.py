@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import check_number
+from metattt.errors import check_choice, check_number
 from metattt.optimizers.base import Gates, Read, transition
 from metattt.optimizers.momentum import Gate, Momentum
 from metattt.registry import register
@@ -28,7 +28,8 @@ class Preconditioned(Momentum):
         read, base_lr, lr, lr_scale, decay, decay_init, gradient_at, compute_chunk: see `Momentum`.
         squash: the largest factor of a step; above 2 the rule may be unstable.
         centre_init: initial value of c, learned per head: the logarithm of the curvature at which a step is as it was.
-        curvature_decay_init: initial value of γ, a gate per head.
+        curvature_decay: where γ comes from, a gate per head: `per_head` or `softplus`, as `decay`.
+        curvature_decay_init: initial value of γ, where it is a sigmoid's.
 
     Raises:
         MetaTTTError: a value that is not allowed.
@@ -40,11 +41,12 @@ class Preconditioned(Momentum):
         base_lr: float = 1.0,
         lr: Literal["per_head", "shared", "constant"] = "per_head",
         lr_scale: Literal["head_dim", "none"] = "none",
-        decay: Literal["none", "constant", "shared", "per_head", "retnet", "mamba2"] = "per_head",
+        decay: Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"] = "softplus",
         decay_init: float = 0.99,
         gradient_at: Literal["previous", "decayed"] = "decayed",
         squash: float = 1.5,
         centre_init: float = -0.2,
+        curvature_decay: Literal["per_head", "softplus"] = "softplus",
         curvature_decay_init: float = 0.99,
         compute_chunk: int | None = None,
     ):
@@ -61,21 +63,24 @@ class Preconditioned(Momentum):
             gradient_at=gradient_at,
             compute_chunk=compute_chunk,
         )
+        check_choice("optimizer.curvature_decay", curvature_decay, ("per_head", "softplus"))
         check_number("optimizer.squash", squash, above=1)
         check_number("optimizer.centre_init", centre_init)
         check_number("optimizer.curvature_decay_init", curvature_decay_init, above=0, below=1)
         self.squash, self.centre_init, self.curvature_decay_init = squash, centre_init, curvature_decay_init
+        self.curvature_decay_from = curvature_decay
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
         self.centre = nn.Parameter(torch.full((num_heads,), self.centre_init))
-        self.curvature_decay = Gate("per_head", self.curvature_decay_init, dim, num_heads)
+        self.curvature_decay = Gate(self.curvature_decay_from, self.curvature_decay_init, dim, num_heads)
         self.curvature_step = Gate("per_head", 0.5, dim, num_heads)
 
     def equations(self) -> list[str]:
         return [
             *super().equations(),
-            "A_t = γ_t A_{t−1} + ω_t k_t², γ_t = σ(θ_γ x_t + c_γ), ω_t = σ(θ_ω x_t + c_ω), of each head",
+            *self.curvature_decay.equations("γ"),
+            "A_t = γ_t A_{t−1} + ω_t k_t², ω_t = σ(θ_ω x_t + c_ω), of each head",
             f"M_t = {self.squash:g}^(−r/(1 + |r|)), r = log(A_t + ε) − c, c of each head",
             "p_t = k_t, and then k_t ← M_t ∘ k_t",
         ]

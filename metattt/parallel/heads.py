@@ -23,6 +23,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.causality import same, visible
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
+from metattt.output import HeadRMSNorm
 from metattt.replica import replica, with_values
 from metattt.state import State
 
@@ -88,27 +89,29 @@ class DividedLayer(TTTLayer):
             if axes[name] is None and name != "out.bias":  # each process has the derivatives of its own heads' use
                 values[name] = _Enter.apply(values[name], group)
         local = with_values(part, values)
-        if local.norm is not None:
-            local.norm = NormOverHeads(values["norm.weight"], values["norm.bias"], local.norm.eps, group)
+        if isinstance(norm := local.norm, nn.LayerNorm | nn.RMSNorm) and not isinstance(norm, HeadRMSNorm):
+            local.norm = NormOverHeads(values["norm.weight"], values.get("norm.bias"), norm.eps, group)
         local.out = SumOverHeads(values["out.weight"], values.get("out.bias"), group)
         return TTTLayer.forward(local, _Enter.apply(x, group), state, **options)
 
 
 class NormOverHeads(nn.Module):
-    """LayerNorm over the features of all heads, of which this process has some."""
+    """LayerNorm over the features of all heads, of which this process has some; without a bias, RMSNorm."""
 
-    def __init__(self, weight: Tensor, bias: Tensor, eps: float, group: dist.ProcessGroup):
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float | None, group: dist.ProcessGroup):
         super().__init__()
+        assert eps is not None
         self.values, self.eps, self.group = (weight, bias), eps, group
 
     def forward(self, y: Tensor) -> Tensor:
         """`y` `[B, T, D / P]` to the same."""
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         count = y.shape[-1] * dist.get_world_size(self.group)
-        centred = wide - _Both.apply(wide.sum(-1, keepdim=True), self.group) / count
-        variance = _Both.apply(centred.square().sum(-1, keepdim=True), self.group) / count
         weight, bias = self.values
-        return (centred * torch.rsqrt(variance + self.eps) * weight + bias).to(y.dtype)
+        centred = wide if bias is None else wide - _Both.apply(wide.sum(-1, keepdim=True), self.group) / count
+        variance = _Both.apply(centred.square().sum(-1, keepdim=True), self.group) / count
+        normed = centred * torch.rsqrt(variance + self.eps) * weight
+        return (normed if bias is None else normed + bias).to(y.dtype)
 
 
 class SumOverHeads(nn.Module):
@@ -129,6 +132,8 @@ def axis_of(layer: TTTLayer, name: str, parameter: Tensor) -> int | None:
     """The axis along which a parameter's heads lie; None: all heads share it."""
     if name.startswith("out."):
         return 1 if name == "out.weight" else None
+    if name.startswith("gate.0.") or (name == "norm.weight" and isinstance(layer.norm, HeadRMSNorm)):
+        return None  # the first map of a gate of low rank, and a scale that heads share: of a width that may be H by chance
     return 0 if parameter.shape[0] in (layer.num_heads, layer.dim) else None
 
 

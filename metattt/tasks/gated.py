@@ -20,7 +20,7 @@ class GatedViews(Reconstruction):
     """`p = e ∘ k` is erased and `v = w ∘ θV x` is written, with gates of their own: `G = kᵀ(p W − v)`.
 
     Args:
-        feature_map, normalize_qk, kv_heads, qk_norm: see `Reconstruction`.
+        feature_map, normalize_qk, kv_heads, qk_norm, short_conv: see `Reconstruction`.
         erase: the gate e: `none` (1), `constant`, σ(c) learned per head (Comba, arXiv 2506.02475), or `per_channel`,
             σ(θ x) (Gated DeltaNet-2, arXiv 2605.22791).
         erase_scale: times e; 2 allows negative eigenvalues (arXiv 2411.12537).
@@ -42,8 +42,11 @@ class GatedViews(Reconstruction):
         correction: float | None = None,
         kv_heads: int | None = None,
         qk_norm: bool = False,
+        short_conv: int | None = None,
     ):
-        super().__init__(feature_map=feature_map, normalize_qk=normalize_qk, kv_heads=kv_heads, qk_norm=qk_norm)
+        super().__init__(
+            feature_map=feature_map, normalize_qk=normalize_qk, kv_heads=kv_heads, qk_norm=qk_norm, short_conv=short_conv
+        )
         check_choice("task.erase", erase, ("none", "constant", "per_channel"))
         check_choice("task.write", write, ("none", "per_channel"))
         check_number("task.erase_scale", erase_scale, above=0)

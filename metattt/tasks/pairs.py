@@ -25,7 +25,7 @@ class Pairs(Reconstruction):
 
     Args:
         count: n.
-        feature_map, normalize_qk: see `Reconstruction`.
+        feature_map, normalize_qk, short_conv: see `Reconstruction`.
         scale: largest step size; 2 allows negative eigenvalues (arXiv 2411.12537).
 
     Raises:
@@ -38,8 +38,9 @@ class Pairs(Reconstruction):
         feature_map: Literal["identity", "elu", "silu"] = "silu",
         normalize_qk: bool = True,
         scale: float = 2.0,
+        short_conv: int | None = None,
     ):
-        super().__init__(feature_map=feature_map, normalize_qk=normalize_qk)
+        super().__init__(feature_map=feature_map, normalize_qk=normalize_qk, short_conv=short_conv)
         check_integer("task.count", count, most=1024)
         check_choice("task.feature_map", feature_map, FEATURE_MAPS)
         check_flag("task.normalize_qk", normalize_qk)
@@ -51,6 +52,8 @@ class Pairs(Reconstruction):
         width = self.count * num_heads * head_dim
         check_room(2 * dim * width, f"{self.count} pairs a token", "lower task.count")
         self.k, self.v = projection(dim, width, False), projection(dim, width, False)
+        if self.short_conv is not None:
+            self.make_convolutions(num_heads * head_dim, width)
         self.strength = projection(dim, self.count * num_heads, False)
 
     def equations(self) -> list[str]:
@@ -61,12 +64,12 @@ class Pairs(Reconstruction):
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:
         q, k, v = self.project(x) if projected is None else projected
-        q, k, v = self._heads(q), self._several(k), self._several(v)
-        q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
+        (q, k, v), kept = self.convolved((q, k, v), state, ctx)
+        q, k, v = self._heads(self.mapped(q)), self._several(self.mapped(k)), self._several(v)
         if self.normalize_qk:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         weight = self.scale * torch.sigmoid(self.strength(x)).unflatten(-1, (self.count, -1)).permute(0, 3, 1, 2)
-        return Views(k, v, q, weight=weight), {}
+        return Views(k, v, q, weight=weight), kept
 
     def _several(self, x: Tensor) -> Tensor:
         """`[B, T, n H d]` to `[B, H, T, n, d]`."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import LARGEST, MetaTTTError, check_choice, check_flag, check_integer, check_number
-from metattt.modules import CausalConv, exact, projection, rms_norm
+from metattt.modules import CausalConv, exact, projection, rms_norm, short_convolution
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks import corruption
@@ -37,6 +37,9 @@ class Reconstruction(Task):
             2305.13245); None: H. Attention keeps G of them; a learner with weights keeps its H.
         qk_norm: RMSNorm of the projected q and k over all their heads, with a learned scale (QK-norm).
         conv_width: taps of these convolutions (tokens).
+        short_conv: taps (tokens) of a causal convolution of every channel after each of the separate projections, with silu
+            after it, in the place of feature_map=silu for q and k (the published delta rules have 4); None: none.
+        short_conv_v: of v, too (MesaNet has none).
         rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch
             (`mini_batch`).
         rope_theta: base of its frequencies.
@@ -80,6 +83,8 @@ class Reconstruction(Task):
         qk_norm: bool = False,
         loss_p: float = 3.0,
         huber_delta_from: Literal["constant", "per_head"] = "constant",
+        short_conv: int | None = None,
+        short_conv_v: bool = True,
     ):
         super().__init__()
         check_choice("task.views", views, ("separate", "shared_qk", "no_key"))
@@ -105,9 +110,18 @@ class Reconstruction(Task):
                     f"task.kv_heads={kv_heads} needs keys of their own, and task.views={views} has none: "
                     "set task.views=separate, or task.kv_heads=null"
                 )
+        if short_conv is not None:
+            check_integer("task.short_conv", short_conv, advice=" (taps), or null for none")
+            if views != "separate":
+                raise MetaTTTError(
+                    f"task.short_conv={short_conv} is for separate projections, and task.views={views}: "
+                    "set task.views=separate, or task.short_conv=null"
+                )
         if seed is not None:
             check_integer("task.seed", seed, least=0, most=2**62)
-        for key, flag in (("normalize_qk", normalize_qk), ("bias", bias), ("qk_norm", qk_norm)):
+        for key, flag in (
+            ("normalize_qk", normalize_qk), ("bias", bias), ("qk_norm", qk_norm), ("short_conv_v", short_conv_v),
+        ):  # fmt: skip
             check_flag(f"task.{key}", flag)
         if views == "no_key" and (rope != "none" or corruption != "none" or qk_norm or normalize_qk):
             raise MetaTTTError(
@@ -121,6 +135,7 @@ class Reconstruction(Task):
         self.loss_name, self.huber_delta, self.kv_heads, self.qk_norm = loss, huber_delta, kv_heads, qk_norm
         self.loss_p, self.learned_delta = loss_p, huber_delta_from == "per_head"
         self.squared_error = loss == "squared"
+        self.short_conv, self.short_conv_v = short_conv, short_conv_v
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         if self.rope != "none" and head_dim % 2:
@@ -144,17 +159,26 @@ class Reconstruction(Task):
         if self.qk_norm:
             keys = width if self.shared_qk else groups * head_dim
             self.q_norm, self.k_norm = nn.RMSNorm(width, eps=NORM_EPS), nn.RMSNorm(keys, eps=NORM_EPS)
+        if self.short_conv is not None:
+            self.make_convolutions(width, groups * head_dim)
         if self.learned_delta:
             self.label_dim = head_dim + 1
             self.delta_weight = nn.Parameter(torch.randn(groups, dim) * 0.02)
             start = self.huber_delta + math.log(-math.expm1(-self.huber_delta))  # softplus of it is δ
             self.delta_bias = nn.Parameter(torch.full((groups,), start))
 
+    def make_convolutions(self, q: int, kv: int) -> None:
+        """The short convolutions for so many features of q, and of k and v each."""
+        assert self.short_conv is not None
+        self.conv_q, self.conv_k = short_convolution(q, self.short_conv), short_convolution(kv, self.short_conv)
+        if self.short_conv_v:
+            self.conv_v = short_convolution(kv, self.short_conv)
+
     def equations(self) -> list[str]:
         loss = IN_SYMBOLS[self.loss_name][0]
         lines = [
             "k_t = 1 in every channel" if self.no_key else f"k_t = {self._in_symbols('K')}",
-            f"v_t = θV x_t{' + b_V' if self.bias else ''}",
+            f"v_t = {self._in_symbols('V')}",
             f"q_t = {self._in_symbols('Q')}",
             f"ℓ_t(W) = {loss.format(p='f(k_t; W)', delta=self._threshold(), power=self.loss_p)}",
         ]
@@ -162,6 +186,9 @@ class Reconstruction(Task):
             lines.append("δ_t = softplus(θ_δ x_t + c_δ), θ and c of each head")
         if self.shared_qk:
             lines.append(f"conv_K, conv_Q: causal, {self.conv_width} tokens, each channel by itself")
+        elif self.short_conv is not None:
+            which = "conv_K, conv_V, conv_Q" if self.short_conv_v else "conv_K, conv_Q"
+            lines.append(f"{which}: causal, {self.short_conv} tokens, each channel by itself")
         if self.rope != "none":
             place = "t in its mini-batch" if self.rope == "mini_batch" else "t in its document"
             lines.append(f"RoPE_t: by the position of {place}, base {self.rope_theta:g}")
@@ -177,13 +204,21 @@ class Reconstruction(Task):
         return "δ_t" if self.learned_delta else f"{self.huber_delta:g}"
 
     def _in_symbols(self, view: str) -> str:
-        """The view K or Q of x_t."""
-        value = f"conv_{view}(θQ x)_t" if self.shared_qk else f"θ{view} x_t"
+        """The view K, V or Q of x_t."""
+        short = self.short_conv is not None and (view != "V" or self.short_conv_v)
+        shared = self.shared_qk and view != "V"
+        value = "θQ x" if shared else f"θ{view} x" if short else f"θ{view} x_t"
         if self.bias:
-            value = f"conv_{view}(θQ x + b_Q)_t" if self.shared_qk else f"{value} + b_{view}"
-        if self.qk_norm:
+            value += f" + b_{'Q' if shared else view}"
+        if shared:
+            value = f"conv_{view}({value})_t"
+        if self.qk_norm and view != "V":
             value = f"RMSNorm({value})"
-        if self.feature_map != "identity":
+        if short:
+            value = f"silu(conv_{view}({value})_t)"
+        if view == "V":
+            return value
+        if self.feature_map != "identity" and not (short and self.feature_map == "silu"):
             value = f"elu({value}) + 1" if self.feature_map == "elu" else f"{self.feature_map}({value})"
         where = ""
         if self.normalize_qk:
@@ -231,9 +266,8 @@ class Reconstruction(Task):
             v = self.v(x)
         else:
             q, k, v = self.project(x) if projected is None else projected
-        q, k, v = self._heads(q), self._heads(k), self._heads(v)
-        if self.feature_map != "identity":
-            q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
+            (q, k, v), kept = self.convolved((q, k, v), state, ctx)
+        q, k, v = self._heads(self.mapped(q)), self._heads(self.mapped(k)), self._heads(v)
         if self.normalize_qk:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.rope != "none":
@@ -253,6 +287,21 @@ class Reconstruction(Task):
         if self.learned_delta:
             v = torch.cat([v, self._delta(x).to(v.dtype)], dim=-1)
         return Views(k, v, q), kept
+
+    def convolved(self, projected: Projected, state: Tensors, ctx: Context) -> tuple[Projected, Tensors]:
+        """q, k and v after their short convolutions and silu, where the task has them, and the convolutions' tails."""
+        found, tails = list(projected), {}
+        for place, name in enumerate(() if self.short_conv is None else ("conv_q", "conv_k", "conv_v")):
+            if name != "conv_v" or self.short_conv_v:
+                conv: CausalConv = getattr(self, name)
+                y, tails[name] = conv(found[place], state.get(name), ctx)
+                found[place] = F.silu(y)
+        return (found[0], found[1], found[2]), tails
+
+    def mapped(self, x: Tensor) -> Tensor:
+        """The feature map of q or k; silu stands behind a short convolution already."""
+        done = self.feature_map == "identity" or (self.feature_map == "silu" and self.short_conv is not None)
+        return x if done else FEATURE_MAPS[self.feature_map](x)
 
     def _delta(self, x: Tensor) -> Tensor:
         """δ of every token, `[B, G, T, 1]`, in fp32 or wider."""

@@ -30,7 +30,7 @@ class WindowViews(Reconstruction):
         gate: γ: `none` (1), or `per_head`, σ(θ x + c) of the token that is learned again.
         degree: of the polynomial features φ: all monomials up to it, weighted such that
             `φ(a)·φ(b) = Σ_{i=1..degree} s_i (a·b)^i`, s_i learned from 1/i! on; 1 leaves k and q as they are.
-        feature_map, normalize_qk, loss, huber_delta: see `Reconstruction`.
+        feature_map, normalize_qk, loss, huber_delta, short_conv: see `Reconstruction`.
 
     Raises:
         MetaTTTError: a value that is not allowed.
@@ -47,8 +47,11 @@ class WindowViews(Reconstruction):
         normalize_qk: bool = True,
         loss: Literal["squared", "mean_squared", "dot", "huber", "cosine", "kl"] = "squared",
         huber_delta: float = 1.0,
+        short_conv: int | None = None,
     ):
-        super().__init__(feature_map=feature_map, normalize_qk=normalize_qk, loss=loss, huber_delta=huber_delta)
+        super().__init__(
+            feature_map=feature_map, normalize_qk=normalize_qk, loss=loss, huber_delta=huber_delta, short_conv=short_conv
+        )
         check_integer("task.window", window, most=2**16)
         check_integer("task.degree", degree, most=8)
         check_choice("task.gate", gate, ("none", "per_head"))
@@ -80,7 +83,7 @@ class WindowViews(Reconstruction):
     def views(
         self, x: Tensor, state: Tensors, ctx: Context, projected: Projected | None = None
     ) -> tuple[Views, Tensors]:
-        views, _ = super().views(x, {}, ctx, projected)
+        views, kept = super().views(x, state, ctx, projected)
         k, v, q = views.k, views.v, views.q
         gamma = torch.ones_like(k[..., :1])
         if self.gate == "per_head":
@@ -100,7 +103,7 @@ class WindowViews(Reconstruction):
         if ctx.first is not None:
             document = F.pad(ctx.first.cumsum(1), (self.window - 1, 0)).unfold(1, self.window, 1)
             weight = weight * (document == document[..., -1:]).unsqueeze(1)
-        return Views(k, v, self._features(q), weight=weight), {"window": tail}
+        return Views(k, v, self._features(q), weight=weight), {**kept, "window": tail}
 
     def _features(self, x: Tensor) -> Tensor:
         """φ: `[..., d]` to `[..., input_dim]`."""

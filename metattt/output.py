@@ -1,0 +1,105 @@
+"""What stands between the answers of a layer's heads and its output projection: a norm, and a gate of the token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_integer
+from metattt.modules import projection
+from metattt.room import check_room
+
+EPS = 1e-5  # of the norms of flash-linear-attention's layers
+LAYER_NORM_EPS = 1e-6  # of the published TTT models
+
+NORMS = ("head_rms", "head_layer", "rms")
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+class HeadRMSNorm(nn.RMSNorm):
+    """RMSNorm of every head's answer by itself, with one learned scale `[d]` for all heads: `[..., H d]` to the same."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        heads = y.to(self.weight.dtype).unflatten(-1, (-1, self.weight.shape[0]))
+        return super().forward(heads).flatten(-2).to(y.dtype)
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm of every head's answer by itself, with a scale and an offset of each feature (a group norm with H
+    groups).
+
+    Args:
+        dim: H d.
+        head_dim: d.
+    """
+
+    def __init__(self, dim: int, head_dim: int):
+        super().__init__()
+        self.head_dim = head_dim
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+
+    def forward(self, y: Tensor) -> Tensor:
+        """`[..., H d]` to the same."""
+        heads = y.to(self.weight.dtype).unflatten(-1, (-1, self.head_dim))
+        return (F.layer_norm(heads, (self.head_dim,), eps=EPS).flatten(-2) * self.weight + self.bias).to(y.dtype)
+
+
+def check_output(norm: object, gate: object, rank: object) -> None:
+    """Refuses what is no norm or gate of an output.
+
+    Args:
+        norm, gate, rank: `output_norm`, `gate` and `gate_rank` of `TTTLayer`.
+
+    Raises:
+        MetaTTTError: another kind, no rank, or the rank of a gate that is not there.
+    """
+    for key, kind, known, usual in (("output_norm", norm, NORMS, "LayerNorm"), ("gate", gate, GATES, "gelu")):
+        if not (isinstance(kind, bool) or (isinstance(kind, str) and kind in known)):
+            shown = "null" if kind is None else kind
+            raise MetaTTTError(
+                f"layer.{key}={shown} is not allowed: it must be true ({usual}), false or one of {', '.join(known)}"
+            )
+    if rank is not None and rank != "head_dim":
+        check_integer("layer.gate_rank", rank, advice=", head_dim, or null for a full projection")
+    if rank is not None and gate is False:
+        raise MetaTTTError(f"layer.gate_rank={rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
+
+
+def make_norm(kind: bool | str, dim: int, head_dim: int) -> nn.Module | None:
+    """The norm of the answers `[B, T, D]` of all heads, of a width of `head_dim` each."""
+    if kind == "head_rms":
+        return HeadRMSNorm(head_dim, eps=EPS)
+    if kind == "head_layer":
+        return HeadLayerNorm(dim, head_dim)
+    if kind == "rms":
+        return nn.RMSNorm(dim, eps=EPS)
+    return nn.LayerNorm(dim, eps=LAYER_NORM_EPS) if kind else None
+
+
+def make_gate(kind: bool | str, rank: int | str | None, dim: int, head_dim: int) -> nn.Module | None:
+    """The projection of the token that a gate is a function of."""
+    if not kind:
+        return None
+    if rank is None:
+        return projection(dim, dim, False)
+    inner = head_dim if rank == "head_dim" else int(rank)
+    check_room(dim * inner, f"a gate of rank {inner}", "lower layer.gate_rank")
+    return nn.Sequential(projection(dim, inner, False), projection(inner, dim, True))
+
+
+def in_symbols(layer_norm: nn.Module | None, gate: nn.Module | None, function: str, y: str) -> str:
+    """The norm and the gate of `y`, as equations have them."""
+    if layer_norm is not None:
+        known = {"HeadRMSNorm": "RMSNorm_h", "HeadLayerNorm": "LN_h", "RMSNorm": "RMSNorm", "LayerNorm": "LN"}
+        y = f"{known.get(type(layer_norm).__name__, type(layer_norm).__name__)}({y})"
+    if gate is None:
+        return y
+    shown = {"gelu": "gelu_tanh", "silu": "silu", "sigmoid": "σ"}[function]
+    return f"{y} ∘ {shown}({'U V x_t + c_G' if isinstance(gate, nn.Sequential) else 'θG x_t'})"

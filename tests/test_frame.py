@@ -1,0 +1,168 @@
+"""What stands around a rule: short convolutions, norms and gates of the published blocks, and `frame=plain` without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_references import Parameters, gate, heads_of, outer, softplus_decay, spread, times
+from torch import Tensor
+
+import metattt
+from metattt.composition.compose import compose
+from metattt.errors import MetaTTTError
+from metattt.testing import LAWS, Specimen
+from metattt.testing.report import specimen_of
+from metattt.testing.specimen import Run, compare, cotangent, gradients
+
+SIZE = ("dim=8", "num_heads=2")
+EPS = 1e-5
+
+
+def moved(layer: Any) -> Any:
+    """The layer in float64, away from its small initial values, which hide mistakes."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in (p for p in layer.double().parameters() if p.requires_grad):  # W0 = 0 stays
+            p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return layer
+
+
+def convolved(p: Parameters, x: Tensor, name: str) -> Tensor:
+    """`silu(Σ_j w_j (θ x)_{t−3+j})`, channel by channel, four taps."""
+    z, taps = x @ p[f"task.{name}.weight"].T, p[f"task.conv_{name}.weight"][:, 0]
+    rows = []
+    for t in range(z.shape[1]):
+        seen = [taps[:, 3 - back] * z[:, t - back] for back in range(min(t, 3) + 1)]
+        rows.append(torch.stack(seen).sum(0))
+    return F.silu(torch.stack(rows, 1))
+
+
+def delta_block(p: Parameters, x: Tensor, num_heads: int, decays: bool) -> Tensor:
+    """The layers of flash-linear-attention: projection, convolution, silu, unit length; the delta rule on decayed weights;
+    RMSNorm of every head with a scale that heads share, times silu(θ x) where the rule decays."""
+    q, k, v = (heads_of(convolved(p, x, name), num_heads) for name in ("q", "k", "v"))
+    q, k = (z / z.norm(dim=-1, keepdim=True) for z in (q, k))
+    beta = torch.sigmoid(gate(p, "lr_", x))
+    keep = softplus_decay(p, "decay_gate.", x) if decays else torch.ones_like(beta)
+    state, rows = torch.zeros_like(outer(k[:, :, 0], v[:, :, 0])), []
+    for t in range(x.shape[1]):
+        state = spread(keep[:, :, t], state) * state
+        error = v[:, :, t] - times(k[:, :, t], state)
+        state = state + spread(beta[:, :, t], state) * outer(k[:, :, t], error)
+        o = times(q[:, :, t], state)
+        rows.append((o / (o.square().mean(-1, keepdim=True) + EPS).sqrt() * p["norm.weight"]).flatten(1))
+    y = torch.stack(rows, 1)
+    return (y * F.silu(x @ p["gate.weight"].T) if decays else y) @ p["out.weight"].T
+
+
+@pytest.mark.parametrize("row", ["delta_net", "gated_delta_net"])
+def test_published_blocks(row: str) -> None:
+    layer = moved(metattt.build(f"layer={row}", *SIZE))
+    p = dict(layer.named_parameters())
+    x = torch.randn(2, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def through(function: Any) -> Run:
+        tokens = x.clone().requires_grad_()
+        y = function(tokens)
+        return Run(y.detach(), None, gradients(layer, tokens, (y * cotangent(y)).sum()))
+
+    expected = through(lambda tokens: delta_block(p, tokens, 2, row == "gated_delta_net"))
+    assert compare(through(lambda tokens: layer(tokens)[0]), expected) < 1e-9
+    assert all(g.any() for g in expected.grads.values())
+
+
+PUBLISHED = ["gated_delta_net", "delta_product", "kda", "mesa_net", "omega_net"]  # a task each, and a row with a rule of its own
+
+
+@pytest.mark.parametrize("law", ["splits", "masks", "packing", "causality", "round_trips"])
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_laws_of_published_blocks(row: str, law: str) -> None:
+    specimen: Specimen = specimen_of(compose(f"layer={row}", *SIZE, job="check"))
+    assert LAWS[law].worst_error(specimen) <= LAWS[law].bound
+
+
+@pytest.mark.parametrize("kind", ["rms", "head_rms", "head_layer"])
+def test_norms_are_those_of_torch(kind: str) -> None:
+    layer = moved(metattt.build("layer=linear_attention", *SIZE, f"layer.output_norm={kind}", "layer.gate=sigmoid"))
+    y = torch.randn(3, 5, 8, dtype=torch.float64)
+    weight, bias = layer.norm.weight, getattr(layer.norm, "bias", None)
+    expected = {
+        "rms": lambda: F.rms_norm(y, (8,), weight, EPS),
+        "head_rms": lambda: F.rms_norm(y.unflatten(-1, (2, 4)), (4,), weight, EPS).flatten(-2),
+        "head_layer": lambda: F.group_norm(y.flatten(0, 1), 2, weight, bias, EPS).view_as(y),
+    }[kind]()
+    torch.testing.assert_close(layer.norm(y), expected, rtol=0, atol=1e-12)
+    x = torch.randn(1, 1, 8, dtype=torch.float64)  # of one token: linear attention answers (q·k) v
+    q, k, v = (heads_of(x @ getattr(layer.task, name).weight.T, 2) for name in ("q", "k", "v"))
+    answer = ((q * k).sum(-1, keepdim=True) * v).transpose(1, 2).flatten(2)
+    expected = layer.out(layer.norm(answer) * torch.sigmoid(x @ layer.gate.weight.T))
+    torch.testing.assert_close(layer(x)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_autocast_keeps_the_norms_wide() -> None:
+    layer = metattt.build("layer=kda", *SIZE)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(torch.randn(1, 6, 8))
+    assert y.isfinite().all() and y.dtype == torch.bfloat16
+
+
+def test_plain_takes_the_block_away_and_what_is_given_stays() -> None:
+    plain = metattt.build("layer=kda", "frame=plain", *SIZE)
+    assert type(plain.norm) is torch.nn.LayerNorm and plain.gate is None and not hasattr(plain.task, "conv_q")
+    mixed = metattt.build("layer=kda", "frame=plain", "layer.gate=silu", "task.short_conv=3", *SIZE)
+    assert mixed.gate.weight.shape == (8, 8) and mixed.task.conv_v.weight.shape == (8, 1, 3)
+    block = compose("model.blocks=[kda,ttt_linear]", "frame=plain", "model.blocks.kda.layer.gate=silu", *SIZE)
+    first, second = (block.model.blocks.layers[name] for name in block.model.blocks.pattern)
+    assert (first.gate, first.output_norm, second.gate) == ("silu", True, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["layer=mamba", "frame=plain"], "frame=plain sets nothing of this layer"),
+        (["layer=kda", "layer.gate=false"], "layer.gate_rank=head_dim is of a gate"),
+        (["layer=kda", "layer.gate_rank=0"], "layer.gate_rank=0"),
+        (["layer=kda", "layer.output_norm=batch"], "layer.output_norm=batch is not allowed: it must be true .LayerNorm., false or one of"),
+        (["layer=delta_net", "task.views=shared_qk"], "set task.views=separate, or task.short_conv=null"),
+        (["layer=delta_net", "task.short_conv=0"], "task.short_conv=0"),
+    ],
+)
+def test_refusals(overrides: list[str], message: str) -> None:
+    with pytest.raises(MetaTTTError, match=message):
+        metattt.build(*overrides, *SIZE)
+
+
+@pytest.mark.parametrize("model", ["mamba_backbone", "transformer_backbone"])
+def test_backbones_of_the_ttt_paper_take_published_rows(model: str) -> None:
+    cfg = compose(f"model={model}", "layer=kda", "task=reconstruction", *SIZE)
+    assert cfg.task.short_conv is None and cfg.layer.gate_rank is None
+
+
+def test_decays_begin_as_those_of_mamba2() -> None:
+    for row, low, high in (("gated_delta_net", 0.0, 16.0), ("mamba2", 1.0, 16.0)):
+        decay = metattt.build(f"layer={row}", "dim=256", "num_heads=256").optimizer.decay_gate
+        rate, step = decay.log_rate.exp(), F.softplus(decay.bias)
+        assert low <= rate.min() < low + 1 and high - 1 < rate.max() <= high and 7 < rate.mean() < 10
+        assert 0.00099 < step.min() < 0.002 and 0.05 < step.max() < 0.1001
+        assert 0.008 < step.log().mean().exp() < 0.0125  # log-uniform: its median is 0.01
+
+
+def test_token_steps_come_back() -> None:
+    """A step of the outer optimizer that is far too large: the published τ is 0 for good, ours is not."""
+    found = {}
+    for kind in ("softplus", "relu"):
+        rule = metattt.build("layer=ttt_linear", *SIZE, f"optimizer.token_step_map={kind}").optimizer
+        start = rule.token_steps()
+        torch.testing.assert_close(start[0], 1 / torch.arange(1.0, 17.0))
+        outer_optimizer = torch.optim.Adam([rule.token_step_offset], lr=0.05)
+        for step in range(150):
+            loss = rule.token_steps().sum() * (1 if step < 30 else -1)  # it wants them small, and then large
+            outer_optimizer.zero_grad()
+            loss.backward()
+            outer_optimizer.step()
+        found[kind] = rule.token_steps()
+    assert (found["softplus"] > 1 / 16).all()
+    assert (found["relu"][0, 2:] == 0).all()
