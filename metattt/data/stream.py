@@ -19,7 +19,7 @@ from metattt.data.base import Trainer
 from metattt.data.documents import FOREIGN
 from metattt.data.sources import Stream, is_local
 from metattt.data.tokenizers import load_tokenizer
-from metattt.data.windows import Split, WindowArray, WindowData, Windows, process
+from metattt.data.windows import Split, WindowArray, WindowData, Windows, no_test_text, process
 from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
@@ -300,8 +300,10 @@ class StreamData(WindowData):
         """The windows of one split. Those of `train` have no end.
 
         Raises:
-            MetaTTTError: for `all`.
+            MetaTTTError: for `all` and `test`.
         """
+        if name == "test":
+            raise no_test_text(self.source)
         self.setup()
         if name == "all":
             raise MetaTTTError("split=all: a stream has no end; split=validation reads what is held out")
