@@ -120,7 +120,8 @@ class Runner:
         overrides = list(cell.overrides)
         if cell.of is not None:
             run = self.folder / cell.of.place
-            if not (read_cell(run) or Record([], [], "running")).state == "finished":
+            trained = read_cell(run)
+            if trained is None or trained.state != "finished":
                 self._set(Result(cell, folder, False, f"{cell.of.name} has not finished", 0.0), True)
                 return None
             overrides.append(f"checkpoint={_quoted(run)}")
