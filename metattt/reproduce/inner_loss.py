@@ -19,7 +19,7 @@ from metattt.reproduce.seeds import spread
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WEIGHTS = {"init": "ℓ(W₀)", "step_0": "ℓ(W₍ₜ₋₁₎)", "step_1": "ℓ(W₍ₜ₎)"}
+WEIGHTS = {"init": "ℓ(W_0)", "step_0": "ℓ(W_{t-1})", "step_1": "ℓ(W_t)"}
 POINTS = 16  # of a curve in the picture, each the mean of as many mini-batches
 
 
@@ -83,7 +83,7 @@ class InnerLoss(Comparison):
                 ones = [one for one in mine if one.index == index]
                 table.append({
                     "row": f"`{name}`", "layer": index, "seeds": len(ones),
-                    **{f"{sign}, {'last' if last else 'first'} quarter": spread([one.quarter(key, last) for one in ones])
+                    **{f"`{sign}`, {'last' if last else 'first'} quarter": spread([one.quarter(key, last) for one in ones])
                        for key, sign in WEIGHTS.items() for last in (False, True)},
                 })  # fmt: skip
             seen += _sentences(name, mine)
@@ -97,7 +97,7 @@ class InnerLoss(Comparison):
             for row, index in panels:
                 axes = grid[names.index(row)][[i for name, i in panels if name == row].index(index)]
                 ones = [one for one in layers if (one.row, one.index) == (row, index)]
-                draw_curves(axes, {sign: [one.curve(key) for one in ones] for key, sign in WEIGHTS.items()})
+                draw_curves(axes, {f"${sign}$".replace("ℓ", r"\ell"): [one.curve(key) for one in ones] for key, sign in WEIGHTS.items()})
                 axes.set(title=f"{row}, layer {index}", xlabel="position (tokens)", ylabel="inner loss ℓ")
             grid[0][0].legend(fontsize="small")
 
@@ -119,9 +119,9 @@ def _sentences(name: str, layers: Sequence[Layer]) -> list[str]:
     learned = sum(one.quarter("step_0", True) < one.quarter("init", True) for one in layers)
     gap = sum(_gap(one, True) > _gap(one, False) for one in layers)
     return [
-        f"`{name}`, {count} curves (layers and seeds): the step of a mini-batch lowers its own loss, ℓ(W₍ₜ₎) < ℓ(W₍ₜ₋₁₎), in {step}; what "
-        f"was learned before helps, ℓ(W₍ₜ₋₁₎) < ℓ(W₀) in the last quarter, in {learned}; the gap ℓ(W₀) − ℓ(W₍ₜ₎) grows from the first "
-        f"quarter to the last in {gap}."
+        f"`{name}`, {count} curves (layers and seeds): the step of a mini-batch lowers its own loss, `{WEIGHTS['step_1']} < {WEIGHTS['step_0']}`, "
+        f"in {step}; what was learned before helps, `{WEIGHTS['step_0']} < {WEIGHTS['init']}` in the last quarter of the sequence, in "
+        f"{learned}; the gap `{WEIGHTS['init']} - {WEIGHTS['step_1']}` is larger in the last quarter than in the first in {gap}."
     ]
 
 

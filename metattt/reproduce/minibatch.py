@@ -37,11 +37,13 @@ class Minibatch(Comparison):
         compared, rows = self.compare(size, runner), self.rows(size)
         scores = {row.name: [bits_per_byte(one.test) for one in compared.of(row) if one.test] for row in rows}
         speeds = {row.name: [speed(one.run) for one in compared.of(row)] for row in rows}
-        table: list[Record] = [
-            {"mini-batch": row.name, "test bits per byte": spread(scores[row.name]), "seeds": len(scores[row.name]),
-             "learning rate": "" if (rate := compared.best(row)) is None else f"{rate:g}", "training, tokens/s": spread(speeds[row.name], 0)}
-            for row in rows
-        ]  # fmt: skip
+        table: list[Record] = []
+        for row in rows:
+            rate = compared.best(row)
+            table.append({
+                "mini-batch": row.name, "test bits per byte": spread(scores[row.name]), "seeds": len(scores[row.name]),
+                "learning rate": "" if rate is None else f"{rate:g}", "training, tokens/s": spread(speeds[row.name], 0),
+            })  # fmt: skip
         records = [
             {"mini_batch": one.row.name, "seed": one.seed, "learning_rate": one.learning_rate,
              "test_bits_per_byte": bits_per_byte(one.test), "training_tokens_per_second": speed(one.run)}
