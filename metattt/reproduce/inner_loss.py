@@ -118,10 +118,11 @@ def _sentences(name: str, layers: Sequence[Layer]) -> list[str]:
     step = sum(statistics.fmean(one.losses["step_1"]) < statistics.fmean(one.losses["step_0"]) for one in layers)
     learned = sum(one.quarter("step_0", True) < one.quarter("init", True) for one in layers)
     gap = sum(_gap(one, True) > _gap(one, False) for one in layers)
+    init, before, after = WEIGHTS.values()
     return [
-        f"`{name}`, {count} curves (layers and seeds): the step of a mini-batch lowers its own loss, `{WEIGHTS['step_1']} < {WEIGHTS['step_0']}`, "
-        f"in {step}; what was learned before helps, `{WEIGHTS['step_0']} < {WEIGHTS['init']}` in the last quarter of the sequence, in "
-        f"{learned}; the gap `{WEIGHTS['init']} - {WEIGHTS['step_1']}` is larger in the last quarter than in the first in {gap}."
+        f"`{name}`, {count} curves (layers and seeds): the step of a mini-batch lowers its own loss, `{after} < {before}`, in {step}; "
+        f"what was learned before helps, `{before} < {init}` in the last quarter of the sequence, in {learned}; "
+        f"the gap `{init} - {after}` is larger in the last quarter than in the first in {gap}."
     ]
 
 

@@ -54,7 +54,8 @@ class Latency(Claim):
                 axes.grid(alpha=0.3)
             figure.axes[0].legend(fontsize="small")
 
-        settings = [f"every cell: `metattt bench model {' '.join(size.overrides)}`", "the least of the timed calls; layers are called in turn"]
+        settings = [f"every cell: `metattt bench model {' '.join(size.overrides)}`"]
+        settings.append("the least of the timed calls; layers are called in turn")
         failed = [f"{result.cell.name}: {result.message}" for result in results if not result.finished]
         return Report(_growth(curves), tables, records, draw if records else None, settings, failed)
 
