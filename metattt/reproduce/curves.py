@@ -110,7 +110,7 @@ def draw_curves(axes: Axes, curves: Mapping[str, Sequence[Sequence[tuple[float, 
         values = [[y for _, y in column if math.isfinite(y)] or [math.nan] for column in columns]
         colour = f"C{number % 10}"
         axes.plot(x, [statistics.fmean(ones) for ones in values], color=colour, label=name, linewidth=1.6, marker="o", markersize=3)
-        axes.fill_between(x, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(x, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.12, linewidth=0)
     axes.grid(alpha=0.3)
 
 

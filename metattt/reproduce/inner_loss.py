@@ -38,6 +38,12 @@ class Layer(NamedTuple):
         count = max(1, len(values) // 4)
         return statistics.fmean(values[-count:] if last else values[:count])
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether no step changed the loss: the layer's inner learning rates have become zero."""
+        pairs = zip(self.losses["init"], self.losses["step_1"], strict=True)
+        return all(abs(first - last) <= 1e-6 * abs(first) for first, last in pairs)
+
     def curve(self, weights: str) -> list[tuple[float, float]]:
         """Points for a picture."""
         values = self.losses[weights]
@@ -118,12 +124,16 @@ def _sentences(name: str, layers: Sequence[Layer]) -> list[str]:
     step = sum(statistics.fmean(one.losses["step_1"]) < statistics.fmean(one.losses["step_0"]) for one in layers)
     learned = sum(one.quarter("step_0", True) < one.quarter("init", True) for one in layers)
     gap = sum(_gap(one, True) > _gap(one, False) for one in layers)
+    dead = [f"layer {one.index} with seed {one.seed}" for one in layers if one.is_dead]
     init, before, after = WEIGHTS.values()
-    return [
+    told = [
         f"`{name}`, {count} curves (layers and seeds): the step of a mini-batch lowers its own loss, `{after} < {before}`, in {step}; "
         f"what was learned before helps, `{before} < {init}` in the last quarter of the sequence, in {learned}; "
         f"the gap `{init} - {after}` is larger in the last quarter than in the first in {gap}."
     ]
+    if dead:
+        told.append(f"In {len(dead)} of these curves the inner loop does not move, `{after} = {init}` to a millionth: {', '.join(dead)}.")
+    return told
 
 
 def _gap(layer: Layer, last: bool) -> float:
