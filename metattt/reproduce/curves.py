@@ -16,6 +16,8 @@ from metattt.reproduce.seeds import order, spread
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+BANDS = "lines of the picture are means over seeds, bands reach from the lowest seed to the highest"
+
 
 class Bin(NamedTuple):
     """Positions `first` … `last` (tokens of context, counted from 1), and the bits per byte over them."""

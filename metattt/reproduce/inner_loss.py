@@ -12,7 +12,7 @@ from metattt.registry import register
 from metattt.reproduce.base import Size
 from metattt.reproduce.cells import Runner
 from metattt.reproduce.compare import Compared, Comparison, settings_of
-from metattt.reproduce.curves import draw_curves
+from metattt.reproduce.curves import BANDS, draw_curves
 from metattt.reproduce.report import Record, Report
 from metattt.reproduce.seeds import spread
 
@@ -114,7 +114,7 @@ class InnerLoss(Comparison):
         ]
         return Report(
             seen, {"Inner loss, mean over test windows, heads and features": table}, records, draw if layers else None,
-            settings_of(size, self.lower_is_better, self.objective), compared.failures(),
+            [*settings_of(size, self.lower_is_better, self.objective), BANDS], compared.failures(),
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from metattt.reproduce.base import Size
 from metattt.reproduce.cells import Runner
 from metattt.reproduce.compare import Comparison, edges, settings_of
 from metattt.reproduce.curves import (
+    BANDS,
     at,
     change,
     curves_of,
@@ -64,7 +65,7 @@ class Position(Comparison):
 
         return Report(
             [*seen, *edges(compared)], {"Test bits per byte by position": table_of(compared, places)}, records_of(compared),
-            draw if curves else None, settings_of(size, self.lower_is_better, self.objective), compared.failures(),
+            draw if curves else None, [*settings_of(size, self.lower_is_better, self.objective), BANDS], compared.failures(),
         )  # fmt: skip
 
 
