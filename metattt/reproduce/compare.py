@@ -59,11 +59,11 @@ class Compared(NamedTuple):
         return (min if self.lower_is_better else max)(tried, key=lambda rate: tried[rate]) if tried else None
 
     def at_the_edge(self) -> list[str]:
-        """The rows whose best learning rate is the smallest or largest of three or more that were tried."""
+        """The rows whose best learning rate is the smallest or largest of those that were tried."""
         found = []
         for name, tried in self.tried.items():
             best = next((self.best(one.row) for one in self.scored if one.row.name == name), None)
-            if len(tried) > 2 and best in (min(tried), max(tried)):
+            if len(tried) > 1 and best in (min(tried), max(tried)):
                 found.append(name)
         return found
 

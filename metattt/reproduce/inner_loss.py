@@ -28,7 +28,7 @@ class Layer(NamedTuple):
 
     row: str
     seed: int
-    index: int
+    block: int
     position: list[float]
     losses: dict[str, list[float]]
 
@@ -85,8 +85,8 @@ class InnerLoss(Comparison):
         seen = []
         for name in dict.fromkeys(one.row for one in layers):
             mine = [one for one in layers if one.row == name]
-            for index in sorted({one.index for one in mine}):
-                ones = [one for one in mine if one.index == index]
+            for index in sorted({one.block for one in mine}):
+                ones = [one for one in mine if one.block == index]
                 table.append({
                     "row": f"`{name}`", "layer": index, "seeds": len(ones),
                     **{f"`{sign}`, {'last' if last else 'first'} quarter": spread([one.quarter(key, last) for one in ones])
@@ -95,20 +95,20 @@ class InnerLoss(Comparison):
             seen += _sentences(name, mine)
 
         def draw(figure: Figure) -> None:
-            panels = list(dict.fromkeys((one.row, one.index) for one in layers))
+            panels = list(dict.fromkeys((one.row, one.block) for one in layers))
             columns = max(sum(row == name for row, _ in panels) for name, _ in panels)
             names = list(dict.fromkeys(row for row, _ in panels))
             figure.set_size_inches(4.2 * columns, 3.2 * len(names))
             grid = figure.subplots(len(names), columns, squeeze=False)
             for row, index in panels:
                 axes = grid[names.index(row)][[i for name, i in panels if name == row].index(index)]
-                ones = [one for one in layers if (one.row, one.index) == (row, index)]
+                ones = [one for one in layers if (one.row, one.block) == (row, index)]
                 draw_curves(axes, {f"${sign}$".replace("ℓ", r"\ell"): [one.curve(key) for one in ones] for key, sign in WEIGHTS.items()})
                 axes.set(title=f"{row}, layer {index}", xlabel="position (tokens)", ylabel="inner loss ℓ")
             grid[0][0].legend(fontsize="small")
 
         records = [
-            {"row": one.row, "seed": one.seed, "layer": one.index, "position": at, **{key: one.losses[key][place] for key in WEIGHTS}}
+            {"row": one.row, "seed": one.seed, "layer": one.block, "position": at, **{key: one.losses[key][place] for key in WEIGHTS}}
             for one in layers
             for place, at in enumerate(one.position)
         ]
@@ -124,7 +124,7 @@ def _sentences(name: str, layers: Sequence[Layer]) -> list[str]:
     step = sum(statistics.fmean(one.losses["step_1"]) < statistics.fmean(one.losses["step_0"]) for one in layers)
     learned = sum(one.quarter("step_0", True) < one.quarter("init", True) for one in layers)
     gap = sum(_gap(one, True) > _gap(one, False) for one in layers)
-    dead = [f"layer {one.index} with seed {one.seed}" for one in layers if one.is_dead]
+    dead = [f"layer {one.block} with seed {one.seed}" for one in layers if one.is_dead]
     init, before, after = WEIGHTS.values()
     told = [
         f"`{name}`, {count} curves (layers and seeds): the step of a mini-batch lowers its own loss, `{after} < {before}`, in {step}; "
