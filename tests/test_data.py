@@ -92,6 +92,54 @@ def test_few_documents_still_have_both_splits(tmp_path: Path) -> None:
     assert one.split("train") == [text[:180]] and one.split("validation") == [text[180:]]
 
 
+def test_the_test_split_shares_no_text_with_the_others(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "copy.txt").write_bytes((tmp_path / "3.txt").read_bytes())
+    settings = {"context_length": 16, "validation_fraction": 0.3}
+    data = TextData(str(tmp_path), **settings, test_fraction=0.3)
+    splits = [data.split(name) for name in ("train", "validation", "test")]
+    assert all(len(one) >= 3 for one in splits) and sum(map(len, splits)) == 30
+    assert len(set().union(*splits)) == 30  # by content: the copy counts once
+    before = TextData(str(tmp_path), **settings)
+    assert set(before.split("validation")) == set(splits[1]) and not set(before.split("validation")) & set(splits[2])
+    seeds = [TextData(str(tmp_path), **settings, test_fraction=0.3, seed=seed, split_seed=0) for seed in (1, 2)]
+    assert [one.split("test") for one in seeds] == [splits[2], splits[2]]
+    assert not np.array_equal(*(next(iter(one.train_dataloader())).numpy() for one in seeds))  # the order is not the same
+
+
+def test_the_standard_library_has_three_splits_without_common_text() -> None:
+    data = TextData(test_fraction=0.1, seed=7, split_seed=0)
+    train, validation, test = (set(data.split(name)) for name in ("train", "validation", "test"))
+    assert not train & validation and not train & test and not validation & test
+    assert min(len(train), len(validation), len(test)) > 30
+
+
+def test_one_document_and_other_files_to_validate_on_have_a_test_split(tmp_path: Path) -> None:
+    write(tmp_path / "one", files=1)
+    text = (tmp_path / "one" / "0.txt").read_bytes()
+    one = TextData(str(tmp_path / "one"), test_fraction=0.2)
+    assert [one.split(name) for name in ("train", "test", "validation")] == [[text[:140]], [text[140:180]], [text[180:]]]
+    write(tmp_path / "more", files=3, size=30)
+    both = TextData(str(tmp_path / "more"), validation_path=str(tmp_path / "one"), test_fraction=0.1)
+    assert both.split("validation") == [text] and len(both.split("test")) == 1 and len(both.split("train")) == 2
+    (tmp_path / "more" / "copy.txt").write_bytes(text)
+    again = TextData(str(tmp_path / "more"), validation_path=str(tmp_path / "one"), test_fraction=0.1)
+    assert text not in again.split("train") + again.split("test")
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 0.9, 1.0, float("nan")])
+def test_a_test_split_that_leaves_nothing_to_train_on_is_refused(fraction: float) -> None:
+    with pytest.raises(MetaTTTError, match=r"data\.test_fraction=.* is not allowed"):
+        TextData(test_fraction=fraction)
+
+
+def test_a_test_split_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MetaTTTError, match=r"set data\.test_fraction=0\.1, before training"):
+        TextData(str(write(tmp_path, files=2))).split("test")
+    with pytest.raises(MetaTTTError, match="2 documents, too few for 3 splits"):
+        TextData(str(tmp_path), test_fraction=0.1).split("test")
+
+
 def test_windows_are_the_text_with_separators(tmp_path: Path) -> None:
     data = TextData(str(write(tmp_path)), context_length=31)
     windows = data.windows("train")

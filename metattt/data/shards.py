@@ -10,7 +10,7 @@ import numpy as np
 from metattt.data.manifest import read_manifest, refuse_strangers
 from metattt.data.shard_file import Seen, ShardFile, check_together, trust
 from metattt.data.tokenizers import read_tokenizer
-from metattt.data.windows import Split, WindowArray, WindowData
+from metattt.data.windows import Split, WindowArray, WindowData, no_test_text
 from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
@@ -144,10 +144,10 @@ class ShardData(WindowData):
         """The windows of one split; `all` is the training windows and then those of validation.
 
         Raises:
-            MetaTTTError: if the split is shorter than one window.
+            MetaTTTError: if the split is shorter than one window; `test`.
         """
         if name == "test":
-            raise MetaTTTError("split=test: shards are split in train and validation alone; set split=validation")
+            raise no_test_text(self.path)
         if name not in self._windows:
             self.setup()
             width = self.context_length + 1

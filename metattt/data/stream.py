@@ -19,7 +19,7 @@ from metattt.data.base import Trainer
 from metattt.data.documents import FOREIGN
 from metattt.data.sources import Stream, is_local
 from metattt.data.tokenizers import load_tokenizer
-from metattt.data.windows import Split, WindowArray, WindowData, Windows, process
+from metattt.data.windows import Split, WindowArray, WindowData, Windows, no_test_text, process
 from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
@@ -302,10 +302,11 @@ class StreamData(WindowData):
         Raises:
             MetaTTTError: for `all` and `test`.
         """
+        if name == "test":
+            raise no_test_text(self.source)
         self.setup()
-        if name in ("all", "test"):
-            why = "a stream has no end" if name == "all" else "a stream is split in train and validation alone"
-            raise MetaTTTError(f"split={name}: {why}; split=validation reads what is held out")
+        if name == "all":
+            raise MetaTTTError("split=all: a stream has no end; split=validation reads what is held out")
         assert self._train is not None
         return self._train if name == "train" else self._validation
 

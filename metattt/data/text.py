@@ -11,7 +11,7 @@ from torch import Tensor
 from metattt.data.base import MOST_SEED
 from metattt.data.documents import Document, read_documents
 from metattt.data.windows import Split, Tokenizer, WindowData
-from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
 
 
@@ -46,7 +46,7 @@ class ByteTokenizer:
 
 @register(group="data", name="text")
 class TextData(WindowData):
-    """Files of text, split into training and validation by document, cut into windows of bytes.
+    """Files of text, split into training, validation and test by document, cut into windows of bytes.
 
     Args:
         path: a file, a folder (searched recursively) or a list of these: txt, md, py, jsonl, parquet. None: the sources
@@ -55,17 +55,19 @@ class TextData(WindowData):
         context_length: T, tokens that the model reads (a window has one more: the last label).
         batch_size: windows per batch.
         validation_fraction: share of the documents held out, chosen by a hash of their names. If there is only one
-            document, its end is held out. With `validation_path` nothing else is.
-        validation_max_bytes: validate on at most this much text, evenly spread over the held-out documents. None: on
-            all.
+            document, its end is held out. With `validation_path` none are.
+        validation_max_bytes: validate (and test) on at most this much text, evenly spread over the held-out documents.
+            None: on all.
         max_bytes: use at most this much training text, a random choice of documents. None: all.
         text_key: key (jsonl) or column (parquet) that holds the text.
         seed: of the split and of the order of the windows.
         num_workers: processes that make batches; 0 makes them in the training process.
         document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
-        test_fraction: share of the documents that is neither trained on nor validated on, for what is reported after the
-            choices that validation was for: `metattt eval split=test`. 0: none.
-        split_seed: of the split alone, so that runs with other seeds hold out the same documents. None: `seed`.
+        test_fraction: share of the documents of `path` kept for the split `test`, which neither training nor
+            validation reads: settings are chosen on the validation text and reported on this one. The validation text
+            is the same without it. Of one document, it is the part before the validation text. Documents whose text
+            occurs twice count once, so that the splits share none. 0: no such split.
+        split_seed: of the split alone, so that runs with different seeds read the same text. None: `seed`.
 
     Raises:
         MetaTTTError: a size that is not allowed; from `setup`: what `read_documents` refuses, and text that is too
@@ -93,16 +95,20 @@ class TextData(WindowData):
             raise MetaTTTError(
                 f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"
             )
-        check_number("data.test_fraction", test_fraction, least=0, below=1 - validation_fraction)
-        if split_seed is not None:
-            check_integer("data.split_seed", split_seed, 0, MOST_SEED)
+        if not 0 <= test_fraction < 1 - validation_fraction:
+            raise MetaTTTError(
+                f"data.test_fraction={test_fraction} is not allowed: it must be at least 0, and leave text to train on "
+                f"beside data.validation_fraction={validation_fraction}"
+            )
         for name, value in (("max_bytes", max_bytes), ("validation_max_bytes", validation_max_bytes)):
             if value is not None:
                 check_integer(f"data.{name}", value)
         self.path, self.validation_path = path, validation_path
         self.validation_fraction, self.validation_max_bytes = validation_fraction, validation_max_bytes
-        self.max_bytes, self.text_key = max_bytes, text_key
+        if split_seed is not None:
+            check_integer("data.split_seed", split_seed, 0, MOST_SEED)
         self.test_fraction, self.split_seed = test_fraction, seed if split_seed is None else split_seed
+        self.max_bytes, self.text_key = max_bytes, text_key
         self.tokenizer: Tokenizer = ByteTokenizer()  # another one may take its place before the windows are read
         self._documents: list[Document] | None = None
         self._held_out: list[Document] = []  # of `validation_path`
@@ -125,45 +131,62 @@ class TextData(WindowData):
     def documents(self) -> list[Document]:
         """All documents, in a random order that depends on their names alone."""
         if self._documents is None:
-            self._documents = self._read(self.path, "data.path")
             if self.validation_path is not None:
                 self._held_out = self._read(self.validation_path, "data.validation_path")
+            self._documents = self._read(self.path, "data.path")
         return self._documents
 
     def _read(self, path: str | Sequence[str] | None, key: str) -> list[Document]:
         given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else path
         documents = read_documents(given, self.text_key, key)
-        return sorted(documents, key=lambda document: (document.share(self.split_seed), document.key))
+        documents.sort(key=lambda document: (document.share(self.split_seed), document.key))
+        if self.test_fraction:
+            seen = {document.text for document in self._held_out}
+            documents = [one for one in documents if not (one.text in seen or seen.add(one.text))]  # type: ignore[func-returns-value]
+        return documents
 
     def split(self, name: Split) -> list[bytes]:
         """The texts of one split: `train`, `validation`, `test` or `all`.
 
         Raises:
-            MetaTTTError: there is no such split, or fewer documents than splits.
+            MetaTTTError: `test` without a `test_fraction`, or too few documents for all three.
         """
         documents = self.documents
-        if name == "test" and not self.test_fraction:
-            raise MetaTTTError("split=test has no text: the split has none, set data.test_fraction=0.1 when training")
         if name == "all":
             return [document.text for document in (*documents, *self._held_out)]
-        if name == "validation" and self._held_out:
+        if name == "test" and not self.test_fraction:
+            raise MetaTTTError("there is no test text: set data.test_fraction=0.1, before training, to keep some")
+        if self._held_out and name == "validation":
             return [document.text for document in self._held_out]
-        validated = 0.0 if self._held_out else self.validation_fraction
+        shares = (0.0 if self._held_out else self.validation_fraction, self.test_fraction)
         if len(documents) == 1:
             text = documents[0].text
-            cut, end = (round(len(text) * (1 - share)) for share in (validated + self.test_fraction, validated))
-            return [{"train": text[:cut], "test": text[cut:end], "validation": text[end:]}[name]]
-        shares = [document.share(self.split_seed) for document in documents]  # in order
-        splits = (validated > 0) + (self.test_fraction > 0) + 1
-        if len(documents) < splits:
-            raise MetaTTTError(
-                f"data.path={self.path} has {len(documents)} documents for {splits} splits: give more, or set data.test_fraction=0"
-            )
-        end = min(max(sum(share < validated for share in shares), validated > 0), len(documents) - splits + 1)
-        tested = sum(share < validated + self.test_fraction for share in shares[end:]) if self.test_fraction else 0
-        cut = end + min(max(tested, self.test_fraction > 0), len(documents) - end - 1)
-        chosen = {"validation": documents[:end], "test": documents[end:cut], "train": documents[cut:]}[name]
+            end = round(len(text) * (1 - shares[0]))
+            start = round(len(text) * (1 - sum(shares)))
+            return [{"train": text[:start], "test": text[start:end], "validation": text[end:]}[name]]
+        validation, test = self._counts(shares)
+        chosen = {
+            "validation": documents[:validation],
+            "test": documents[validation : validation + test],
+            "train": documents[validation + test :],
+        }[name]
         return [document.text for document in chosen]
+
+    def _counts(self, shares: tuple[float, float]) -> tuple[int, int]:
+        """How many documents are to validate and to test on; they are in the order of their shares.
+
+        Raises:
+            MetaTTTError: not enough documents for one in every split.
+        """
+        count, splits = len(self.documents), 1 + sum(share > 0 for share in shares)
+        if count < splits:
+            raise MetaTTTError(
+                f"data.path={self.path} has {count} documents, too few for {splits} splits: give more, or set data.test_fraction=0"
+            )
+        below = [sum(one.share(self.split_seed) < edge for one in self.documents) for edge in (shares[0], sum(shares))]
+        test = max(below[1] - below[0], 1) if shares[1] else 0
+        validation = min(max(below[0], 1), count - splits + 1) if shares[0] else 0
+        return validation, min(test, count - validation - 1)
 
     def windows(self, name: Split) -> np.ndarray:
         """The windows of one split, `[N, T + 1]`, one after the other and without overlap.

@@ -12,11 +12,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, Trainer
-from metattt.errors import check_flag, check_integer
+from metattt.errors import MetaTTTError, check_flag, check_integer
 
 Split = Literal["train", "validation", "test", "all"]
 SHOWN: tuple[tuple[Split, int], ...] = (("train", 1), ("validation", 2))  # sizes, with their digits
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
+
+
+def no_test_text(source: str) -> MetaTTTError:
+    """What a user reads who asks for the split `test` of a kind of text that has none."""
+    return MetaTTTError(f"{source} has no test text: only data=text keeps some, with data.test_fraction=0.1")
 
 
 class Tokenizer(Protocol):

@@ -33,7 +33,8 @@ from metattt.models.language_model import LanguageModel
 from metattt.registry import PARAMETERS
 
 ROWS = 40  # a table with more positions than this is left to the CSV
-ORDER_ONLY = ("seed", "split_seed", "validation_fraction", "test_fraction", "max_bytes")  # of the data, if split=all
+# fields of the data that split=all does not depend on
+ORDER_ONLY = ("seed", "split_seed", "validation_fraction", "test_fraction", "max_bytes")
 CONTEXT = 2048  # tokens, of a model that does not say
 SHARED = ("context_length", "batch_size", "seed", "num_workers", "document_reset")  # fields of every kind of text
 NOT_TEXT = ("batch_size", "num_workers", "document_reset")  # fields that do not choose the text
@@ -268,7 +269,7 @@ def _data(text: dict[str, Any], tokenizer: Tokenizer) -> WindowData:
 
 def _check_same_text(first: dict[str, Any], other: dict[str, Any], one: str, two: str, split: Split) -> None:
     """Refuses a comparison on different texts, or on a text that one of the two was trained on."""
-    ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else ())
+    ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else () if first.get("split_seed") is None else ("seed",))
     for key in sorted(first.keys() & other.keys()):
         if key not in ignored and first[key] != other[key]:
             known = (
