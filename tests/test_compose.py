@@ -1,9 +1,11 @@
 """Composition: every layer config builds, a mistake costs one or two lines, the working directory does not matter."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from omegaconf import OmegaConf
 
 from metattt import build
 from metattt.cli import COMMANDS, main
+from metattt.composition.announced import announced
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.overrides import quote_free_text
@@ -265,3 +268,21 @@ def test_known_layers_are_what_their_names_say(name: str, monkeypatch: pytest.Mo
     y = y.unflatten(2, (2, 8)).transpose(1, 2)
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_what_packages_announce_is_read_again_when_one_comes_or_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a notebook installs one: the folders of `sys.path` say that something is new."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = announced("metattt.configs")
+    assert announced("metattt.configs") is before
+    info = tmp_path / "another-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[metattt.configs]\nanother = another.configs\n")
+    assert {entry.value for entry in announced("metattt.configs")} == {entry.value for entry in before} | {"another.configs"}
+    shutil.rmtree(info)
+    assert announced("metattt.configs") == before
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "nowhere")])
+    assert announced("metattt.configs") == before
