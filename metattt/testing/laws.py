@@ -120,7 +120,7 @@ def derivatives(spec: Specimen) -> float:
             moved = {**values, name: values[name] + step * direction} if name in values else values
             tokens = x if name in values else x + step * direction
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 y = functional_call(layer, moved, (tokens,))[0]
             return (y * cotangent(y)).sum()
 
@@ -158,7 +158,7 @@ def causality(spec: Specimen) -> float:
         raise NotApplicable(_not_causal(layer))
     x = spec.tokens().requires_grad_()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         y, _ = layer(x)
     worst = 0.0
     for t in range(x.shape[1] - 1):
