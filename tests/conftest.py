@@ -24,6 +24,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once() -> Iterator[None]:
+    """Most tests begin with a composition, many with the same: see `compositions_for_tests`."""
+    from compositions_for_tests import remembering
+
+    from metattt.composition import compose
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "_compose", remembering(compose._compose))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     torch.set_num_threads(1)
