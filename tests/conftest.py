@@ -16,12 +16,30 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file stays with one worker: what its tests share, a run or four processes, is made once. Files go by name: those
-    with few and long tests would come last by the number of tests."""
+    """A file stays with one worker: what its tests share, a run or four processes, is made once. Files go in the order in
+    which they were collected: those with few and long tests would come last by the number of tests."""
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests come first, so that no worker is left alone with them at the end."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once() -> Iterator[None]:
+    """Most tests begin with a composition, many with the same: see `compositions_for_tests`."""
+    from compositions_for_tests import remembering
+
+    from metattt.composition import compose
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "_compose", remembering(compose._compose))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,24 @@
 """Composition: every layer config builds, a mistake costs one or two lines, the working directory does not matter."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
+from compositions_for_tests import remembering
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
 from metattt import build
 from metattt.cli import COMMANDS, main
+from metattt.composition import compose as composition
+from metattt.composition.announced import announced
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.overrides import quote_free_text
@@ -265,3 +271,48 @@ def test_known_layers_are_what_their_names_say(name: str, monkeypatch: pytest.Mo
     y = y.unflatten(2, (2, 8)).transpose(1, 2)
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_what_packages_announce_is_read_again_when_one_comes_or_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a notebook installs one: the folders of `sys.path` say that something is new."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = announced("metattt.configs")
+    assert announced("metattt.configs") is before
+    info = tmp_path / "another-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[metattt.configs]\nanother = another.configs\n")
+    assert {entry.value for entry in announced("metattt.configs")} == {entry.value for entry in before} | {"another.configs"}
+    shutil.rmtree(info)
+    assert announced("metattt.configs") == before
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "nowhere")])
+    assert announced("metattt.configs") == before
+
+
+def test_what_tests_remember_is_what_hydra_composes() -> None:
+    """See `compositions_for_tests`: the same text, types and refusals, and nobody sees what another has changed."""
+    compose("layer=ttt_mlp")  # what can be composed is known
+    hydra, asked = composition._compose.plain, []  # type: ignore[attr-defined]
+
+    def counted(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
+        asked.append(overrides)
+        return hydra(overrides, job)
+
+    remembered = remembering(counted)
+    for folder in ("/a", "runs/b c"):
+        overrides = ["layer=ttt_mlp", f"output_dir='{folder}'", "data.path='/d/e.txt'", "trainer.max_steps=3"]
+        found, expected = remembered(overrides, "train"), hydra(overrides, "train")
+        assert found == expected and OmegaConf.to_yaml(found[0]) == OmegaConf.to_yaml(expected[0])
+        assert OmegaConf.is_struct(found[0]) == OmegaConf.is_struct(expected[0])
+        assert OmegaConf.get_type(found[0], "layer") == OmegaConf.get_type(expected[0], "layer")
+        found[0].dim = 3
+    assert len(asked) == 1
+    for overrides in (["data=digits", "data.path='/a'"], ["output_dir='a'", "trainer.nothing=3"]):
+        said = []
+        for compose_ in (remembered, hydra):
+            with pytest.raises(HydraException) as error:
+                compose_(overrides, "train")
+            said.append(str(error.value))
+        assert said[0] == said[1]

@@ -6,14 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes_for_tests import two_processes
+from processes_for_tests import Program, two_processes
 
 from metattt.checkpoints.convert import convert
 from metattt.checkpoints.files import find_checkpoint
@@ -35,7 +34,6 @@ TINY = (
     "dim=16", "num_heads=2", "model.num_layers=2", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu",
     "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8", "training.lr=5e-3",
 )  # fmt: skip
-LEFT_BEHIND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK")
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 
@@ -60,13 +58,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def metattt(*overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "metattt.cli", "train", *overrides]
-    # Lightning leaves the port of a run in this process (another test's) in its environment, and the port in use.
-    clean = {name: value for name, value in os.environ.items() if name not in LEFT_BEHIND}
-    return subprocess.run(command, env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
-
-
 def killed(rank: int, step: int) -> None:
     """This process is going to be killed at the end of a step."""
     end = LossCurve.on_train_batch_end
@@ -81,11 +72,13 @@ def killed(rank: int, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def together(runs: Path) -> dict[str, tuple[Path, subprocess.CompletedProcess[str]]]:
-    """Ten steps in two processes, by strategy."""
+    """Ten steps in two processes, by strategy, of which the command starts the second."""
     found = {}
     for strategy in ("ddp", "fsdp"):
         settings = (*TINY, f"data.path={runs / 'corpus'}", f"output_dir={runs / strategy}", "trainer.max_steps=10")
-        found[strategy] = runs / strategy, metattt(*settings, f"trainer={strategy}", "trainer.devices=2")
+        command = ("-m", "metattt.cli", "train", *settings, f"trainer={strategy}", "trainer.devices=2")
+        (runs / f"{strategy}_said").mkdir()
+        found[strategy] = runs / strategy, Program(*command, folder=runs / f"{strategy}_said").done()
     return found
 
 

@@ -18,8 +18,8 @@ from metattt.data.text import ByteTokenizer
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.models.language_model import LanguageModel
-from metattt.training import step_statistics
-from metattt.training.callbacks import Progress
+from metattt.training import callbacks, step_statistics
+from metattt.training.callbacks import LossCurve, Progress
 from metattt.training.inner_warmup import InnerWarmup
 from metattt.training.step_statistics import Pace
 from metattt.training.text_job import TextJob, printable
@@ -161,3 +161,29 @@ def test_an_inner_learning_rate_of_zero_has_no_warm_up() -> None:
     layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.base_lr=0")
     with pytest.raises(MetaTTTError, match=r"base_lr=0: leave it out"):
         InnerWarmup().on_fit_start(SimpleNamespace(), SimpleNamespace(modules=layer.modules))  # type: ignore[arg-type]
+
+
+def test_the_curve_is_drawn_at_once_then_now_and_then_and_whole_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, drawn = [0.0], []
+
+    def plot(points: dict[str, list[list[float]]], *_: Any) -> None:
+        now[0] += 2.0  # seconds that drawing takes
+        drawn.append(len(points["validation"]))
+
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(callbacks, "plot", plot)
+    curve = LossCurve(str(tmp_path / "curve.png"), every=1)
+    metrics = {"validation/bits_per_byte": torch.tensor(2.0)}
+    for step in range(1, 31):  # one validation every ten seconds
+        now[0] += 10.0
+        trainer: Any = SimpleNamespace(global_step=step, is_global_zero=True, callback_metrics=metrics)
+        curve.on_validation_end(trainer, None)  # type: ignore[arg-type]
+    assert drawn == [1, 21]  # not before 200 seconds have passed: a hundred times what drawing takes
+    for _ in range(2):
+        curve.on_train_end(trainer, None)  # type: ignore[arg-type]
+    assert drawn == [1, 21, 30]
+    other = SimpleNamespace(**{**vars(trainer), "is_global_zero": False})
+    LossCurve(str(tmp_path / "curve.png")).on_train_end(other, None)  # type: ignore[arg-type]
+    assert drawn == [1, 21, 30]

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes_for_tests import Program
 
 from metattt.checkpoints.rolling import steps
 from metattt.testing.kills import STEPS, TINY, campaign, table
 
-CLEAN = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK")
-}
 SLOW_STEP = """
 import sys, time
 from metattt.cli import main
@@ -53,19 +46,9 @@ class Run:
         script.write_text(SLOW_STEP.format(step=step, marker=str(self.marker), what=what))
         settings = [one for one in TINY if not one.startswith("callbacks.watch")]
         arguments = ["train", *settings, f"data.path={folder / 'text.txt'}", f"output_dir={self.folder}", *overrides]
-        self.errors = folder / "errors.txt"
-        self.arguments = arguments
-        root = str(Path(__file__).parent.parent)
-        environment = CLEAN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(script), *arguments],
-                env=environment,
-                stderr=errors,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        atexit.register(self.process.kill)  # where a test fails
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        self.process = Program(str(script), *arguments, folder=folder, environment=environment)
+        self.errors = self.process.err
 
     def child(self) -> int:
         """The process that the run has started."""
@@ -136,8 +119,8 @@ def test_sigterm_of_one_of_two_processes_stops_both_with_a_checkpoint(tmp_path: 
     os.kill(run.child(), signal.SIGTERM)
     assert run.process.wait(60) == 143
     (last, _), *_ = steps(run.folder)
-    assert 4 < last < STEPS and run.process.stdout is not None
-    assert f"stopped at step {last} (SIGTERM)" in run.process.stdout.read()
+    assert 4 < last < STEPS
+    assert f"stopped at step {last} (SIGTERM)" in run.process.out.read_text()
 
 
 @pytest.mark.slow

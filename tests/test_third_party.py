@@ -28,7 +28,7 @@ def pip_install(source: Path, target: Path, scratch: Path) -> None:
     skip = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", "*.egg-info", "build", "runs", ".venv", "venv")
     copy = scratch / "source"
     shutil.copytree(source, copy, symlinks=True, ignore=skip)
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--target", str(target)]
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-compile", "--target", str(target)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, str(copy)], check=False, capture_output=True, text=True
     )

@@ -9,10 +9,10 @@ a user's own that no installed package announces) keep their `_target_`.
 from __future__ import annotations
 
 from collections.abc import Collection
-from importlib.metadata import entry_points
 from typing import Any
 
 from metattt.checkpoints.trust import check_keys, check_target
+from metattt.composition.announced import announced
 from metattt.composition.components import load_components
 from metattt.errors import MetaTTTError
 from metattt.registry import REGISTERED, version_of
@@ -111,5 +111,5 @@ def _is_announced(target: str) -> bool:
     components."""
     owner = target.partition(".")[0]
     return owner == "metattt" or any(
-        entry.value.partition(".")[0] == owner for entry in entry_points(group="metattt.components")
+        entry.value.partition(".")[0] == owner for entry in announced("metattt.components")
     )

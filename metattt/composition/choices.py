@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from itertools import takewhile
+
+from metattt.composition.announced import announced
 
 
 def choices(group: str, folders: Sequence[Traversable] = ()) -> dict[str, str]:
@@ -68,7 +69,7 @@ def choice_of_schema(group: str, schema: str) -> str | None:
 def files_of(group: str, folders: Sequence[Traversable] = ()) -> dict[str, Traversable]:
     """Name -> file of the choices of a group: ours, those of other packages, and those in `folders`."""
     found: dict[str, Traversable] = {}
-    packages = ["metattt.configs", *(entry.value for entry in entry_points(group="metattt.configs"))]
+    packages = ["metattt.configs", *(entry.value for entry in announced("metattt.configs"))]
     for package in packages:
         try:
             listed = _listed(files(package) / group)

@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import entry_points
 
+from metattt.composition.announced import announced
 from metattt.composition.signatures import Unreadable, constructor, find_source, registered
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, store
@@ -34,7 +34,7 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
     _read_libraries()
     for package in packages:
         _read(package)
-    for entry in entry_points(group="metattt.components"):
+    for entry in announced("metattt.components"):
         try:
             importlib.import_module(entry.value)
         except Exception as error:  # whatever a module of others raises when imported

@@ -9,7 +9,6 @@ are decorated with `metattt.registry.register`) and `metattt.configs` (packages 
 """
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -21,6 +20,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from metattt.composition.announced import announced
 from metattt.composition.blocks import fill_blocks, take_settings
 from metattt.composition.choices import groups, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
@@ -52,7 +52,7 @@ class ThirdPartyConfigs(SearchPathPlugin):
     """Adds the packages named by the entry points `metattt.configs` to Hydra's search path, after our own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for entry in entry_points(group="metattt.configs"):
+        for entry in announced("metattt.configs"):
             search_path.append(provider=entry.name, path=f"pkg://{entry.value}")
 
 

@@ -19,7 +19,7 @@ def documents_in_a_model(spec: Specimen) -> float:
     if not layer.causal:
         raise NotApplicable("not causal: a model that predicts the next token refuses it")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         layers = iter([spec.make(seed=1), spec.make(seed=2)])
         model = LanguageModel(VOCABULARY, spec.dim, 2, lambda: next(layers), ffn_dim=8, causal=False).double().eval()
     # causal=False: whether the layer tells the truth is the law of causality's to say
@@ -48,7 +48,7 @@ def documents_in_a_model(spec: Specimen) -> float:
 
 def _read(model: LanguageModel, *given: Tensor) -> Tensor:
     """Logits, with what tasks draw drawn anew."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     logits: Tensor = model(*given)
     return logits
 

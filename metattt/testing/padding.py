@@ -135,7 +135,7 @@ def _gradients_apart(layer: TTTLayer, x: Tensor, lengths: list[int], mask: Tenso
         if not length:
             continue
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             y, _ = layer(x[row : row + 1, :length].expand(x.shape[0], -1, -1))
         loss = loss + (y[row] * weight[row, mask[row]]).sum()
     expected = gradients(layer, x, loss)

@@ -77,7 +77,7 @@ class Specimen:
             MetaTTTError: the layer refuses the combination.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             return self._make(form, mini_batch_size, anchor, plain, group_size).to(dtype)
 
     def _make(
@@ -164,7 +164,7 @@ def run(
     x = x.detach().clone().requires_grad_(grads)
     ys = []
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grads):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         for start, end in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
             piece = slice(start, end)
             y, state = layer(x[:, piece], state, mask=_cut(mask, piece), reset=_cut(reset, piece))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from metattt.errors import check_integer
 from metattt.registry import register
 from metattt.training.step_statistics import Pace
+
+SHARE = 0.01  # of the time of a run, at most, that its pictures take
 
 
 @register(group="callback", name="progress")
@@ -90,10 +93,11 @@ class Progress(TQDMProgressBar):
 class LossCurve(lightning.Callback):
     """A metric against steps, as a PNG: training, validation, and the baseline as a dashed line.
 
-    The points are kept in the checkpoint, so that the curve of a resumed run is whole.
+    The points are kept in the checkpoint, so that the curve of a resumed run is whole. The picture is drawn when
+    validation ends, but not so often that drawing takes more than a hundredth of the time (`SHARE`), and at the end.
 
     Args:
-        path: the PNG to write, whenever validation ends.
+        path: the PNG to write.
         every: steps between two points of the training curve.
         metric: logged as `train/<metric>` and `validation/<metric>`.
         label: of the metric, with its unit.
@@ -113,6 +117,8 @@ class LossCurve(lightning.Callback):
         self.metric, self.label, self.title = metric, label, title
         self.baseline: float | None = None  # bits per byte; set by the training command
         self.points: dict[str, list[list[float]]] = {"train": [], "validation": []}
+        self.next = -math.inf  # the moment from which on it may be drawn again
+        self.drawn = (-1, -1)  # points of either curve in the picture
 
     def state_dict(self) -> dict[str, Any]:
         return {"points": self.points}
@@ -129,11 +135,21 @@ class LossCurve(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.global_step and trainer.is_global_zero:
             self._add("validation", trainer)
-            plot(self.points, self.baseline, self.path, self.label, self.title)
+            if time.monotonic() >= self.next:
+                self._draw()
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.is_global_zero:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Nothing is drawn again that the picture shows already."""
+        count = len(self.points["train"]), len(self.points["validation"])
+        if count != self.drawn:
+            began = time.monotonic()
             plot(self.points, self.baseline, self.path, self.label, self.title)
+            ended = time.monotonic()
+            self.drawn, self.next = count, ended + (ended - began) / SHARE
 
     def _add(self, name: str, trainer: lightning.Trainer) -> None:
         value = trainer.callback_metrics.get(f"{name}/{self.metric}")
