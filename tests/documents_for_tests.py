@@ -16,7 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-BLOCK = re.compile(r"(?P<mark><!-- (?P<how>run|shown: [^>]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?P<mark><!-- (?P<how>run|shown: [^>]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
 FILE = re.compile(r"(?:# @package \S+\n)?# (?P<name>[\w/.-]+\.(?:py|yaml))\b")
 
 SMALL = (

@@ -8,14 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import tomllib
 import yaml
 from documents_for_tests import PAGES, ROOT, SMALL, Block, blocks, commands, name_of, of_metattt
 
@@ -23,9 +24,8 @@ from metattt.cli import COMMANDS, main
 from metattt.composition.compose import compose
 from metattt.testing import LearnerConformance, OptimizerConformance, TaskConformance
 
-ELSEWHERE = {"docs/hugging_face.md": "tests/test_hf.py", "docs/gpu.md": "tests/test_bench_gpu.py"}
-"""Pages whose Python needs a model on the disk or a card: the test that runs the same."""
-IMPORTS = {"pip", "python3", "pytest", "python", "ruff", "mypy", "mkdocs", ".", "eval", "cd"}
+ENTRY_POINTS = cache(entry_points)
+PROGRAMS = {"pip", "python3", "pytest", "python", "ruff", "mypy", "mkdocs", ".", "eval", "cd"}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def run_page(page: Path) -> dict[str, Any]:
+def a_trained_model(folder: Path) -> dict[str, Any]:
+    """What the page of Hugging Face has at hand: a run, its export, a text."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    assert main(["train", *SMALL, "output_dir=runs/demo"]) == 0
+    assert main(["export", "source=runs/demo", "target=my-model"]) == 0
+    (folder / "notes.txt").write_text("What is to be kept.")
+    return {}
+
+
+def a_tuned_card(folder: Path) -> dict[str, Any]:
+    """What the page of GPUs has at hand: the launches that a benchmark has found."""
+    import json
+
+    from metattt.kernels.ttt_linear import tuning
+
+    place = folder / "results/gpu/<card>"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "tuning.json").write_text(json.dumps({"tables": {"ttt_linear": {"TABLE": {}}}}))
+    return {"json": json, "tuning": tuning}
+
+
+AT_HAND = {"docs/hugging_face.md": a_trained_model, "docs/gpu.md": a_tuned_card}
+
+
+def run_page(page: Path, folder: Path) -> dict[str, Any]:
     """The names that the blocks of Python on a page leave."""
-    names: dict[str, Any] = {"__name__": page.stem}
+    names: dict[str, Any] = {"__name__": page.stem, **AT_HAND.get(name_of(page), lambda _: {})(folder)}
     for block in blocks(page):
         if block.language == "python":
             if block.file and not block.file.startswith("test_"):  # as a reader has it: a module, its names at hand
@@ -62,9 +87,7 @@ def run_page(page: Path) -> dict[str, Any]:
     return names
 
 
-WITH_PYTHON = [
-    page for page in PAGES if any(b.language == "python" for b in blocks(page)) and name_of(page) not in ELSEWHERE
-]
+WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
@@ -74,7 +97,7 @@ def test_python_runs(page: Path, folder: Path) -> None:
     kernels = dict(base.KERNELS)
     base.kernels.cache_clear()
     try:
-        assert run_page(page)
+        assert run_page(page, folder)
     finally:
         base.KERNELS.clear()
         base.KERNELS.update(kernels)
@@ -84,6 +107,13 @@ def test_python_runs(page: Path, folder: Path) -> None:
 def command_blocks() -> list[tuple[str, Block]]:
     shell = ("bash", "", "sh", "console")
     return [(name_of(page), b) for page in PAGES for b in blocks(page) if b.language in shell]
+
+
+@pytest.fixture(autouse=True)
+def _packages_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of a composition goes into looking through all installed packages."""
+    for module in ("choices", "components"):
+        monkeypatch.setattr(f"metattt.composition.{module}.entry_points", ENTRY_POINTS)
 
 
 @cache
@@ -130,13 +160,25 @@ def test_commands_compose(page: str, folder: Path, capsys: pytest.CaptureFixture
                 composed(tuple(given))
             else:
                 program = next(word for word in words if "=" not in word)
-                assert program in IMPORTS, f"{page}: {words}"
+                assert program in PROGRAMS, f"{page}: {words}"
                 if program == "pip":
                     named = re.findall(r"\[([\w,]+)\]", " ".join(words))
                     assert all(extra in extras for one in named for extra in one.split(",")), words
                 if "-m" in words and program == "python" and words[words.index("-m") + 1].startswith("metattt"):
                     assert importlib.util.find_spec(words[words.index("-m") + 1]), words
     assert seen
+
+
+@pytest.mark.parametrize("page", sorted({name_of(p) for p in PAGES for b in blocks(p) if b.language == "yaml"}))
+def test_files_of_configurations_compose(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, block in enumerate(one for one in blocks(ROOT / page) if one.language == "yaml" and not one.file):
+        group = "layer" if "# family:" in block.text else "experiment"
+        file = folder / "shown" / group / f"{Path(page).stem}{number}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(block.text)
+        assert main(["train", "--config-dir", "shown", f"{group}={file.stem}", "--cfg", "job"]) == 0, (
+            capsys.readouterr().err
+        )
 
 
 def marked() -> list[Any]:
@@ -222,7 +264,10 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
     def said(text: str) -> list[str]:
         return list(numbers.checked(text, tmp_path))
 
-    assert said("<!-- results/x.json :: Time :: way=a :: ms -->1.3 ms, <!-- results/x.json :: Time :: way=b :: ms -->93 %") == []
+    assert (
+        said("<!-- results/x.json :: Time :: way=a :: ms -->1.3 ms, <!-- results/x.json :: Time :: way=b :: ms -->93 %")
+        == []
+    )
     assert said("<!-- results/x.json :: Time :: way=a :: ms * 1000 -->1,260 µs") == []
     assert said("<!-- results/x.md :: all {} runs -->12 runs") == []
     for wrong in (
@@ -235,7 +280,8 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
         "<!-- results/x.md :: all {} runs -->13 runs",
     ):
         assert len(said(wrong)) == 1, wrong
-    bare = "It takes 12 ms, and `13 ms` in code.\n\n| way | time (ms) |\n|---|---|\n| a | 1.3 |\n| b | <!-- results/x.json :: T :: a=b :: c -->2 |\n"
+    bare = "It takes 12 ms, and `13 ms` in code.\n\n| way | time (ms) |\n|---|---|\n| a | 1.3 |\n"
+    bare += "| b | <!-- results/x.json :: T :: a=b :: c -->2 |\n"
     assert len(list(numbers.unmarked("p.md", bare, []))) == 2
     assert list(numbers.unmarked("p.md", bare, [("p.md", "takes 12"), ("p.md", r"\| a")])) == []
 
@@ -275,13 +321,34 @@ def test_every_page_is_in_the_menu() -> None:
 def test_the_site_is_built(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(ROOT / "mkdocs.yml"), "-d", str(tmp_path / "site")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", "no_proxy": "", "https_proxy": "http://127.0.0.1:9"}
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-q",
+        "-f",
+        str(ROOT / "mkdocs.yml"),
+        "-d",
+        str(tmp_path / "site"),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "NO_MKDOCS_2_WARNING": "1",
+        "no_proxy": "",
+        "https_proxy": "http://127.0.0.1:9",
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     site = tmp_path / "site"
     reference = (site / "reference/configuration.html").read_text(encoding="utf-8")
-    for expected in ("mini_batch_size", "tokens per commit of the weights", "optimizer/gradient_descent", "learner=mlp"):
+    for expected in (
+        "mini_batch_size",
+        "tokens per commit of the weights",
+        "optimizer/gradient_descent",
+        "learner=mlp",
+    ):
         assert expected in reference
     mathematics = (site / "mathematics.html").read_text(encoding="utf-8")
     assert mathematics.count("Source code in") >= 9

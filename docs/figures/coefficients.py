@@ -48,4 +48,3 @@ def draw(folder: Path = HERE) -> Path:
     axes[0].set_ylabel("read by query t")
     data = {name: [[round(x, 6) for x in row] for row in matrix.tolist()] for name, matrix in found.items()}
     return write(figure, "coefficients", data, folder)
-

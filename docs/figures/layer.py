@@ -31,12 +31,16 @@ def draw(folder: Path = HERE) -> Path:
     axes.axis("off")
     for x, y, width, height, colour, title, text in BOXES.values():
         axes.add_patch(
-            FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", fc=f"{colour}14", ec=colour)
+            FancyBboxPatch(
+                (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", fc=f"{colour}14", ec=colour
+            )
         )
         axes.text(x + width / 2, y + height - 0.1, title, ha="center", va="top", color=colour, size=9, weight="bold")
         axes.text(x + width / 2, y + height / 2 - 0.12, text, ha="center", va="center", size=10)
     for start, end, label, place in ARROWS:
-        axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=INK, shrinkA=1, shrinkB=1))
+        axes.add_patch(
+            FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=INK, shrinkA=1, shrinkB=1)
+        )
         if place:
             axes.text(*place, label, ha="center", va="center", size=9)
     back = FancyArrowPatch(

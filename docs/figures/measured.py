@@ -18,7 +18,11 @@ def times() -> dict[str, dict[str, tuple[float, float, float]]]:
     for row in rows:
         if row["pass"] == "training" and row["threads"] == 1:
             low, median, high = (round(row[f"ms, {one}"], 3) for one in ("least", "median", "most"))
-            found.setdefault(f"TTT-{ {'linear': 'Linear', 'mlp': 'MLP'}[row['learner']] }", {})[row["way"]] = (low, median, high)
+            found.setdefault(f"TTT-{ {'linear': 'Linear', 'mlp': 'MLP'}[row['learner']] }", {})[row["way"]] = (
+                low,
+                median,
+                high,
+            )
     return found
 
 
@@ -34,7 +38,10 @@ def draw(folder: Path = HERE) -> Path:
             axes.plot([low, high], [y, y], color="#1f2430", lw=1)
             axes.text(high + 25, y, f"{median:.0f} ms", va="center", size=9)
             ticks.append((y, f"{learner}, {way}"))
-    axes.set(xlim=(0, 2500), xlabel="ms, forward and backward of 2,048 tokens, 12 heads of 64, one thread; lines: least to most")
+    axes.set(
+        xlim=(0, 2500),
+        xlabel="ms, forward and backward of 2,048 tokens, 12 heads of 64, one thread; lines: least to most",
+    )
     axes.set_yticks(*zip(*ticks, strict=True))
     axes.invert_yaxis()
     return write(figure, "measured", found, folder)

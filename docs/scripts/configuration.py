@@ -34,7 +34,14 @@ def page() -> str:
     for name, (what, *_) in COMMANDS.items():
         chosen = ", ".join(f"`{group}`" for group in sorted(groups(name)))
         parts.append(f"| `metattt {name}` | {cell(what)} | {chosen} |")
-    parts += ["", "## A training run", "", "```yaml", (CONFIGS / "train.yaml").read_text(encoding="utf-8").strip(), "```"]
+    parts += [
+        "",
+        "## A training run",
+        "",
+        "```yaml",
+        (CONFIGS / "train.yaml").read_text(encoding="utf-8").strip(),
+        "```",
+    ]
     classes = {group: {} for group, _ in REGISTERED}
     for (group, name), target in sorted(REGISTERED.items()):
         classes[group][name] = target
@@ -105,7 +112,9 @@ def shown(value: Any) -> str:
 def type_name(hint: Any) -> str:
     text = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
     text = re.sub(r"typing\.|builtins\.", "", text)
-    return re.sub(r"Optional\[(.*)\]", r"\1 or null", re.sub(r"Union\[(.*)\]", lambda m: m[1].replace(", ", " or "), text))
+    return re.sub(
+        r"Optional\[(.*)\]", r"\1 or null", re.sub(r"Union\[(.*)\]", lambda m: m[1].replace(", ", " or "), text)
+    )
 
 
 def cell(text: str) -> str:
