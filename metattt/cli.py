@@ -64,6 +64,11 @@ COMMANDS = {  # name: (what it does, module, function)
         "metattt.sweeps.table",
         "runs",
     ),
+    "reproduce": (
+        "a claim of a paper, tried at a size that fits: metattt reproduce <claim> size=cpu; alone, the list of claims",
+        "metattt.reproduce.run",
+        "reproduce",
+    ),
     "bench": ("a benchmark, gated by a check of its results: metattt bench <name>", "metattt.bench.run", "bench"),
     "check": (
         "check every law of the conformance suite for the chosen parts: learner=<name>",
@@ -74,6 +79,7 @@ COMMANDS = {  # name: (what it does, module, function)
 
 NAMED = {  # commands whose first word may be a value alone: its key, and what it looks like
     "bench": ("benchmark", r"\w+"),
+    "reproduce": ("claim", r"\w+"),
     "runs": ("folder", r"[^=-][^=]*"),
 }
 

@@ -37,6 +37,9 @@ KEYS = {
     "seed": Key(int, True, 0, 2**32 - 1),  # what numpy's and Lightning's generators take
     "batch_tokens": Key(int, True),
     "threads": Key(int, most=1024),
+    "jobs": Key(int, most=256),
+    "size": Key(str),
+    "cells_dir": Key(str),
     "compile": Key(bool),
     "sample": Key(bool),
     "name": Key(str, True),

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
@@ -89,7 +90,7 @@ class RunCell:
         if code in STOPPED:
             cell = cell._replace(state="stopped", message=STOPPED[code])
         elif code:
-            cell = cell._replace(state="failed", message=_reason(folder, code))
+            cell = cell._replace(state="failed", message=reason(folder, code))
         write_cell(folder, cell)
         if self._is_orphan(starter):
             os._exit(1)  # nobody waits for more
@@ -121,15 +122,8 @@ class RunCell:
 
         A cell that crashes, or takes all memory, takes nothing else with it, and begins without importing torch anew.
         """
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([self.module])
-        arguments = (self.command, list(words), str(folder / OUTPUT), dict(os.environ), os.getcwd())
-        process = context.Process(target=_live, args=arguments, name="cell")
         starter = os.getppid()
-        with mock.patch(
-            "multiprocessing.spawn.get_start_method", return_value="forkserver"
-        ):  # joblib's own one stands there
-            process.start()
+        process = start(self.command, self.module, words, folder / OUTPUT)
         try:
             while process.exitcode is None:
                 process.join(0.5)
@@ -145,6 +139,26 @@ class RunCell:
     def _is_orphan(self, starter: int) -> bool:
         """Whether this is a worker whose sweep was killed. `starter`: the parent of this process when the cell began."""
         return starter == self.sweeper != os.getppid()
+
+
+def start(command: str, module: str, words: Sequence[str], output: Path) -> ForkServerProcess:
+    """Starts a command in a process that is forked from a server which has imported it, and does not wait for it.
+
+    Args:
+        command: of metattt.
+        module: that it is in; the first of a server's life is imported beforehand.
+        words: its overrides.
+        output: file that what it writes is added to.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    arguments = (command, list(words), str(output), dict(os.environ), os.getcwd())
+    process = context.Process(target=_live, args=arguments, name="cell")
+    with mock.patch(
+        "multiprocessing.spawn.get_start_method", return_value="forkserver"
+    ):  # joblib's own one stands there
+        process.start()
+    return process
 
 
 def _live(command: str, words: list[str], output: str, environment: dict[str, str], cwd: str) -> None:
@@ -193,7 +207,7 @@ def _title(swept: Sequence[str]) -> str:
     return " ".join(swept) or "(one)"
 
 
-def _reason(folder: Path, code: int) -> str:
+def reason(folder: Path, code: int) -> str:
     """Why a cell failed: the last line of its output that says so."""
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}

@@ -1,0 +1,172 @@
+"""Cells of a claim: commands with overrides, each in a process and a folder of its own, run once and never again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.connection
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from metattt.disk import digest
+from metattt.reproduce.progress import Progress
+from metattt.sweeps.cell import GRACE_SECONDS, STOPPED, reason, start
+from metattt.sweeps.record import OUTPUT, read_cell, write_cell
+from metattt.sweeps.record import Cell as Record
+
+MODULES = {  # what the processes are forked with
+    "train": "metattt.training.train",
+    "eval": "metattt.evaluation.evaluate",
+    "bench": "metattt.bench.run",
+}
+GOES_ON = ("train",)  # commands that find their own checkpoint; the others begin anew in an empty folder
+LOOK_SECONDS = 0.5
+
+
+class Cell(NamedTuple):
+    """One command.
+
+    Attributes:
+        name: what it is, in words: for people, and the beginning of its folder's name.
+        command: of metattt.
+        overrides: all that it is given but `output_dir`.
+        of: the cell whose run it is about: it gets `checkpoint=` that run, and a folder inside of that one's.
+    """
+
+    name: str
+    command: str
+    overrides: tuple[str, ...]
+    of: Cell | None = None
+
+    @property
+    def place(self) -> Path:
+        """Its folder, relative to that of the claim. The name holds a checksum of the overrides: with others it is
+        another cell."""
+        own = digest(json.dumps([self.command, *self.overrides]).encode())[:8]
+        if self.of is not None:
+            return self.of.place / f"{self.command}-{own}"
+        return Path(f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', self.name)[:80]}-{own}")
+
+
+class Result(NamedTuple):
+    """What became of a cell.
+
+    Attributes:
+        cell: the cell.
+        folder: its files.
+        finished: it has all of them.
+        message: why it has not.
+        seconds: that it took.
+    """
+
+    cell: Cell
+    folder: Path
+    finished: bool
+    message: str
+    seconds: float
+
+
+@dataclass
+class _Running:
+    cell: Cell
+    folder: Path
+    process: multiprocessing.process.BaseProcess
+    began: float
+
+
+class Runner:
+    """Runs cells, several at a time if asked; those that are finished are not run again.
+
+    Args:
+        folder: of the claim's cells; it exists.
+        jobs: processes at a time.
+        progress: is told of everything.
+    """
+
+    def __init__(self, folder: Path, jobs: int, progress: Progress):
+        self.folder, self.jobs, self.progress = folder, jobs, progress
+        self.results: dict[Cell, Result] = {}
+
+    def run(self, cells: Sequence[Cell]) -> list[Result]:
+        """The results of cells, in order. A cell that fails stops no other.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the cells have stopped, with a checkpoint where their command writes one.
+        """
+        waiting = [cell for cell in dict.fromkeys(cells) if cell not in self.results]
+        running: list[_Running] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.jobs:
+                    begun = self._begin(waiting.pop(0))
+                    running += [] if begun is None else [begun]
+                multiprocessing.connection.wait([one.process.sentinel for one in running], LOOK_SECONDS)
+                for one in [one for one in running if one.process.exitcode is not None]:
+                    running.remove(one)
+                    self._end(one, one.process.exitcode or 0)
+                self.progress.look([(one.cell.name, one.folder) for one in running])
+        except BaseException:
+            self._stop(running)
+            raise
+        return [self.results[cell] for cell in cells]
+
+    def _begin(self, cell: Cell) -> _Running | None:
+        """Starts a cell; None if it has its result already."""
+        folder = self.folder / cell.place
+        overrides = list(cell.overrides)
+        if cell.of is not None:
+            run = self.folder / cell.of.place
+            trained = read_cell(run)
+            if trained is None or trained.state != "finished":
+                self._set(Result(cell, folder, False, f"{cell.of.name} has not finished", 0.0), True)
+                return None
+            overrides.append(f"checkpoint={_quoted(run)}")
+        record = read_cell(folder)
+        if record is not None and record.state == "finished":
+            self._set(Result(cell, folder, True, "", record.seconds), True)
+            return None
+        if cell.command in GOES_ON:
+            overrides.append("resume=auto")
+        elif folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_cell(folder, Record(list(cell.overrides), [cell.command], "running"))
+        words = [*overrides, f"output_dir={_quoted(folder)}"]
+        process = start(cell.command, MODULES.get(cell.command, MODULES["train"]), words, folder / OUTPUT)
+        return _Running(cell, folder, process, time.monotonic())
+
+    def _end(self, one: _Running, code: int) -> None:
+        seconds = round(time.monotonic() - one.began, 1)
+        state, message = "finished", ""
+        if code in STOPPED:
+            state, message = "stopped", STOPPED[code]
+        elif code:
+            state, message = "failed", reason(one.folder, code).replace(f" ({one.folder / OUTPUT})", "")
+        record = Record(list(one.cell.overrides), [one.cell.command], state, message, seconds)  # type: ignore[arg-type]
+        write_cell(one.folder, record)
+        self._set(Result(one.cell, one.folder, state == "finished", message, seconds), False)
+
+    def _set(self, result: Result, before: bool) -> None:
+        self.results[result.cell] = result
+        self.progress.ended(result.cell.name, result.seconds, result.message, before)
+
+    def _stop(self, running: Sequence[_Running]) -> None:
+        """Ctrl-C may have reached the cells as well: they get the time to write a checkpoint."""
+        until = time.monotonic() + GRACE_SECONDS
+        for one in running:
+            one.process.join(max(0.0, until - time.monotonic()))
+            if one.process.exitcode is None:
+                one.process.terminate()
+        for one in running:
+            one.process.join()
+            write_cell(one.folder, Record(list(one.cell.overrides), [one.cell.command], "stopped", "Ctrl-C"))
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value of an override."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
