@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_part
 from metattt.registry import register
-from metattt.reproduce.baselines import baselines
 from metattt.reproduce.base import Size
+from metattt.reproduce.baselines import baselines
 from metattt.reproduce.cells import Runner
 from metattt.reproduce.compare import edges, settings_of
 from metattt.reproduce.conditions import Conditions, by_question
@@ -82,8 +83,9 @@ class InContext(Conditions):
         self, condition: str, count: int, last: dict[str, list[float]], layers: list[str], fitted: list[str]
     ) -> list[str]:
         """Sentences about the errors after `count` examples."""
-        said = ", ".join(f"`{name}` {spread(last[name])}" for name in sorted(layers, key=lambda one: fmean(last[one] or [9e9])))
-        line = f"{condition}, after {count} examples (answering 0: 1): {said}; {', '.join(f'{name} {spread(last[name])}' for name in fitted)}."
+        layers = sorted(layers, key=lambda one: fmean(last[one] or [math.inf]))
+        said = "; ".join(", ".join(f"{name} {spread(last[name])}" for name in names) for names in (layers, fitted))
+        line = f"{condition}, after {count} examples (always to answer 0 has about 1): {said}."
         told = [
             f"`{first}` against `{second}`: {order(last[first], last[second])}"
             for first, second in self.against if first in last and second in last

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ENOUGH = 0.99  # of the validation questions: where a run stops
+NEVER = "not reached"
 
 
 @register(group="claim", name="recall")
@@ -48,7 +49,8 @@ class Recall(Conditions):
                 accuracy[row.name] = [100 * fmean(by_question(one.test, "accuracy") or [math.nan]) for one in runs]
                 steps = [_steps(one) for one in runs]
                 got = [one for one in steps if one is not None]
-                reached[row.name] = f"{fmean(got):.0f}" + (f" ({len(got)} of {len(runs)} seeds)" if len(got) < len(runs) else "") if got else "not reached"
+                some = f" ({len(got)} of {len(runs)} seeds)" if len(got) < len(runs) else ""
+                reached[row.name] = f"{fmean(got):.0f}{some}" if got else NEVER
                 rate = next((one.learning_rate for one in runs), None)
                 tables.setdefault(condition, []).append({
                     "layer": f"`{row.name}`", "test accuracy %": spread(accuracy[row.name], 1), "steps to 99%": reached[row.name],
@@ -59,8 +61,8 @@ class Recall(Conditions):
                      "test_accuracy": value / 100, "steps_to_99": "" if taken is None else taken, "seconds": one.run.seconds}
                     for one, value, taken in zip(runs, accuracy[row.name], steps, strict=True)
                 ]  # fmt: skip
-            done = [f"`{name}` ({said} steps)" for name, said in reached.items() if said != "not reached"]
-            not_done = [f"`{name}` ({spread(accuracy[name], 1)}%)" for name, said in reached.items() if said == "not reached"]
+            done = [f"`{name}` ({said} steps)" for name, said in reached.items() if said != NEVER]
+            not_done = [f"`{name}` ({spread(accuracy[name], 1)}%)" for name, said in reached.items() if said == NEVER]
             told = [f"reach 99%: {', '.join(done)}"] if done else []
             told += [f"do not within the run: {', '.join(not_done)}"] if not_done else []
             for first, second in self.against:
