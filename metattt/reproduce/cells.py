@@ -92,7 +92,7 @@ class Runner:
         self.results: dict[Cell, Result] = {}
 
     def run(self, cells: Sequence[Cell]) -> list[Result]:
-        """The results of cells, in order. A cell that fails stops no other.
+        """The results of cells, in order. A cell that fails stops no other but those that are about its run.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the cells have stopped, with a checkpoint where their command writes one.
@@ -101,8 +101,13 @@ class Runner:
         running: list[_Running] = []
         try:
             while waiting or running:
-                while waiting and len(running) < self.jobs:
-                    begun = self._begin(waiting.pop(0))
+                while len(running) < self.jobs:
+                    pending = {*waiting, *(one.cell for one in running)}
+                    ready = next((cell for cell in waiting if cell.of not in pending), None)
+                    if ready is None:
+                        break
+                    waiting.remove(ready)
+                    begun = self._begin(ready)
                     running += [] if begun is None else [begun]
                 multiprocessing.connection.wait([one.process.sentinel for one in running], LOOK_SECONDS)
                 for one in [one for one in running if one.process.exitcode is not None]:
