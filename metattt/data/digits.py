@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from metattt.data.base import MOST_ROWS, MOST_SEED
 from metattt.data.images import NO_LABEL, Batch, Images
 from metattt.data.windows import batches_in_order, batches_of_run, process
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.extras import need
 from metattt.registry import register
 
@@ -34,13 +34,17 @@ class _Digits(Dataset[Batch]):
 
 @register(group="data", name="digits")
 class DigitsData(Images):
-    """scikit-learn's digits (UCI's optical recognition test set), always split in the same way.
+    """scikit-learn's digits (UCI's optical recognition test set), always split in the same way. An image that occurs
+    twice counts once, so that the splits share none.
 
     Args:
         img_size: height and width (pixels); a multiple of 8, every pixel repeated.
         batch_size: images per batch, over all processes; in a run, each process takes its share.
         validation_fraction: share of the images held out.
         seed: of the order of the training images.
+        test_fraction: share of the images kept for the split `test`, which neither training nor validation reads:
+            settings are chosen on the validation images and reported on these. The validation images are the same
+            without it. 0: no such split.
 
     Raises:
         MetaTTTError: a size that is not allowed.
@@ -48,7 +52,14 @@ class DigitsData(Images):
 
     in_chans = 1
 
-    def __init__(self, img_size: int = SIDE, batch_size: int = 64, validation_fraction: float = 0.2, seed: int = 0):
+    def __init__(
+        self,
+        img_size: int = SIDE,
+        batch_size: int = 64,
+        validation_fraction: float = 0.2,
+        seed: int = 0,
+        test_fraction: float = 0.0,
+    ):
         if img_size < SIDE or img_size % SIDE:
             raise MetaTTTError(
                 f"data.img_size={img_size} is not allowed: the digits have {SIDE}×{SIDE} pixels, choose a multiple of {SIDE}"
@@ -56,16 +67,11 @@ class DigitsData(Images):
         check_integer("data.img_size", img_size, SIDE, MOST_PIXELS)
         check_integer("data.batch_size", batch_size, 1, MOST_ROWS)
         check_integer("data.seed", seed, 0, MOST_SEED)
-        if not 0 < validation_fraction < 1:
-            raise MetaTTTError(
-                f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"
-            )
-        self.img_size, self.batch_size, self.validation_fraction, self.seed = (
-            img_size,
-            batch_size,
-            validation_fraction,
-            seed,
-        )
+        check_number("data.validation_fraction", validation_fraction, above=0, below=1)
+        beside = f" beside data.validation_fraction={validation_fraction}: images are left to train on"
+        check_number("data.test_fraction", test_fraction, least=0, below=1 - validation_fraction, advice=beside)
+        self.img_size, self.batch_size, self.seed = img_size, batch_size, seed
+        self.validation_fraction, self.test_fraction = validation_fraction, test_fraction
         self._splits: dict[str, _Digits] = {}
 
     num_classes = 10
@@ -80,9 +86,16 @@ class DigitsData(Images):
         images = torch.from_numpy(pixels.astype(np.float32) / 8 - 1).view(-1, 1, SIDE, SIDE)  # 0…16 to −1…1
         factor = self.img_size // SIDE
         images = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-        order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
-        held_out = round(self.validation_fraction * len(order))
-        for name, index in (("validation", order[:held_out]), ("train", order[held_out:])):
+        different = np.sort(np.unique(pixels, axis=0, return_index=True)[1])  # where each image occurs first
+        order = torch.from_numpy(np.random.default_rng(0).permutation(different))
+        held_out, kept = (round(share * len(order)) for share in (self.validation_fraction, self.test_fraction))
+        sizes = (held_out, kept, len(order) - held_out - kept)
+        for name, index in zip(("validation", "test", "train"), order.split(sizes), strict=True):
+            if not len(index) and (name != "test" or self.test_fraction):
+                raise MetaTTTError(
+                    f"data.validation_fraction={self.validation_fraction} data.test_fraction={self.test_fraction}: no image of "
+                    f"{len(order):,} is left for the split {name}"
+                )
             self._splits[name] = _Digits(images[index], torch.from_numpy(labels)[index])
 
     def describe(self) -> str:
@@ -96,7 +109,20 @@ class DigitsData(Images):
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """The held-out digits in order, a part of them in each process."""
-        data = self._splits["validation"]
+        return self._in_order("validation")
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """The digits that are kept from training and validation, in order.
+
+        Raises:
+            MetaTTTError: without a `test_fraction`.
+        """
+        if not self.test_fraction:
+            raise MetaTTTError("there are no test images: set data.test_fraction=0.2, before training, to keep some")
+        return self._in_order("test")
+
+    def _in_order(self, name: str) -> DataLoader[Batch]:
+        data = self._splits[name]
         return self._loader(data, batches_in_order(len(data), max(256, self.batch_size), *process(self.trainer)))
 
     def _loader(self, data: _Digits, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Batch]:

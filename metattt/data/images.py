@@ -57,6 +57,14 @@ class Images(Data):
         """Where the images are from and how many, for the header of a run."""
         raise NotImplementedError
 
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """Images that neither training nor validation reads, in order.
+
+        Raises:
+            MetaTTTError: a source that keeps none.
+        """
+        raise MetaTTTError("these images have no split test: only data=digits keeps some, with data.test_fraction=0.2")
+
 
 class CorruptImage(ReadError):
     """An image file that cannot be read."""

@@ -24,7 +24,7 @@ from metattt.data.text import TextData
 from metattt.data.tokenizers import fingerprint, tokenizer_of
 from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, NotFinite, check_choice
-from metattt.evaluation import by_position, images
+from metattt.evaluation import by_position, images, sequences
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.output import claim
 from metattt.extras import absence
@@ -81,7 +81,8 @@ class EvalSettings:
 
 def evaluate(cfg: DictConfig) -> dict[str, Any]:
     """Prints the scores of checkpoints on one text as tables, writes them by position as CSV and PNG, and returns them
-    by label; or those of classifiers on images (`metattt.evaluation.images`), or the figures of tasks.
+    by label; or those of classifiers on images (`metattt.evaluation.images`), of models of synthetic sequences
+    (`metattt.evaluation.sequences`), or the figures of tasks.
 
     Args:
         cfg: the configuration of the job `eval`.
@@ -104,6 +105,8 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
     if any("num_classes" in one.config.model for one in known):
         return images.evaluate(chosen, files, names, known, device, trust, console)
+    if any(sequences.is_of_sequences(one) for one in known):
+        return sequences.evaluate(chosen, files, names, known, device, trust, console)
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):

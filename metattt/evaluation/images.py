@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from metattt.checkpoints.files import home
 from metattt.checkpoints.trained import Trained, load_model
@@ -74,8 +75,8 @@ def evaluate(
     for file, one in zip(files, known, strict=True):
         if "num_classes" not in one.config.model:
             raise MetaTTTError(f"{file} is a language model, and others are classifiers: evaluate them one after the other")
-    if chosen.split != "validation":
-        raise MetaTTTError(f"split={chosen.split} is for text: images are evaluated on those held out, split=validation")
+    if chosen.split not in ("validation", "test"):
+        raise MetaTTTError(f"split={chosen.split} is for text: images are evaluated on those held out, split=validation or split=test")
     sources = [_source(one, chosen.data) for one in known]
     for name, source in zip(names[1:], sources[1:], strict=True):
         for key in sorted(sources[0].keys() | source.keys()):
@@ -89,10 +90,10 @@ def evaluate(
         model: Any = load_model(file, device, trust)[0]
         data: Images = instantiate_part(OmegaConf.create({"data": source}), "data")
         data.setup()
-        scores[name] = score(model, data, chosen.inner_loss_windows if chosen.inner_loss else 0)
+        scores[name] = score(model, data, chosen.inner_loss_windows if chosen.inner_loss else 0, chosen.split)
         if chosen.inner_loss and not scores[name].inner:
             console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image", markup=False)
-    _print(console, scores)
+    _print(console, scores, chosen.split)
     folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
     try:
         written = _write(folder, scores)
@@ -117,20 +118,21 @@ def _source(model: Trained, changes: EvalData) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def score(model: Any, data: Images, inner: int = 0) -> ImageScores:
-    """Accuracy and cross-entropy on the validation images, each once. Layers that permute tokens at random
+def score(model: Any, data: Images, inner: int = 0, split: str = "validation") -> ImageScores:
+    """Accuracy and cross-entropy on the images of a split, each once. Layers that permute tokens at random
     (`optimizer.sampling=sgd`) draw the same permutations every time.
 
     Args:
         model: the vision transformer, in evaluation mode.
         data: set up.
         inner: of the first so many images also the losses of the inner loops; 0 for none.
+        split: `validation`, or `test` of data that keeps test images.
 
     Raises:
-        MetaTTTError: labels that are no classes of the model, predictions that are not finite.
+        MetaTTTError: labels that are no classes of the model, predictions that are not finite, no test images.
     """
     with drawn_alike(model):
-        return _score(model, data, inner)
+        return _score(model, data.test_dataloader() if split == "test" else data.val_dataloader(), inner)
 
 
 @contextmanager
@@ -142,11 +144,11 @@ def drawn_alike(model: Any) -> Iterator[None]:
         yield
 
 
-def _score(model: Any, data: Images, inner: int) -> ImageScores:
+def _score(model: Any, loader: DataLoader[Any], inner: int) -> ImageScores:
     device = next(model.parameters()).device
     nats = first = among = count = 0.0
     curves: dict[int, list[float]] = {}
-    for images, labels in track(data.val_dataloader(), "images", console=Console(stderr=True), transient=True):
+    for images, labels in track(loader, "images", console=Console(stderr=True), transient=True):
         images, labels = images.to(device), labels.to(device)
         if (wrong := labels[(labels < NO_LABEL) | (labels >= model.num_classes)]).numel():
             raise MetaTTTError(f"an image has the label {wrong[0]}, and the model has {model.num_classes} classes")
@@ -161,12 +163,12 @@ def _score(model: Any, data: Images, inner: int) -> ImageScores:
             curves = {number: loss.tolist() for number, loss in inner_losses_by_layer(model, images[:inner]).items()}
         count += (labels != NO_LABEL).sum().item()
     if not count:
-        raise MetaTTTError("there are no validation images")
+        raise MetaTTTError("there are no images to evaluate on")
     return ImageScores(int(count), nats / count, first / count, among / count, curves)
 
 
-def _print(console: Console, scores: Mapping[str, ImageScores]) -> None:
-    table = Table(title="validation images", title_justify="left")
+def _print(console: Console, scores: Mapping[str, ImageScores], split: str) -> None:
+    table = Table(title=f"{split} images", title_justify="left")
     table.add_column("model")
     for name in ("images", "top-1 %", "top-5 %", "cross-entropy (nats)"):
         table.add_column(name, justify="right")

@@ -7,6 +7,7 @@ import csv
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from metattt.reproduce.base import Claim, Row, Size
@@ -100,7 +101,7 @@ class Comparison(Claim):
         results = runner.run([self.training(size, row, first, rate) for row, rate in tries])
         tried: dict[str, dict[float, float]] = {}
         for (row, rate), result in zip(tries, results, strict=True):
-            value = last_value(result.folder, self.objective) if result.finished else math.nan
+            value = self.value(result.folder) if result.finished else math.nan
             tried.setdefault(row.name, {})[rate] = value
         known = Compared([], tried, self.lower_is_better)
         best = {row.name: known.best(row) for row in rows}
@@ -119,6 +120,10 @@ class Comparison(Claim):
             for (row, seed), run, test in zip(wanted, runs, tests, strict=True)
         ]
         return Compared(scored, tried, self.lower_is_better)
+
+    def value(self, folder: Path) -> float:
+        """What a run's learning rate is judged by, from its folder; NaN if it has none."""
+        return last_value(folder, self.objective)
 
     def training(self, size: Size, row: Row, seed: int, rate: float | None) -> Cell:
         """The run of a row."""

@@ -50,6 +50,7 @@ class Progress(TQDMProgressBar):
             "validation/bits_per_byte": f"validation bits/byte{at}",
         }
         names["validation/top1"] = f"validation top-1{at}"
+        names["validation/accuracy"] = f"validation accuracy{at}"
         known = trainer.callback_metrics
         return {short: f"{known[name].item():.3f}" for name, short in names.items() if name in known}
 

@@ -43,7 +43,7 @@ def replay(folder: str, trust: Collection[str] = ()) -> int:
     run = checked_record(record.get("run"), path / RECORD)
     cfg = record_config(run, path / RECORD, skip=("callback", "strategy", "data"), trust=trust)
     device = pick_device("auto")
-    module = _module(cfg, run, record)
+    module = _module(cfg, run, record, steps[0].batches[0])
     try:
         module.model.load_state_dict(weights)
     except RuntimeError as error:
@@ -59,9 +59,13 @@ def replay(folder: str, trust: Collection[str] = ()) -> int:
     return 0
 
 
-def _module(cfg: Any, run: dict[str, Any], record: dict[str, Any]) -> Any:
+def _module(cfg: Any, run: dict[str, Any], record: dict[str, Any], batch: Any) -> Any:
     """The Lightning module of the run, without its data."""
     model, recipe = instantiate_model(cfg), instantiate_part(cfg, "training")
+    if not isinstance(batch, Tensor) and ("vocab_size" in cfg.model or "in_features" in cfg.model):
+        from metattt.training.sequence_module import LabelledSequences
+
+        return LabelledSequences(model, recipe, run)
     if "vocab_size" in cfg.model:
         return LanguageModeling(model, recipe, torch.zeros(model.vocab_size), run, record.get("document_start"))
     from metattt.training.image_module import ImageClassification

@@ -46,7 +46,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         self.baseline: float | None = None  # bits per byte of an order-2 byte model
         if "vocab_size" not in cfg.model:
             raise MetaTTTError(
-                "text needs a language model: set model=language_model; for images, data=images or data=digits"
+                "text needs a language model: set model=language_model; for images, data=images or data=digits; for vectors, "
+                "data=in_context"
             )
         data.setup("fit")
         for name in SPLITS:

@@ -1,5 +1,5 @@
-"""`metattt train`: from a configuration to a trained model, a log, curves and a report; text or images, as the data
-is."""
+"""`metattt train`: from a configuration to a trained model, a log, curves and a report; text, images or
+synthetic sequences, as the data is."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from metattt.checkpoints.rolling import path_of
 from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import Images
+from metattt.data.sequences import SequenceData
 from metattt.data.sources import is_local
 from metattt.errors import MetaTTTError
 from metattt.training.beforehand import check_given
@@ -42,6 +43,7 @@ from metattt.training.profiling import profiler, show
 from metattt.training.replay import replay
 from metattt.training.resume import OF_THE_COMMAND, WRITE, check_same_data
 from metattt.training.saving import Checkpoints, validates_again
+from metattt.training.sequence_job import SequenceJob
 from metattt.training.sharding import FullyShardedData
 from metattt.training.signals import Interrupted
 from metattt.training.start import Start, open_run, start
@@ -55,7 +57,7 @@ LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pip
 
 
 def train(cfg: DictConfig) -> int:
-    """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`).
+    """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`, `SequenceJob`).
 
     Args:
         cfg: the configuration, as `metattt.composition.compose.compose(job="train")` makes it.
@@ -93,7 +95,8 @@ def _run(begin: Start, console: Console) -> int:
     cfg, folder, checkpoint, done = begin.cfg, begin.folder, begin.checkpoint, begin.done
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
-    job: Job[Any, Any] = ImageJob(cfg, data) if isinstance(data, Images) else TextJob(cfg, data)
+    kinds: tuple[tuple[type, Any], ...] = ((Images, ImageJob), (SequenceData, SequenceJob))
+    job: Job[Any, Any] = next((made for kind, made in kinds if isinstance(data, kind)), TextJob)(cfg, data)
     if cfg.init_from == "":
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)

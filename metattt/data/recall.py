@@ -1,0 +1,87 @@
+"""Multi-query associative recall: a list of keys and values, then questions for the values."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from metattt.data.sequences import NO_LABEL, SequenceData
+from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
+from metattt.registry import register
+
+
+@register(group="data", name="recall")
+class RecallData(SequenceData):
+    """MQAR (Arora et al., arXiv 2312.04927, Sec. 3 and App.): `k1 v1 … kn vn`, then every key once more, at even places
+    of the rest; the label there is its value. The gap i (in steps of two tokens) between the list and a question has a
+    probability in proportion to `i^(a − 1)`. All other tokens of the rest are drawn from the whole vocabulary.
+
+    Keys are from the lower half of the vocabulary (without 0), values from the upper.
+
+    Args:
+        pairs: n, keys in the list.
+        length: T, tokens.
+        vocab_size: number of different ids.
+        overwrite: every key comes twice in the list, with another value, at random places; the second one counts. (A sum
+            of all values of a key cannot tell which was last; a delta rule can.)
+        gap_power: a.
+        batch_size, validation_size, seed, num_workers: see `SequenceData`.
+
+    Raises:
+        MetaTTTError: a size that is not allowed, more pairs than the vocabulary or the sequence has room for.
+    """
+
+    def __init__(
+        self,
+        pairs: int = 8,
+        length: int = 64,
+        vocab_size: int = 256,
+        overwrite: bool = False,
+        gap_power: float = 0.01,
+        batch_size: int = 64,
+        validation_size: int = 512,
+        seed: int = 0,
+        num_workers: int = 0,
+    ):
+        super().__init__(batch_size, validation_size, seed, num_workers)
+        check_integer("data.pairs", pairs, most=2**20)
+        check_integer("data.length", length, 4, 2**24)
+        check_integer("data.vocab_size", vocab_size, 4, 2**24)
+        check_flag("data.overwrite", overwrite)
+        check_number("data.gap_power", gap_power, above=0)
+        self.list_length = 2 * pairs * (2 if overwrite else 1)
+        if pairs > vocab_size // 2 - 1:
+            raise MetaTTTError(
+                f"data.pairs={pairs} need as many keys, and half of the vocabulary has {vocab_size // 2 - 1} beside 0: "
+                f"set data.vocab_size={2 * pairs + 2} or more"
+            )
+        if self.list_length + 2 * pairs > length:
+            raise MetaTTTError(
+                f"data.pairs={pairs} data.overwrite={str(overwrite).lower()} need {self.list_length} tokens for the list and "
+                f"{2 * pairs} for the questions: set data.length={self.list_length + 2 * pairs} or more"
+            )
+        self.pairs, self.length, self.vocab_size = pairs, length, vocab_size
+        self.overwrite, self.gap_power = overwrite, gap_power
+        gaps = np.arange(1, (length - self.list_length) // 2 + 1, dtype=np.float64) ** (gap_power - 1)
+        self._gaps = gaps / gaps.sum()
+
+    def describe(self) -> str:
+        again = ", each written twice" if self.overwrite else ""
+        return f"associative recall: {self.pairs} pairs{again} in {self.length} tokens of {self.vocab_size}"
+
+    def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        half = self.vocab_size // 2
+        keys = random.choice(np.arange(1, half), self.pairs, replace=False)
+        ids = random.integers(0, self.vocab_size, self.length, dtype=np.int64)
+        labels = np.full(self.length, NO_LABEL, np.int64)
+        writes = random.permutation(np.repeat(np.arange(self.pairs), 2 if self.overwrite else 1))
+        values = random.integers(half, self.vocab_size, self.pairs)
+        written = values[writes]
+        if self.overwrite:  # the first value of a key is another one
+            last = np.unique(writes[::-1], return_index=True)[1]
+            early = np.setdiff1d(np.arange(len(writes)), len(writes) - 1 - last)
+            shift = random.integers(1, self.vocab_size - half, len(early)) if self.vocab_size - half > 1 else 0
+            written[early] = half + (written[early] - half + shift) % (self.vocab_size - half)
+        ids[0 : self.list_length : 2], ids[1 : self.list_length : 2] = keys[writes], written
+        places = self.list_length + 2 * random.choice(len(self._gaps), self.pairs, replace=False, p=self._gaps)
+        ids[places], labels[places] = keys, values
+        return ids, labels

@@ -1,0 +1,134 @@
+"""Synthetic sequences that come with their labels: made when they are read, from a split, a seed and a number."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data
+from metattt.data.windows import process
+from metattt.errors import MetaTTTError, check_integer
+
+Part = Literal["train", "validation", "test"]
+PARTS: tuple[Part, ...] = ("train", "validation", "test")
+SHARES = 8  # the validation and the test split have one of so many parts of all sequences, training has the others
+MOST_TRIES = 1000  # draws until one lies in a split
+NO_LABEL = -1  # of a token that nothing is asked at; of numbers it is NaN
+Batch = tuple[Tensor, Tensor]
+
+
+def home_of(content: bytes) -> Part:
+    """The split that a sequence belongs to, by its content alone: no sequence is in two of them."""
+    return {0: "validation", 1: "test"}.get(zlib.crc32(content) % SHARES, "train")  # type: ignore[return-value]
+
+
+class SequenceData(Data):
+    """Sequences with labels; a kind of sequence says how one is drawn.
+
+    Sequence `i` of a split is a function of the split, the seed and `i`: it is the same in every process, whatever was
+    read before. Training reads new ones at every step. Those of validation and test do not depend on the seed, and the
+    splits are disjoint by content, whatever the seeds of the runs.
+
+    Args:
+        batch_size: sequences per batch, over all processes; in a run, each process takes its share.
+        validation_size: sequences to validate on, and as many to test on.
+        seed: of the training sequences.
+        num_workers: processes that make batches; 0 makes them in the training process.
+
+    Attributes:
+        length: T, tokens of a sequence.
+        inputs: features of a token that is a vector; None: tokens are ids.
+        vocab_size: number of different ids; None: tokens are vectors.
+
+    Raises:
+        MetaTTTError: a size that is not allowed.
+    """
+
+    length: int
+    inputs: int | None = None
+    vocab_size: int | None = None
+
+    def __init__(self, batch_size: int, validation_size: int, seed: int, num_workers: int):
+        check_integer("data.batch_size", batch_size, most=MOST_ROWS)
+        check_integer("data.validation_size", validation_size, most=2**24)
+        check_integer("data.seed", seed, 0, MOST_SEED)
+        check_integer("data.num_workers", num_workers, 0, MOST_WORKERS)
+        self.batch_size, self.validation_size, self.seed, self.num_workers = batch_size, validation_size, seed, num_workers
+
+    def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """One sequence: ids `[T]` or vectors `[T, F]`, and labels `[T]`: ids with `NO_LABEL`, or numbers with NaN."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What the sequences are, in a line."""
+        raise NotImplementedError
+
+    def sequence(self, part: Part, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sequence `index` of a split.
+
+        Raises:
+            MetaTTTError: so few different sequences that none is found for this split.
+        """
+        random = np.random.default_rng((PARTS.index(part), self.seed if part == "train" else 0, index))
+        for _ in range(MOST_TRIES):
+            inputs, labels = self.draw(random)
+            if home_of(inputs.tobytes()) == part:
+                return inputs, labels
+        raise MetaTTTError(
+            f"{self.describe()}: {MOST_TRIES} of these are none for the split {part}: there are too few different ones"
+        )
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """New sequences for every step of the run, from the step that the trainer has reached."""
+        (rank, world), done, steps = process(self.trainer), 0, 1
+        if self.trainer is not None:
+            per_step = self.trainer.accumulate_grad_batches
+            done, steps = self.trainer.global_step * per_step, max(1, self.trainer.max_steps) * per_step
+        return self._loader("train", _Fresh(self.batch_size, done, steps, rank, world))
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """The validation sequences, a part of them in each process."""
+        return self.loader("validation")
+
+    def loader(self, part: Part) -> DataLoader[Batch]:
+        """The validation or test sequences in order, once."""
+        rank, world = process(self.trainer)
+        size = max(self.batch_size, 256)
+        own = range(rank, self.validation_size, world)
+        return self._loader(part, [list(own[first : first + size]) for first in range(0, len(own), size)])
+
+    def _loader(self, part: Part, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Batch]:
+        return DataLoader(_Drawn(self, part), batch_size=None, sampler=batches, num_workers=self.num_workers)
+
+
+class _Drawn(Dataset[Batch]):
+    """Sequences of a split, indexed by a batch of numbers at once."""
+
+    def __init__(self, data: SequenceData, part: Part):
+        self.data, self.part = data, part
+
+    def __getitem__(self, index: list[int]) -> Batch:
+        inputs, labels = zip(*(self.data.sequence(self.part, i) for i in index), strict=True)
+        return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(labels))
+
+
+class _Fresh(Sampler[list[int]]):
+    """Numbers that no batch has had: batch `i` of a run has the same whatever was read before it."""
+
+    def __init__(self, batch_size: int, start: int, num_batches: int, rank: int, world_size: int):
+        self.batch_size, self.start, self.num_batches = batch_size, start, num_batches
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return self.num_batches  # of the whole run: Lightning counts the batches before `start` too
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(self.start, self.num_batches):
+            first = (batch * self.world_size + self.rank) * self.batch_size
+            yield list(range(first, first + self.batch_size))

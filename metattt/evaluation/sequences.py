@@ -1,0 +1,150 @@
+"""`metattt eval` of models trained on synthetic sequences: accuracy and loss, by how much was shown before."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import hydra
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from metattt.checkpoints.files import home
+from metattt.checkpoints.trained import Trained, load_model
+from metattt.composition.instantiate import instantiate_part
+from metattt.data.sequences import Part, SequenceData
+from metattt.errors import MetaTTTError
+from metattt.evaluation.output import claim
+from metattt.measures.labelled import answers, losses_and_hits
+
+if TYPE_CHECKING:
+    from metattt.evaluation.evaluate import EvalData, EvalSettings
+
+OF_TRAINING = ("seed", "batch_size", "num_workers")  # fields of the data that do not choose the sequences
+
+
+class SequenceScores(NamedTuple):
+    """How well a model answers, by the number of a question in its sequence, from 0: of `data=in_context` the number of
+    examples before it.
+
+    Attributes:
+        loss: `[n]` mean cross-entropy (nats), or squared error.
+        accuracy: `[n]` share of right answers; None where numbers are asked for.
+        sequences: their number.
+    """
+
+    loss: Tensor
+    accuracy: Tensor | None
+    sequences: int
+
+
+def is_of_sequences(model: Trained) -> bool:
+    """Whether a checkpoint is of a run on synthetic sequences."""
+    target = model.config.data.get("_target_") if "data" in model.config else None  # of a registered component, or trusted
+    return target is not None and issubclass(hydra.utils.get_class(target), SequenceData)
+
+
+def evaluate(
+    chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], known: Sequence[Trained], device: torch.device,
+    trust: Collection[str], console: Console,
+) -> dict[str, SequenceScores]:  # fmt: skip
+    """Prints the scores of models on the validation or test sequences of their runs, writes them by question as CSV, and
+    returns them by label.
+
+    Args:
+        chosen: the settings of the job `eval`.
+        files, names, known: the checkpoints, their labels, and what is known of them.
+        device: where the models compute.
+        trust: modules of the user's whose classes the checkpoints may name.
+        console: to print on.
+
+    Raises:
+        MetaTTTError: models of other data among them, settings that cannot be used, answers that are not finite.
+    """
+    if chosen.split not in ("validation", "test"):
+        raise MetaTTTError(f"split={chosen.split} has no end, or is for text: set split=validation or split=test")
+    sources = [_source(file, one, chosen.data) for file, one in zip(files, known, strict=True)]
+    for name, source in zip(names[1:], sources[1:], strict=True):
+        for key in sorted(sources[0].keys() | source.keys()):
+            if key not in OF_TRAINING and sources[0].get(key) != source.get(key):
+                raise MetaTTTError(
+                    f"{names[0]} and {name} have different sequences, data.{key} is {sources[0].get(key)} and {source.get(key)}: "
+                    "evaluate them one after the other"
+                )
+    scores: dict[str, SequenceScores] = {}
+    for name, file, source in zip(names, files, sources, strict=True):
+        model: Any = load_model(file, device, trust)[0]
+        data: SequenceData = instantiate_part(OmegaConf.create({"data": source}), "data")
+        scores[name] = score(model, data, chosen.split)  # type: ignore[arg-type]
+    _print(console, scores, f"{chosen.split} sequences")
+    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
+    try:
+        written = _write(folder, scores)
+    except OSError as error:
+        raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
+    console.print(f"written  {written}", markup=False)
+    return scores
+
+
+def _source(file: Path, model: Trained, changes: EvalData) -> dict[str, Any]:
+    if not is_of_sequences(model):
+        raise MetaTTTError(f"{file} was not trained on synthetic sequences, and others were: evaluate them one after the other")
+    for key, value in vars(changes).items():
+        if value is not None:
+            raise MetaTTTError(f"data.{key}={value} does not apply: a model is evaluated on sequences like those of its run")
+    source: Any = OmegaConf.to_container(model.config.data, resolve=True)
+    return source
+
+
+@torch.no_grad()
+def score(model: Any, data: SequenceData, part: Part = "validation") -> SequenceScores:
+    """Loss and accuracy on the sequences of a split, each once.
+
+    Args:
+        model: a language model or a `Regression`, in evaluation mode.
+        data: its sequences.
+        part: the split.
+
+    Raises:
+        MetaTTTError: answers that are not finite.
+    """
+    device = next(model.parameters()).device
+    losses, hits, count = [], [], 0
+    for batch in track(data.loader(part), "sequences", console=Console(stderr=True), transient=True):
+        found, labels = answers(model, *(one.to(device) for one in batch))
+        if not found.isfinite().all():
+            raise MetaTTTError("the model's answers are not finite: its run diverged, or it is damaged")
+        loss, hit = losses_and_hits(found, labels)
+        count += len(batch[0])
+        losses.append(loss.double().cpu().view(len(batch[0]), -1))  # every sequence has as many questions
+        hits += [] if hit is None else [hit.double().cpu().view(len(batch[0]), -1)]
+    return SequenceScores(torch.cat(losses).mean(0), torch.cat(hits).mean(0) if hits else None, count)
+
+
+def _print(console: Console, scores: Mapping[str, SequenceScores], title: str) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("model")
+    for name in ("sequences", "accuracy %", "loss", "loss, first question", "last question"):
+        table.add_column(name, justify="right")
+    for name, one in scores.items():
+        accuracy = "" if one.accuracy is None else f"{100 * one.accuracy.mean():.2f}"
+        losses = (f"{value:.4f}" for value in (one.loss.mean(), one.loss[0], one.loss[-1]))
+        table.add_row(name, f"{one.sequences:,}", accuracy, *losses)
+    console.print(table)
+
+
+def _write(folder: Path, scores: Mapping[str, SequenceScores]) -> Path:
+    path = folder / f"sequences{claim(folder, 'sequences')}.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", "question", "loss", "accuracy"])
+        for name, one in scores.items():
+            rates = [""] * len(one.loss) if one.accuracy is None else one.accuracy.tolist()
+            writer.writerows([name, number, *row] for number, row in enumerate(zip(one.loss.tolist(), rates, strict=True)))
+    return path

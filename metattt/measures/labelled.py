@@ -1,0 +1,39 @@
+"""What a model answers where a sequence asks: losses, and hits of classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.data.sequences import NO_LABEL
+
+
+def answers(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's answers at the tokens that have a label, and the labels.
+
+    Args:
+        model: a language model, or a `Regression`.
+        inputs: `[B, T]` ids, or `[B, T, F]` vectors.
+        labels: `[B, T]` classes with `NO_LABEL`, or numbers with NaN, where nothing is asked.
+
+    Returns:
+        Logits `[N, V]` and classes `[N]`; or numbers `[N]` and numbers `[N]`, in the order of `labels.flatten()`.
+    """
+    if labels.is_floating_point():
+        asked = ~labels.isnan()
+        return model(inputs)[asked], labels[asked]
+    asked = labels != NO_LABEL
+    features, _ = model.features(inputs)
+    return model.head(features[asked]), labels[asked]  # logits of the other tokens are never made
+
+
+def losses_and_hits(found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Of what `answers` returns: the loss of each `[N]` (nats; of numbers the squared error), and whether the class is
+    the right one `[N]` (0 or 1; of numbers None)."""
+    if labels.is_floating_point():
+        return (found.to(torch.promote_types(found.dtype, torch.float32)) - labels).square(), None
+    hits = (found.argmax(-1) == labels).float()
+    return F.cross_entropy(found.to(torch.promote_types(found.dtype, torch.float32)), labels, reduction="none"), hits

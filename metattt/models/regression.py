@@ -1,0 +1,104 @@
+"""A model that reads vectors and answers with a number at each: for regression in context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
+from metattt.inner.causality import Causality
+from metattt.models.language_model import Block, LanguageModelState, check_blocks, check_function
+from metattt.registry import register
+from metattt.state import Context
+
+
+@register(group="model", name="regression")
+class Regression(nn.Module):
+    """A linear map in the place of the embedding, the blocks of `LanguageModel`, and a head with one output (the model of
+    Garg et al., arXiv 2208.01066, Sec. 3, with any layer).
+
+    Args:
+        in_features: F, numbers in a token.
+        dim: D, width of the residual stream.
+        num_layers: number of blocks.
+        layer: makes the sequence layer of one block; called `num_layers` times.
+        ffn_dim: hidden width of the SwiGLU. None: 8/3 of dim, rounded up to a multiple of 16.
+        pre_conv: a causal depthwise convolution before the layer.
+        conv_width: its taps (tokens).
+        norm_eps: epsilon of the RMSNorms.
+
+    Raises:
+        MetaTTTError: a size that is not positive, or a layer that sees the future.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        dim: int,
+        num_layers: int,
+        layer: Callable[[], nn.Module],
+        ffn_dim: int | None = None,
+        pre_conv: bool = True,
+        conv_width: int = 4,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        check_integer("dim", dim)
+        ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if ffn_dim is None else ffn_dim
+        sizes = {"in_features": in_features, "num_layers": num_layers, "ffn_dim": ffn_dim, "conv_width": conv_width}
+        for name, size in sizes.items():
+            check_integer(f"model.{name}", size)
+        check_number("model.norm_eps", norm_eps, above=0)
+        check_flag("model.pre_conv", pre_conv)
+        check_function("layer", layer)
+        check_blocks("model.num_layers", num_layers, 3 * dim * ffn_dim + dim * dim)
+        self.in_features, self.dim, causality = in_features, dim, Causality()
+        self.read, self.blocks = nn.Linear(in_features, dim), nn.ModuleList()
+        for number in range(num_layers):
+            made = layer()
+            if not isinstance(made, nn.Module):
+                raise MetaTTTError(f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module")
+            causality.check(made, dim)
+            self.blocks.append(Block(dim, made, ffn_dim, conv_width if pre_conv else None, norm_eps))
+        self.final_norm, self.head = nn.RMSNorm(dim, eps=norm_eps), nn.Linear(dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[B, T, F]` to answers `[B, T]`, each made from the tokens up to it."""
+        return self.step(x)[0]
+
+    def step(self, x: Tensor, state: LanguageModelState | None = None) -> tuple[Tensor, LanguageModelState]:
+        """As `forward`, going on from `state` (None: from the beginning), with the state after the last token.
+
+        Raises:
+            MetaTTTError: tokens of another width, or the state of another model.
+        """
+        if x.ndim != 3 or x.shape[2] != self.in_features:
+            raise MetaTTTError(f"x has shape {list(x.shape)}, the model takes [B, T, {self.in_features}]")
+        none = (None,) * len(self.blocks)
+        before = LanguageModelState(none, none) if state is None else state
+        if len(before.layers) != len(self.blocks):
+            raise MetaTTTError(f"the state is of a model with {len(before.layers)} blocks, this one has {len(self.blocks)}")
+        ctx = Context(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device), None, None, 1)  # the layers count
+        stream, layers, tails = self.read(x), [], []
+        for block, layer_state, tail in zip(self.blocks, before.layers, before.tails, strict=True):
+            stream, layer_state, tail = block(stream, layer_state, tail, ctx)
+            layers.append(layer_state)
+            tails.append(tail)
+        return self.head(self.final_norm(stream)).squeeze(-1), LanguageModelState(tuple(layers), tuple(tails))
+
+    def check_causal(self) -> None:
+        """Looks at the layers as they are now.
+
+        Raises:
+            MetaTTTError: a layer that sees the future.
+        """
+        causality = Causality()
+        for block in self.blocks:
+            causality.check(block.layer, self.dim)  # type: ignore[arg-type]
+
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel() for parameter in self.parameters())

@@ -1,0 +1,330 @@
+"""Synthetic sequences with labels: associative recall and regression in context, models that read them, and their claims."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model, instantiate_part
+from metattt.data.digits import DigitsData
+from metattt.data.in_context import InContextData
+from metattt.data.recall import RecallData
+from metattt.data.sequences import NO_LABEL, PARTS, SequenceData, home_of
+from metattt.errors import MetaTTTError
+from metattt.evaluation import sequences
+from metattt.evaluation.evaluate import evaluate
+from metattt.measures.labelled import answers, losses_and_hits
+from metattt.reproduce import baselines
+from metattt.reproduce.cells import Cell, Result
+from metattt.training.train import train
+
+RECALL = (
+    "experiment=recall", "layer=delta_net", "dim=16", "num_heads=1", "model.num_layers=1", "data.pairs=1", "data.length=4",
+    "data.vocab_size=8", "data.batch_size=8", "data.validation_size=24", "trainer.accelerator=cpu", "callbacks.progress.lines=1",
+)  # fmt: skip
+
+
+class Reader:
+    """How far a run has come, for a data set."""
+
+    accumulate_grad_batches, max_steps, global_rank, world_size, global_step = 1, 6, 0, 1, 0
+
+
+class Constant(RecallData):
+    """One sequence, which is in one split alone."""
+
+    def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        return super().draw(np.random.default_rng(0))
+
+
+def answer(ids: np.ndarray, place: int, list_length: int) -> int:
+    """The value that was last written under the key at a place."""
+    written = [ids[i + 1] for i in range(0, list_length, 2) if ids[i] == ids[place]]
+    return int(written[-1])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_every_key_is_asked_once_and_its_last_value_is_the_label(overwrite: bool) -> None:
+    data = RecallData(pairs=5, length=36, vocab_size=24, overwrite=overwrite)
+    first_ones = 0
+    for index in range(40):
+        ids, labels = data.sequence("train", index)
+        asked = np.flatnonzero(labels != NO_LABEL)
+        keys, values = ids[: data.list_length : 2], ids[1 : data.list_length : 2]
+        assert sorted(ids[asked]) == sorted(set(keys)) and len(asked) == 5 and (asked % 2 == 0).all()
+        assert keys.min() >= 1 and keys.max() < 12 <= values.min() and asked.min() >= data.list_length
+        for place in asked:
+            assert labels[place] == answer(ids, place, data.list_length)
+            first_ones += int(labels[place] == values[list(keys).index(ids[place])])
+    assert first_ones == (0 if overwrite else 200)  # the first value of a key is never its last one there
+
+
+def test_gaps_follow_the_power_law() -> None:
+    data = RecallData(pairs=1, length=34, vocab_size=64, gap_power=0.01)
+    gaps = [(int(np.flatnonzero(data.sequence("train", i)[1] != NO_LABEL)[0]) - 2) // 2 for i in range(2000)]
+    expected = np.arange(1, 17) ** -0.99
+    expected /= expected.sum()
+    assert np.abs(np.bincount(gaps, minlength=16) / 2000 - expected).max() < 0.03
+
+
+@pytest.mark.parametrize("data", [RecallData(pairs=1, length=4, vocab_size=8), InContextData(features=1, examples=2)])
+def test_splits_share_no_sequence_whatever_the_seed(data: SequenceData) -> None:
+    """Of recall there are 3 · 4 · 8 different ones, so that all of them occur."""
+    found: dict[str, set[bytes]] = {part: set() for part in PARTS}
+    for seed in (0, 1):
+        data.seed = seed
+        for part in PARTS:
+            found[part] |= {data.sequence(part, index)[0].tobytes() for index in range(150)}
+    assert all(home_of(content) == part for part in PARTS for content in found[part]) and all(map(len, found.values()))
+    assert not (found["train"] & found["validation"] or found["train"] & found["test"] or found["validation"] & found["test"])
+
+
+def test_a_sequence_is_a_function_of_split_seed_and_number() -> None:
+    one, two, other = RecallData(), RecallData(batch_size=3), RecallData(seed=1)
+    assert all((a == b).all() for a, b in zip(one.sequence("train", 5), two.sequence("train", 5), strict=True))
+    assert (one.sequence("train", 5)[0] != other.sequence("train", 5)[0]).any()
+    assert (one.sequence("test", 5)[0] == other.sequence("test", 5)[0]).all()  # as many runs, one test
+
+
+def test_training_goes_on_with_the_batch_it_would_have_seen_and_processes_share_it() -> None:
+    def batches(start: int = 0, rank: int = 0, world: int = 1, size: int = 4) -> list[torch.Tensor]:
+        data = RecallData(batch_size=size)
+        data.trainer = type("Now", (Reader,), {"global_step": start, "global_rank": rank, "world_size": world})()
+        return [ids for ids, _ in data.train_dataloader()]
+
+    whole = batches()
+    assert len(whole) == 6 and len(torch.cat(whole).unique(dim=0)) == 24
+    assert torch.equal(torch.stack(batches(4)), torch.stack(whole[4:]))
+    parts = [batches(rank=rank, world=2, size=2) for rank in (0, 1)]
+    assert torch.equal(torch.cat([torch.cat(pair) for pair in zip(*parts, strict=True)]), torch.cat(whole))
+
+
+def test_validation_is_read_once_by_processes_together() -> None:
+    found = []
+    for rank in (0, 1):
+        data = RecallData(validation_size=11)
+        data.trainer = type("Now", (Reader,), {"global_rank": rank, "world_size": 2})()
+        found += [ids for ids, _ in data.val_dataloader()]
+    assert len(torch.cat(found)) == len(torch.cat(found).unique(dim=0)) == 11
+
+
+@pytest.mark.parametrize("function", ["linear", "sparse", "network"])
+def test_functions_in_context(function: Any) -> None:
+    data = InContextData(function, features=4, examples=400, nonzero=2, hidden=3)
+    x, y = baselines.examples(InContextData(function, features=4, examples=8, hidden=16), "train", 500)
+    assert y.var() == pytest.approx(1, abs=0.25)
+    x, y = baselines.examples(data, "train", 30)
+    inputs, labels = data.sequence("train", 3)
+    assert (inputs[1::2, -1] == labels[::2]).all() and np.isnan(labels[1::2]).all() and (inputs[1::2, :-1] == 0).all()
+    weights = [np.linalg.lstsq(one, two, rcond=None) for one, two in zip(x, y, strict=True)]
+    if function == "network":
+        assert min(float(residual[0]) for _, residual, *_ in weights) > 1e-3  # not linear
+    else:
+        assert max(float(residual[0]) for _, residual, *_ in weights) < 1e-8
+        assert {int((np.abs(w) > 1e-4).sum()) for w, *_ in weights} == ({2} if function == "sparse" else {4})
+
+
+def test_noise_is_added_with_its_deviation() -> None:
+    x, y = baselines.examples(InContextData(features=3, examples=500, noise=0.5), "train", 4)
+    residual = [float(np.linalg.lstsq(one, two, rcond=None)[1][0]) / 497 for one, two in zip(x, y, strict=True)]
+    assert np.mean(residual) == pytest.approx(0.25, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RecallData(pairs=8, vocab_size=16), "data.vocab_size=18"),
+        (lambda: RecallData(pairs=8, length=31), "data.length=32"),
+        (lambda: RecallData(pairs=8, length=40, overwrite=True), "data.length=48"),
+        (lambda: RecallData(pairs=0), "data.pairs=0"),
+        (lambda: RecallData(overwrite=None), "data.overwrite="),  # type: ignore[arg-type]
+        (lambda: InContextData("cubic"), "data.function=cubic"),  # type: ignore[arg-type]
+        (lambda: InContextData("sparse", features=2, nonzero=3), "data.nonzero=3"),
+        (lambda: InContextData(noise=float("nan")), "data.noise=nan"),
+        (lambda: [Constant().sequence(part, 0) for part in PARTS], "too few different"),
+        (lambda: compose("experiment=recall", "data.pars=3"), "data.pairs"),
+        (lambda: train(compose("data=recall", "model=regression")), "model=language_model"),
+        (lambda: train(compose("data=recall", "model.vocab_size=100")), "model.vocab_size=256"),
+        (lambda: train(compose("data=in_context")), "model=regression"),
+        (lambda: train(compose("experiment=in_context", "data.features=3")), "model.in_features=4"),
+        (lambda: train(compose(*RECALL, "training=zeroth_order")), "training=adamw"),
+        (lambda: train(compose(*RECALL, "batch_tokens=64")), "batch_tokens"),
+        (lambda: train(compose(*RECALL, "callbacks.stop_at.mode=most")), "callbacks.stop_at.mode"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(make: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MetaTTTError, match=words.replace(".", r"\.")) as caught:
+        make()
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_losses_are_those_of_all_logits() -> None:
+    cfg = compose(*RECALL)
+    model, data = instantiate_model(cfg).double(), RecallData(2, 12, 8)
+    inputs, labels = (torch.from_numpy(one) for one in data.sequence("train", 0))
+    losses, hits = losses_and_hits(*answers(model, inputs[None], labels[None]))
+    logits = model(inputs[None])[0]
+    expected = F.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="none")[labels != NO_LABEL]
+    assert torch.allclose(losses, expected, rtol=1e-12, atol=0)
+    assert hits is not None and torch.equal(hits.bool(), (logits.argmax(-1) == labels)[labels != NO_LABEL])
+
+
+@pytest.mark.parametrize("layer", ["ttt_linear", "attention"])
+def test_regression_in_pieces_is_one_pass_and_sees_no_later_token(layer: str) -> None:
+    cfg = compose("experiment=in_context", f"layer={layer}", "dim=16", "num_heads=2", "model.in_features=3")
+    model: Any = instantiate_model(cfg).double()
+    x = torch.randn(2, 21, 3, dtype=torch.float64, requires_grad=True)
+    whole, state, pieces = model(x), None, []
+    for piece in x.split([1, 5, 8, 7], dim=1):
+        y, state = model.step(piece, state)
+        pieces.append(y)
+    assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-11)
+    (gradient,) = torch.autograd.grad(whole[:, 9].sum(), x)
+    assert gradient[:, 10:].abs().max() == 0 and gradient[:, :10].abs().amin() > 0
+    with pytest.raises(MetaTTTError, match="takes"):
+        model(x[..., :2])
+
+
+def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(tmp_path: Path) -> None:
+    run = (*RECALL, "training.lr=2e-2", "trainer.max_steps=200", "trainer.val_check_interval=10", "callbacks.stop_at.threshold=0.6")
+    assert train(compose(*run, f"output_dir={tmp_path / 'run'}")) == 0
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["validation/accuracy"]]
+    reached = [float(row["validation/accuracy"]) >= 0.6 for row in rows]
+    assert reached[-1] and not any(reached[:-1]) and int(rows[-1]["step"]) < 200
+    found = {}
+    for split in ("validation", "test"):
+        found[split] = evaluate(compose(f"checkpoint={tmp_path / 'run'}", f"split={split}", "device=cpu", job="eval"))["run"]
+    assert found["validation"].accuracy.mean().item() == pytest.approx(float(rows[-1]["validation/accuracy"]), abs=1e-6)
+    assert found["validation"].loss.tolist() != found["test"].loss.tolist() and found["test"].sequences == 24
+    with pytest.raises(MetaTTTError, match="split=validation or split=test"):
+        evaluate(compose(f"checkpoint={tmp_path / 'run'}", "split=train", "device=cpu", job="eval"))
+    with pytest.raises(MetaTTTError, match=r"data\.path=x does not apply"):
+        evaluate(compose(f"checkpoint={tmp_path / 'run'}", "data.path=x", "device=cpu", job="eval"))
+    with pytest.raises(MetaTTTError, match=r"callbacks\.stop_at\.metric=validation/top1 is not logged"):
+        train(compose(*run, "callbacks.stop_at.metric=validation/top1", f"output_dir={tmp_path / 'other'}"))
+
+
+def test_a_run_of_vectors_learns_and_goes_on(tmp_path: Path) -> None:
+    run = (
+        "experiment=in_context", "layer=linear_attention", "dim=16", "num_heads=1", "model.num_layers=1", "data.features=1",
+        "model.in_features=2", "data.examples=6", "data.batch_size=32", "data.validation_size=64", "trainer.accelerator=cpu",
+        "training.lr=1e-2", "trainer.max_steps=120", f"output_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert train(compose(*run)) == 0
+    scores: sequences.SequenceScores = evaluate(compose(f"checkpoint={tmp_path / 'run'}", "device=cpu", job="eval"))["run"]
+    assert scores.accuracy is None and scores.loss[-1] < 0.5 < scores.loss[0]  # the examples before it help
+    assert train(compose(*run[:-1], f"output_dir={tmp_path / 'half'}", "trainer.max_steps=120", "overwrite=true")) == 0
+    both = [(tmp_path / name / "metrics.csv").read_text().splitlines()[-1].split(",")[:3] for name in ("run", "half")]
+    assert both[0] == both[1]
+
+
+def test_estimators_against_their_definitions() -> None:
+    x, y = baselines.examples(InContextData(features=3, examples=8, noise=0.4), "test", 200)
+    question = x[:, 7]
+    expected = [q @ np.linalg.lstsq(a[:7], b[:7], rcond=None)[0] for a, b, q in zip(x, y, question, strict=True)]
+    assert np.allclose(baselines.least_squares(x[:, :7], y[:, :7], question), expected)
+    assert np.allclose(baselines.ridge(1e-9)(x[:, :7], y[:, :7], question), expected, atol=1e-6)
+    # the posterior mean: weights have the variance 1/3, noise 0.16, so λ = 0.48 is best on average
+    ridge = {strength: np.mean(baselines.errors(baselines.ridge(strength), x, y)[1:]) for strength in (1e-3, 0.48, 10.0)}
+    assert ridge[0.48] < min(ridge[1e-3], ridge[10.0])
+    exact = baselines.errors(baselines.least_squares, *baselines.examples(InContextData(features=3, examples=6), "test", 50))
+    assert exact[3] < 1e-9 < 0.05 < exact[2] and exact[0] == pytest.approx(1, abs=0.5)
+
+
+def test_estimators_of_other_functions_beat_least_squares() -> None:
+    sparse = baselines.examples(InContextData("sparse", features=8, examples=6, nonzero=1), "test", 40)
+    lasso = baselines.errors(baselines.lasso(0.01), *sparse)
+    assert lasso[5] < baselines.errors(baselines.least_squares, *sparse)[5]
+    x, y = baselines.examples(InContextData("network", features=2, examples=25, hidden=4), "test", 40)
+    answer_ = baselines.network(8, 0.03, 200)(x[:, :24], y[:, :24], x[:, 24])
+    linear = baselines.least_squares(x[:, :24], y[:, :24], x[:, 24])
+    assert np.mean((answer_ - y[:, 24]) ** 2) < 0.7 * np.mean((linear - y[:, 24]) ** 2)
+
+
+class Canned:
+    """In the place of the processes: every cell is finished, with the files that `files` makes of its name."""
+
+    def __init__(self, folder: Path, files: Any):
+        self.folder, self.files, self.asked = folder, files, list[Cell]()
+
+    def run(self, cells: Sequence[Cell]) -> list[Result]:
+        found = []
+        for cell in cells:
+            folder = self.folder / cell.place
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in self.files(cell).items():
+                (folder / name).write_text(text)
+            self.asked.append(cell)
+            found.append(Result(cell, folder, True, "", 1.0))
+        return found
+
+
+def claim_of(name: str) -> Any:
+    return instantiate_part(compose(f"claim={name}", job="reproduce"), "claim")
+
+
+def test_the_report_on_recall_takes_the_rate_with_the_fewest_steps(tmp_path: Path) -> None:
+    claim = claim_of("recall")
+    size = claim.size("cpu")
+
+    def files(cell: Cell) -> dict[str, str]:
+        good = "delta_net" in cell.name or "overwritten" not in cell.name
+        accuracy, steps = ("0.995", 100 if "lr=0.015" in cell.name else 300) if good else ("0.5", 600)
+        log = f"step,train/loss,validation/accuracy\n50,,0.1\n{steps},,{accuracy}\n"
+        return {"metrics.csv": log, "sequences.csv": f"model,question,loss,accuracy\nrun,0,0.1,{accuracy}\nrun,1,0.1,{accuracy}\n"}
+
+    canned = Canned(tmp_path, files)
+    report = claim.run(size, canned)
+    assert len(dict.fromkeys(canned.asked)) == claim.count(size)
+    assert {one["learning_rate"] for one in report.records if one["layer"] == "delta_net"} == {0.015}
+    assert {one["steps_to_99"] for one in report.records if one["layer"] == "delta_net"} == {100}
+    hard = next(line for line in report.seen if "overwritten" in line)
+    assert "reach 99%: `delta_net` (100 steps)" in hard and "`delta_net` against `linear_attention`: better" in hard
+    assert "`attention` (50.0 ± 0.0%)" in hard
+    easy = next(line for line in report.seen if "overwritten" not in line)
+    assert "do not" not in easy and "`delta_net` against `linear_attention`: within the spread" in easy
+
+
+def test_the_report_on_regression_has_the_estimators_on_the_same_sequences(tmp_path: Path) -> None:
+    claim = claim_of("in_context")
+    size = claim.size("smoke")
+    errors = "\n".join(f"run,{count},{1 / (count + 1)}," for count in range(5))
+    log = "step,train/loss,validation/loss\n2,,0.3\n"
+    canned = Canned(tmp_path, lambda cell: {"metrics.csv": log, "sequences.csv": f"model,question,loss,accuracy\n{errors}\n"})
+    report = claim.run(size, canned)
+    data = InContextData("sparse", features=3, examples=5, nonzero=1, validation_size=16)
+    expected = baselines.errors(baselines.least_squares, *baselines.examples(data, "test", 16))
+    found = [one["squared_error"] for one in report.records if one["learner"] == "least squares"]
+    assert found == pytest.approx(expected) and {"lasso", "ridge"} <= {str(one["learner"]).partition(",")[0] for one in report.records}
+    assert "linear_attention 0.200 ± 0.000" in report.seen[0]
+
+
+def test_conditions_are_checked() -> None:
+    with pytest.raises(MetaTTTError, match=r"claim\.against=\['delta_net', 'nobody'\]"):
+        instantiate_part(compose("claim=recall", "claim.against=[[delta_net,nobody]]", job="reproduce"), "claim")
+
+
+def test_test_digits_are_in_no_other_split() -> None:
+    plain, kept = DigitsData(), DigitsData(test_fraction=0.2)
+    for data in (plain, kept):
+        data.setup()
+    content = {name: {image.numpy().tobytes() for image in split.images} for name, split in kept._splits.items()}
+    assert [len(content[name]) for name in ("validation", "test", "train")] == [359, 359, 1079]
+    assert not (content["test"] & content["train"] or content["test"] & content["validation"] or content["train"] & content["validation"])
+    assert torch.equal(plain._splits["validation"].images, kept._splits["validation"].images)
+    assert sum(len(labels) for _, labels in kept.test_dataloader()) == 359
+    with pytest.raises(MetaTTTError, match=r"data\.test_fraction=0\.2"):
+        plain.test_dataloader()
+    for wrong in ({"test_fraction": 0.8}, {"test_fraction": -0.1}, {"validation_fraction": 0.9999, "test_fraction": 0.00001}):
+        with pytest.raises(MetaTTTError, match=r"data\.(test|validation)_fraction"):
+            DigitsData(**wrong).setup()  # type: ignore[arg-type]
