@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 from documents_for_tests import PAGES, ROOT, SMALL, Block, blocks, commands, name_of, of_metattt
 
 from metattt.cli import COMMANDS, NAMED, main
@@ -59,8 +59,6 @@ def a_trained_model(folder: Path) -> dict[str, Any]:
 
 def a_tuned_card(folder: Path) -> dict[str, Any]:
     """What the page of GPUs has at hand: the launches that a benchmark has found."""
-    import json
-
     from metattt.kernels.ttt_linear import tuning
 
     place = folder / "results/gpu/<card>"
@@ -77,9 +75,8 @@ def run_page(page: Path, folder: Path) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": page.stem, **AT_HAND.get(name_of(page), lambda _: {})(folder)}
     for block in blocks(page):
         if block.language == "python":
-            if block.file and not block.file.startswith("test_"):  # as a reader has it: a module, its names at hand
-                names |= vars(importlib.import_module(block.file.removesuffix(".py")))
-                names["__name__"] = page.stem
+            if block.file:  # a module in the reader's folder: what a later block needs of it, it imports
+                importlib.import_module(block.file.removesuffix(".py"))
             else:
                 code = "\n" * block.line + block.text
                 exec(compile(code, name_of(page), "exec"), names)
@@ -251,7 +248,7 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
     numbers = script("scripts", "numbers")
     (tmp_path / "results").mkdir()
     table = {"tables": {"Time": [{"way": "a", "ms": 1.26}, {"way": "b", "ms": "92.6 ± 3.5"}]}}
-    (tmp_path / "results/x.json").write_text(yaml.dump(table, default_flow_style=True, width=10**6))
+    (tmp_path / "results/x.json").write_text(json.dumps(table))
     (tmp_path / "results/x.md").write_text("all 12 runs were the same\n")
 
     def said(text: str) -> list[str]:
