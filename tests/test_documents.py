@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,20 +12,18 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 from documents_for_tests import PAGES, ROOT, SMALL, Block, blocks, commands, name_of, of_metattt
 
-from metattt.cli import COMMANDS, main
+from metattt.cli import COMMANDS, NAMED, main
+from metattt.composition.choices import groups
 from metattt.composition.compose import compose
 from metattt.testing import LearnerConformance, OptimizerConformance, TaskConformance
 
-ENTRY_POINTS = cache(entry_points)
 PROGRAMS = {"pip", "python3", "pytest", "python", "ruff", "mypy", "mkdocs", ".", "eval", "cd"}
 
 
@@ -60,8 +59,6 @@ def a_trained_model(folder: Path) -> dict[str, Any]:
 
 def a_tuned_card(folder: Path) -> dict[str, Any]:
     """What the page of GPUs has at hand: the launches that a benchmark has found."""
-    import json
-
     from metattt.kernels.ttt_linear import tuning
 
     place = folder / "results/gpu/<card>"
@@ -78,9 +75,8 @@ def run_page(page: Path, folder: Path) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": page.stem, **AT_HAND.get(name_of(page), lambda _: {})(folder)}
     for block in blocks(page):
         if block.language == "python":
-            if block.file and not block.file.startswith("test_"):  # as a reader has it: a module, its names at hand
-                names |= vars(importlib.import_module(block.file.removesuffix(".py")))
-                names["__name__"] = page.stem
+            if block.file:  # a module in the reader's folder: what a later block needs of it, it imports
+                importlib.import_module(block.file.removesuffix(".py"))
             else:
                 code = "\n" * block.line + block.text
                 exec(compile(code, name_of(page), "exec"), names)
@@ -109,13 +105,6 @@ def command_blocks() -> list[tuple[str, Block]]:
     return [(name_of(page), b) for page in PAGES for b in blocks(page) if b.language in shell]
 
 
-@pytest.fixture(autouse=True)
-def _packages_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time of a composition goes into looking through all installed packages."""
-    for module in ("choices", "components"):
-        monkeypatch.setattr(f"metattt.composition.{module}.entry_points", ENTRY_POINTS)
-
-
 @cache
 def composed(words: tuple[str, ...]) -> None:
     """Composes what a command asks for; a sweep, its first cell."""
@@ -127,8 +116,8 @@ def composed(words: tuple[str, ...]) -> None:
         return
     if "-m" in words or "--multirun" in words:
         overrides = [first_of(word) for word in overrides if not word.startswith("hydra")]
-    if command in ("bench", "runs") and "=" not in overrides[0]:
-        overrides[0] = {"bench": "benchmark", "runs": "folder"}[command] + f"={overrides[0]}"
+    if command in NAMED and overrides and re.fullmatch(NAMED[command][1], overrides[0]):
+        overrides[0] = f"{NAMED[command][0]}={overrides[0]}"
     if "--config-dir" in overrides:
         place = overrides.index("--config-dir")
         assert main([command, *overrides, "--cfg", "job"]) == 0, words
@@ -172,13 +161,14 @@ def test_commands_compose(page: str, folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("page", sorted({name_of(p) for p in PAGES for b in blocks(p) if b.language == "yaml"}))
 def test_files_of_configurations_compose(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, block in enumerate(one for one in blocks(ROOT / page) if one.language == "yaml" and not one.file):
-        group = "layer" if "# family:" in block.text else "experiment"
+        schema = re.search(r"- /schema/(\w+)/", block.text)
+        group = schema[1] if schema else "layer" if "# family:" in block.text else "experiment"
+        command = next(name for name in COMMANDS if group in groups(name))
         file = folder / "shown" / group / f"{Path(page).stem}{number}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(block.text)
-        assert main(["train", "--config-dir", "shown", f"{group}={file.stem}", "--cfg", "job"]) == 0, (
-            capsys.readouterr().err
-        )
+        chosen = [command, "--config-dir", "shown", f"{group}={file.stem}"]
+        assert main([*chosen, "--cfg", "job"]) == 0, capsys.readouterr().err
 
 
 def marked() -> list[Any]:
@@ -258,7 +248,7 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
     numbers = script("scripts", "numbers")
     (tmp_path / "results").mkdir()
     table = {"tables": {"Time": [{"way": "a", "ms": 1.26}, {"way": "b", "ms": "92.6 ± 3.5"}]}}
-    (tmp_path / "results/x.json").write_text(yaml.dump(table, default_flow_style=True, width=10**6))
+    (tmp_path / "results/x.json").write_text(json.dumps(table))
     (tmp_path / "results/x.md").write_text("all 12 runs were the same\n")
 
     def said(text: str) -> list[str]:

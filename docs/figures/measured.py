@@ -40,7 +40,7 @@ def draw(folder: Path = HERE) -> Path:
             ticks.append((y, f"{learner}, {way}"))
     axes.set(
         xlim=(0, 2500),
-        xlabel="ms, forward and backward of 2,048 tokens, 12 heads of 64, one thread; lines: least to most",
+        xlabel="ms, median; lines: least to most",
     )
     axes.set_yticks(*zip(*ticks, strict=True))
     axes.invert_yaxis()
