@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_flag, check_integer
+from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
 from metattt.inner.faults import FAILURES, explain
 from metattt.inner.inspect import make_plan
 from metattt.inner.loop import InnerLoop, Result
@@ -17,7 +17,7 @@ from metattt.inner.plan import Plan
 from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
-from metattt.modules import check_finite, projection
+from metattt.modules import check_finite, draw_xavier, projection
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.output import GATES, check_output, make_gate, make_norm
 from metattt.part import unchanged_on_error
@@ -48,6 +48,9 @@ class TTTLayer(nn.Module):
         gate: multiply by gelu(x Wg) (true), silu(x Wg) or sigmoid(x Wg) before the output projection.
         gate_rank: of Wg, `head_dim`: the width of a head, with a bias after its second map; None: full, without bias.
         output_bias: a bias in the output projection.
+        init: of the weights of all projections: `normal` N(0, 0.02²), as in the published TTT models, or `xavier`, uniform
+            with the variance 2/(d_in + d_out), as in the Transformer, whose answers have no norm: 0.02 is then too small for
+            narrow models.
         form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same
             result. `fused` takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
         outer: what the outer loop differentiates. `exact`: everything, through the inner gradients G too. `first_order`:
@@ -76,6 +79,7 @@ class TTTLayer(nn.Module):
         form: str = "auto",
         group_size: int | None = None,
         outer: Literal["exact", "first_order", "implicit"] = "exact",
+        init: Literal["normal", "xavier"] = "normal",
     ):
         super().__init__()
         check_integer("dim", dim)
@@ -83,6 +87,7 @@ class TTTLayer(nn.Module):
         check_room(dim * dim, f"a layer of dim={dim}", "lower dim")
         check_flag("layer.output_bias", output_bias)
         check_output(output_norm, gate, gate_rank)
+        check_choice("layer.init", init, ("normal", "xavier"))
         for key, part, kind in (("task", task, Task), ("learner", learner, Learner), ("optimizer", optimizer, InnerOptimizer)):
             if not isinstance(part, kind):
                 raise MetaTTTError(f"layer.{key} is a {type(part).__name__}: it must be a {kind.__name__}, set {key}=<name>")
@@ -120,6 +125,8 @@ class TTTLayer(nn.Module):
         self.norm, self.gate = make_norm(output_norm, dim, head), make_gate(gate, gate_rank, dim, head)
         self.gate_function = gate if isinstance(gate, str) else "gelu"
         self.out = projection(dim, dim, output_bias)
+        if init == "xavier":
+            draw_xavier(self.task, self.gate, self.out)
 
     task: Task
     learner: Learner

@@ -26,6 +26,14 @@ def projection(dim: int, width: int, bias: bool) -> nn.Linear:
     return linear
 
 
+def draw_xavier(*modules: nn.Module | None) -> None:
+    """Draws the weights of all linear maps in modules anew, as Glorot and Bengio do."""
+    for module in filter(None, modules):
+        for linear in module.modules():
+            if isinstance(linear, nn.Linear):
+                nn.init.xavier_uniform_(linear.weight)
+
+
 def standardize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Zero mean and unit (biased) variance over the last axis.
 

@@ -150,6 +150,17 @@ def test_decays_begin_as_those_of_mamba2() -> None:
         assert 0.008 < step.log().mean().exp() < 0.0125  # log-uniform: its median is 0.01
 
 
+def test_initial_values_of_projections() -> None:
+    wide = ("layer=gated_delta_net", "dim=128", "num_heads=4")
+    for init, std in (("normal", 0.02), ("xavier", 128**-0.5)):
+        layer = metattt.build(*wide, f"layer.init={init}")
+        for linear in (layer.task.q, layer.task.k, layer.task.v, layer.gate, layer.out):
+            assert linear.weight.std().item() == pytest.approx(std, rel=0.03)
+        assert layer.optimizer.lr_weight.std().item() == pytest.approx(0.02, rel=0.2)  # a gate is no projection
+    with pytest.raises(MetaTTTError, match=r"layer\.init=orthogonal"):
+        metattt.build(*wide, "layer.init=orthogonal")
+
+
 def test_token_steps_come_back() -> None:
     """A step of the outer optimizer that is far too large: the published τ is 0 for good, ours is not."""
     found = {}

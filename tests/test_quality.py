@@ -80,11 +80,14 @@ def test_a_cell_is_a_run_of_the_main_job(tmp_path: Path) -> None:
 
 def test_a_damaged_cell_is_refused(tmp_path: Path) -> None:
     cells = Cells(tmp_path, lambda given, folder: Cell(1.0, 2.0, 3, None))
-    assert cells.get(["layer=a"], lambda line: None) == cells.get(["layer=a"], lambda line: None)
+    lines: list[str] = []
+    first = cells.get(["layer=a"], "one", lines.append)
+    assert first == cells.get(["layer=a"], "one", lines.append) and len(lines) == 1
+    assert first == cells.get(["layer=a"], "another", lines.append) and len(lines) == 2  # of a configuration that has changed
     (file,) = tmp_path.iterdir()
-    file.write_text('{"given": ["layer=a"], "validation": true, "test": 1.0, "parameters": 3, "failure": null}')
+    file.write_text('{"given": ["layer=a"], "config": 1, "validation": true, "test": 1.0, "parameters": 3, "failure": null}')
     with pytest.raises(MetaTTTError, match="is no result of this benchmark"):
-        cells.get(["layer=a"], lambda line: None)
+        cells.get(["layer=a"], "another", lines.append)
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,12 @@ class Cells:
     def __init__(self, folder: Path, run: Callable[[Sequence[str], Path], Cell]):
         self.folder, self.run = folder, run
 
-    def get(self, given: Sequence[str], say: Callable[[str], None]) -> Cell:
+    def get(self, given: Sequence[str], config: str, say: Callable[[str], None]) -> Cell:
         """The result of a run: from its file, or else of the run itself.
 
         Args:
             given: its overrides, those that tell it from others first.
+            config: what they are composed to: a result of another configuration is not taken, and run again.
             say: shows a line.
 
         Raises:
@@ -53,11 +54,12 @@ class Cells:
         title = " ".join(given[:3])
         name = re.sub(r"[^\w.,=-]", "_", title) + "-" + digest("\n".join(given).encode())[:8]
         file = self.folder / f"{name}.json"
-        if file.exists():
-            return _read(file, list(given))
+        made_of = digest(config.encode())
+        if file.exists() and (found := _read(file, list(given), made_of)) is not None:
+            return found
         self.folder.mkdir(parents=True, exist_ok=True)
         cell = self.run(given, self.folder / f"{name}.run")
-        content = {"given": list(given)} | {
+        content = {"given": list(given), "config": made_of} | {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(cell).items()
         }
@@ -66,12 +68,15 @@ class Cells:
         return cell
 
 
-def _read(file: Path, given: list[str]) -> Cell:
+def _read(file: Path, given: list[str], made_of: str) -> Cell | None:
+    """The result in a file; None if it is that of another configuration."""
     content = read_object(file)
+    if content.get("given") == given and isinstance(content.get("config"), str) and content["config"] != made_of:
+        return None
     bits = [content.get(key) for key in ("validation", "test")]
     count, failure = content.get("parameters"), content.get("failure")
     numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in bits)
-    if content.get("given") != given or type(count) is not int or not (numbers or isinstance(failure, str)):
+    if content.get("given") != given or "config" not in content or type(count) is not int or not (numbers or isinstance(failure, str)):
         raise MetaTTTError(f"{file} is no result of this benchmark: remove it, or set benchmark.keep=<another folder>")
     validation, test = (math.inf if one is None else float(one) for one in bits)
     return Cell(validation, test, count, failure)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from metattt.bench.base import Benchmark, check_counts
 from metattt.bench.cells import Cell, Cells
@@ -97,13 +98,13 @@ class Quality(Benchmark):
         for row in self.rows:
             tried[row] = {}
             for rate in self.rates:
-                first = [cells.get(self._given(row, rate, seed), say) for seed in self.seeds[: self.choosing]]
+                first = [self._cell(cells, row, rate, seed, say) for seed in self.seeds[: self.choosing]]
                 tried[row][rate] = statistics.mean(cell.validation for cell in first)
             best = min(self.rates, key=tried[row].__getitem__)
             if not math.isfinite(tried[row][best]):
                 failed.append(row)
                 continue
-            found[row] = best, [cells.get(self._given(row, best, seed), say) for seed in self.seeds]
+            found[row] = best, [self._cell(cells, row, best, seed, say) for seed in self.seeds]
         baseline = statistics.mean(cell.test for cell in found[BASELINE][1]) if BASELINE in found else None
         for row, (best, results) in sorted(found.items(), key=lambda one: statistics.mean(cell.test for cell in one[1][1])):
             table.append(self._row(row, best, results, tried[row], baseline))
@@ -131,6 +132,10 @@ class Quality(Benchmark):
             f"trainer.max_steps={sizes['steps']}", f"trainer.accelerator={self.accelerator}", "trainer.val_check_interval=1.0",
             "sample=false", *self.overrides,
         ]  # fmt: skip
+
+    def _cell(self, cells: Cells, row: str, rate: float, seed: int, say: Callable[[str], None]) -> Cell:
+        config = OmegaConf.to_yaml(self._compose(row, rate, seed))
+        return cells.get(self._given(row, rate, seed), config, say)
 
     def _compose(self, row: str, rate: float, seed: int, folder: Path = Path("unused")) -> Any:
         entries = [f"~callbacks.{name}" for name in ("progress", "loss_curve", "watch", "inner_health")]
