@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SPEED = "tokens_per_second"
+SHARED = "speeds are the median of the steps of a run, and only as steady as the machine: other programs on it slow them"
 
 
 def speed(run: Result) -> float:
@@ -75,5 +76,5 @@ class Minibatch(Comparison):
 
         return Report(
             [*seen, *edges(compared)], {"By size of the mini-batch": table}, records, draw if any(scores.values()) else None,
-            settings_of(size, self.lower_is_better, self.objective), compared.failures(),
+            [*settings_of(size, self.lower_is_better, self.objective), SHARED], compared.failures(),
         )  # fmt: skip
