@@ -23,7 +23,8 @@ from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.measures.ngram import NGram
 from metattt.metrics_file import CLOCK
-from metattt.training.callbacks import LossCurve, plot
+from metattt.training.callbacks import LossCurve
+from metattt.training.picture import plot
 from metattt.training.text_module import AdamW
 from metattt.training.train import train
 
@@ -307,5 +308,5 @@ def test_weights_that_are_not_finite_end_in_one_line(
 
 def test_curves_with_points_that_are_no_numbers_are_drawn(tmp_path: Path) -> None:
     for points in ([[1, math.nan]], [[1, 2.0], [2, math.nan], [3, math.inf], [4, 1.0]]):
-        plot({"train": points, "validation": [[1, math.nan]]}, 3.0, tmp_path / "a.png", "bits", "a run")
+        plot({"train": points, "validation": [[1, math.nan]]}, {"order-2": 3.0}, tmp_path / "a.png", "bits", "a run")
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
