@@ -60,12 +60,13 @@ def _outer(
         if points[name]:
             steps, values = zip(*points[name], strict=True)
             axes.plot(steps, values, **{"label": name, **style})
-    for (name, value), color in zip(sorted(baselines.items(), key=lambda pair: -pair[1]), BASELINES * 9, strict=False):
+    ordered = sorted(baselines.items(), key=lambda pair: -pair[1])
+    for number, ((name, value), color) in enumerate(zip(ordered, BASELINES * 9, strict=False)):
         axes.axhline(value, linestyle=(0, (5, 3)), linewidth=1.1, color=color)
         axes.annotate(
             f"{name}  {value:.3f}",
             (0.01, value),
-            (0, 3),
+            (0, 3 if number == 0 else -11),  # the highest is named above its line, others below: lines may be close
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
             fontsize=8.5,
