@@ -52,7 +52,12 @@ def test_matrices_of_the_blocks_are_moved_by_muon_and_nothing_is_moved_twice(mod
 
 def test_two_steps_are_those_of_the_papers() -> None:
     torch.manual_seed(0)
-    start = [torch.randn(6, 9).double(), torch.randn(6, 9).double(), torch.randn(9, 4).double(), torch.randn(5).double()]
+    start = [
+        torch.randn(6, 9).double(),
+        torch.randn(6, 9).double(),
+        torch.randn(9, 4).double(),
+        torch.randn(5).double(),
+    ]
     matrices, vector = [nn.Parameter(p.clone()) for p in start[:3]], nn.Parameter(start[3].clone())
     lr, decay, mu = 0.03, 0.1, 0.9
     both: list[dict[str, Any]] = [

@@ -50,10 +50,9 @@ class Progress(TQDMProgressBar):
 
     def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
         if time.monotonic() - self.read_at >= REST:
-            steps = trainer.max_steps - trainer.global_step
             self.metrics = self._read(trainer)
             if self.pace.seconds is not None and trainer.max_steps > 0:
-                self.metrics["left"] = f"{steps * self.pace.seconds:.0f} s"
+                self.metrics["left"] = f"{(trainer.max_steps - trainer.global_step) * self.pace.seconds:.0f} s"
             self.read_at = time.monotonic()
         return self.metrics
 
