@@ -89,6 +89,35 @@ def test_progress_on_a_terminal_names_the_step_of_the_validation() -> None:
     assert bar.get_metrics(trainer, None) == {"validation bits/byte (step 40)": "2.000"}  # type: ignore[arg-type]
 
 
+def test_the_bar_shows_speed_and_time_left_and_does_not_ask_the_device_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, asked = 100.0, 0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    class Metric(torch.Tensor):
+        def item(self) -> float:
+            nonlocal asked
+            asked += 1
+            return super().item()
+
+    bar = Progress()
+    bar.pace.durations.append(0.5)
+    known = {"train/loss": torch.tensor(1.5), "tokens_per_second": torch.tensor(12345.6)}
+    trainer: Any = SimpleNamespace(
+        callback_metrics={name: value.as_subclass(Metric) for name, value in known.items()},
+        max_steps=100,
+        global_step=40,
+    )
+    shown = bar.get_metrics(trainer, None)  # type: ignore[arg-type]
+    assert shown == {"loss": "1.500", "tokens/s": "12,346", "left": "30 s"}
+    now += 0.4
+    trainer.global_step = 41
+    assert bar.get_metrics(trainer, None) == shown and asked == 2  # type: ignore[arg-type]
+    now += 0.2
+    assert bar.get_metrics(trainer, None)["left"] == "30 s" and asked == 4  # type: ignore[arg-type]
+
+
 def test_a_sample_cannot_steer_the_terminal() -> None:
     assert (
         printable(b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode())

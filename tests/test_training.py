@@ -23,7 +23,8 @@ from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.measures.ngram import NGram
 from metattt.metrics_file import CLOCK
-from metattt.training.callbacks import LossCurve, plot
+from metattt.training.callbacks import LossCurve
+from metattt.training.picture import plot
 from metattt.training.text_module import AdamW
 from metattt.training.train import train
 
@@ -282,6 +283,51 @@ def test_the_baseline_equals_a_brute_force_count() -> None:
             assert math.isclose(nats[row, t - 1], expected, rel_tol=1e-12)
 
 
+def test_counts_that_are_listed_are_those_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(1)
+    train, validation = (random.choice(5, p=[0.5, 0.3, 0.1, 0.1, 0.0], size=size) for size in ((9, 8), (4, 8)))
+    validation[1, 3] = 4  # never seen in training
+    table = NGram(5, 3).fit(train)
+    monkeypatch.setattr("metattt.measures.ngram.MOST", 0)
+    listed = NGram(5, 3).fit(train)
+    for order in (None, 0, 1, 2, 3):
+        assert np.array_equal(table.nats(validation, order), listed.nats(validation, order))
+    assert np.array_equal(listed.nats(validation, 2), NGram(5, 2).fit(train).nats(validation))
+    assert not np.array_equal(listed.nats(validation, 2), listed.nats(validation, 3))
+    with pytest.raises(MetaTTTError, match="order 8 over 257"):
+        NGram(257, 8)
+
+
+@pytest.mark.parametrize(("layer", "panels"), [("ttt_linear", 2), ("delta_net", 2), ("attention", 1)])
+def test_the_picture_shows_the_inner_losses_where_there_are_any(
+    corpus: Path, tmp_path: Path, layer: str, panels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def noted(*arguments: object) -> None:
+        drawn.append(arguments)
+        plot(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("metattt.training.callbacks.plot", noted)
+    size = ["optimizer.mini_batch_size=8"] if layer == "ttt_linear" else []
+    overrides = [o for o in TINY if not o.startswith("optimizer.")] + size
+    cfg = compose(
+        *overrides, f"layer={layer}", f"data.path={corpus}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=1",
+        "sample=false",
+    )  # fmt: skip
+    assert train(cfg) == 0
+    *_, baselines, path, _, _, inner = drawn[-1]
+    assert set(baselines) == {"order-2 byte model", "order-3 byte model"}  # type: ignore[call-overload]
+    assert (inner is None) == (panels == 1)
+    if inner is not None:
+        curves = inner[0]  # type: ignore[index]
+        assert torch.equal(curves["init"][0], curves["step_0"][0])  # nothing is read before the first mini-batch
+        assert (curves["step_1"] < curves["step_0"]).all() or layer != "delta_net"
+    with open(path, "rb") as file:  # type: ignore[call-overload]
+        header = file.read(24)
+    assert header.startswith(b"\x89PNG") and (int.from_bytes(header[16:20], "big") > 1000) == (panels == 2)
+
+
 def test_the_baseline_is_a_distribution_and_beats_shorter_contexts(corpus: Path) -> None:
     data = TextData(str(corpus), context_length=32)
     train, validation, sizes = data.windows("train"), data.windows("validation"), data.tokenizer.token_bytes.numpy()
@@ -307,5 +353,5 @@ def test_weights_that_are_not_finite_end_in_one_line(
 
 def test_curves_with_points_that_are_no_numbers_are_drawn(tmp_path: Path) -> None:
     for points in ([[1, math.nan]], [[1, 2.0], [2, math.nan], [3, math.inf], [4, 1.0]]):
-        plot({"train": points, "validation": [[1, math.nan]]}, 3.0, tmp_path / "a.png", "bits", "a run")
+        plot({"train": points, "validation": [[1, math.nan]]}, {"order-2": 3.0}, tmp_path / "a.png", "bits", "a run")
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

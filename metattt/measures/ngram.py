@@ -3,9 +3,13 @@ pairs."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from metattt.errors import MetaTTTError
+
+MOST = 2**26  # entries of a table of counts
 
 
 class NGram:
@@ -19,20 +23,21 @@ class NGram:
     one.
 
     Args:
-        vocab_size: V. Counts take `4 V^(order + 1)` bytes.
+        vocab_size: V. Counts of contexts of k tokens are a table of `4 V^(k + 1)` bytes where that is 256 MiB at most,
+            else a sorted list of the `k + 1` tokens that occur: 12 bytes each.
         order: n, tokens of context.
 
     Raises:
-        MetaTTTError: if the counts would take more than 2 GiB.
+        MetaTTTError: an order whose contexts and their next token do not fit in 63 bits.
     """
 
     def __init__(self, vocab_size: int, order: int = 2):
-        if vocab_size ** (order + 1) > 2**29:
+        if vocab_size ** (order + 1) > 2**63:
             raise MetaTTTError(
-                f"counts of order {order} over {vocab_size} tokens take more than 2 GiB: use a smaller order"
+                f"order {order} over {vocab_size} tokens cannot be counted: contexts do not fit in 63 bits; use a smaller order"
             )
         self.vocab_size, self.order = vocab_size, order
-        self.counts: list[np.ndarray] = []  # by order k: [V^k, V]
+        self.counts: list[_Table | _Listed] = []  # by order k
 
     def fit(self, windows: np.ndarray) -> NGram:
         """Counts the training text: windows `[N, T + 1]` that follow one another, so that contexts reach across
@@ -43,32 +48,83 @@ class NGram:
             key = np.zeros(max(0, len(stream) - k), np.int64)
             for j in range(k + 1):
                 key = key * self.vocab_size + stream[j : j + len(key)]
-            counts = np.bincount(key, minlength=self.vocab_size ** (k + 1)).astype(np.int32)
-            self.counts.append(counts.reshape(-1, self.vocab_size))
+            kind = _Table if self.vocab_size ** (k + 1) <= MOST else _Listed
+            self.counts.append(kind.of(key, self.vocab_size, k))
         return self
 
-    def nats(self, windows: np.ndarray) -> np.ndarray:
+    def nats(self, windows: np.ndarray, order: int | None = None) -> np.ndarray:
         """`−ln P` of every token but the first of each window: `[N, T + 1]` to `[N, T]`.
 
-        As for a model, the context of a token is what precedes it in its own window.
+        As for a model, the context of a token is what precedes it in its own window. `order`: a smaller one than what
+        was counted.
         """
         ids = windows.astype(np.int64)
         probability = np.full(ids[:, 1:].shape, 1 / self.vocab_size)
-        for k, counts in enumerate(self.counts):
+        for k, counts in enumerate(self.counts[: None if order is None else order + 1]):
             first = max(k, 1)  # the first column with k tokens before it, of those that are predicted
             if first >= ids.shape[1]:
                 break
             context = np.zeros_like(ids[:, first:])
             for j in range(k, 0, -1):
                 context = context * self.vocab_size + ids[:, first - j : ids.shape[1] - j]
-            total, distinct = counts.sum(1, dtype=np.int64), np.count_nonzero(counts, axis=1)
-            seen, shorter = distinct[context], probability[:, first - 1 :]
-            count = counts[context, ids[:, first:]]
-            weight = np.maximum(total[context] + seen, 1)
+            count, total, seen = counts.look_up(context, ids[:, first:])
+            shorter = probability[:, first - 1 :]
+            weight = np.maximum(total + seen, 1)
             probability[:, first - 1 :] = np.where(seen > 0, (count + seen * shorter) / weight, shorter)
         return -np.log(probability)
 
-    def bits_per_byte(self, windows: np.ndarray, token_bytes: np.ndarray) -> float:
-        """Total `−log2 P` of the predicted tokens of the windows over the bytes `token_bytes[id]` that they stand
-        for."""
-        return float(self.nats(windows).sum() / np.log(2) / token_bytes[windows[:, 1:]].sum())
+    def bits_per_byte(self, windows: np.ndarray, token_bytes: np.ndarray, order: int | None = None) -> float:
+        """Total `−log2 P` of the predicted tokens of the windows over the bytes `token_bytes[id]` that they stand for;
+        `order` as in `nats`."""
+        return float(self.nats(windows, order).sum() / np.log(2) / token_bytes[windows[:, 1:]].sum())
+
+
+class _Table(NamedTuple):
+    """Counts of all contexts of one length."""
+
+    counts: np.ndarray  # [V^k, V]
+    total: np.ndarray  # [V^k] tokens seen after a context
+    distinct: np.ndarray  # [V^k] different ones
+
+    @classmethod
+    def of(cls, key: np.ndarray, vocab_size: int, k: int) -> _Table:
+        """`key` `[N]`: the number whose digits in base V are a context and the token after it."""
+        counts = np.bincount(key, minlength=vocab_size ** (k + 1)).astype(np.int32).reshape(-1, vocab_size)
+        return cls(counts, counts.sum(1, dtype=np.int64), np.count_nonzero(counts, axis=1))
+
+    def look_up(self, context: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """How often a token came after a context, how many tokens did, and how many different ones."""
+        return self.counts[context, token], self.total[context], self.distinct[context]
+
+
+class _Listed(NamedTuple):
+    """The same for too many contexts to have a table: those that occur, in order."""
+
+    keys: np.ndarray  # [M] context and token
+    counts: np.ndarray  # [M]
+    contexts: np.ndarray  # [C]
+    total: np.ndarray  # [C]
+    distinct: np.ndarray  # [C]
+    vocab_size: int
+
+    @classmethod
+    def of(cls, key: np.ndarray, vocab_size: int, k: int) -> _Listed:
+        keys, counts = np.unique(key, return_counts=True)
+        contexts, start = np.unique(keys // vocab_size, return_index=True)
+        total = np.add.reduceat(counts, start) if len(start) else counts
+        return cls(keys, counts, contexts, total, np.diff(start, append=len(keys)), vocab_size)
+
+    def look_up(self, context: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return (
+            _value(self.keys, self.counts, context * self.vocab_size + token),
+            _value(self.contexts, self.total, context),
+            _value(self.contexts, self.distinct, context),
+        )
+
+
+def _value(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The value of each wanted key, 0 for one that is not there; `keys` are sorted."""
+    if not len(keys):
+        return np.zeros(wanted.shape, np.int64)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], 0)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from metattt.errors import check_integer
+from metattt.errors import MetaTTTError, check_integer
+from metattt.measures.inner_loss import Curves, average
+from metattt.models.language_model import LanguageModel
 from metattt.registry import register
+from metattt.training.picture import plot
+from metattt.training.sharding import divided
 from metattt.training.step_statistics import Pace
 
 SHARE = 0.01  # of the time of a run, at most, that its pictures take
+REST = 0.5  # seconds between two looks of the bar at the metrics
 
 
 @register(group="callback", name="progress")
 class Progress(TQDMProgressBar):
-    """Lightning's progress bar with loss and bits per byte; where nobody watches (a file, CI), a line now and then
-    instead.
+    """Lightning's progress bar with loss, bits per byte, tokens per second and the time left; where nobody watches (a
+    file, CI), a line now and then instead.
 
     A line shows the validation that came since the line before, and the time of a step without validation and
-    compilation.
+    compilation. The bar asks the device for the numbers twice a second at most, so that no step waits for them.
 
     Args:
         lines: number of lines of a run whose output is not a terminal.
@@ -40,19 +45,32 @@ class Progress(TQDMProgressBar):
         if not self.terminal:
             self.disable()
         self.pace = Pace()
+        self.metrics: dict[str, Any] = {}  # that the bar shows
+        self.read_at = -REST
         self.validated = self.shown = 0  # the step of the last validation, and of the last one that a line has shown
 
     def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
+        if time.monotonic() - self.read_at >= REST:
+            self.metrics = self._read(trainer)
+            if self.pace.seconds is not None and trainer.max_steps > 0:
+                self.metrics["left"] = f"{(trainer.max_steps - trainer.global_step) * self.pace.seconds:.0f} s"
+            self.read_at = time.monotonic()
+        return self.metrics
+
+    def _read(self, trainer: lightning.Trainer) -> dict[str, Any]:
+        """What is shown of the metrics. It waits for the device."""
         at = f" (step {self.validated})"
         names = {
-            "train/loss": "loss",
-            "train/bits_per_byte": "bits/byte",
-            "validation/bits_per_byte": f"validation bits/byte{at}",
+            "train/loss": ("loss", ".3f"),
+            "train/bits_per_byte": ("bits/byte", ".3f"),
+            "validation/bits_per_byte": (f"validation bits/byte{at}", ".3f"),
+            "validation/top1": (f"validation top-1{at}", ".3f"),
+            "validation/accuracy": (f"validation accuracy{at}", ".3f"),
+            "tokens_per_second": ("tokens/s", ",.0f"),
+            "images_per_second": ("images/s", ",.0f"),
         }
-        names["validation/top1"] = f"validation top-1{at}"
-        names["validation/accuracy"] = f"validation accuracy{at}"
         known = trainer.callback_metrics
-        return {short: f"{known[name].item():.3f}" for name, short in names.items() if name in known}
+        return {short: format(known[name].item(), digits) for name, (short, digits) in names.items() if name in known}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -78,7 +96,7 @@ class Progress(TQDMProgressBar):
         every = max(1, steps // self.lines) if steps > 0 else 100
         if self.terminal or step % every or not trainer.is_global_zero:
             return
-        metrics = self.get_metrics(trainer, pl_module)
+        metrics = self._read(trainer)
         if self.shown == self.validated:  # no news
             metrics = {name: value for name, value in metrics.items() if not name.startswith("validation")}
         self.shown = self.validated
@@ -92,7 +110,8 @@ class Progress(TQDMProgressBar):
 
 @register(group="callback", name="loss_curve")
 class LossCurve(lightning.Callback):
-    """A metric against steps, as a PNG: training, validation, and the baseline as a dashed line.
+    """A metric against steps, as a PNG: training, validation, and baselines as dashed lines. When a language model has
+    been trained, a second panel: the loss of its inner loops before and after each step, by position in a window.
 
     The points are kept in the checkpoint, so that the curve of a resumed run is whole. The picture is drawn when
     validation ends, but not so often that drawing takes more than a hundredth of the time (`SHARE`), and at the end.
@@ -102,7 +121,10 @@ class LossCurve(lightning.Callback):
         every: steps between two points of the training curve.
         metric: logged as `train/<metric>` and `validation/<metric>`.
         label: of the metric, with its unit.
-        title: of the figure.
+        title: of the panel.
+        inner_windows: validation windows over which the inner losses are averaged; 0 leaves their panel out. Layers
+            without curves (`metattt.measures.inner_loss.unmeasured`) have none, nor have models that are divided among
+            processes.
     """
 
     def __init__(
@@ -112,14 +134,18 @@ class LossCurve(lightning.Callback):
         metric: str = "bits_per_byte",
         label: str = "bits per byte",
         title: str = "Next-byte prediction",
+        inner_windows: int = 32,
     ):
         check_integer("callbacks.loss_curve.every", every)
+        check_integer("callbacks.loss_curve.inner_windows", inner_windows, 0)
         self.path, self.every = Path(path), every
         self.metric, self.label, self.title = metric, label, title
-        self.baseline: float | None = None  # bits per byte; set by the training command
+        self.inner_windows = inner_windows
+        self.baselines: dict[str, float] = {}  # bits per byte by name; set by the training command
+        self.inner: dict[int, Curves] | None = None  # at the end of the run
         self.points: dict[str, list[list[float]]] = {"train": [], "validation": []}
         self.next = -math.inf  # the moment from which on it may be drawn again
-        self.drawn = (-1, -1)  # points of either curve in the picture
+        self.drawn = (-1, -1, False)  # points of either curve in the picture, and whether inner losses are
 
     def state_dict(self) -> dict[str, Any]:
         return {"points": self.points}
@@ -141,47 +167,39 @@ class LossCurve(lightning.Callback):
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.is_global_zero:
+            self.inner = self._inner_losses(trainer, pl_module)
             self._draw()
 
     def _draw(self) -> None:
         """Nothing is drawn again that the picture shows already."""
-        count = len(self.points["train"]), len(self.points["validation"])
-        if count != self.drawn:
+        shown = len(self.points["train"]), len(self.points["validation"]), self.inner is not None
+        if shown != self.drawn:
             began = time.monotonic()
-            plot(self.points, self.baseline, self.path, self.label, self.title)
+            plot(self.points, self.baselines, self.path, self.label, self.title, self.inner)
             ended = time.monotonic()
-            self.drawn, self.next = count, ended + (ended - began) / SHARE
+            self.drawn, self.next = shown, ended + (ended - began) / SHARE
+
+    def _inner_losses(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> dict[int, Curves] | None:
+        """Of the trained model on validation windows; None where there is nothing to measure."""
+        model = pl_module.model
+        if not (self.inner_windows and isinstance(model, LanguageModel)) or divided(model):
+            return None
+        training = model.training
+        devices = [pl_module.device] if pl_module.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices):  # random views must not change what the run draws
+                loader = trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
+                whole = (real for batch in loader if len(real := batch[(batch >= 0).all(1)]))
+                return average(model.eval(), whole, self.inner_windows, segment=2048)  # type: ignore[arg-type]
+        except MetaTTTError:  # no layer with an inner loss, or one that is not finite: the curve is drawn without
+            return None
+        finally:
+            model.train(training)
 
     def _add(self, name: str, trainer: lightning.Trainer) -> None:
         value = trainer.callback_metrics.get(f"{name}/{self.metric}")
         step = trainer.global_step
         if value is not None and (not self.points[name] or self.points[name][-1][0] < step):
             self.points[name].append([step, value.item()])
-
-
-def plot(points: dict[str, list[list[float]]], baseline: float | None, path: Path, label: str, title: str) -> None:
-    """Draws the curves of `LossCurve` into a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    styles: dict[str, dict[str, Any]] = {
-        "train": {"linewidth": 1.0, "alpha": 0.7},
-        "validation": {"marker": "o", "linewidth": 1.5},
-    }
-    for name, style in styles.items():
-        if points[name]:
-            steps, bits = zip(*points[name], strict=True)
-            axes.plot(steps, bits, label=name, **style)
-    if baseline is not None:
-        axes.axhline(baseline, linestyle="--", color="gray", label="order-2 byte model")
-    axes.set(xlabel="outer-loop steps", ylabel=label, title=title)
-    values = [value for curve in points.values() for _, value in curve if math.isfinite(value)]
-    if values:  # the first steps would squeeze the rest
-        low, high = min([*values, baseline or values[0]]), max(sorted(values)[: max(1, int(0.97 * len(values)))])
-        axes.set_ylim(low - 0.1, max(high, baseline or 0.0) + 0.1)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(path)

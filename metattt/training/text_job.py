@@ -1,4 +1,4 @@
-"""What is special about training on text: the vocabulary, the order-2 baseline, bits per byte, and a sample at the
+"""What is special about training on text: the vocabulary, the n-gram baselines, bits per byte, and a sample at the
 end."""
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from metattt.training.time_parallel import OverTime
 
 SAMPLE_PROMPT_BYTES = 64
 SAMPLE_BYTES = 200
+ORDERS = (2, 3)  # of the byte models that are counted for comparison
+MOST_SORTED = 2**26  # tokens of training text that order 3 is counted on: it sorts them, which takes seconds
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
@@ -43,7 +45,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
 
     def __init__(self, cfg: DictConfig, data: WindowData):
         self.cfg, self.data = cfg, data
-        self.baseline: float | None = None  # bits per byte of an order-2 byte model
+        self.baselines: dict[int, float] = {}  # bits per byte of byte models by their order
         if "vocab_size" not in cfg.model:
             raise MetaTTTError(
                 "text needs a language model: set model=language_model; for images, data=images or data=digits; for vectors, "
@@ -78,7 +80,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         return LanguageModeling(model, recipe, tokenizer.token_bytes, record, self.data.document_start)
 
     def prepare(self, trainer: lightning.Trainer) -> None:
-        """Sizes of batches that the trainer's processes take, and the baseline."""
+        """Sizes of batches that the trainer's processes take, and the baselines."""
         data = self.data
         plan = plan_batches(
             self.cfg.batch_tokens,
@@ -92,11 +94,13 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         data.batch_size, trainer.accumulate_grad_batches = plan
         validate_between_steps(trainer)
         if trainer.is_global_zero and isinstance(data, TextData):  # other tokens are not bytes
-            counted = NGram(data.tokenizer.vocab_size).fit(data.windows("train"))
-            self.baseline = counted.bits_per_byte(data.windows("validation"), data.tokenizer.token_bytes.numpy())
+            windows, sizes = data.windows("train"), data.tokenizer.token_bytes.numpy()
+            orders = [order for order in ORDERS if order < 3 or windows.size <= MOST_SORTED]
+            counted = NGram(data.tokenizer.vocab_size, max(orders)).fit(windows)
+            self.baselines = {n: counted.bits_per_byte(data.windows("validation"), sizes, n) for n in orders}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LossCurve):
-                callback.baseline = self.baseline
+                callback.baselines = {f"order-{n} byte model": bits for n, bits in self.baselines.items()}
 
     def header(self, console: Console, trainer: lightning.Trainer, model: LanguageModel, done: int) -> None:
         """What is about to run, in three lines."""
@@ -109,15 +113,15 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         console.print(f"run     {trainer.max_steps:,} steps of {tokens:,} tokens{start} -> {self.cfg.output_dir}")
 
     def report(self, console: Console, trainer: lightning.Trainer, seconds: float) -> None:
-        """The final table: the model against the baseline."""
+        """The final table: the model against the baselines."""
         bits = trainer.callback_metrics["validation/bits_per_byte"].item()
         table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
         table.add_column("validation")
         table.add_column("bits per byte", justify="right")
         table.add_row("model", f"{bits:.4f}")
-        if self.baseline is not None:
-            table.add_row("order-2 byte model, same training text", f"{self.baseline:.4f}")
-            table.add_row("model / order-2", f"{bits / self.baseline:.4f} ({100 * (bits / self.baseline - 1):+.1f}%)")
+        for order, baseline in self.baselines.items():
+            table.add_row(f"order-{order} byte model, same training text", f"{baseline:.4f}")
+            table.add_row(f"model / order-{order}", f"{bits / baseline:.4f} ({100 * (bits / baseline - 1):+.1f}%)")
         console.print(table)
 
     def sample(self, console: Console, module: LanguageModeling) -> None:

@@ -1,0 +1,129 @@
+"""The outer loop with Muon: which parameters it moves, where to, and that a stopped run goes on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metattt.cli import main
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_part
+from metattt.training.building import Builder
+from metattt.training.muon import Muon, MuonAndAdamW
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return Builder(compose("dim=32", "num_heads=2", "training=muon"), None).whole()
+
+
+def with_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def iterated(gradient: Tensor) -> Tensor:
+    """Muon's five quintic iterations, on the singular values."""
+    u, s, vh = torch.linalg.svd(gradient, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ vh
+
+
+def test_matrices_of_the_blocks_are_moved_by_muon_and_nothing_is_moved_twice(model: nn.Module) -> None:
+    recipe = instantiate_part(compose("dim=32", "num_heads=2", "training=muon"), "training")
+    moved, decayed, others = recipe.groups(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_muon = {names[id(p)] for p in moved["params"]}
+    assert {"blocks.0.ffn.up.weight", "blocks.1.ffn.down.weight"} <= by_muon
+    assert all(name.startswith("blocks.") and p.ndim == 2 for p in moved["params"] for name in [names[id(p)]])
+    assert "embedding.weight" in {names[id(p)] for p in decayed["params"]}
+    assert others["weight_decay"] == 0 and moved["weight_decay"] == decayed["weight_decay"] > 0
+    every = [names[id(p)] for group in (moved, decayed, others) for p in group["params"]]
+    assert sorted(every) == sorted(names.values())
+
+
+def test_two_steps_are_those_of_the_papers() -> None:
+    torch.manual_seed(0)
+    start = [
+        torch.randn(6, 9).double(),
+        torch.randn(6, 9).double(),
+        torch.randn(9, 4).double(),
+        torch.randn(5).double(),
+    ]
+    matrices, vector = [nn.Parameter(p.clone()) for p in start[:3]], nn.Parameter(start[3].clone())
+    lr, decay, mu = 0.03, 0.1, 0.9
+    both: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": decay, "muon": True},
+        {"params": [vector], "weight_decay": 0.0},
+    ]
+    ours = MuonAndAdamW(both, lr, momentum=mu)
+    alone = nn.Parameter(start[3].clone())
+    adamw = torch.optim.AdamW([alone], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    expected, means = [p.clone() for p in start[:3]], [torch.zeros_like(p) for p in start[:3]]
+    for _ in range(2):
+        gradients = [torch.randn_like(p) for p in start]
+        for parameter, gradient in zip([*matrices, vector], gradients, strict=True):
+            parameter.grad = gradient.clone()
+        alone.grad = gradients[3].clone()
+        ours.step()
+        adamw.step()
+        for number, gradient in enumerate(gradients[:3]):
+            means[number] = mu * means[number] + gradient
+            step = iterated(gradient + mu * means[number])
+            size = lr * 0.2 * math.sqrt(max(gradient.shape))
+            expected[number] = (1 - lr * decay) * expected[number] - size * step
+    for parameter, value in zip(matrices, expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=1e-9)
+    torch.testing.assert_close(vector, alone, rtol=0, atol=0)
+
+
+def test_a_state_that_was_saved_goes_on_as_if_nothing_had_happened(model: nn.Module) -> None:
+    first = copy.deepcopy(model)
+    recipe = Muon()
+    optimizer = recipe.optimizer(first)
+    for seed in range(2):
+        with_gradients(first, seed)
+        optimizer.step()
+    second, content = copy.deepcopy(first), copy.deepcopy(optimizer.state_dict())
+    again = recipe.optimizer(second)
+    again.load_state_dict(content)
+    for one, its in ((first, optimizer), (second, again)):
+        with_gradients(one, 9)
+        its.step()
+    moved = 0
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        moved += not torch.equal(a, dict(model.named_parameters())[name])
+    assert moved == len(list(first.parameters()))
+
+
+def test_a_parameter_without_a_gradient_stays_and_a_model_without_blocks_is_trained() -> None:
+    plain = nn.Sequential(nn.Linear(20, 20), nn.LayerNorm(20))
+    optimizer = Muon().optimizer(plain)
+    before = copy.deepcopy(plain.state_dict())
+    optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
+    with_gradients(plain, 0)
+    optimizer.step()
+    assert all(not torch.equal(before[name], value) for name, value in plain.state_dict().items())
+
+
+def test_the_rate_rises_and_falls_on_lines() -> None:
+    recipe = Muon(lr=1.0, warmup_fraction=0.1, min_lr=0.0)
+    factors = [recipe.factor(step, 100) for step in range(101)]
+    assert factors[0] == 0.1 and factors[9] == factors[10] == 1 and math.isclose(factors[55], 0.5) and factors[100] == 0
+
+
+@pytest.mark.parametrize("value", ["1", "-0.1", "nan"])
+def test_a_momentum_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "training=muon", f"training.momentum={value}"]) == 2
+    error = capsys.readouterr().err
+    assert "training.momentum" in error and value in error and len(error.splitlines()) <= 2
