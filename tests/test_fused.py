@@ -3,19 +3,22 @@ other."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import shutil
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from metattt.composition.choices import choices
-from metattt.composition.compose import build, compose
-from metattt.composition.instantiate import instantiate_layer
+from metattt.composition.compose import LAYER_PARTS, build, compose
+from metattt.composition.instantiate import instantiate_layer, instantiate_part
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel, kernels
@@ -111,26 +114,31 @@ def test_inference_mode() -> None:
 # -- what a kernel says it computes ------------------------------------------------------------------------------------
 
 
-def combinations() -> list[DictConfig]:
+def combinations() -> list[Callable[[], Any]]:
     """Every known layer, and every task, learner and optimizer that the package has, but for layers of which no part is one
-    of the kernels': they are taken apart by one part as by three."""
+    of the kernels': they are taken apart by one part as by three. A part is composed once, and copied into every layer."""
     sizes = ("dim=32", "num_heads=2")
     known = [compose(f"layer={name}", *sizes, job="build") for name in sorted(set(choices("layer")) - {"custom"})]
-    parts: dict[str, list[DictConfig]] = {}
-    names_of: dict[str, list[str]] = {}
-    for group in ("task", "learner", "optimizer"):
-        names = names_of[group] = sorted(set(choices(group)) - {"custom"})
-        parts[group] = [compose(f"{group}={name}", "layer=custom", *sizes, job="build")[group] for name in names]
-    ours = {"task": {"reconstruction"}, "learner": {"linear", "mlp"}, "optimizer": {"gradient_descent"}}
-    names = [[(group, name) for name in names_of[group]] for group in parts]
-    for named, chosen in zip(itertools.product(*names), itertools.product(*parts.values()), strict=True):
-        if not any(name in ours[group] for group, name in named):
-            continue
-        cfg = known[0].copy()
-        for group, node in zip(parts, chosen, strict=True):
-            cfg[group] = node
-        known.append(cfg)
-    return known
+    made: list[Callable[[], Any]] = [partial(instantiate_layer, cfg) for cfg in known]
+    parts: dict[str, dict[str, Any]] = {
+        group: {
+            name: instantiate_part(compose(f"{group}={name}", "layer=custom", *sizes, job="build"), group)
+            for name in sorted(set(choices(group)) - {"custom", "module"})  # these two are classes of the user's
+        }
+        for group in LAYER_PARTS
+    }
+    given = OmegaConf.to_container(known[0].layer, resolve=True)
+    options = {key: value for key, value in given.items() if key not in ("_target_", *LAYER_PARTS)}  # type: ignore[union-attr]
+    ours = {"task": {"reconstruction"}, "learner": {"linear", "mlp"}, "optimizer": set()}
+    for names in itertools.product(*parts.values()):
+        if any(name in ours[group] for group, name in zip(parts, names, strict=True)):
+            made.append(partial(together, options, {group: parts[group][name] for group, name in zip(parts, names, strict=True)}))
+    assert len(made) > 450
+    return made
+
+
+def together(options: dict[str, Any], parts: dict[str, Any]) -> TTTLayer:
+    return TTTLayer(**options, **copy.deepcopy(parts))
 
 
 def one_step_away() -> list[tuple[DictConfig, str]]:
@@ -188,10 +196,10 @@ def test_no_kernel_is_taken_for_what_it_does_not_compute() -> None:
     """All registered kernels × all configurations: what one covers, it computes; a layer that none covers is not
     fused."""
     taken: set[str] = set()
-    for cfg in combinations():
+    for make in combinations():
         torch.manual_seed(0)
         try:
-            layer = instantiate_layer(cfg)
+            layer = make()
         except MetaTTTError:  # the parts do not go together
             continue
         if not isinstance(layer, TTTLayer) or not layer.learner.has_weights:

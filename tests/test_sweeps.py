@@ -192,12 +192,13 @@ def test_submitit(here: Path) -> None:
         "-m",
         "dim=8,16",
         "num_heads=2",
+        "layer=attention",
         "hydra/launcher=submitit_local",
     ]
     done = subprocess.run([*command, "hydra.sweep.dir=sweep"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states(here / "sweep") == {"dim=8": "finished", "dim=16": "finished"}
-    assert "ttt_linear" in (here / "sweep" / "dim=16" / "output.txt").read_text()
+    assert "layer=attention, dim=16 (D)" in (here / "sweep" / "dim=16" / "output.txt").read_text()
     assert list((here / "sweep" / ".submitit").iterdir())
 
 
