@@ -107,12 +107,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
     ):
         groups = [group for group in params if group["params"]]
         plain = [group for group in groups if not group.get("muon")]
-        self.adamw = torch.optim.AdamW(plain or [torch.zeros(0)], lr=lr, betas=betas, eps=eps)
+        self.adamw = torch.optim.AdamW(plain or [{"params": [torch.zeros(0)]}], lr=lr, betas=betas, eps=eps)
         defaults = {**self.adamw.defaults, "muon": False, "momentum": momentum}
         super().__init__(groups, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Moves the parameters; returns what `closure` does."""
         loss = None
         if closure is not None:
