@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from metattt.errors import check_number
+from metattt.errors import MetaTTTError, check_number
 from metattt.optimizers.block import newton_schulz
 from metattt.registry import register
+from metattt.training.sharding import divided
 from metattt.training.text_module import AdamW
 
 RMS = 0.2  # of a step's entries, over the learning rate: about that of AdamW's steps (arXiv 2502.16982, Sec. 2.2)
@@ -39,12 +39,12 @@ class Muon(AdamW):
         chunk, truncate: as in `AdamW`.
 
     Raises:
-        MetaTTTError: a value that is not allowed.
+        MetaTTTError: a value that is not allowed; from `optimizer`, a model that is divided among processes.
     """
 
     def __init__(
         self,
-        lr: float = 8e-3,
+        lr: float = 1.6e-2,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -67,6 +67,11 @@ class Muon(AdamW):
         return 1 - (1 - min(self.min_lr / self.lr, 1.0)) * progress
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if divided(model):
+            raise MetaTTTError(
+                "training=muon needs whole matrices, and this trainer divides them among processes: set training=adamw, "
+                "or trainer=ddp"
+            )
         return MuonAndAdamW(self.groups(model), self.lr, self.momentum, self.betas, self.eps)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -87,8 +92,6 @@ class Muon(AdamW):
 class MuonAndAdamW(torch.optim.Optimizer):
     """The step of `Muon`: parameter groups with `muon=True` hold matrices, the others are torch's AdamW's.
 
-    Matrices that are divided among processes (DTensor) are put together for the iterations, in every process.
-
     Args:
         params: groups of parameters with `weight_decay`, and `muon`.
         lr, momentum, betas, eps: see `Muon`.
@@ -104,12 +107,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
     ):
         groups = [group for group in params if group["params"]]
         plain = [group for group in groups if not group.get("muon")]
-        self.adamw = torch.optim.AdamW(plain or [torch.zeros(0)], lr=lr, betas=betas, eps=eps)
+        self.adamw = torch.optim.AdamW(plain or [{"params": [torch.zeros(0)]}], lr=lr, betas=betas, eps=eps)
         defaults = {**self.adamw.defaults, "muon": False, "momentum": momentum}
         super().__init__(groups, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Moves the parameters; returns what `closure` does."""
         loss = None
         if closure is not None:
@@ -137,15 +140,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             mean = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
             step = gradient.add(mean, alpha=group["momentum"])
-            whole = step.full_tensor() if isinstance(step, DTensor) else step
-            alike.setdefault((whole.shape, whole.dtype, whole.device), []).append((parameter, whole))
+            alike.setdefault((step.shape, step.dtype, step.device), []).append((parameter, step))
         for (shape, dtype, _), pairs in alike.items():
             wide = torch.promote_types(dtype, torch.float32)
             polar = newton_schulz(torch.stack([step for _, step in pairs]).to(wide))
             size = group["lr"] * RMS * math.sqrt(max(shape))
             for (parameter, _), direction in zip(pairs, polar.to(dtype), strict=True):
-                if isinstance(parameter, DTensor):
-                    direction = distribute_tensor(
-                        direction.contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-size)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from metattt.measures.inner_loss import Curves
 
 INK, TRAINING, VALIDATION, BEFORE = "#444444", "#9db8d2", "#1f4e79", "#c8781e"
@@ -100,12 +102,12 @@ def _inner(axes: Any, curves: Mapping[int, Curves]) -> None:
     shapes = {tuple(c["position"].tolist()) for c in curves.values()}
     if len(shapes) == 1:
         means = {
-            name: sum(c[name].double() for c in curves.values()) / len(curves)
+            name: torch.stack([c[name].double() for c in curves.values()]).mean(0)
             for name in ("position", "init", "step_0", "step_1")
         }
         lines = {"": means}
     else:  # mini-batches of different sizes share no positions
-        lines = {f", layer {index}": dict(c) for index, c in curves.items()}
+        lines = {f", layer {index}": c for index, c in curves.items()}
     for suffix, line in lines.items():
         where, init, before, after = (
             line[name].double().cpu().numpy() for name in ("position", "init", "step_0", "step_1")
