@@ -55,7 +55,9 @@ class Latency(Claim):
             figure.axes[0].legend(fontsize="small")
 
         settings = [f"every cell: `metattt bench model {' '.join(size.overrides)}`"]
-        settings.append("the least of the timed calls; layers are called in turn")
+        settings.append(
+            "the least of the timed calls; layers are called in turn, cells are not: other programs on the machine slow some more"
+        )
         failed = [f"{result.cell.name}: {result.message}" for result in results if not result.finished]
         return Report(_growth(curves), tables, records, draw if records else None, settings, failed)
 
