@@ -188,7 +188,8 @@ def plain_layer(layer, x: Tensor, size: int) -> dict[str, Tensor]:  # type: igno
                     loss = 0.5 * (predict(now, k[t]) - v[t]).square().sum()
                     rate = rule.base_lr / width * torch.sigmoid(x[b, t] @ rule.lr_weight[h] + rule.lr_bias[h])
                     move = [m + rate * g for m, g in zip(move, torch.autograd.grad(loss, now), strict=True)]
-                tau = torch.log1p(math.expm1(1 / size) * rule.token_step_offset[0, -1].exp())  # softplus(δ + c)
+                corner = rule.token_step_offset[0, -1] + 15 / (16 * size)
+                tau = (corner + (corner**2 + 1 / (4 * size**2)).sqrt()) / 2
                 now = [(w - tau * m).detach().requires_grad_() for w, m in zip(now, move, strict=True)]
                 found["step_1"][j].append((predict(now, k[last]) - v[last]).square().mean())
             target = v - k

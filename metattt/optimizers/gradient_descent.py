@@ -83,6 +83,9 @@ class StepSize(InnerOptimizer):
         return [f"η_t = {value}, {SHARING[self.lr]}"]
 
 
+CORNER = 4.0  # first τ by the c of its corner at 0
+
+
 def _upgrade(parameters: dict[str, Any], version: int) -> dict[str, Any]:
     """Token steps of version 1 were clipped at 0."""
     return {**parameters, "token_step_map": "relu"}
@@ -99,9 +102,10 @@ class GradientDescent(StepSize):
         lr_scale: `head_dim` divides η by the head width, as the published models do.
         token_steps: τ_i, `shared` by the heads (as published) or `per_head`: query i of a mini-batch sees
             W_a − τ_i Σ_{s≤i} η_s ∇ℓ_s. `none` sets τ = 1.
-        token_step_map: how τ comes from a learned δ that begins with 0, such that τ begins with 1/(i+1): `softplus` is
-            softplus(δ_i + c_i), above 0 with a derivative that is never 0; `relu` is max(0, 1/(i+1) + δ_i), as published,
-            which stays at 0 for good where a large step of the outer optimizer has led below it.
+        token_step_map: how τ comes from a learned δ that begins with 0, such that τ begins with 1/(i+1): `relu` is
+            max(0, 1/(i+1) + δ_i), as published, which stays at 0 for good where a large step of the outer optimizer has led
+            below it; `squareplus` is that with a round corner (arXiv 2112.11687), (x + √(x² + 4c²))/2 with c = 1/(4(i+1)) and
+            x = 15/(16(i+1)) + δ_i, above 0, with a derivative that is never 0 and begins with 16/17.
         max_norm: clip what a mini-batch adds to the weights of a head to this norm, for every query up to its own
             token; null: no clipping.
     """
@@ -118,10 +122,10 @@ class GradientDescent(StepSize):
         token_steps: Literal["none", "shared", "per_head"] = "none",
         max_norm: float | None = None,
         compute_chunk: int | None = None,
-        token_step_map: Literal["softplus", "relu"] = "softplus",
+        token_step_map: Literal["squareplus", "relu"] = "squareplus",
     ):
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
-        check_choice("optimizer.token_step_map", token_step_map, ("softplus", "relu"))
+        check_choice("optimizer.token_step_map", token_step_map, ("squareplus", "relu"))
         if max_norm is not None:
             check_number("optimizer.max_norm", max_norm, above=0, advice=", or null for no clipping")
         self.max_norm = max_norm
@@ -139,7 +143,7 @@ class GradientDescent(StepSize):
         lines = super().equations()
         if self.token_step_sharing != "none":
             heads = "shared by the heads" if self.token_step_sharing == "shared" else "of each head"
-            value = "max(0, 1/i + δ_i)" if self.token_step_map == "relu" else "softplus(δ_i + c_i), softplus(c_i) = 1/i"
+            value = "max(0, 1/i + δ_i)" if self.token_step_map == "relu" else "(z_i + √(z_i² + 1/4i²))/2, z_i = 15/16i + δ_i"
             lines.append(f"τ_i = {value}, i = 1…b the place of t in its mini-batch, δ learned, {heads}")
         return lines
 
@@ -153,31 +157,37 @@ class GradientDescent(StepSize):
         if self.token_step_map == "relu":
             return offset
         wide = offset.to(torch.promote_types(offset.dtype, torch.float32))
-        return (self._steps(wide) - _places(self.mini_batch_size, wide)[0]).to(offset.dtype)
+        return (self._steps(wide) - _places(self.mini_batch_size, wide)).to(offset.dtype)
 
     def _steps(self, offset: Tensor) -> Tensor:
         """τ for δ."""
-        places, logits = _places(self.mini_batch_size, offset)
-        return torch.relu(places + offset) if self.token_step_map == "relu" else F.softplus(offset + logits)
+        places = _places(self.mini_batch_size, offset)
+        if self.token_step_map == "relu":
+            return torch.relu(places + offset)
+        # (A softplus of δ + c begins with a derivative of 1 − exp(−1/i), so that late places learn i times as slowly, and
+        # one steep enough for 1 has none left a little below 0.)
+        square = (places / CORNER).square()
+        x = places - square / places + offset
+        root = (x.square() + 4 * square).sqrt()
+        return torch.where(x < 0, 2 * square / (root + x.abs()), (x + root) / 2)  # the same number, without a difference
 
 
-def _places(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """1, 1/2, …, 1/count, and the numbers whose softplus they are."""
+def _places(count: int, like: Tensor) -> Tensor:
+    """1, 1/2, …, 1/count."""
     if type(like) is not nn.Parameter or like.is_meta or torch.compiler.is_compiling():
         return _new_places(count, like.device, like.dtype)
     return _known_places(count, like.device, like.dtype)
 
 
 @cache
-def _known_places(count: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _known_places(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The same, made once: for every token that is decoded it takes as long as the rest."""
     with torch.inference_mode(False):  # for later calls that are differentiated, too
         return _new_places(count, device, dtype)
 
 
-def _new_places(count: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    places = 1 / torch.arange(1, count + 1, device=device, dtype=dtype)
-    return places, places.expm1().log()
+def _new_places(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return 1 / torch.arange(1, count + 1, device=device, dtype=dtype)
 
 
 def check_base_lr(base_lr: float) -> None:
