@@ -74,7 +74,7 @@ class InContextData(SequenceData):
         f = self._function(random)
         x = random.standard_normal((self.examples, self.features)).astype(np.float32)
         y = (f(x.astype(np.float64)) + self.noise * random.standard_normal(self.examples)).astype(np.float32)
-        inputs = np.zeros((self.length, self.inputs), np.float32)
+        inputs = np.zeros((self.length, self.features + 1), np.float32)
         labels = np.full(self.length, np.nan, np.float32)
         inputs[::2, :-1], inputs[1::2, -1], labels[::2] = x, y, y
         return inputs, labels

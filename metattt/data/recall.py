@@ -69,6 +69,7 @@ class RecallData(SequenceData):
         return f"associative recall: {self.pairs} pairs{again} in {self.length} tokens of {self.vocab_size}"
 
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        assert self.vocab_size is not None
         half = self.vocab_size // 2
         keys = random.choice(np.arange(1, half), self.pairs, replace=False)
         ids = random.integers(0, self.vocab_size, self.length, dtype=np.int64)
