@@ -12,6 +12,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from metattt.data.windows import WindowData
 from metattt.errors import MetaTTTError, check_integer
 from metattt.measures.inner_loss import Curves, average
 from metattt.models.language_model import LanguageModel
@@ -186,6 +187,8 @@ class LossCurve(lightning.Callback):
         """Of the trained model on validation windows; None where there is nothing to measure."""
         model = pl_module.model
         if not (self.inner_windows and isinstance(model, LanguageModel)) or divided(model):
+            return None
+        if not isinstance(trainer.datamodule, WindowData):  # type: ignore[attr-defined]
             return None
         training = model.training
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
