@@ -37,8 +37,7 @@ class Conditions(Comparison):
         for name, section in (sizes or {}).items():
             kept[name] = dict(section) if isinstance(section, dict) else section
             given = kept[name].pop("conditions", None) if isinstance(section, dict) else None
-            fine = isinstance(given, dict) and given and all(isinstance(one, list) for one in given.values())
-            if not fine:
+            if not isinstance(given, dict) or not given or not all(isinstance(one, list) for one in given.values()):
                 raise MetaTTTError(f"claim.sizes.{name}.conditions={given} is not allowed: give names with a list of overrides each")
             self._conditions[name] = {str(one): tuple(map(str, words)) for one, words in given.items()}
         super().__init__(title, asked, rows, kept, overrides)

@@ -33,7 +33,7 @@ class LabelledSequences(lightning.LightningModule):
         super().__init__()
         self.model, self.recipe, self.record = model, recipe, record
         self.step_loss = torch.zeros(())  # of the batches of a step so far, summed
-        self.validation = torch.nn.ModuleDict({"loss": MeanMetric(), "accuracy": MeanMetric()})
+        self.validation_loss, self.validation_accuracy = MeanMetric(), MeanMetric()
 
     def on_fit_start(self) -> None:
         self.model.check_causal()
@@ -70,13 +70,13 @@ class LabelledSequences(lightning.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         losses, hits = losses_and_hits(*answers(self.model, *batch))
-        self.validation["loss"].update(losses)
+        self.validation_loss.update(losses)
         if hits is not None:
-            self.validation["accuracy"].update(hits)
+            self.validation_accuracy.update(hits)
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.global_step))
-        for name, metric in self.validation.items():
+        for name, metric in (("loss", self.validation_loss), ("accuracy", self.validation_accuracy)):
             if metric.update_called:
                 self.log(f"validation/{name}", metric.compute())
             metric.reset()
