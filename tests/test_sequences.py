@@ -224,13 +224,14 @@ def test_a_run_of_vectors_learns_and_goes_on(tmp_path: Path) -> None:
     run = (
         "experiment=in_context", "layer=linear_attention", "dim=16", "num_heads=1", "model.num_layers=1", "data.features=1",
         "model.in_features=2", "data.examples=6", "data.batch_size=32", "data.validation_size=64", "trainer.accelerator=cpu",
-        "training.lr=1e-2", "trainer.max_steps=120", f"output_dir={tmp_path / 'run'}",
+        "training.lr=1e-2", "trainer.max_steps=120", "callbacks.checkpoint.every_steps=60",
+        "callbacks.checkpoint.keep=9", f"output_dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert train(compose(*run)) == 0
     scores: sequences.SequenceScores = evaluate(compose(f"checkpoint={tmp_path / 'run'}", "device=cpu", job="eval"))["run"]
     assert scores.accuracy is None and scores.loss[-1] < 0.5 < scores.loss[0]  # the examples before it help
     whole = results_of(tmp_path / "run")
-    assert train(compose(f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000100'}", "overwrite=true")) == 0
+    assert train(compose(f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000060'}", "overwrite=true")) == 0
     assert len(whole) > 4 and results_of(tmp_path / "run") == whole
 
 

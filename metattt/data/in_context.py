@@ -39,6 +39,8 @@ class InContextData(SequenceData):
         MetaTTTError: a size that is not allowed.
     """
 
+    inputs: int
+
     def __init__(
         self,
         function: Literal["linear", "sparse", "network"] = "linear",

@@ -30,6 +30,8 @@ class RecallData(SequenceData):
         MetaTTTError: a size that is not allowed, more pairs than the vocabulary or the sequence has room for.
     """
 
+    vocab_size: int
+
     def __init__(
         self,
         pairs: int = 8,
