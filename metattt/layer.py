@@ -261,7 +261,7 @@ class TTTLayer(nn.Module):
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
             gates = gates._replace(eta=eta * views.weight)
         wide = torch.promote_types(views.k.dtype, torch.float32)
-        if gates[0].dtype != wide or any(gate is not None for gate in gates[1:]):
+        if gates[0].dtype != wide or [gate for gate in gates[1:] if gate is not None]:
             gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
         return views, gates, task_state, rule_state
 

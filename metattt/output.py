@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ LAYER_NORM_EPS = 1e-6  # of the published TTT models
 
 NORMS = ("head_rms", "head_layer", "rms")
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
 }

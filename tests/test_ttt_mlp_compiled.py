@@ -18,8 +18,10 @@ from metattt.kernels.ttt_mlp.tuning import TABLE, Config, config, key, shared_by
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
     """A process in which kernels are compiled, not interpreted."""
-    with mock.patch.dict(os.environ), ProcessPoolExecutor(1, get_context("spawn")) as made:
-        os.environ.pop("TRITON_INTERPRET", None)
+    with ProcessPoolExecutor(1, get_context("spawn")) as made:
+        with mock.patch.dict(os.environ):  # only while it starts: kernels that this process imports are interpreted
+            os.environ.pop("TRITON_INTERPRET", None)
+            made.submit(int).result()
         yield made
 
 
