@@ -70,15 +70,17 @@ def test_a_test_split_shares_nothing_with_the_others(tmp_path: Path) -> None:
     other = TextData(path, validation_fraction=0.3, test_fraction=0.3, seed=1, split_seed=0)
     assert other.split("test") == splits["test"]
     beside = TextData(path, validation_path=str(write(tmp_path / "two", files=2)), test_fraction=0.3)
-    assert len(beside.split("test")) + len(beside.split("train")) == 30 and len(beside.split("validation")) == 2
+    held = beside.split("validation")
+    assert len(held) == 2 and not {*held} & {*beside.split("test"), *beside.split("train")}
+    assert len(beside.split("test")) + len(beside.split("train")) == 28  # two of the thirty are those that are held out
     three = TextData(str(write(tmp_path / "three", files=3)), validation_fraction=0.01, test_fraction=0.01)
     assert [len(three.split(name)) for name in ("train", "validation", "test")] == [1, 1, 1]
     one = TextData(str(write(tmp_path / "four", files=1)), validation_fraction=0.1, test_fraction=0.2)
     text = (tmp_path / "four" / "0.txt").read_bytes()
     assert [one.split(name) for name in ("train", "test", "validation")] == [[text[:140]], [text[140:180]], [text[180:]]]
-    with pytest.raises(MetaTTTError, match=r"split=test has no text: .* set data\.test_fraction=0\.1"):
+    with pytest.raises(MetaTTTError, match=r"there is no test text: set data\.test_fraction=0\.1"):
         plain.split("test")
-    with pytest.raises(MetaTTTError, match="2 documents for 3 splits"):
+    with pytest.raises(MetaTTTError, match="2 documents, too few for 3 splits"):
         TextData(str(tmp_path / "two"), test_fraction=0.1).split("train")
     with pytest.raises(MetaTTTError, match=r"data\.test_fraction=0\.9"):
         TextData(path, validation_fraction=0.2, test_fraction=0.9)

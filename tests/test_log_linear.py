@@ -238,7 +238,8 @@ def test_decays_over_thousands_of_tokens_are_exact_in_single_precision(update: A
 def test_the_state_is_of_constant_size() -> None:
     layer = metattt.build("layer=log_linear_mamba2", "dim=8", "num_heads=2")
     sizes = [layer(torch.randn(1, count, 8))[1].nbytes for count in (1, 5, 70)]
-    assert sizes == [14 * 2 * 4 * 4 * 4 + 8] * 3  # fourteen matrices for two heads, and the position
+    # Fourteen matrices for two heads, the tails of three convolutions, and the position.
+    assert sizes == [14 * 2 * 4 * 4 * 4 + 3 * 3 * 8 * 4 + 8] * 3
 
 
 def test_a_state_with_other_levels_is_refused() -> None:

@@ -196,6 +196,7 @@ def test_the_curve_is_drawn_at_once_then_now_and_then_and_whole_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, drawn = [0.0], []
+    module: Any = SimpleNamespace(model=None)
 
     def plot(points: dict[str, list[list[float]]], *_: Any) -> None:
         now[0] += 2.0  # seconds that drawing takes
@@ -208,11 +209,11 @@ def test_the_curve_is_drawn_at_once_then_now_and_then_and_whole_at_the_end(
     for step in range(1, 31):  # one validation every ten seconds
         now[0] += 10.0
         trainer: Any = SimpleNamespace(global_step=step, is_global_zero=True, callback_metrics=metrics)
-        curve.on_validation_end(trainer, None)  # type: ignore[arg-type]
+        curve.on_validation_end(trainer, module)
     assert drawn == [1, 21]  # not before 200 seconds have passed: a hundred times what drawing takes
     for _ in range(2):
-        curve.on_train_end(trainer, None)  # type: ignore[arg-type]
+        curve.on_train_end(trainer, module)
     assert drawn == [1, 21, 30]
     other = SimpleNamespace(**{**vars(trainer), "is_global_zero": False})
-    LossCurve(str(tmp_path / "curve.png")).on_train_end(other, None)  # type: ignore[arg-type]
+    LossCurve(str(tmp_path / "curve.png")).on_train_end(other, module)  # type: ignore[arg-type]
     assert drawn == [1, 21, 30]

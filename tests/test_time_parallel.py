@@ -383,11 +383,12 @@ def pickled(frame: Any) -> Any:
 
 @pytest.mark.slow
 def test_the_benchmark_checks_and_measures() -> None:
-    small = TimeParallelBenchmark((2,), (2,), (2,), milliseconds=5, state=8, rounds=1, layers=("mamba2",), widths=(64,))
+    small = TimeParallelBenchmark((2,), (2,), (2,), milliseconds=5, state=8, rounds=1, layers=("linear_attention", "delta_net"), widths=(64,))
     report = small.run(lambda line: None)
-    ((idle,), (message,)) = report.tables.values()
+    ((idle,), messages) = report.tables.values()
     assert 0 < idle["idle"] < 1 and idle["formula, per block"] == pytest.approx(1 / 5)
-    assert message["D = 64"] == 4 * (64 * 64 + 3 * 64) + 8  # weights, the tail of the convolution, and the position
+    weights, tail, tails = 64 * 64, 3 * 64, 3 * 3 * 64  # the block's convolution, and the layer's of q, k and v; the position
+    assert [row["D = 64"] for row in messages] == [4 * (weights + tail) + 8, 4 * (weights + tail + tails) + 8]
     with pytest.raises(MetaTTTError, match=r"benchmark\.ranks="):
         TimeParallelBenchmark(ranks=(0,))
 

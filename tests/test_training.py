@@ -212,7 +212,7 @@ def test_eval_agrees_with_the_validation_of_the_run(
         compose(f"checkpoint={finished}", f"data.path={tmp_path}", "split=all", "data.context_length=16", job="eval")
     )
     assert own["finished"].tokens == 361 // 17 * 16
-    with pytest.raises(MetaTTTError, match="split=test is not allowed"):
+    with pytest.raises(MetaTTTError, match=r"there is no test text: set data\.test_fraction=0\.1"):
         evaluate(compose(f"checkpoint={finished}", "split=test", job="eval"))
     with pytest.raises(MetaTTTError, match="checkpoint="):
         evaluate(compose(job="eval"))

@@ -176,8 +176,9 @@ def test_grouped_heads_equal_copied_heads(layer: str) -> None:
     common = (f"layer={layer}", "dim=8", "num_heads=4", "task.views=separate")
     grouped, copied = metattt.build(*common, "task.kv_heads=2").double(), metattt.build(*common).double()
     values = grouped.state_dict()
-    for name in ("task.k.weight", "task.v.weight"):
-        values[name] = values[name].unflatten(0, (2, 2)).repeat_interleave(2, 0).flatten(0, 1)
+    for name in ("task.k", "task.v", "task.conv_k", "task.conv_v"):
+        if (name := f"{name}.weight") in values:
+            values[name] = values[name].unflatten(0, (2, 2)).repeat_interleave(2, 0).flatten(0, 1)
     copied.load_state_dict(values)
     x = torch.randn(2, 21, 8, dtype=torch.float64)
     torch.testing.assert_close(in_pieces(grouped, x, [5, 6]), in_pieces(copied, x, []), **EXACT)

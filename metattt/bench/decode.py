@@ -123,7 +123,8 @@ class DecodeBenchmark(Benchmark):
     def _model(self, layer: str) -> LanguageModel:
         sizes = {"dim": self.dim, "num_heads": self.num_heads}
         sizes |= {"model.num_layers": self.num_layers, "model.vocab_size": self.vocab_size}
-        given = (f"layer={layer}", "model=mamba_backbone", *(f"{key}={value}" for key, value in sizes.items()))
+        steps = () if layer == BASELINE else ("optimizer.token_step_map=relu",)  # τ as in the code that it is compared with
+        given = (f"layer={layer}", "model=mamba_backbone", *steps, *(f"{key}={value}" for key, value in sizes.items()))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = instantiate_model(compose(*given, job="language_model"))

@@ -188,13 +188,14 @@ class LossCurve(lightning.Callback):
         model = pl_module.model
         if not (self.inner_windows and isinstance(model, LanguageModel)) or divided(model):
             return None
-        if not isinstance(trainer.datamodule, WindowData):  # type: ignore[attr-defined]
+        module = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(getattr(module, "data", module), WindowData):
             return None
         training = model.training
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):  # random views must not change what the run draws
-                loader = trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
+                loader = module.val_dataloader()
                 whole = (real for batch in loader if len(real := batch[(batch >= 0).all(1)]))
                 return average(model.eval(), whole, self.inner_windows, segment=2048)  # type: ignore[arg-type]
         except MetaTTTError:  # no layer with an inner loss, or one that is not finite: the curve is drawn without
