@@ -383,7 +383,8 @@ def pickled(frame: Any) -> Any:
 
 @pytest.mark.slow
 def test_the_benchmark_checks_and_measures() -> None:
-    small = TimeParallelBenchmark((2,), (2,), (2,), milliseconds=5, state=8, rounds=1, layers=("linear_attention", "delta_net"), widths=(64,))
+    layers = ("linear_attention", "delta_net")
+    small = TimeParallelBenchmark((2,), (2,), (2,), milliseconds=5, state=8, rounds=1, layers=layers, widths=(64,))
     report = small.run(lambda line: None)
     ((idle,), messages) = report.tables.values()
     assert 0 < idle["idle"] < 1 and idle["formula, per block"] == pytest.approx(1 / 5)
