@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLACES = 6  # bins in the table
+SHARED = "other positions are other stretches of text: what falls or rises there in all rows alike is the text"
 
 
 @register(group="claim", name="position")
@@ -65,7 +66,8 @@ class Position(Comparison):
 
         return Report(
             [*seen, *edges(compared)], {"Test bits per byte by position": table_of(compared, places)}, records_of(compared),
-            draw if curves else None, [*settings_of(size, self.lower_is_better, self.objective), BANDS], compared.failures(),
+            draw if curves else None, [*settings_of(size, self.lower_is_better, self.objective), BANDS, SHARED],
+            compared.failures(),
         )  # fmt: skip
 
 
