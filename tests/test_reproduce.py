@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from metattt.cli import main
 from metattt.composition.choices import choices
@@ -112,6 +113,21 @@ def test_finished_cells_are_not_run_again_and_changed_ones_are(runner: Runner) -
     changed = claim.size("cpu")._replace(overrides=("dim=8",))
     claim.compare(changed, another(runner.folder))
     assert runs(runner.folder) == 12
+
+
+def test_a_cell_whose_configuration_has_changed_runs_again(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same overrides, but a file that they are composed of is another now: finished or not, nothing of it is kept."""
+    claim = plain({"a": ["layer=ttt_mlp"]}, evaluate=["split=test"])
+    size = claim.size("cpu")
+    claim.compare(size, runner)
+    claim.compare(size, another(runner.folder))
+    assert runs(runner.folder) == 6
+    for folder in runner.folder.iterdir():
+        (folder / "old").touch()
+    monkeypatch.setattr(cells_module, "compose", lambda *words, job: OmegaConf.create({"changed": [job, *words]}))
+    again = another(runner.folder)
+    claim.compare(size, again)
+    assert runs(runner.folder) == 6 == len(again.results) and not list(runner.folder.rglob("old"))
 
 
 def test_a_cell_that_fails_stops_no_other_and_is_tried_again(runner: Runner) -> None:

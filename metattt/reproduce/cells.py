@@ -1,4 +1,5 @@
-"""Cells of a claim: commands with overrides, each in a process and a folder of its own, run once and never again."""
+"""Cells of a claim: commands with overrides, each in a process and a folder of its own, run once and never again, unless what
+their overrides are composed to has changed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from omegaconf import OmegaConf
+
+from metattt.composition.compose import compose
 from metattt.disk import digest
+from metattt.errors import MetaTTTError
 from metattt.reproduce.progress import Progress
 from metattt.sweeps.cell import GRACE_SECONDS, STOPPED, reason, start
 from metattt.sweeps.record import OUTPUT, read_cell, write_cell
@@ -52,6 +57,15 @@ class Cell(NamedTuple):
         return Path(f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', self.name)[:80]}-{own}")
 
 
+def made_of(cell: Cell) -> str:
+    """A checksum of what a cell's overrides are composed to: the same words are another run where a configuration file has
+    changed. Empty where they cannot be composed, which the cell will say."""
+    try:
+        return digest(OmegaConf.to_yaml(compose(*cell.overrides, job=cell.command)).encode())
+    except MetaTTTError:
+        return ""
+
+
 class Result(NamedTuple):
     """What became of a cell.
 
@@ -76,6 +90,7 @@ class _Running:
     folder: Path
     process: multiprocessing.process.BaseProcess
     began: float
+    fixed: list[str]  # of its record
 
 
 class Runner:
@@ -130,19 +145,20 @@ class Runner:
                 self._set(Result(cell, folder, False, f"{cell.of.name} has not finished", 0.0), True)
                 return None
             overrides.append(f"checkpoint={_quoted(run)}")
-        record = read_cell(folder)
-        if record is not None and record.state == "finished":
+        record, fixed = read_cell(folder), [cell.command, made_of(cell)]
+        known = record is not None and record.fixed == fixed
+        if record is not None and known and record.state == "finished":
             self._set(Result(cell, folder, True, "", record.seconds), True)
             return None
+        if folder.exists() and not (known and cell.command in GOES_ON):
+            shutil.rmtree(folder)
         if cell.command in GOES_ON:
             overrides.append("resume=auto")
-        elif folder.exists():
-            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_cell(folder, Record(list(cell.overrides), [cell.command], "running"))
+        write_cell(folder, Record(list(cell.overrides), fixed, "running"))
         words = [*overrides, f"output_dir={_quoted(folder)}"]
         process = start(cell.command, MODULES.get(cell.command, MODULES["train"]), words, folder / OUTPUT)
-        return _Running(cell, folder, process, time.monotonic())
+        return _Running(cell, folder, process, time.monotonic(), fixed)
 
     def _end(self, one: _Running, code: int) -> None:
         seconds = round(time.monotonic() - one.began, 1)
@@ -151,7 +167,7 @@ class Runner:
             state, message = "stopped", STOPPED[code]
         elif code:
             state, message = "failed", reason(one.folder, code).replace(f" ({one.folder / OUTPUT})", "")
-        record = Record(list(one.cell.overrides), [one.cell.command], state, message, seconds)  # type: ignore[arg-type]
+        record = Record(list(one.cell.overrides), one.fixed, state, message, seconds)  # type: ignore[arg-type]
         write_cell(one.folder, record)
         self._set(Result(one.cell, one.folder, state == "finished", message, seconds), False)
 
@@ -168,7 +184,7 @@ class Runner:
                 one.process.terminate()
         for one in running:
             one.process.join()
-            write_cell(one.folder, Record(list(one.cell.overrides), [one.cell.command], "stopped", "Ctrl-C"))
+            write_cell(one.folder, Record(list(one.cell.overrides), one.fixed, "stopped", "Ctrl-C"))
 
 
 def _quoted(path: Path) -> str:
