@@ -111,7 +111,6 @@ def test_without_extras(tmp_path: Path) -> None:
         "text": [*prepare, "source=text.parquet"],
         "text (tokenizer)": [*prepare, "source=text.parquet", "tokenizer=gpt2"],
         "text (data set)": [*prepare, "source=someone/texts"],
-        "train (quality)": ["bench", "quality"],
         "images": ["bench", "pixel"],
         "hf": ["export", "source=run", "target=out"],
     }

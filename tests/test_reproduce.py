@@ -22,11 +22,12 @@ from metattt.composition.instantiate import instantiate_part
 from metattt.errors import MetaTTTError
 from metattt.reproduce import cells as cells_module
 from metattt.reproduce.base import Claim, Row
-from metattt.reproduce.cells import Cell, Runner
+from metattt.reproduce.cells import Cell, Result, Runner
 from metattt.reproduce.compare import Comparison, bits_per_byte
 from metattt.reproduce.curves import Bin, change, ranked
 from metattt.reproduce.latency import _growth
 from metattt.reproduce.progress import Progress
+from metattt.reproduce.quality import Quality
 from metattt.reproduce.report import Heading, Report, markdown
 from metattt.reproduce.seeds import order, spread, steps_against
 from metattt.sweeps.record import read_cell
@@ -210,13 +211,34 @@ def test_the_report_names_what_failed() -> None:
     assert "- row: why" in text and "`metattt reproduce x size=cpu`" in text and "1.5 minutes" in text and "threads 1" in text
 
 
+def test_quality_sorts_layers_and_names_those_far_behind(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metattt.reproduce.quality.parameters", lambda run: 7)
+    monkeypatch.setattr("metattt.reproduce.quality.bits_per_byte", lambda test: {"gla": 2.0, "lact": 3.0}.get(layer(test), 2.5))
+
+    def layer(test: Result) -> str:
+        return test.cell.name.partition(" ")[0]
+
+    rows = {"lact": ["layer=lact"], "linear": ["layer=linear"], "gla": ["layer=gla"], "bad": ["layer=bad"]}
+    sizes = {"cpu": {"minutes": 1, "evaluate": ["split=test"], "seeds": [0, 1], "learning_rates": [1e-3, 2e-2]}}
+    claim = Quality("Title", "asked", rows, sizes, baseline="linear")
+    report = claim.run(claim.size("cpu"), runner)
+    (table,) = report.tables.values()
+    assert [row["layer"] for row in table] == ["`gla`", "`linear`", "`lact`"]
+    assert [row["times linear"] for row in table] == ["0.800", "1.000", "1.200"] and table[0]["learning rate"] == "0.02"
+    assert "More than 10% behind `linear`: `lact` (1.200 times)." in report.seen
+    assert "Without a figure, at no learning rate: `bad`." in report.seen
+    assert report.failed[0].endswith("layer=bad is not a layer")
+    with pytest.raises(MetaTTTError, match="baseline=nope"):
+        Quality("Title", "asked", rows, sizes, baseline="nope")
+
+
 # -- the claims that there are -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_every_row_composes_and_is_not_reported_on_what_it_was_chosen_on(name: str) -> None:
-    claim = claim_of(name)
-    for most, size in zip((2, 30, 10), map(claim.size, ("smoke", "cpu", "gpu")), strict=True):
+    claim = claim_of(name)  # at size cpu, half an hour of two cores
+    for most, size in zip((2, 2 * 30, 10), map(claim.size, ("smoke", "cpu", "gpu")), strict=True):
         rows = claim.rows(size)
         assert claim.count(size) >= len(rows) and 0 < size.minutes <= most
         if not isinstance(claim, Comparison):

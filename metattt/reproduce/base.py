@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
     Attributes:
         name: `smoke`, `cpu`, `gpu`.
-        minutes: that all cells together take, about.
+        minutes: of computing that all cells take together, about.
         overrides: of every run.
         evaluate: of every evaluation.
         seeds: of the runs that are reported; the learning rate is chosen with the first.

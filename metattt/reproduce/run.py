@@ -49,7 +49,8 @@ def reproduce(cfg: DictConfig) -> int:
         raise MetaTTTError(f"{error.filename} cannot be used: {error.strerror}; set cells_dir and output_dir") from error
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(cfg.threads)  # read by the cells when they start
     with FolderLock(folder, "a claim"):
-        console.print(f"claim   {name}, size {size.name}: {total} cells, about {size.minutes:g} minutes -> {folder}", markup=False)
+        long = f"{total} cells, about {size.minutes / cfg.jobs:.0f} minutes"
+        console.print(f"claim   {name}, size {size.name}: {long} -> {folder}", markup=False)
         with Progress(total, cfg.jobs, size.minutes) as progress:
             runner = Runner(folder, cfg.jobs, progress)
             report = claim.run(size, runner)
