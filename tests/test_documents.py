@@ -202,8 +202,8 @@ def shown(page: str, name: str) -> Any:
     raise AssertionError(f"{page} has no {name}")
 
 
-class TestGaussian(LearnerConformance):
-    make = staticmethod(lambda: shown("docs/tutorials/learner.md", "Gaussian")())
+class TestTanh(LearnerConformance):
+    make = staticmethod(lambda: shown("docs/tutorials/learner.md", "Tanh")())
 
 
 class TestForgetting(OptimizerConformance):
@@ -215,7 +215,7 @@ class TestHalfToken(TaskConformance):
 
 
 def test_examples_are_short() -> None:
-    for page, name in (("learner", "Gaussian"), ("rule", "Forgetting"), ("task", "HalfToken"), ("kernel", "LinearMap")):
+    for page, name in (("learner", "Tanh"), ("rule", "Forgetting"), ("task", "HalfToken"), ("kernel", "LinearMap")):
         text = next(b.text for b in blocks(ROOT / f"docs/tutorials/{page}.md") if f"class {name}(" in b.text)
         assert len(text.splitlines()) <= (45 if page == "kernel" else 25)
 
