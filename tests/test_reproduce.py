@@ -131,6 +131,27 @@ def test_a_cell_whose_configuration_has_changed_runs_again(runner: Runner, monke
     assert runs(runner.folder) == 6 == len(again.results) and not list(runner.folder.rglob("old"))
 
 
+@pytest.mark.parametrize("how", ["gone", "half", "junk"])
+@pytest.mark.parametrize("file", ["metrics.csv", "eval-*/by_position.csv", "cell.json", "eval-*/cell.json"])
+def test_a_cell_whose_files_are_damaged_is_named_and_runs_again(
+    file: str, how: str, runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim = plain({"a": ["layer=a"]}, evaluate=["split=test"])
+    size = claim.size("cpu")
+    first = [bits_per_byte(one.test) for one in claim.compare(size, runner).scored if one.test]
+    (target,) = [found for run in runner.folder.glob("*seed=1*") for found in run.glob(file)]
+    content = target.read_bytes()
+    if how == "gone":
+        target.unlink()
+    else:
+        target.write_bytes(content[: len(content) // 2] if how == "half" else b"\x00\xff{")
+    again = another(runner.folder)
+    compared = claim.compare(size, again)
+    assert [bits_per_byte(one.test) for one in compared.scored if one.test] == first and not compared.failures()
+    assert f"{target} is not as it was written: run again" in capsys.readouterr().out.replace("\n", "")
+    assert target.read_bytes().startswith(content[:9])
+
+
 def test_a_cell_that_fails_stops_no_other_and_is_tried_again(runner: Runner) -> None:
     claim = plain({"bad": ["layer=bad"], "good": ["layer=good"]}, learning_rates=[0.01, 0.02], evaluate=["split=test"])
     size = claim.size("cpu")

@@ -20,7 +20,7 @@ from metattt.disk import digest
 from metattt.errors import MetaTTTError
 from metattt.reproduce.progress import Progress
 from metattt.sweeps.cell import GRACE_SECONDS, STOPPED, reason, start
-from metattt.sweeps.record import OUTPUT, read_cell, write_cell
+from metattt.sweeps.record import CELL, OUTPUT, read_cell, write_cell
 from metattt.sweeps.record import Cell as Record
 
 MODULES = {  # what the processes are forked with
@@ -29,6 +29,7 @@ MODULES = {  # what the processes are forked with
     "bench": "metattt.bench.run",
 }
 GOES_ON = ("train",)  # commands that find their own checkpoint; the others begin anew in an empty folder
+FIGURES = (".csv", ".json")  # of the files that commands leave in their folder
 LOOK_SECONDS = 0.5
 
 
@@ -64,6 +65,12 @@ def made_of(cell: Cell) -> str:
         return digest(OmegaConf.to_yaml(compose(*cell.overrides, job=cell.command)).encode())
     except MetaTTTError:
         return ""
+
+
+def left_in(folder: Path) -> dict[str, str]:
+    """Name -> checksum of the files that a cell's figures are read from."""
+    files = (file for file in sorted(folder.iterdir()) if file.suffix in FIGURES and file.name != CELL and file.is_file())
+    return {file.name: digest(file.read_bytes()) for file in files}
 
 
 class Result(NamedTuple):
@@ -145,7 +152,7 @@ class Runner:
                 self._set(Result(cell, folder, False, f"{cell.of.name} has not finished", 0.0), True)
                 return None
             overrides.append(f"checkpoint={_quoted(run)}")
-        record, fixed = read_cell(folder), [cell.command, made_of(cell)]
+        record, fixed = self._record(cell, folder), [cell.command, made_of(cell)]
         known = record is not None and record.fixed == fixed
         if record is not None and known and record.state == "finished":
             self._set(Result(cell, folder, True, "", record.seconds), True)
@@ -160,6 +167,21 @@ class Runner:
         process = start(cell.command, MODULES.get(cell.command, MODULES["train"]), words, folder / OUTPUT)
         return _Running(cell, folder, process, time.monotonic(), fixed)
 
+    def _record(self, cell: Cell, folder: Path) -> Record | None:
+        """What is known of a cell; None where its record or its figures are not as they were written, which is said."""
+        try:
+            record = read_cell(folder)
+            damaged = CELL if record is None and folder.exists() else None
+        except MetaTTTError:
+            record, damaged = None, CELL
+        if record is not None and record.state == "finished" and record.files is not None:
+            found = left_in(folder)
+            damaged = next((name for name, checksum in record.files.items() if found.get(name) != checksum), None)
+        if damaged is None:
+            return record
+        self.progress.say(f"cell    {cell.name}: {folder / damaged} is not as it was written: run again")
+        return None
+
     def _end(self, one: _Running, code: int) -> None:
         seconds = round(time.monotonic() - one.began, 1)
         state, message = "finished", ""
@@ -167,7 +189,8 @@ class Runner:
             state, message = "stopped", STOPPED[code]
         elif code:
             state, message = "failed", reason(one.folder, code).replace(f" ({one.folder / OUTPUT})", "")
-        record = Record(list(one.cell.overrides), one.fixed, state, message, seconds)  # type: ignore[arg-type]
+        files = left_in(one.folder) if state == "finished" else None
+        record = Record(list(one.cell.overrides), one.fixed, state, message, seconds, files)  # type: ignore[arg-type]
         write_cell(one.folder, record)
         self._set(Result(one.cell, one.folder, state == "finished", message, seconds), False)
 

@@ -51,6 +51,10 @@ class Progress:
         seconds = whole * cells / max(1, self.total) / self.jobs
         return "done" if cells <= 0 else f"about {seconds / 60:.0f} min left" if seconds > 90 else f"about {seconds:.0f} s left"
 
+    def say(self, line: str) -> None:
+        """Shows a line above the bar."""
+        self.console.print(line, markup=False)
+
     def ended(self, name: str, seconds: float, message: str, before: bool) -> None:
         """A cell has its result. `before`: it needed no run."""
         self.done, self.seconds = self.done + 1, self.seconds + seconds

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from metattt.checkpoints.files import find_checkpoint, read_shapes
-from metattt.errors import check_choice, check_number
+from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.registry import register
 from metattt.reproduce.base import Size
 from metattt.reproduce.cells import Result, Runner
@@ -63,7 +63,7 @@ class Quality(Comparison):
                 f"times {self.baseline}": "" if math.isnan(middle) else f"{times[row.name]:.3f}",
                 "learning rate": "" if rate is None else f"{rate:g}",
                 "validation bits per byte at each rate": ", ".join(f"{rate:g}: {bits:.3f}" for rate, bits in tried.items()),
-                "parameters": f"{parameters(compared.of(row)[0].run):,}",
+                "parameters": "–" if (count := parameters(compared.of(row)[0].run)) is None else f"{count:,}",
             })  # fmt: skip
         records = [
             {"layer": row.name, "seed": one.seed, "learning_rate": one.learning_rate, "test_bits_per_byte": bits_per_byte(one.test),
@@ -99,6 +99,9 @@ class Quality(Comparison):
         )  # fmt: skip
 
 
-def parameters(run: Result) -> int:
-    """Of the model that a run has left."""
-    return sum(math.prod(shape) for shape in read_shapes(find_checkpoint(run.folder)).values())
+def parameters(run: Result) -> int | None:
+    """Of the model that a run has left; None where its checkpoints are gone."""
+    try:
+        return sum(math.prod(shape) for shape in read_shapes(find_checkpoint(run.folder)).values())
+    except MetaTTTError:
+        return None

@@ -45,6 +45,7 @@ class Cell(NamedTuple):
         state: how it ended; `running` where nobody could write that it did.
         message: what the command said when it failed.
         seconds: of its last life.
+        files: name -> checksum of what it has left in its folder, for those who ask again; None: not written down.
     """
 
     swept: list[str]
@@ -52,6 +53,7 @@ class Cell(NamedTuple):
     state: State
     message: str = ""
     seconds: float = 0.0
+    files: dict[str, str] | None = None
 
 
 def cell_name(swept: str) -> str:
@@ -110,10 +112,11 @@ def read_cell(folder: Path) -> Cell | None:
         and _are_texts(content.get("fixed"))
         and isinstance(content.get("message"), str)
     )
-    state, seconds = content.get("state"), content.get("seconds")
+    state, seconds, files = content.get("state"), content.get("seconds"), content.get("files")
+    good = good and (files is None or (isinstance(files, dict) and _are_texts(list(files.values()))))
     if not good or state not in ("running", "finished", "failed", "stopped") or not isinstance(seconds, int | float):
         raise _damaged(folder / CELL)
-    return Cell(content["swept"], content["fixed"], state, content["message"], float(seconds))
+    return Cell(content["swept"], content["fixed"], state, content["message"], float(seconds), files)
 
 
 def same(first: Iterable[str], second: Iterable[str]) -> bool:
