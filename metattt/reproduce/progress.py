@@ -61,7 +61,7 @@ class Progress:
         what = f"failed: {message}" if message else "finished before" if before else f"finished in {seconds:.0f} s"
         self.bar.update(self.task, completed=self.done, left=self.left)
         if message or not self.console.is_terminal:
-            self.console.print(f"cell    {self.done}/{self.total} {name} {what}, {self.left}", markup=False)
+            self.say(f"cell    {self.done}/{self.total} {name} {what}, {self.left}")
 
     def look(self, running: Sequence[tuple[str, Path]]) -> None:
         """Shows the last figures of the cells that run: names and folders."""
