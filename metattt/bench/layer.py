@@ -25,7 +25,7 @@ from metattt.registry import register
 from metattt.testing.specimen import Run, compare, cotangent, distance, gradients, randomize
 
 PASSES = ("forward + backward", "forward")
-BASELINE = "torch attention"
+ATTENTION = "torch attention"
 
 
 class PeerLayer(nn.Module):
@@ -40,7 +40,7 @@ class PeerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         q, k, v = (view(x).unflatten(-1, (self.num_heads, -1)) for view in (self.query, self.key, self.value))
-        if self.peer.name != BASELINE:
+        if self.peer.name != ATTENTION:
             q, k = F.normalize(q, dim=-1).to(v.dtype), F.normalize(k, dim=-1).to(v.dtype)
         if not self.others or self.others[0].shape[:2] != x.shape[:2]:
             self.others = self.peer.inputs(tuple(q.shape), q.dtype, x.device.type)[3:]
@@ -58,6 +58,8 @@ class LayerBenchmark(Benchmark):
         batch: B, sequences.
         dim, num_heads: of the layers.
         rounds: timed calls of each way, in turn.
+        baseline: one of `layers`, whose time in its first form the others are told as multiples of; null is torch's attention.
+        overrides: for every layer, such as `frame=plain`.
         limit: seconds; a way whose calls take longer is not taken to the next length.
         device: `cpu`, `cuda`, or `auto`.
     """
@@ -81,6 +83,8 @@ class LayerBenchmark(Benchmark):
         rounds: int = 3,
         limit: float = 6.0,
         device: str = "auto",
+        baseline: str | None = None,
+        overrides: Sequence[str] = (),
     ):
         for name in layers:
             check_choice("benchmark.layers", name, known_layers())
@@ -88,6 +92,8 @@ class LayerBenchmark(Benchmark):
             check_choice("benchmark.forms", form, ("auto", *FORMS))
         check_counts(lengths=lengths, batch=batch, dim=dim, num_heads=num_heads, rounds=rounds)
         check_number("benchmark.limit", limit, least=0)
+        if baseline is not None:
+            check_choice("benchmark.baseline", baseline, layers)
         if not layers or not forms:
             raise MetaTTTError(f"benchmark.layers={list(layers)} forms={list(forms)}: lists need an entry")
         self.layers, self.forms, self.lengths, self.batch = list(layers), list(forms), sorted(lengths), batch
@@ -98,6 +104,7 @@ class LayerBenchmark(Benchmark):
             limit,
             pick_device(device),
         )
+        self.baseline, self.overrides = baseline or ATTENTION, list(overrides)
         self.operand = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def run(self, say: Callable[[str], None]) -> Report:
@@ -109,7 +116,7 @@ class LayerBenchmark(Benchmark):
             checks += self._check(name, made)
             ways |= {(name, form): layer for form, layer in made.items()}
         peer_layers, missing = self._peers()
-        checks.append(self._check_attention(peer_layers[BASELINE]))
+        checks.append(self._check_attention(peer_layers[ATTENTION]))
         ways |= {(name, ""): layer for name, layer in peer_layers.items()}
         ceiling = ceilings(self.device, self.operand)
         rows: list[Row] = []
@@ -127,9 +134,9 @@ class LayerBenchmark(Benchmark):
                 against_peer += peer
                 against_form += forms
                 left = {
-                    way: layer for way, layer in left.items() if min(seconds[way]) <= self.limit or way[0] == BASELINE
+                    way: layer for way, layer in left.items() if min(seconds[way]) <= self.limit or way[0] in (ATTENTION, self.baseline)
                 }
-        tables = {"Time": rows, f"Times as long as {BASELINE}": against_peer}
+        tables = {"Time": rows, f"Times as long as {self.baseline}": against_peer}
         if against_form:
             tables["Times as long as another form"] = against_form
         settings = {key: str(value) if key in ("device", "operand") else value for key, value in vars(self).items()}
@@ -140,11 +147,12 @@ class LayerBenchmark(Benchmark):
     def _forms(self, name: str) -> dict[str, TTTLayer]:
         """The layer in each of the forms that it has, with the same parameters."""
         found: dict[str, TTTLayer] = {}
+        settings = [f"layer={name}", f"dim={self.dim}", f"num_heads={self.num_heads}", "seed=0", *self.overrides]
+        if self.overrides:
+            build(*settings)  # a wrong one is told as it is, not as a form that is missing
         for form in self.forms:
             try:
-                layer = build(
-                    f"layer={name}", f"dim={self.dim}", f"num_heads={self.num_heads}", f"layer.form={form}", "seed=0"
-                )
+                layer = build(*settings, f"layer.form={form}")
             except MetaTTTError:
                 continue
             randomize(layer)
@@ -199,7 +207,7 @@ class LayerBenchmark(Benchmark):
         """Of the products of one call, by layer. Kernels hide theirs: counted in another form, the last one."""
         found: dict[str, int] = {}
         for (name, form), layer in ways.items():
-            if name == BASELINE or form not in ("", "fused"):
+            if name == ATTENTION or form not in ("", "fused"):
                 with torch.no_grad(), Operations() as counter:
                     layer(self._tokens(length))
                 found[name] = counter.count * (3 if title == PASSES[0] else 1)
@@ -250,7 +258,7 @@ class LayerBenchmark(Benchmark):
             scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
             expected = layer.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
             return require(
-                f"{BASELINE} and softmax attention written out, outputs, fp32", distance(layer(x)[0], expected), 1e-4
+                f"{ATTENTION} and softmax attention written out, outputs, fp32", distance(layer(x)[0], expected), 1e-4
             )
 
     # -- what is written -----------------------------------------------------------------------------------------------
@@ -275,23 +283,25 @@ class LayerBenchmark(Benchmark):
     def _compare(
         self, title: str, length: int, seconds: Mapping[tuple[str, str], list[float]]
     ) -> tuple[list[Row], list[Row]]:
-        """Every way against PyTorch's attention, and the later forms of a layer against its first."""
+        """Every way against the baseline, and the later forms of a layer against its first."""
         peer: list[Row] = []
         forms: list[Row] = []
+        baseline = next(way for way in seconds if way[0] == self.baseline)
         for (name, form), took in seconds.items():
             row: Row = {"layer": name, "form": form, "pass": title, "T": length}
-            if name != BASELINE:
-                peer.append(row | ratios(took, seconds[BASELINE, ""])._asdict())
+            if (name, form) != baseline:
+                peer.append(row | ratios(took, seconds[baseline])._asdict())
             first = next(other for other in seconds if other[0] == name)
             if first[1] != form:
                 forms.append(row | {"against": first[1]} | ratios(took, seconds[first])._asdict())
         return peer, forms
 
     def _text(self, missing: str, ceiling: Ceilings) -> str:
+        overrides = f"Every layer with `{' '.join(self.overrides)}`. " if self.overrides else ""
         return (
             f"B = {self.batch}, D = {self.dim}, {self.num_heads} heads, {str(self.operand).removeprefix('torch.')} operands, "
             f"{self.rounds} rounds in turn in one process, projections included. A way that takes more than {self.limit:g} s is not taken "
-            f"to longer sequences. {BASELINE}: four projections and `F.scaled_dot_product_attention`. flash-linear-attention: "
+            f"to longer sequences. {overrides}{ATTENTION}: four projections and `F.scaled_dot_product_attention`. flash-linear-attention: "
             f"{missing or 'in the tables'}.\n\n"
             "Ratios are made round by round. GFLOP are those of the products of the generic form (2 per multiplication and "
             "addition, three times the forward pass for both passes, masked ones of attention too), the ceiling is a product of two "
