@@ -53,12 +53,12 @@ def mirrored(p: Parameters, x: Tensor, num_heads: int, b: int, base_lr: float, t
 def moneta(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """Eq. 24 and 25 with p = 3, q = 4."""
     cubed = lambda e: (e.square() + EPS).sqrt() ** 3  # noqa: E731
-    return mirrored(p, x, num_heads, b, 0.01, lq, lambda e: cubed(e).sum(-1), lambda a, w: a)
+    return mirrored(p, x, num_heads, b, 0.003, lq, lambda e: cubed(e).sum(-1), lambda a, w: a)
 
 
 def memora(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """Eq. 27: `W_t = softmax(α_t log W_{t−1} − η_t ∇ℓ₂)`."""
-    return mirrored(p, x, num_heads, b, 1.0, simplex, lambda e: 0.5 * e.square().sum(-1), lambda a, w: w.log())
+    return mirrored(p, x, num_heads, b, 0.03, simplex, lambda e: 0.5 * e.square().sum(-1), lambda a, w: w.log())
 
 
 def yaad(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metattt.bench.ceilings import Ceilings, ceilings
-from metattt.bench.layer import BASELINE, LayerBenchmark, PeerLayer
+from metattt.bench.layer import ATTENTION, LayerBenchmark, PeerLayer
 from metattt.bench.model import ModelBenchmark
 from metattt.bench.peers import Peer, peers
 from metattt.bench.report import Report
@@ -43,10 +43,10 @@ def test_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     content = json.loads((tmp_path / "layer.json").read_text())
     rows = content["tables"]["Time"]
     ways = {(row["layer"], row["form"]) for row in rows}
-    assert ways == {("delta_net", "dual"), ("linear_attention", "dual"), (BASELINE, "")}
+    assert ways == {("delta_net", "dual"), ("linear_attention", "dual"), (ATTENTION, "")}
     assert len(rows) == 3 * 2 * 2  # lengths, passes
     assert all(row["share of ceiling"] > 0 and row["ms, least"] <= row["ms, median"] <= row["ms, most"] for row in rows)
-    assert {row["layer"] for row in content["tables"][f"Times as long as {BASELINE}"]} == {
+    assert {row["layer"] for row in content["tables"][f"Times as long as {ATTENTION}"]} == {
         "delta_net",
         "linear_attention",
     }
@@ -67,8 +67,8 @@ def test_forms_of_one_layer_are_compared_and_slow_ways_stop() -> None:
     assert {(row["layer"], row["T"]) for row in report.tables["Time"]} == {
         ("ttt_linear", 24),
         ("attention", 24),
-        (BASELINE, 24),
-        (BASELINE, 48),
+        (ATTENTION, 24),
+        (ATTENTION, 48),
     }
     assert {row["form"] for row in report.tables["Time"] if row["layer"] == "attention"} == {"scan"}
 
@@ -93,7 +93,7 @@ def test_operations_of_other_libraries_get_their_other_inputs() -> None:
     layer = PeerLayer(peer, 16, 2)
     for length in (5, 9):
         assert layer(torch.randn(2, length, 16))[0].shape == (2, length, 16)
-    assert peers(16)[0].name == BASELINE
+    assert peers(16)[0].name == ATTENTION
 
 
 @pytest.fixture(scope="module")
