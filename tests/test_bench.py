@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from metattt.bench import decode
 from metattt.bench.base import require
 from metattt.bench.decode import DecodeBenchmark as Decode
 from metattt.bench.delta import Delta
-from metattt.bench.layer import LayerBenchmark
 from metattt.bench.published_decoding import PublishedDecoding
 from metattt.bench.report import Check, Panel, Report, markdown_table
 from metattt.bench.state import StateAndCost
@@ -130,23 +128,6 @@ def test_a_benchmark_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench"]) == 2
     said = capsys.readouterr().err
     assert "`benchmark` is not chosen" in said and "delta" in said and "inner" in said and said.count("\n") == 1
-
-
-def test_layers_are_timed_beside_one_of_them_and_with_overrides() -> None:
-    small: dict[str, Any] = {"forms": ["dual"], "lengths": [16], "dim": 16, "num_heads": 2, "rounds": 2, "device": "cpu"}
-    report = LayerBenchmark(["delta_net", "gla"], baseline="gla", overrides=["frame=plain"], **small).run(lambda line: None)
-    times = report.tables["Times as long as gla"]
-    assert [(row["layer"], row["pass"]) for row in times] == [
-        (name, way) for way in ("forward + backward", "forward") for name in ("delta_net", "torch attention")
-    ]
-    assert {row["layer"]: row["form"] for row in times} == {"delta_net": "dual", "torch attention": ""}
-    assert "Every layer with `frame=plain`." in report.text
-    layer = LayerBenchmark(["delta_net"], overrides=["frame=plain"], **small)._forms("delta_net")["dual"]
-    assert layer.gate is None and layer.task.short_conv is None
-    with pytest.raises(MetaTTTError, match=r"benchmark\.baseline=kda is not allowed: choose from delta_net"):
-        LayerBenchmark(["delta_net"], baseline="kda", **small)
-    with pytest.raises(MetaTTTError, match="`nobody` is not a choice of frame"):
-        LayerBenchmark(["delta_net"], overrides=["frame=nobody"], **small).run(lambda line: None)
 
 
 def test_decoding_equals_the_published_style_or_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +161,20 @@ def test_ceilings() -> None:
     assert found.operations > 0 and found.bytes > 0
     assert Ceilings(100.0, 10.0).share(2.0, operations=50.0) == 0.25
     assert Ceilings(100.0, 10.0).share(2.0, operations=50.0, read=10.0) == 0.5
+
+
+def test_layers_are_timed_beside_one_of_them_and_with_overrides() -> None:
+    small: dict[str, Any] = SMALL | {"forms": ["dual"], "lengths": [16]}
+    report = LayerBenchmark(["delta_net", "gla"], baseline="gla", overrides=["frame=plain"], **small).run(silent)
+    times = report.tables["Times as long as gla"]
+    assert [(row["layer"], row["pass"]) for row in times] == [
+        (name, way) for way in ("forward + backward", "forward") for name in ("delta_net", "torch attention")
+    ]
+    assert {row["layer"]: row["form"] for row in times} == {"delta_net": "dual", "torch attention": ""}
+    assert "Every layer with `frame=plain`." in report.text
+    layer = LayerBenchmark(["delta_net"], overrides=["frame=plain"], **small)._forms("delta_net")["dual"]
+    assert layer.gate is None and layer.task.short_conv is None
+    with pytest.raises(MetaTTTError, match=r"benchmark\.baseline=kda is not allowed: choose from delta_net"):
+        LayerBenchmark(["delta_net"], baseline="kda", **small)
+    with pytest.raises(MetaTTTError, match="`nobody` is not a choice of frame"):
+        LayerBenchmark(["delta_net"], overrides=["frame=nobody"], **small).run(silent)
