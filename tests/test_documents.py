@@ -276,6 +276,17 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
     assert list(numbers.unmarked("p.md", bare, [("p.md", "takes 12"), ("p.md", r"\| a")])) == []
 
 
+def test_the_arithmetic_of_scaling_is_that_of_its_script() -> None:
+    scaling = script("scripts", "scaling")
+    written = json.loads((ROOT / scaling.RESULT).read_text(encoding="utf-8"))
+    assert written["assumed"] == scaling.ASSUMED
+    now = scaling.tables()
+    assert set(now) == set(written["tables"])
+    for name, rows in now.items():
+        for row, old in zip(rows, written["tables"][name], strict=True):
+            assert old == pytest.approx(row), f"{name}: run `python docs/scripts/scaling.py`"
+
+
 def test_no_allowance_is_idle() -> None:
     numbers = script("scripts", "numbers")
     for page, pattern in numbers.allowances():
