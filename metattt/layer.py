@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,20 @@ from metattt.tasks.base import Task, Views
 from metattt.torch_private import interpreter_stack
 
 PARTS = ("task", "learner", "optimizer")
+
+
+class Early(Protocol):
+    """Finds what a layer goes on from while the layer reads: where its states need not wait for each other."""
+
+    def views(
+        self, layer: TTTLayer, x: Tensor, state: State, ctx: Context
+    ) -> tuple[State, tuple[Tensor, ...] | None]:
+        """The state with what the task goes on from, and the projections of `x` `[B, T, D]` where they are made already."""
+
+    def weights(
+        self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
+    ) -> tuple[Tokens, State]:
+        """What the inner loop reads, and the state with the weights to go on from."""
 
 
 class TTTLayer(nn.Module):
@@ -154,7 +167,7 @@ class TTTLayer(nn.Module):
         reset: Tensor | None = None,
         packing: Packing | None = None,
         in_place: bool = False,
-        start: Callable[[TTTLayer, Tokens, State, Context, Packing | None], tuple[Tokens, State]] | None = None,
+        early: Early | None = None,
         projected: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, State]:
         """Reads the tokens `x` and returns the outputs and the state to go on from.
@@ -168,8 +181,8 @@ class TTTLayer(nn.Module):
             packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is
                 the output.
             in_place: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
-            start: finds the weights to go on from when views and gates are known (another process may have them);
-                `state` then only says where the tokens stand.
+            early: finds what to go on from while the layer reads (another process may have it); `state` then only says
+                where the tokens stand.
             projected: what the task would project `x` to, where another layer has done it (`Task.borrow`).
 
         Returns:
@@ -180,7 +193,7 @@ class TTTLayer(nn.Module):
                 `x` (checked on CPU, if `refuse_nan`).
         """
         try:
-            return self._read(x, state, mask, reset, packing, in_place, start, projected)
+            return self._read(x, state, mask, reset, packing, in_place, early, projected)
         except FAILURES as error:
             explain(error, x, self.parameters(), state, {"mask": mask, "reset": reset})
             raise
@@ -193,7 +206,7 @@ class TTTLayer(nn.Module):
         reset: Tensor | None,
         packing: Packing | None,
         in_place: bool,
-        start: Callable[[TTTLayer, Tokens, State, Context, Packing | None], tuple[Tokens, State]] | None,
+        early: Early | None,
         projected: tuple[Tensor, ...] | None,
     ) -> tuple[Tensor, State]:
         self._check_tokens(x, mask, reset)
@@ -209,11 +222,13 @@ class TTTLayer(nn.Module):
         if state is None:
             pos = x.new_zeros(x.shape[0], dtype=torch.long) if packing is None else packing.start
             state = State(pos, 0, {}, {}, {}, {})
-        elif start is None:
+        elif early is None:
             self._check_state(x, state)
         ctx, pos = self.context(x, state, packing)
+        if early is not None:
+            state, projected = early.views(self, x, state, ctx)
         views, gates, task_state, rule_state = self.observe(x, state, ctx, projected)
-        if given is not None:
+        if given is not None and early is None:
             self._check_kept(given, task_state, rule_state)
         if isinstance(self.learner, NonParametric):
             if views.p is not None or views.b is not None or views.k.ndim != 4:
@@ -230,8 +245,8 @@ class TTTLayer(nn.Module):
             read = Result(y, {}, 0, data)
         else:
             tokens = Tokens(*views[:3], *gates, views.p, views.b)  # type: ignore[arg-type]
-            if start is not None:
-                tokens, state = start(self, tokens, state, ctx, packing)
+            if early is not None:
+                tokens, state = early.weights(self, tokens, state, ctx, packing)
             read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
         y = read.y.transpose(1, 2).flatten(2).to(x.dtype)
         if self.norm is not None:

@@ -34,6 +34,7 @@ from metattt.parallel.line import MANY, Line, dump, fill, frame_of
 from metattt.parallel.local import together
 from metattt.parallel.relay import Relay
 from metattt.parallel.scan import may_scan, scannable
+from metattt.tasks.reconstruction import Reconstruction
 from metattt.training.train import train
 
 WORLD = 4
@@ -56,7 +57,7 @@ TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
 LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "linear_attention", "hybrid")
 SCANNED = ("linear_attention", "mamba2", "retnet")
-PLAIN = ("frame=plain",)  # convolutions carry tokens on: such a state is relayed, and not scanned
+PLAIN = ("frame=plain",)  # without convolutions, whose tails go ahead of the state
 BLOCKS = ("kda", "hgrn2", "rwkv7")  # their norms and gates
 OTHERS = ("mamba2", "titans", "nested_transformer")
 
@@ -104,6 +105,8 @@ CASES = (
     Case("ttt_linear", 2, 2, settings=(("pre_conv", False), ("tie_embeddings", False))),
     *(Case(layer, 1, 4, scan=True, options=PLAIN) for layer in SCANNED),
     *(Case(layer, 2, 2, scan=True, reset=True, options=PLAIN) for layer in SCANNED),
+    *(Case("mamba2", *mesh, scan=True, reset=reset) for mesh in ((1, 4), (2, 2)) for reset in (False, True)),
+    Case("mamba2", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
     Case("linear_attention", 1, 4, tokens=51, in_flight=3, scan=True, settings=(("pre_conv", False),)),
     Case("hybrid", 1, 4, scan=True, tokens=50, reset=True),
     Case("hybrid", 2, 2, scan=True, sharded=True),
@@ -360,6 +363,33 @@ class Hidden:
 
     def __init__(self) -> None:
         self.h = torch.zeros(2)
+
+
+class Remembers(Reconstruction):
+    """Carries more than the last tokens."""
+
+    def convolved(self, projected: Any, state: Any, ctx: Any) -> Any:
+        found, tails = super().convolved(projected, state, ctx)
+        return found, tails | {"sum": state.get("sum", 0) + projected[0].sum(1)}
+
+
+class TakesNoProjections(Reconstruction):
+    def views(self, x: Tensor, state: Any, ctx: Any) -> Any:  # type: ignore[override]
+        return super().views(x, state, ctx)
+
+
+class IgnoresProjections(Reconstruction):
+    def views(self, x: Tensor, state: Any, ctx: Any, projected: Any = None) -> Any:
+        return super().views(x, state, ctx)
+
+
+@pytest.mark.parametrize("task", [Remembers, TakesNoProjections, IgnoresProjections])
+def test_tails_go_ahead_only_where_they_are_tails(task: type[Reconstruction]) -> None:
+    with_tails = copy.deepcopy(layer("mamba2"))
+    assert scannable(with_tails, 16)
+    with_tails.task.__class__ = task
+    assert not scannable(with_tails, 16)
+    assert not scannable(layer("linear_attention", "task.views=shared_qk"), 16)  # q and k of one projection
 
 
 def test_frames_hold_no_tensors() -> None:

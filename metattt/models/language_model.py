@@ -16,18 +16,17 @@ from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
 from metattt.inner.causality import Causality
 from metattt.inner.faults import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
-from metattt.layer import TTTLayer
+from metattt.layer import Early, TTTLayer
 from metattt.mixers.base import Mixer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
 from metattt.room import check_room
-from metattt.state import Context, State, count_bytes, map_tensors, move_tensors
+from metattt.state import Context, count_bytes, map_tensors, move_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from metattt.inner.tokens import Tokens
 
 OVERHEAD = 2**13  # of a block, in the size of as many numbers: its modules in Python, at least
 INIT_STD = 0.02  # of embeddings and projections, as in the published models
@@ -84,16 +83,11 @@ class LanguageModelState(NamedTuple):
 torch.serialization.add_safe_globals([LanguageModelState])
 
 
-class Early(Protocol):
-    """Finds what a block goes on from while the block runs: for layers whose states need not wait for each other."""
+class EarlyBlock(Early, Protocol):
+    """Finds what a block goes on from while the block runs."""
 
     def tail(self, conv: CausalConv, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
         """The input `x` `[B, T, D]` of the block's convolution, and the tail to go on from."""
-
-    def start(
-        self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
-    ) -> tuple[Tokens, State]:
-        """What the block's layer reads, and the state to go on from: see `TTTLayer.forward`."""
 
 
 class Relay(Protocol):
@@ -102,7 +96,7 @@ class Relay(Protocol):
     def receive(self, number: int, x: Tensor, packing: Packing | None) -> tuple[Tensor, Any, Any]:
         """The input `x` `[B, T, D]` of a block, the state of its layer and the tail of its convolution."""
 
-    def early(self, number: int) -> Early | None:
+    def early(self, number: int) -> EarlyBlock | None:
         """What finds them while the block runs; None: what `receive` has returned holds."""
 
     def send(self, number: int, x: Tensor, state: Any, tail: Any) -> Tensor:
@@ -147,7 +141,7 @@ class Block(nn.Module):
         ctx: Context,
         packing: Packing | None = None,
         in_place: bool = False,
-        early: Early | None = None,
+        early: EarlyBlock | None = None,
     ) -> tuple[Tensor, Any, Tensor | None]:
         """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later.
 
@@ -170,11 +164,11 @@ class Block(nn.Module):
         ctx: Context,
         packing: Packing | None = None,
         in_place: bool = False,
-        early: Early | None = None,
+        early: EarlyBlock | None = None,
     ) -> tuple[Tensor, Any]:
         """`layer(norm(x))`, and the state of the layer after it."""
         if self.ours:
-            found: dict[str, Any] = {} if early is None else {"start": early.start}
+            found: dict[str, Any] = {} if early is None else {"early": early}
             return self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, **found)
         return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
 

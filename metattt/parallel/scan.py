@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metattt.errors import MetaTTTError
 from metattt.inner.causality import same
 from metattt.inner.packing import Packing
 from metattt.inner.tokens import Carry, Tokens
@@ -50,7 +51,19 @@ class Scan:
         x = self.hand_on((self.number, "tail"), x, conv.tail(conv.pad(x, None), ctx))
         return self.take((self.number, "tail"), x)
 
-    def start(
+    def views(
+        self, layer: TTTLayer, x: Tensor, state: State, ctx: Context
+    ) -> tuple[State, tuple[Tensor, ...] | None]:
+        """The tails of the task's convolutions; this process's go to the next at once."""
+        if not carries(layer, x):
+            return state, None
+        q, *others = layer.task.project(x)
+        fresh = layer.task.views(x, {}, ctx, (q, *others))[1]  # type: ignore[call-arg]
+        q = self.hand_on((self.number, "task"), q, fresh)
+        q, taken = self.take((self.number, "task"), q)
+        return state._replace(task=taken or {}), (q, *others)
+
+    def weights(
         self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
     ) -> tuple[Tokens, State]:
         """The weights that the process before leaves; this one's go on before anything is read."""
@@ -96,13 +109,13 @@ def may_scan(model: LanguageModel, tokens: int) -> bool:
         tokens: that every process reads at least.
     """
     compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in model.blocks)
-    tails = (block.conv.weight.shape[-1] - 1 for block in model.blocks if isinstance(block.conv, CausalConv))
+    tails = (part.weight.shape[-1] - 1 for block in model.blocks for part in block.modules() if isinstance(part, CausalConv))
     return not (model.checkpoint_blocks or compiled) and tokens >= max(tails, default=0)
 
 
 def scannable(layer: nn.Module, dim: int) -> bool:
-    """Whether a layer's weights are moved by a segment as `moved` says, and whether it carries nothing else: tried on
-    a few tokens, whatever its parts are called.
+    """Whether a layer's weights are moved by a segment as `moved` says, and whether it carries nothing else but what the last
+    tokens leave, such as tails of convolutions: tried on a few tokens, whatever its parts are called.
 
     Args:
         layer: of a model.
@@ -120,7 +133,7 @@ def scannable(layer: nn.Module, dim: int) -> bool:
     x = torch.randn(2, BEFORE + COUNT, dim, generator=generator).to(like)
     with torch.no_grad():
         _, state = layer(x[:, :BEFORE])
-        if state.task or state.optimizer or state.learner:
+        if state.optimizer or state.learner or not _tail_alone(layer, x[:, BEFORE:], state):
             return False
         for scale in (0.1, 10.0):  # weights that the layer's own tokens would not lead to
             weights = {
@@ -134,10 +147,40 @@ def scannable(layer: nn.Module, dim: int) -> bool:
     return True
 
 
+def carries(layer: TTTLayer, x: Tensor) -> bool:
+    """Whether the task carries something from call to call: asked of it with one token."""
+    with torch.no_grad():
+        one = x[:1, :1]
+        ctx, _ = layer.context(one, State(one.new_zeros(1, dtype=torch.long), 0, {}, {}, {}, {}))
+        return bool(layer.task.views(one, {}, ctx)[1])
+
+
+def _tail_alone(layer: TTTLayer, x: Tensor, state: State) -> bool:
+    """Whether what the task carries after `x` depends on `x` alone, as the tails of convolutions do, and whether its views
+    are made of its projections: the graph of what is handed over goes through that of q."""
+    task, ctx = layer.task, layer.context(x, state)[0]
+    if not state.task:
+        return True
+    if any(not tensor.is_floating_point() for tensor in state.task.values()):
+        return False
+    try:
+        projected = task.project(x)
+        views, after = task.views(x, state.task, ctx, projected)  # type: ignore[call-arg]
+        fresh = task.views(x, {}, ctx, projected)[1]  # type: ignore[call-arg]
+        others = task.views(x, state.task, ctx, (-projected[0], *projected[1:]))[0]  # type: ignore[call-arg]
+    except (MetaTTTError, TypeError):  # its projections are not told from its views
+        return False
+    usual = task.views(x, state.task, ctx)[0]
+    pairs = [(one, other) for one, other in zip(usual, views, strict=True) if one is not None and other is not None]
+    alike = [one is None for one in usual] == [one is None for one in views] and after.keys() == fresh.keys()
+    alike = alike and not same(views.q, others.q)
+    return alike and all(same(one, other) for one, other in [*pairs, *((after[name], fresh[name]) for name in after)])
+
+
 def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     ctx, _ = layer.context(x, state)
     views, gates, task, rule = layer.observe(x, state, ctx)
-    if task or rule:
+    if rule or task.keys() != state.task.keys():
         return False
     tokens = Tokens.of(views, gates)
     origin = layer.inner.start(len(x), tokens.eta.dtype)
