@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from metattt.bench.base import require
 from metattt.bench.decode import DecodeBenchmark as Decode
 from metattt.bench.delta import Delta
 from metattt.bench.published_decoding import PublishedDecoding
-from metattt.bench.report import Check, Panel, Report, markdown_table
+from metattt.bench.report import Check, Panel, Report, looks_of, markdown_table
 from metattt.bench.state import StateAndCost
 from metattt.bench.timing import in_turn, ratios, summary
 from metattt.cli import main
@@ -122,6 +123,21 @@ def test_reports(tmp_path: Path) -> None:
     assert "| a | 0.123 | – |" in (tmp_path / "one.md").read_text()
     assert markdown_table([]) == ["(no rows)"]
     assert torch.get_num_threads() == json.loads((tmp_path / "one.json").read_text())["environment"]["threads"]
+
+
+def test_a_picture_of_all_layers_can_be_read(tmp_path: Path) -> None:
+    """Every curve has a look of its own, and the legend leaves the plots their height."""
+    from PIL import Image
+
+    names = known_layers()
+    looks = looks_of(names)
+    assert len({str(sorted(look.items())) for look in looks.values()}) == len(names) > 40
+    curves = {name: ([1.0, 10.0], [1.0, 2.0 + i]) for i, name in enumerate(names)}
+    Report("T", "", {}, [], {}, [Panel("p", "x", "y", curves)]).write(tmp_path, "all")
+    with Image.open(tmp_path / "all.png") as picture:
+        dark = np.asarray(picture.convert("L")) < 128
+    rows = dark[:, : dark.shape[1] // 3].any(1).nonzero()[0]  # axes and curves, left of the legend
+    assert rows.max() - rows.min() > 0.8 * dark.shape[0]
 
 
 def test_a_benchmark_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -125,23 +126,33 @@ def _sentence(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items()) + "."
 
 
-MOST_TICKS = 8
+MOST_TICKS, IN_A_COLUMN = 8, 20
+LOOKS: Sequence[dict[str, Any]] = (  # of every ten curves
+    {"linestyle": "-", "marker": "o"}, {"linestyle": "--", "marker": "o"}, {"linestyle": ":", "marker": "s"},
+    {"linestyle": "-.", "marker": "^"}, {"linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "D"},
+)  # fmt: skip
+
+
+def looks_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A look for every curve, in all panels the same: fifty of them, before they repeat."""
+    return {name: LOOKS[i // 10 % len(LOOKS)] | {"color": f"C{i % 10}"} for i, name in enumerate(names)}
 
 
 def _draw(panels: Sequence[Panel], path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: no window system is asked for
     from matplotlib.ticker import LogFormatter
 
-    figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
-    colours = [f"C{i}" for i in range(10)]
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    looks = looks_of(names)
+    columns = math.ceil(len(names) / IN_A_COLUMN)
+    figure = Figure(figsize=(6.5 * len(panels) + 2.2 * (columns - 1), 5), layout="constrained")
+    shown: dict[str, Any] = {}
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(
             1, len(panels), number, xscale="log", yscale="log", title=panel.title, xlabel=panel.x, ylabel=panel.y
         )
-        for i, (name, (x, y)) in enumerate(panel.curves.items()):
-            axes.plot(
-                x, y, label=name, color=colours[i % 10], linestyle="-" if i < 10 else "--", marker="o", markersize=3
-            )
+        for name, (x, y) in panel.curves.items():
+            shown[name] = axes.plot(x, y, markersize=3, **looks[name])[0]
         lengths = sorted({value for x, _ in panel.curves.values() for value in x})
         if 0 < len(lengths) <= MOST_TICKS:  # what was measured, not powers of ten around it
             axes.set_xticks(lengths, [f"{value:,g}" for value in lengths])
@@ -149,5 +160,5 @@ def _draw(panels: Sequence[Panel], path: Path) -> None:
         axes.yaxis.set_major_formatter(LogFormatter())  # numbers as people write them
         axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
         axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    figure.legend(list(shown.values()), list(shown), loc="outside right center", ncols=columns, fontsize="small")
     figure.savefig(path, dpi=120)
