@@ -9,6 +9,8 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,9 +120,17 @@ def generate_for(count: int, layer: str) -> list[Figures]:
     return figures
 
 
+def train_apart(steps: int, folder: Path) -> list[Figures]:
+    """In a process of its own, where nothing is left of other tests whose ends could be counted."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        return train_for(steps, patch, folder)
+
+
 @pytest.mark.slow
-def test_steps_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figures = train_for(200, monkeypatch, tmp_path)
+def test_steps_leave_nothing_behind(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        figures = process.submit(train_apart, 200, tmp_path).result()
     assert complaints(figures) == [], figures
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)][-1] == 200
