@@ -129,6 +129,23 @@ def test_short_sequences_and_image_layers() -> None:
     assert found.before.shape == found.rising.shape == (2, 1) and not found.rising.any()
 
 
+@pytest.mark.parametrize("layer", ["titans", "lact"])
+def test_a_mini_batch_that_no_query_outlives_is_named(layer: str) -> None:
+    """Such a layer trains on as if all were well, and cannot recall one token."""
+    built = build(f"layer={layer}", *SIZES[:2], "optimizer.mini_batch_size=8").eval()
+    longer = torch.randn(2, 9, 16)
+    assert "unread" not in kinds(built, longer)
+    other = torch.cat((torch.randn(2, 1, 16), longer[:, 1:]), 1)
+    same = (built(longer)[0] == built(other)[0]).all(2).all(0)
+    assert same[4:7].all() and not same[8]  # what is said is so: beyond the taps of convolutions, token 9 is the first to see token 1
+    for length in (8, 5):
+        found = layer_health(built, longer[:, :length])
+        line = next(line for kind, line in complaints(found, built) if kind == "unread")
+        assert f"the {length} tokens" in line and f"optimizer.mini_batch_size={length // 4} (now 8)" in line
+    short = build(f"layer={layer}", *SIZES[:2], "optimizer.mini_batch_size=2").eval()
+    assert "unread" not in kinds(short, longer[:, :5])
+
+
 def test_a_run_says_it_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +178,7 @@ def test_a_run_says_it_once(
 def test_harm_is_said_when_it_is_seen_twice() -> None:
     model = LanguageModel(257, 16, 1, lambda: build("layer=ttt_mlp", *SIZES, "optimizer.base_lr=1e6"))
     zeros, ones = torch.zeros(2, 4), torch.ones(2, 4)
-    ill = Health(ones, zeros, zeros, torch.stack((zeros[0], ones[0])), ones[:, 0], None, None)
+    ill = Health(ones, zeros, zeros, torch.stack((zeros[0], ones[0])), ones[:, 0], None, None, 2)
     module, watch = SimpleNamespace(model=model), InnerHealth()
     looks = [list(watch._news({0: health}, module)) for health in (ill, ill._replace(worse=zeros), ill, ill, ill)]
     assert [len(lines) for lines in looks] == [0, 0, 0, 1, 0]

@@ -34,6 +34,7 @@ class Health(NamedTuple):
         eta: `[H]` largest |η| of a token.
         alpha: `[H]` largest α of a token.
         tau: `[1 or H, b]` token steps.
+        tokens: T, of the sequences that were read.
     """
 
     before: Tensor
@@ -43,6 +44,7 @@ class Health(NamedTuple):
     eta: Tensor
     alpha: Tensor | None
     tau: Tensor | None
+    tokens: int
 
 
 def inner_health(model: nn.Module, run: Callable[[], Any]) -> dict[int, Health]:
@@ -111,7 +113,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
     else:
         before, after, rising, worse = _by_place(layer, Tokens.of(views, gates), context)
     largest = eta.abs().amax((0, 2)), None if alpha is None else alpha.amax((0, 2))
-    return Health(before, after, rising, worse, *largest, rule.token_steps())
+    return Health(before, after, rising, worse, *largest, rule.token_steps(), x.shape[1])
 
 
 def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -101,6 +101,13 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
     """What is wrong with an inner loop: its kind, and a line with the override that helps."""
     rule: Any = layer.optimizer
     rate = getattr(rule, "base_lr", None)
+    if rule.read in ("previous", "committed") and health.tokens <= rule.mini_batch_size:
+        yield (
+            "unread",
+            f"every head learns for nothing: queries read the weights of complete mini-batches, and the {health.tokens} tokens of a "
+            f"sequence end with the first: try optimizer.mini_batch_size={max(1, health.tokens // 4)} (now {rule.mini_batch_size}), or "
+            "longer sequences",
+        )
     # gradients at the weights that a sequence began with promise nothing of those at W_{t−1}
     bad = health.rising.mean(1) > 0.5
     if rule.anchor != "batch" and health.rising.numel() and bad.any():
