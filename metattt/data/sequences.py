@@ -19,6 +19,7 @@ Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 SHARES = 8  # the validation and the test split have one of so many parts of all sequences, training has the others
 MOST_TRIES = 1000  # draws until one lies in a split
+MOST_KEPT = 2**28  # bytes of held-out sequences in memory
 NO_LABEL = -1  # of a token that nothing is asked at; of numbers it is NaN
 Batch = tuple[Tensor, Tensor]
 
@@ -108,14 +109,23 @@ class SequenceData(Data):
 
 
 class _Drawn(Dataset[Batch]):
-    """Sequences of a split, indexed by a batch of numbers at once."""
+    """Sequences of a split, indexed by a batch of numbers at once. Held-out ones come again with every validation, and
+    most of what is drawn for them lies in another split: they are kept, as far as they are small."""
 
     def __init__(self, data: SequenceData, part: Part):
         self.data, self.part = data, part
+        self.kept: dict[tuple[int, ...], Batch] = {}
+        self.room = 0 if part == "train" else MOST_KEPT
 
     def __getitem__(self, index: list[int]) -> Batch:
-        inputs, labels = zip(*(self.data.sequence(self.part, i) for i in index), strict=True)
-        return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(labels))
+        batch = self.kept.get(tuple(index))
+        if batch is None:
+            inputs, labels = zip(*(self.data.sequence(self.part, i) for i in index), strict=True)
+            batch = torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(labels))
+            if (size := sum(part.nbytes for part in batch)) <= self.room:
+                self.kept[tuple(index)] = batch
+                self.room -= size
+        return batch[0].clone(), batch[1].clone()  # whatever becomes of it
 
 
 class _Fresh(Sampler[list[int]]):
