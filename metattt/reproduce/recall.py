@@ -61,9 +61,9 @@ class Recall(Conditions):
                      "test_accuracy": value / 100, "steps_to_99": "" if taken is None else taken, "seconds": one.run.seconds}
                     for one, value, taken in zip(runs, accuracy[row.name], steps, strict=True)
                 ]  # fmt: skip
-            done = [f"`{name}` ({said} steps)" for name, said in reached.items() if said != NEVER]
+            done = [f"`{name}` {said}" for name, said in reached.items() if said != NEVER]
             not_done = [f"`{name}` ({spread(accuracy[name], 1)}%)" for name, said in reached.items() if said == NEVER]
-            told = [f"reach 99%: {', '.join(done)}"] if done else []
+            told = [f"reach 99%, after so many steps: {', '.join(done)}"] if done else []
             told += [f"do not within the run: {', '.join(not_done)}"] if not_done else []
             for first, second in self.against:
                 if first in accuracy and second in accuracy:
