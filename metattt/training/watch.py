@@ -27,6 +27,7 @@ from metattt.registry import register
 BEAT_SECONDS = 1.0
 GRACE_SECONDS = 2.0  # for an error of its own, when another process has one
 ASLEEP_SECONDS = 5.0  # a thread that was this late was itself stopped: what it did not hear meanwhile says nothing
+LEAVE_SECONDS = 10.0  # for the others to hear a last word
 EXIT_CODE = 1
 BEAT, BYE, FAILED, GONE = b"beat", b"bye", b"failed", b"gone"
 
@@ -50,6 +51,11 @@ class Peer:
         """Sends a word; what cannot be sent is noticed when nothing is heard."""
         with suppress(OSError):
             self.connection.send(word + b"\n")
+
+    def send_no_more(self) -> None:
+        """The other end reads that all has been said."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
 
     def words(self) -> list[bytes] | None:
         """What has arrived; None: the connection has ended."""
@@ -159,8 +165,19 @@ class Watch(lightning.Callback):
                 for peer in watched.values():
                     if now - peer.heard > self.patience:
                         self._lost(peer, f"has not answered for {self.patience:.0f} s")
+        self._leave()
+
+    def _leave(self) -> None:
+        """The last word to all, and out when they have heard it: a connection that is closed with beats unread in it is
+        reset, and a word that still waits for an earlier beat to be acknowledged is lost with it."""
         for peer in self._peers:
             peer.send(self._last_word or BYE)
+            peer.send_no_more()
+        waiting, until = list(self._peers), time.monotonic() + LEAVE_SECONDS
+        while waiting and time.monotonic() < until:
+            time.sleep(0.01)
+            waiting = [peer for peer in waiting if peer.words() is not None]
+        for peer in self._peers:
             peer.connection.close()
 
     def _hear(self, peer: Peer, watched: dict[int, Peer], selector: selectors.BaseSelector) -> None:
@@ -168,6 +185,7 @@ class Watch(lightning.Callback):
         for word in words or ():
             if word == BYE:
                 watched.pop(peer.rank, None)
+                peer.send_no_more()  # it waits for that
             elif word == FAILED and not self._ends_too():
                 self._lost(peer, "has stopped with an error", said=self._rank > 0)
             elif word == GONE:  # the first process has said it
