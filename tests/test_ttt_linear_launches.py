@@ -1,5 +1,6 @@
 """What the launches of TTT-Linear take of a card, as Triton compiles them; no GPU is needed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
+from metattt.bench.compiled import Compiled
 from metattt.kernels.triton.device import SHARED_MEMORY
 from metattt.kernels.triton.on_gpu import SIZES, WIDTHS
 from metattt.kernels.ttt_linear import tuning
@@ -18,13 +22,18 @@ from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 SCRIPT = Path(__file__).with_name("shared_memory_of_ttt_linear.py")
 
 
+def told_by(*words: str | Path) -> list[str]:
+    """Lines that Python prints in a process of its own, whose kernels are compiled and not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=SCRIPT.parent, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
 def allocated(*shapes: str) -> list[tuple[str, int, int]]:
     """Kernel, bytes of shared memory, and what `tuning` says of it, for "d,b,type,form"."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *shapes], env=environment, capture_output=True, text=True, check=True
-    )
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("triton")]
+    lines = [line.split() for line in told_by(SCRIPT, *shapes) if line.startswith("triton")]
     return [(words[-4], int(words[-2]), int(words[-1])) for words in lines]
 
 
@@ -41,6 +50,15 @@ def test_launches_take_no_more_shared_memory_than_said() -> None:
         "backward_chain.inputs_kernel",
     ]
     assert all(0 < shared <= bound <= SHARED_MEMORY for _, shared, bound in found)
+
+
+@pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.9.")), reason="known of Triton 3.6 and 3.9")
+def test_no_kernel_of_the_usual_shape_has_a_stack() -> None:
+    """d 64, b 16, bf16, both forms, forward and backward."""
+    code = "import json, compiled_kernels as c; print(json.dumps([c.linear(64, 16, form) for form in c.FORMS]))"
+    walk, chain = (list(map(Compiled._make, form)) for form in json.loads(told_by("-c", code)[-1]))
+    assert [one.name for one in walk] == ["forward_kernel", "backward_kernel"] and len(chain) == 5
+    assert [one for one in walk + chain if one.stack or one.spilled or one.serialized] == []
 
 
 def test_what_is_accepted_is_launched_in_a_form_that_fits() -> None:

@@ -12,14 +12,14 @@ interpreted: tests ask a process of their own (`in_a_process`).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from metattt.errors import MetaTTTError
@@ -98,21 +98,20 @@ class _NoDevice:
 
 
 def _examined(kernel: Any, arch: int) -> Compiled:
-    from triton.backends.nvidia.compiler import get_ptxas
+    """Assembles the kernel once more, as Triton did and with its options, which differ between versions, for what ptxas
+    says of it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(kernel.asm["ptx"])
-        suffix = "a" if arch == SM_90 else ""
-        command = [
-            get_ptxas(arch).path,
-            "-v",
-            f"--gpu-name=sm_{arch}{suffix}",
-            str(file),
-            "-o",
-            str(file.with_suffix(".cubin")),
-        ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    known = kernel.metadata._asdict()
+    options = backend.parse_options({name: value for name, value in known.items() if name != "target"})
+    told = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(told):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(kernel.asm["ptx"], {}, options, arch)
+    said = told.getvalue()
 
     def number(pattern: str) -> int:
         return sum(int(x) for x in re.findall(pattern, said))

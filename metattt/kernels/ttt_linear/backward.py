@@ -2,12 +2,17 @@
 (`backward_kernel`), or only their recurrence, between two launches that are parallel over segments (`backward_chain`).
 
 Layout, notation and precision are those of `tiles.py`; dS = ∂L/∂S is carried beside S. The walk reads q, k, v, dO and
-U and writes dq, dk and dv: 8 tiles `[b, d]` per mini-batch.
+U and writes dq, dk and dv: 8 tiles `[b, d]` per mini-batch (k and dO twice, the second time from the cache).
 
 **No recomputed segment.** W before a mini-batch is W after it less the update, and the forward pass stored U, the
 update's operand. So one product undoes the update, at the price of reading one more `[b, d]` tile, where recomputation
 would walk every mini-batch twice. Rounding drifts only within a segment: S is loaded anew from the stored anchors at
 each.
+
+**Registers.** S and dS take a quarter of them, so the walk is in two steps with little in common: through the output,
+which needs no inner gradient, since U is stored; then through the inner gradient. Nothing is loaded ahead: where walks
+are taken, other programs hide the loads. With d = 64, b = 16 and 16 bits nothing is left on the stack by Triton 3.6 and
+3.9 (`results/gpu/compiled.md`); what is computed or loaded anew below rather than kept was chosen by that.
 
 **Through the gradient of the inner loss.** With x = norm(Z), g = γ(k − v + β) + γ²x and G = r(g − mean g − x mean gx),
 a cotangent A of G gives
@@ -35,7 +40,6 @@ from metattt.kernels.ttt_linear.naive import EPS
 from metattt.kernels.ttt_linear.tiles import (
     affine,
     end_cotangents,
-    first_column,
     inner_gradient,
     load_anchor,
     load_tile,
@@ -72,21 +76,13 @@ def backward_kernel(
     features = tl.arange(0, DP)
     tokens = tl.arange(0, COLUMNS)
     inside = features < D
-    d_o_ptr += row * d_o_b + start * d_o_t + h * d_o_h
-    q_ptr += row * q_b + start * q_t + h * q_h
-    k_ptr += row * k_b + start * k_t + h * k_h
-    v_ptr += row * v_b + start * v_t + h * v_h
-    eta_ptr += row * eta_b + start * eta_t + h * eta_h
-    weighted_ptr += row * weighted_b + start * weighted_t + h * weighted_h
-    d_q_ptr += row * d_q_b + start * d_q_t + h * d_q_h
     d_k_ptr += row * d_k_b + start * d_k_t + h * d_k_h
-    d_v_ptr += row * d_v_b + start * d_v_t + h * d_v_h
     d_eta_ptr += row * d_eta_b + start * d_eta_t + h * d_eta_h
 
     gamma, beta = affine(scale_ptr, shift_ptr, h, features, inside, D)
     square_gamma = gamma * gamma
     mean_square_gamma = tl.sum(tl.sum(square_gamma, axis=1), axis=0) / D
-    tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
+    _tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     vector = (n * H + h) * D + features
     d_gamma = tl.zeros([DP], tl.float32)
     d_beta = tl.zeros([DP], tl.float32)
@@ -96,55 +92,61 @@ def backward_kernel(
         d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP, COLUMNS, BIAS
     )  # fmt: skip
 
-    # What each mini-batch needs first is loaded into registers while the one after it is computed; all of it would not
-    # fit, and where walks are taken other programs hide the rest. All mini-batches but the first loaded are whole.
-    at = ((tl.cdiv(length, SIZE) - 1) * SIZE + tokens).to(tl.int64)
-    tile = ((tokens < SIZE) & (at >= 0) & (at < length))[:, None] & inside[None, :]
-    k = load_tile(k_ptr, at, k_t, features, tile)
-    weighted = load_tile(weighted_ptr, at, weighted_t, features, tile)
-
     pieces = tl.cdiv(length // SIZE, SEGMENT) + tl.where(length % SIZE > 0, 1, 0)
-    for back in range(pieces):
-        first, stop, is_open = piece_bounds(pieces - 1 - back, length, SIZE, SEGMENT)
+    for piece in tl.range(pieces - 1, -1, -1, disable_licm=True):
+        first, stop, is_open = piece_bounds(piece, length, SIZE, SEGMENT)
         step = tl.where(is_open, 0.0, tau_last)
         anchor = anchor_ptr + ((slot + (stop - 1) // SEGMENT) * H + h) * (D + 1) * D
         s, bias = load_anchor(anchor, features, first < stop, D, DP, COLUMNS)
 
-        for i in tl.range(0, stop - first, num_stages=1):
-            at = ((stop - 1 - i) * SIZE + tokens).to(tl.int64)
+        for mini_batch in tl.range(stop - 1, first - 1, -1, num_stages=1, disable_licm=True):
+            # 0, which the compiler does not know. It would keep what does not change in a loop in registers, and others
+            # on the stack: where tensors begin, τ, and S rounded.
+            zero = mini_batch >> 30
+            row_again, h_again = row + zero, h + zero
+            d_o_at = d_o_ptr + row_again * d_o_b + start * d_o_t + h_again * d_o_h
+            q_at = q_ptr + row_again * q_b + start * q_t + h_again * q_h
+            k_at = k_ptr + row_again * k_b + start * k_t + h_again * k_h
+            v_at = v_ptr + row_again * v_b + start * v_t + h_again * v_h
+            eta_at = eta_ptr + row_again * eta_b + start * eta_t + h_again * eta_h
+            weighted_at = weighted_ptr + row_again * weighted_b + start * weighted_t + h_again * weighted_h
+            d_q_at = d_q_ptr + row_again * d_q_b + start * d_q_t + h_again * d_q_h
+            d_v_at = d_v_ptr + row_again * d_v_b + start * d_v_t + h_again * d_v_h
+            at = (mini_batch * SIZE + tokens).to(tl.int64)
             here = (tokens < SIZE) & (at < length)
             tile = here[:, None] & inside[None, :]
-            eta = tl.load(eta_ptr + at * eta_t, mask=here, other=0)
-            next_at = at - SIZE
-            next_tile = ((tokens < SIZE) & (next_at >= 0))[:, None] & inside[None, :]
-            next_k = load_tile(k_ptr, next_at, k_t, features, next_tile)
-            next_weighted = load_tile(weighted_ptr, next_at, weighted_t, features, next_tile)
-            q = load_tile(q_ptr, at, q_t, features, tile)
-            v = load_tile(v_ptr, at, v_t, features, tile)
-            d_o = load_tile(d_o_ptr, at, d_o_t, features, tile)
+            k = load_tile(k_at, at, k_t, features, tile)
+            weighted = load_tile(weighted_at, at, weighted_t, features, tile)
+            q = load_tile(q_at, at, q_t, features, tile)
+            v = load_tile(v_at, at, v_t, features, tile)
+            d_o = load_tile(d_o_at, at, d_o_t, features, tile)
 
-            # W before this mini-batch, and the forward pass again.
+            tau, _last = token_steps(tau_ptr, h_again, tau_h, tokens, SIZE, COLUMNS)
+
+            # W before this mini-batch.
             u = tl.trans(weighted)
             s, bias = update(s, bias, u, -step, k, COLUMNS, BIAS, PRECISION)
             s_operand = s.to(k.dtype)
-            z = tl.dot(s_operand, tl.trans(k), acc=bias, input_precision=PRECISION)
-            c = tl.trans(k.to(tl.float32) - v.to(tl.float32) + beta[None, :])
-            x, r, g, m1, m2, hx, hxx = inner_gradient(z, gamma * c, square_gamma, D, EPS)
-            z, products, mixing = read(s_operand, bias, q, k, u, tau, tokens, BIAS, PRECISION)
 
             # Through the normalization of the output: dZ̄, and what follows from it.
+            z, products, mixing = read(s_operand, bias, q, k, u, tau, tokens, BIAS, PRECISION)
             d_out = tl.trans(d_o.to(tl.float32))
             d_read, normal = through_output(z, d_out, gamma, inside, D, DP, EPS)
             d_gamma += tl.sum(d_out * normal, axis=1)
             d_beta += tl.sum(d_out, axis=1)
             d_read = d_read.to(k.dtype)
             d_mixing, d_products = through_products(q, k, d_read, u, tau, tokens, PRECISION)
+            if d_tau_ptr is not None:
+                d_tau += tl.sum(products * d_mixing, axis=0)
+            d_q = tl.dot(tl.trans(s_operand), d_read, input_precision=PRECISION)
+            d_q = tl.dot(tl.trans(k), d_products, acc=d_q, input_precision=PRECISION)
+            d_o = load_tile(d_o_at, at, d_o_t, features, tile)
+            store_tile(d_q_at, at, d_q_t, features, tile, tl.trans(d_q) + d_o.to(tl.float32))
 
             # y, of this mini-batch's outputs and of its update of W, whose part of dK is due too.
             d_s_operand = d_s.to(k.dtype)
             d_update = tl.dot(d_s_operand, tl.trans(k), acc=d_bias, input_precision=PRECISION)
             if d_tau_ptr is not None:
-                d_tau += tl.sum(products * d_mixing, axis=0)
                 d_tau_last += tl.where(is_open, 0.0, tl.sum(u.to(tl.float32) * d_update, axis=1))
             update_step = tl.where(is_open, 1.0, tau_last)
             y = -update_step * d_update - tl.dot(d_read, tl.trans(mixing), input_precision=PRECISION)
@@ -152,26 +154,27 @@ def backward_kernel(
             d_k = tl.dot(tl.trans(q), tl.trans(d_products), acc=d_k, input_precision=PRECISION)
             d_s, d_bias = update(d_s, d_bias, d_read, 1.0, q, COLUMNS, BIAS, PRECISION)
 
-            # Through the gradient of the inner loss.
+            # The inner gradient again, and through it. (What is loaded twice need not be kept, k here as dO above.)
+            k = load_tile(k_at, at, k_t, features, tile)
+            z = tl.dot(s_operand, tl.trans(k), acc=bias, input_precision=PRECISION)
+            c = tl.trans(k.to(tl.float32) - v.to(tl.float32) + beta[None, :])
+            x, r, _g, m1, m2, hx, hxx = inner_gradient(z, gamma * c, square_gamma, D, EPS)
+            eta = tl.load(eta_at + at * eta_t, mask=here, other=0)
             d_inner, d_eta, d_g = through_gradient(
-                y, x, r, g, m1, m2, hx, hxx, eta, square_gamma, mean_square_gamma, inside, D, DP
+                y, x, r, gamma * c, m1, m2, hx, hxx, eta, square_gamma, mean_square_gamma, inside, D, DP
             )
             tl.store(d_eta_ptr + at * d_eta_t, d_eta, mask=here)
             d_e = gamma * d_g
             d_gamma += tl.sum(d_g * (c + 2 * gamma * x), axis=1)
             d_beta += tl.sum(d_e, axis=1)
-            store_tile(d_v_ptr, at, d_v_t, features, tile, tl.trans(-d_e))
+            store_tile(d_v_at, at, d_v_t, features, tile, tl.trans(-d_e))
             d_inner = d_inner.to(k.dtype)
 
-            # Cotangents of the queries and keys.
-            s_transposed = tl.trans(s_operand)
-            d_q = tl.dot(s_transposed, d_read, input_precision=PRECISION)
-            d_q = tl.dot(tl.trans(k), d_products, acc=d_q, input_precision=PRECISION)
-            store_tile(d_q_ptr, at, d_q_t, features, tile, tl.trans(d_q) + d_o.to(tl.float32))
-            d_k = tl.dot(s_transposed, d_inner, acc=d_k + d_e, input_precision=PRECISION)
+            # The rest of dK and dS.
+            s_operand = (s + zero.to(tl.float32)).to(k.dtype)
+            d_k = tl.dot(tl.trans(s_operand), d_inner, acc=d_k + d_e, input_precision=PRECISION)
             store_tile(d_k_ptr, at, d_k_t, features, tile, tl.trans(d_k))
             d_s, d_bias = update(d_s, d_bias, d_inner, 1.0, k, COLUMNS, BIAS, PRECISION)
-            k, weighted = next_k, next_weighted
 
         if d_w_end_ptr is not None:  # noqa: SIM102 (decided when compiling; the next one in the run)
             if is_open:
@@ -182,7 +185,7 @@ def backward_kernel(
     square = inside[:, None] & inside[None, :]
     tl.store(d_w_ptr + (n * H + h) * D * D + features[:, None] + features[None, :] * D, d_s, mask=square)
     if BIAS:
-        tl.store(d_b_ptr + vector, first_column(d_bias, tokens), mask=inside)
+        tl.store(d_b_ptr + vector, tl.sum(d_bias, axis=1) / COLUMNS, mask=inside)
     tl.store(d_scale_ptr + vector, d_gamma, mask=inside)
     tl.store(d_shift_ptr + vector, d_beta, mask=inside)
     if d_tau_ptr is not None:

@@ -249,10 +249,9 @@ def chain_kernel(
             d_s, d_bias = update(d_s, d_bias, tl.trans(d_read), 1.0, q, COLUMNS, BIAS, PRECISION)
             y = tl.trans(y_out.to(tl.float32)) - step * d_update
             normal = tl.trans(x.to(tl.float32))
-            c = tl.trans(k.to(tl.float32) - v.to(tl.float32) + beta[None, :])
-            g = gamma * (c + gamma * normal)
+            a = gamma * tl.trans(k.to(tl.float32) - v.to(tl.float32) + beta[None, :])
             d_inner, d_eta, _ = through_gradient(
-                y, normal, r, g, m1, m2, hx, hxx, eta, square_gamma, mean_square_gamma, inside, D, DP
+                y, normal, r, a, m1, m2, hx, hxx, eta, square_gamma, mean_square_gamma, inside, D, DP
             )
             d_inner = d_inner.to(k.dtype)
             d_s, d_bias = update(d_s, d_bias, d_inner, 1.0, k, COLUMNS, BIAS, PRECISION)

@@ -74,7 +74,7 @@ def forward_kernel(
     q = load_tile(q_ptr, at, q_t, features, tile)
     v = load_tile(v_ptr, at, v_t, features, tile)
 
-    for segment in range(tl.cdiv(chunks, SEGMENT)):
+    for segment in tl.range(tl.cdiv(chunks, SEGMENT), disable_licm=True):
         for chunk in tl.range(segment * SEGMENT, tl.minimum(segment * SEGMENT + SEGMENT, chunks), num_stages=1):
             at = (chunk * SIZE + tokens).to(tl.int64)
             here = (tokens < SIZE) & (at < length)

@@ -242,17 +242,17 @@ def through_output(z, d_out, gamma, inside, D: tl.constexpr, DP: tl.constexpr, E
 
 @triton.jit
 def through_gradient(
-    y, x, r, g, m1, m2, hx, hxx, eta, square_gamma, mean_square_gamma, inside, D: tl.constexpr, DP: tl.constexpr
+    y, x, r, a, m1, m2, hx, hxx, eta, square_gamma, mean_square_gamma, inside, D: tl.constexpr, DP: tl.constexpr
 ):
-    """From y = ∂L/∂(ηG) `[d, b]`: dZ, dη, and ∂L/∂g. `backward.py` has the derivation."""
+    """From y = ∂L/∂(ηG) `[d, b]`: dZ, dη, and ∂L/∂g, where g = a + γ²x. `backward.py` has the derivation."""
     hy = square_gamma * y
-    y1, yx, yg, hy, hyx = tl.reduce((y, y * x, y * g, hy, hy * x), 0, add5)
-    d_eta = r * (yg - m1 * y1 - m2 * yx)  # y·G
+    y1, yx, ya, hy, hyx = tl.reduce((y, y * x, y * a, hy, hy * x), 0, add5)
+    d_eta = r * (ya + hyx - m1 * y1 - m2 * yx)  # y·G
     y1 /= D
     yx /= D
     scaled = r * eta
     d_g = scaled[None, :] * (y - y1[None, :] - x * yx[None, :])
-    d_x = square_gamma * d_g - scaled[None, :] * (y * m2[None, :] + g * yx[None, :])
+    d_x = square_gamma * d_g - scaled[None, :] * (y * m2[None, :] + (a + square_gamma * x) * yx[None, :])
     dx1 = scaled * (hy / D - y1 * (mean_square_gamma + m2) - yx * (hx + m1))
     dxx = scaled * (hyx / D - y1 * hx - yx * (hxx + 2 * m2)) + eta * d_eta / D
     d_z = r[None, :] * (d_x - dx1[None, :] - x * dxx[None, :])
