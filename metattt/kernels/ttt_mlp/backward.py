@@ -494,6 +494,7 @@ def backward(
         for w, dtype in zip(final, types, strict=True)
     )
     running = empty_weights(final, (places * heads,)) if walk.tile < 4 * d else (None,) * 4
+    untimed = {name: value for name, value in options.items() if name != "TAU"}  # steps of commits are in `store.values`
     store = between(q, places * span, options, final[1] is not None, tau is not None) if back.split else None
     for first in reversed(firsts):
         forward_kernel[(places * heads,)](
@@ -510,8 +511,8 @@ def backward(
             *given, do, dq, deta, *states, *store[:4], store.norm, store.steps, *at, *strides(q, k, v, eta, do, dq, deta), *sizes, **tiled
         )  # fmt: skip
         chain_kernel[(n * heads,)](
-            q, k, eta, tau, scale, states[2], *store[:5], *dweights, cu_seqlens, length, first, together, span, *strides(q, k, eta),
-            *sizes, **options, KEEP=segment, num_warps=back.num_warps, num_stages=back.num_stages,
+            scale, states[2], *store[:5], *dweights, cu_seqlens, length, first, together, span, heads,
+            **untimed, KEEP=segment, num_warps=back.num_warps, num_stages=back.num_stages,
         )  # fmt: skip
         tokens_kernel[(places * span * heads,)](
             k, eta, tau, scale, dk, dv, deta, states[0], store.hidden, store.columns, store.values, store.before_b1,

@@ -16,10 +16,13 @@ With `bend` = (g₂W₂ᵀ)∘gelu''(z₁), and `…'` for what of a cotangent c
     dz₂ = J(dg₂),  dz₁ = dg₁∘bend + (dx₂ + W₂dz₂)∘gelu'(z₁)
     C₁ += dz̄₁qᵀ + dz₁kᵀ,  C₂ += x̄₂dz̄₂ᵀ + (dg₁∘gelu'(z₁))g₂ᵀ + x₂dz₂ᵀ
 
-Bytes per mini-batch and head between the kernels, f = 4d hidden units, operands of w bytes: the chain reads
-8·f·b·w (hidden units) + 4·d²·w (W₂) + d·b·(12 + 4w) + 28·b and writes f·b·w + 4f + 12·d·b, at d = 64, b = 16, w = 2
-119 KB and 22 KB; the first kernel writes what the other two read. Nothing is added up by two programs: sums over
-mini-batches are left to torch, in a fixed order.
+The chain keeps C in registers, 8·f·d bytes for f = 4d hidden units: half of a multiprocessor's at d = 64. So that nothing
+else is spilled (as compiled: results/gpu/compiled.md) it is given k and q as operands, in a place without strides of their
+own, dz₁ waits in device memory for its second part, and what is cheap to have again is loaded again.
+
+Bytes per mini-batch and head between the kernels, operands of w bytes: the chain reads 8·f·b·w (hidden units) + 4·d²·w (W₂)
++ d·b·(12 + 4w) + 24·b and writes 2·f·b·w + 4f + 12·d·b, at d = 64, b = 16, w = 2 119 KB and 30 KB; the first kernel writes
+what the other two read. Nothing is added up by two programs: sums over mini-batches are left to torch, in a fixed order.
 """
 
 from __future__ import annotations
@@ -52,15 +55,15 @@ from metattt.kernels.ttt_mlp.forward import inner_gradient, load_mini_batch
 # What stands between the kernels, for every mini-batch of a group. Hidden units, `[f, b]`, in the type of the operands:
 HIDDEN = 8
 X, SLOPE, BEND, DZ1, PULLED, XBAR, DZBAR1, G1 = (tl.constexpr(at) for at in range(HIDDEN))
-# Columns of tokens, `[d, b]`: in fp32 x̂ and residual of the inner loss, cotangents, products with C;
-COLUMNS = 6
-HAT, RESIDUAL, DG2, DK, MOVED2, ALONG_G1 = (tl.constexpr(at) for at in range(COLUMNS))
-# as operands, g₂ and dz̄₂;
-OPERANDS = 2
-G2, DZBAR2 = (tl.constexpr(at) for at in range(OPERANDS))
-# and values of a token, fp32: 1/std, and means over d that J needs.
+# Columns of tokens, `[d, b]`: in fp32 x̂ and residual of the inner loss, γ²x̂ + γ·residual, cotangents, products with C;
+COLUMNS = 7
+HAT, RESIDUAL, TILTED, DG2, DK, MOVED2, ALONG_G1 = (tl.constexpr(at) for at in range(COLUMNS))
+# as operands, g₂, dz̄₂, and the tokens themselves, so that the chain needs no strides of them;
+OPERANDS = 4
+G2, DZBAR2, K, Q = (tl.constexpr(at) for at in range(OPERANDS))
+# and values of a token, fp32: the step ω of the commit, 1/std, and means over d that J needs.
 VALUES = 6
-RSTD, ALONG, MEAN, TILT, LEAN, BOW = (tl.constexpr(at) for at in range(VALUES))
+OMEGA, RSTD, ALONG, LEVEL, TILT, BOW = (tl.constexpr(at) for at in range(VALUES))
 
 
 @triton.jit
@@ -72,11 +75,6 @@ def place_in(base, at, which: tl.constexpr, of: tl.constexpr, rows_at, lanes, R:
 @triton.jit
 def value_of(base, at, which: tl.constexpr, lanes, BP: tl.constexpr):
     return base + (at * 6 + which) * BP + lanes
-
-
-@triton.jit
-def add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
 
 
 @triton.jit
@@ -148,16 +146,23 @@ def reading_kernel(
         z2 = dot_add(tl.trans(w2), gelu(dot(w1, kt) + b1[:, None]).to(OP), z2)
     g2, hat, rstd, residual, pull, along = inner_gradient(z2 + b2[:, None], kt, vt, gamma, beta, rows, D, DP)
     og2 = g2.to(OP)
-    tl.store(place_in(columns, at, HAT, 6, rows_at, lanes, DP, BP), hat)
-    tl.store(place_in(columns, at, RESIDUAL, 6, rows_at, lanes, DP, BP), residual)
-    tl.store(place_in(operands, at, G2, 2, rows_at, lanes, DP, BP), og2)
+    tl.store(place_in(columns, at, HAT, 7, rows_at, lanes, DP, BP), hat)
+    tl.store(place_in(columns, at, RESIDUAL, 7, rows_at, lanes, DP, BP), residual)
+    tl.store(place_in(operands, at, G2, 4, rows_at, lanes, DP, BP), og2)
+    tl.store(place_in(operands, at, K, 4, rows_at, lanes, DP, BP), kt)
+    tl.store(place_in(operands, at, Q, 4, rows_at, lanes, DP, BP), qt)
     square = (gamma * gamma)[:, None]
+    tilted = square * hat + pull
+    tl.store(place_in(columns, at, TILTED, 7, rows_at, lanes, DP, BP), tilted)
+    last = 1.0
+    if TAU:
+        last = tl.load(tau + h * tau_stride + B - 1)
+    tl.store(value_of(values, at, OMEGA, lanes, BP), step * last)
     tl.store(value_of(values, at, RSTD, lanes, BP), rstd)
     tl.store(value_of(values, at, ALONG, lanes, BP), along)
-    tl.store(value_of(values, at, MEAN, lanes, BP), tl.sum(pull, 0) / D)
-    tl.store(value_of(values, at, TILT, lanes, BP), tl.sum(square * hat + pull, 0) / D)
-    tl.store(value_of(values, at, LEAN, lanes, BP), tl.sum(square * hat, 0) / D)
-    tl.store(value_of(values, at, BOW, lanes, BP), tl.sum(square * hat * hat, 0) / D + along)
+    tl.store(value_of(values, at, LEVEL, lanes, BP), along + tl.sum(gamma * gamma, 0) / D)
+    tl.store(value_of(values, at, TILT, lanes, BP), tl.sum(tilted, 0) / D)
+    tl.store(value_of(values, at, BOW, lanes, BP), tl.sum(square * hat * hat, 0) / D + 3 * along)
 
     # The reading, as in the forward pass.
     mix = tl.where(causal, step[:, None] * steps[None, :], 0.0)
@@ -189,13 +194,13 @@ def reading_kernel(
     tl.store(dnorm + D, tl.sum(dout, 1), mask=rows)
     dzbar2, _ = project(gamma[:, None] * dout, hat_bar, rows, D, DP)
     odzbar2 = (dzbar2 * rstd_bar[None, :]).to(OP)
-    tl.store(place_in(operands, at, DZBAR2, 2, rows_at, lanes, DP, BP), odzbar2)
+    tl.store(place_in(operands, at, DZBAR2, 4, rows_at, lanes, DP, BP), odzbar2)
     dscore2 = -dot(tl.trans(og2), odzbar2)
     dmix = dscore2 * inner2
     odinner2 = (mix * dscore2).to(OP)
     odinner2t = tl.trans(odinner2)
     oscore1t = tl.trans(oscore1)
-    tl.store(place_in(columns, at, DG2, 6, rows_at, lanes, DP, BP), -dot(odzbar2, tl.trans(oscore2)))
+    tl.store(place_in(columns, at, DG2, 7, rows_at, lanes, DP, BP), -dot(odzbar2, tl.trans(oscore2)))
 
     # The hidden units.
     dqt = tl.zeros([DP, BP], tl.float32)
@@ -229,7 +234,7 @@ def reading_kernel(
     dmix = tl.where(causal, dmix + dscore1 * inner1, 0.0)
     odinner1 = (mix * dscore1).to(OP)
     store_columns(dq, dq_t, tokens, inside, rows_at, rows, dot_add(kt, odinner1, dqt) + dout)
-    tl.store(place_in(columns, at, DK, 6, rows_at, lanes, DP, BP), dot(qt, tl.trans(odinner1)))
+    tl.store(place_in(columns, at, DK, 7, rows_at, lanes, DP, BP), dot(qt, tl.trans(odinner1)))
     tl.store(deta + tokens * de_t, tl.sum(dmix * steps[None, :], 1), mask=inside)
     if TAU:
         tl.store(dsteps_at + at * BP + lanes, tl.sum(dmix * step[:, None], 0))
@@ -237,18 +242,17 @@ def reading_kernel(
 
 @triton.jit(do_not_specialize=["T", "first", "together", "span"])
 def chain_kernel(
-    q, k, eta, tau, scale, w2_at, hidden, columns, operands, values, before_b1,
+    scale, w2_at, hidden, columns, operands, values, before_b1,
     grad_w1, grad_b1, grad_w2, grad_b2,
-    cu_seqlens, T, first, together, span,
-    q_b, q_t, q_h, k_b, k_t, k_h, e_b, e_t, e_h, H, tau_stride,
+    cu_seqlens, T, first, together, span, H,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
-    KEEP: tl.constexpr, BIAS: tl.constexpr, TAU: tl.constexpr, PACKED: tl.constexpr,
+    KEEP: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    OP: tl.constexpr = q.dtype.element_ty
+    OP: tl.constexpr = hidden.dtype.element_ty
     row = tl.program_id(0)
     n = row // H
     h = (row % H).to(tl.int64)
-    batch, start, length, flat = sequence_of(n, cu_seqlens, T, PACKED)
+    _batch, _start, length, flat = sequence_of(n, cu_seqlens, T, PACKED)
     lo, hi, home = group_of(n, flat, length // B, first, together, B, KEEP, PACKED)
     if hi <= lo:
         return
@@ -257,93 +261,83 @@ def chain_kernel(
     rows = rows_at < D
     lanes = tl.arange(0, BP)
     units = tl.arange(0, F)
-    q += batch * q_b + start * q_t + h * q_h
-    k += batch * k_b + start * k_t + h * k_h
-    eta += batch * e_b + start * e_t + h * e_h
-    last = 1.0
-    if TAU:
-        last = tl.load(tau + h * tau_stride + B - 1)
-    gamma = tl.load(scale + h * D + rows_at, mask=rows, other=0.0).to(tl.float32)
-    square = (gamma * gamma)[:, None]
-    spread = tl.sum(gamma * gamma, 0) / D
-    grad_w1 += row * F * D
-    grad_w2 += row * F * D
-    dw1, dw2 = load_tile(grad_w1, grad_w2, units, rows_at, rows, D, F)
+    scale += h * D
+    dw1, dw2 = load_tile(grad_w1 + row * F * D, grad_w2 + row * F * D, units, rows_at, rows, D, F)
     db1 = tl.zeros([F], tl.float32)
     db2 = tl.zeros([DP], tl.float32)
     if BIAS:
-        grad_b1 += row * F
-        grad_b2 += row * D
-        db1 = tl.load(grad_b1 + units)
-        db2 = tl.load(grad_b2 + rows_at, mask=rows, other=0.0)
+        db1 = tl.load(grad_b1 + row * F + units)
+        db2 = tl.load(grad_b2 + row * D + rows_at, mask=rows, other=0.0)
 
     c1 = dw1.to(OP)  # carried along: operands that are, the compiler keeps in shared memory, others in registers
     c2 = dw2.to(OP)
-    for back in tl.range(0, hi - lo, disable_licm=True):
-        i = hi - 1 - back
+    for i in tl.range(hi - 1, lo - 1, -1, disable_licm=True):
+        z = i >> 31  # 0, but not to the compiler: what is loaded from `at + z` is loaded again, not kept
         at = ((home + i // KEEP).to(tl.int64) * span + i % KEEP) * H + h
-        tokens = (i * B + lanes).to(tl.int64)
-        inside = lanes < B
-        mask = rows[:, None] & inside[None, :]
-        kt = tl.load(k + tokens[None, :] * k_t + rows_at[:, None], mask=mask, other=0.0)
-        omega = tl.load(eta + tokens * e_t, mask=inside, other=0.0).to(tl.float32) * last
-        og2 = tl.load(place_in(operands, at, G2, 2, rows_at, lanes, DP, BP))
+        omega = tl.load(value_of(values, at, OMEGA, lanes, BP))
+        kt = tl.load(place_in(operands, at, K, 4, rows_at, lanes, DP, BP))
+        og2 = tl.load(place_in(operands, at, G2, 4, rows_at, lanes, DP, BP))
         x = tl.load(place_in(hidden, at, X, 8, units, lanes, F, BP))
         slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP)).to(tl.float32)
-        g1 = tl.load(place_in(hidden, at, G1, 8, units, lanes, F, BP))
         w2 = tl.load(w2_at + at * F * D + units[:, None] * D + rows_at[None, :], mask=rows[None, :], other=0.0)
         if BIAS:
             tl.store(before_b1 + at * F + units, db1)
 
         # Products with C, and what is added to it before dz2 is known.
         moved2 = dot(tl.trans(c2), x) + db2[:, None]
-        tl.store(place_in(columns, at, MOVED2, 6, rows_at, lanes, DP, BP), moved2)
-        tl.store(place_in(columns, at, ALONG_G1, 6, rows_at, lanes, DP, BP), dot(tl.trans(c1), g1))
+        tl.store(place_in(columns, at, MOVED2, 7, rows_at, lanes, DP, BP), moved2)
         moved1 = omega[None, :] * (dot(c1, kt) + db1[:, None])
         opulled = (tl.load(place_in(hidden, at, PULLED, 8, units, lanes, F, BP)).to(tl.float32) - moved1 * slope).to(OP)
-        place = place_in(columns, at, DG2, 6, rows_at, lanes, DP, BP)
+        place = place_in(columns, at, DG2, 7, rows_at, lanes, DP, BP)
         dg2 = dot_add(tl.trans(w2), opulled, tl.load(place) - omega[None, :] * moved2)
         dw2 = dot_add(opulled, tl.trans(og2), dw2)
         bend = tl.load(place_in(hidden, at, BEND, 8, units, lanes, F, BP)).to(tl.float32)
         hidden_place = place_in(hidden, at, DZ1, 8, units, lanes, F, BP)
-        dz1 = tl.load(hidden_place).to(tl.float32) - moved1 * bend - omega[None, :] * dot(c2, og2) * slope
-        odzbar1 = tl.load(place_in(hidden, at, DZBAR1, 8, units, lanes, F, BP))
-        qt = tl.load(q + tokens[None, :] * q_t + rows_at[:, None], mask=mask, other=0.0)
-        dw1 = dot_add(odzbar1, tl.trans(qt), dw1)
-        if BIAS:
-            db1 += tl.sum(odzbar1.to(tl.float32), 1)
-        odzbar2 = tl.load(place_in(operands, at, DZBAR2, 2, rows_at, lanes, DP, BP))
-        xbar = tl.load(place_in(hidden, at, XBAR, 8, units, lanes, F, BP))
-        dw2 = dot_add(xbar, tl.trans(odzbar2), dw2)
+        tl.store(hidden_place, (tl.load(hidden_place).to(tl.float32) - moved1 * bend).to(OP))
+        g1 = tl.load(place_in(hidden, at, G1, 8, units, lanes, F, BP))
+        tl.store(place_in(columns, at, ALONG_G1, 7, rows_at, lanes, DP, BP), dot(tl.trans(c1), g1))
 
         # Through the norm, see step 4 of `backward_kernel`: everything there is linear in dg2, so that its sums over d
-        # do not wait for one another. (All five in one exchange between the warps spill more than two in one.)
+        # do not wait for one another.
         tl.store(place, dg2)
+        gamma = tl.load(scale + rows_at, mask=rows, other=0.0).to(tl.float32)
+        square = (gamma * gamma)[:, None]
+        hat = tl.load(place_in(columns, at, HAT, 7, rows_at, lanes, DP, BP))
+        tilted = tl.load(place_in(columns, at, TILTED, 7, rows_at, lanes, DP, BP))
         rstd = tl.load(value_of(values, at, RSTD, lanes, BP))
-        hat = tl.load(place_in(columns, at, HAT, 6, rows_at, lanes, DP, BP))
-        pull = gamma[:, None] * tl.load(place_in(columns, at, RESIDUAL, 6, rows_at, lanes, DP, BP))
         u = dg2 * rstd[None, :]
-        su, ssu = tl.reduce((u, square * u), 0, add2)
-        suh, ssuh = tl.reduce((u * hat, square * u * hat), 0, add2)
-        sup = tl.sum(u * pull, 0)
+        su = tl.sum(u, 0)
+        ssu = tl.sum(square * u, 0)
+        suh = tl.sum(u * hat, 0)
+        sut = tl.sum(u * tilted, 0)
         along = tl.load(value_of(values, at, ALONG, lanes, BP))
-        mean = tl.load(value_of(values, at, MEAN, lanes, BP))
-        tilt = tl.load(value_of(values, at, TILT, lanes, BP))
-        lean = tl.load(value_of(values, at, LEAN, lanes, BP))
-        bow = tl.load(value_of(values, at, BOW, lanes, BP))
         su /= D
         suh /= D
-        shift = ssu / D - along * su - spread * su - tilt * suh
-        swing = ssuh / D - along * suh - lean * su - bow * suh + sup / D - mean * su - along * suh
-        dz2 = (square - along[None, :]) * u - square * su[None, :] - (square * hat + pull) * suh[None, :]
+        tilt = tl.load(value_of(values, at, TILT, lanes, BP))
+        shift = ssu / D - tl.load(value_of(values, at, LEVEL, lanes, BP)) * su - tilt * suh
+        swing = sut / D - tl.load(value_of(values, at, BOW, lanes, BP)) * suh - tilt * su
+        dz2 = (square - along[None, :]) * u - square * su[None, :] - tilted * suh[None, :]
         dz2 = (dz2 - shift[None, :] - hat * swing[None, :]) * rstd[None, :]
         if DP != D:
             dz2 = tl.where(rows[:, None], dz2, 0.0)
         odz2 = dz2.to(OP)
 
-        # The rest of the hidden units' cotangent, and of what is added to C.
-        slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP)).to(tl.float32)  # again: not kept
-        dz1 += dot(w2, odz2) * slope
+        # The reading's part of what is added to C, then the rest of the hidden units' cotangent and of C.
+        odzbar1 = tl.load(place_in(hidden, at, DZBAR1, 8, units, lanes, F, BP))
+        qt = tl.load(place_in(operands, at, Q, 4, rows_at, lanes, DP, BP))
+        dw1 = dot_add(odzbar1, tl.trans(qt), dw1)
+        odzbar2 = tl.load(place_in(operands, at, DZBAR2, 4, rows_at, lanes, DP, BP))
+        xbar = tl.load(place_in(hidden, at, XBAR, 8, units, lanes, F, BP))
+        dw2 = dot_add(xbar, tl.trans(odzbar2), dw2)
+        if BIAS:
+            db1 += tl.sum(odzbar1.to(tl.float32), 1)
+        slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP)).to(tl.float32)
+        kt = tl.load(place_in(operands, at, K, 4, rows_at, lanes, DP, BP))
+        omega = tl.load(value_of(values, at + z, OMEGA, lanes, BP))
+        og2 = (og2.to(tl.float32) * -omega[None, :]).to(OP)
+        tl.debug_barrier()  # other threads may have written what this one reads
+        hidden_place = place_in(hidden, at + z, DZ1, 8, units, lanes, F, BP)
+        dz1 = tl.load(hidden_place).to(tl.float32) + dot_add(c2, og2, dot(w2, odz2)) * slope
         odz1 = dz1.to(OP)
         tl.store(hidden_place, odz1)
         dw1 = dot_add(odz1, tl.trans(kt), dw1)
@@ -354,10 +348,11 @@ def chain_kernel(
             db1 += tl.sum(dz1, 1)
             db2 += tl.sum(dz2 + odzbar2.to(tl.float32), 1)
 
-    store_tile(grad_w1, grad_w2, units, rows_at, rows, dw1, dw2, D, F)
+    row = (tl.program_id(0) + (length >> 31)).to(tl.int64)  # again: addresses are not kept over the loop
+    store_tile(grad_w1 + row * F * D, grad_w2 + row * F * D, units, rows_at, rows, dw1, dw2, D, F)
     if BIAS:
-        tl.store(grad_b1 + units, db1)
-        tl.store(grad_b2 + rows_at, db2, mask=rows)
+        tl.store(grad_b1 + row * F + units, db1)
+        tl.store(grad_b2 + row * D + rows_at, db2, mask=rows)
 
 
 @triton.jit(do_not_specialize=["T", "N", "first", "together", "span"])
@@ -393,7 +388,7 @@ def tokens_kernel(
     kt = tl.load(k + tokens[None, :] * k_t + rows_at[:, None], mask=mask, other=0.0).to(tl.float32)
 
     # The keys' part that every hidden unit has, and that of the commit's step in the bias of the first layer.
-    dkt = tl.load(place_in(columns, at, DK, 6, rows_at, lanes, DP, BP))
+    dkt = tl.load(place_in(columns, at, DK, 7, rows_at, lanes, DP, BP))
     domega = tl.zeros([BP], tl.float32)
     for tile in tl.range(0, F, FB, disable_licm=True):
         w1 = tl.load(w1_at + at * F * D + rows_at[None, :] * F + (tile + units)[:, None], mask=rows[None, :], other=0.0)
@@ -402,10 +397,10 @@ def tokens_kernel(
             g1 = tl.load(place_in(hidden, at, G1, 8, tile + units, lanes, F, BP)).to(tl.float32)
             domega -= tl.sum(tl.load(before_b1 + at * F + tile + units)[:, None] * g1, 0)
 
-    hat = tl.load(place_in(columns, at, HAT, 6, rows_at, lanes, DP, BP))
-    residual = tl.load(place_in(columns, at, RESIDUAL, 6, rows_at, lanes, DP, BP))
+    hat = tl.load(place_in(columns, at, HAT, 7, rows_at, lanes, DP, BP))
+    residual = tl.load(place_in(columns, at, RESIDUAL, 7, rows_at, lanes, DP, BP))
     rstd = tl.load(value_of(values, at, RSTD, lanes, BP))
-    u = tl.load(place_in(columns, at, DG2, 6, rows_at, lanes, DP, BP)) * rstd[None, :]
+    u = tl.load(place_in(columns, at, DG2, 7, rows_at, lanes, DP, BP)) * rstd[None, :]
     dpull, _ = project(u, hat, rows, D, DP)
     dresidual = gamma[:, None] * dpull
     store_columns(dv, dv_t, tokens, inside, rows_at, rows, -dresidual)
@@ -414,8 +409,8 @@ def tokens_kernel(
     tl.store(dnorm, tl.load(dnorm, mask=rows) + dgamma, mask=rows)
     tl.store(dnorm + D, tl.load(dnorm + D, mask=rows) + tl.sum(dresidual, 1), mask=rows)
 
-    along_g1 = tl.load(place_in(columns, at, ALONG_G1, 6, rows_at, lanes, DP, BP))
-    moved2 = tl.load(place_in(columns, at, MOVED2, 6, rows_at, lanes, DP, BP))
+    along_g1 = tl.load(place_in(columns, at, ALONG_G1, 7, rows_at, lanes, DP, BP))
+    moved2 = tl.load(place_in(columns, at, MOVED2, 7, rows_at, lanes, DP, BP))
     g2, _ = project(gamma[:, None] * residual, hat, rows, D, DP)
     domega -= tl.sum(g2 * rstd[None, :] * moved2 + kt * along_g1, 0)
     dkt += dresidual - (step * last)[None, :] * along_g1
@@ -432,8 +427,8 @@ class Between(NamedTuple):
 
     Attributes:
         hidden: `[M, 8, f, b]`, operands.
-        columns: `[M, 6, d, b]`, fp32.
-        operands: `[M, 2, d, b]`.
+        columns: `[M, 7, d, b]`, fp32.
+        operands: `[M, 4, d, b]`.
         values: `[M, 6, b]`, fp32.
         before_b1: `[M, f]`, fp32, or None without bias: cotangents of b1 after every mini-batch.
         norm: `[M / heads, heads, 2, d]`, fp32: its part of the cotangents of norm scale and bias.
