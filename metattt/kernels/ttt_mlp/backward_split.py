@@ -42,6 +42,7 @@ from metattt.kernels.ttt_mlp.common import (
     gelu_and_slope,
     gelu_slopes,
     group_of,
+    load_columns,
     load_tile,
     normalize,
     project,
@@ -50,7 +51,7 @@ from metattt.kernels.ttt_mlp.common import (
     store_columns,
     store_tile,
 )
-from metattt.kernels.ttt_mlp.forward import inner_gradient, load_mini_batch
+from metattt.kernels.ttt_mlp.forward import inner_gradient
 
 # What stands between the kernels, for every mini-batch of a group. Hidden units, `[f, b]`, in the type of the operands:
 HIDDEN = 8
@@ -134,7 +135,12 @@ def reading_kernel(
     if BIAS:
         b1_at += at * F
         b2 = tl.load(b2_at + at * D + rows_at, mask=rows, other=0.0)
-    qt, kt, vt, step = load_mini_batch(q, k, v, eta, i, length, q_t, k_t, v_t, e_t, rows_at, rows, B, BP, True)
+    inside = lanes < B
+    tokens = (i * B + lanes).to(tl.int64)
+    qt = load_columns(q, q_t, tokens, inside, rows_at, rows)
+    kt = load_columns(k, k_t, tokens, inside, rows_at, rows)
+    vt = load_columns(v, v_t, tokens, inside, rows_at, rows)
+    step = tl.load(eta + tokens * e_t, mask=inside, other=0.0).to(tl.float32)
     units = tl.arange(0, FB)
 
     # z2 at the keys and the gradient there, as in the forward pass.
@@ -184,12 +190,8 @@ def reading_kernel(
     zbar2 += b2[:, None] - dot(og2, oscore2)
 
     # Through the norm of the output, and the scores of the second layer.
-    tokens = i * B + lanes
-    inside = lanes < B
-    tokens = tokens.to(tl.int64)
     hat_bar, rstd_bar = normalize(zbar2, rows, D, DP)
-    dout = tl.load(do + tokens[None, :] * o_t + rows_at[:, None], mask=rows[:, None] & inside[None, :], other=0.0)
-    dout = dout.to(tl.float32)
+    dout = load_columns(do, o_t, tokens, inside, rows_at, rows).to(tl.float32)
     tl.store(dnorm, tl.sum(dout * hat_bar, 1), mask=rows)
     tl.store(dnorm + D, tl.sum(dout, 1), mask=rows)
     dzbar2, _ = project(gamma[:, None] * dout, hat_bar, rows, D, DP)

@@ -62,21 +62,6 @@ def inner_gradient(z2, kt, vt, scale, bias, rows, D: tl.constexpr, DP: tl.conste
 
 
 @triton.jit
-def load_mini_batch(
-    q, k, v, eta, i, length, q_t, k_t, v_t, e_t, rows_at, rows, B: tl.constexpr, BP: tl.constexpr, READS: tl.constexpr
-):
-    """Tokens of mini-batch i as columns: q (where it is read), k, v, and the step sizes, 0 where there is no token."""
-    lanes = tl.arange(0, BP)
-    tokens = i * B + lanes
-    inside = (lanes < B) & (tokens < length)
-    tokens = tokens.to(tl.int64)
-    kt = load_columns(k, k_t, tokens, inside, rows_at, rows)
-    vt = load_columns(v, v_t, tokens, inside, rows_at, rows)
-    qt = load_columns(q, q_t, tokens, inside, rows_at, rows) if READS else kt
-    return qt, kt, vt, tl.load(eta + tokens * e_t, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def read_tile(w1, b1, w2, qt, x, g1, score1):
     """A tile's part of the tokens' reading: gelu(z̄1), x̄2·w2 and x2·x̄2ᵀ. `w1`, `w2`, `x`, `g1`, `score1` are
     operands."""
@@ -184,16 +169,17 @@ def forward_kernel(
         tl.debug_barrier()
         now_w1, now_b1, now_w2 = run_w1, run_b1, run_w2
 
-    qt, kt, vt, step = load_mini_batch(q, k, v, eta, lo, length, q_t, k_t, v_t, e_t, rows_at, rows, B, BP, READS)
+    # Pointers go along: to the first token of the mini-batch that is worked on, that of k to the one that is fetched ahead.
+    k += (lo * B).to(tl.int64) * k_t
+    v += (lo * B).to(tl.int64) * v_t
+    eta += (lo * B).to(tl.int64) * e_t
+    if READS:
+        q += (lo * B).to(tl.int64) * q_t
+        o += (lo * B).to(tl.int64) * o_t
+    kt = load_columns(k, k_t, lanes.to(tl.int64), (lanes < B) & (lo * B + lanes < length), rows_at, rows)
     # Without `disable_licm` the compiler computes all addresses in on-chip memory before the loop, and spills them.
     for i in tl.range(lo, hi, disable_licm=True):
-        # The next mini-batch is on its way while this one is worked on.
-        next_qt, next_kt, next_vt, next_step = load_mini_batch(
-            q, k, v, eta, i + 1, length, q_t, k_t, v_t, e_t, rows_at, rows, B, BP, READS
-        )  # fmt: skip
-        commit = -step if MODE == TAIL else -step * last
-        kc = (commit[:, None] * tl.trans(kt).to(tl.float32)).to(OP)  # k with the step of the commit, fp32 → operand
-
+        z = i >> 30  # 0, but not to the compiler: what it is part of is computed again, not kept
         if KEEPS:
             if MODE == SEGMENT:
                 kept = ((row // H).to(tl.int64) * span + i - lo) * H + h
@@ -208,6 +194,20 @@ def forward_kernel(
                     store_tile(keep_w1 + kept * F * D, keep_w2 + kept * F * D, units, rows_at, rows, w1, w2, D, F)
                     if BIAS:
                         tl.store(keep_b1 + kept * F + units, b1)
+
+        # What is not needed at once is on its way while the products below are made; the next keys, during all of it.
+        lanes = tl.arange(0, BP) + z
+        tokens = lanes.to(tl.int64)
+        inside = (lanes < B) & (i * B + lanes < length)
+        vt = load_columns(v, v_t, tokens, inside, rows_at, rows)
+        v += (v_t + z).to(tl.int64) * B
+        if READS:
+            qt = load_columns(q, q_t, tokens, inside, rows_at, rows)
+        step = tl.load(eta + tokens * e_t, mask=inside, other=0.0).to(tl.float32)
+        k += (k_t + z).to(tl.int64) * B
+        next_kt = load_columns(k, k_t, tokens, (lanes < B) & (i * B + B + lanes < length), rows_at, rows)
+        commit = -step if MODE == TAIL else -step * last
+        kc = (commit[:, None] * tl.trans(kt).to(tl.float32)).to(OP)  # k with the step of the commit, fp32 → operand
 
         # z2 at the keys, over all hidden units, and the gradient there.
         if RESIDENT:
@@ -285,13 +285,15 @@ def forward_kernel(
             zbar2 += b2[:, None] - dot(og2, score2)
             hat, _rstd_bar = normalize(zbar2, rows, D, DP)
             out = qt.to(tl.float32) + gamma[:, None] * hat + beta[:, None]
-            tokens = i * B + lanes
-            store_columns(o, o_t, tokens.to(tl.int64), (lanes < B) & (tokens < length), rows_at, rows, out)
+            store_columns(o, o_t, tokens, inside, rows_at, rows, out)
+            q += (q_t + z).to(tl.int64) * B
+            o += (o_t + z).to(tl.int64) * B
         if BIAS:
             if MODE == TAIL:
                 b2 = tl.zeros([DP], tl.float32)
             b2 += tl.sum(g2 * commit[None, :], 1)
-        qt, kt, vt, step = next_qt, next_kt, next_vt, next_step
+        eta += (e_t + z).to(tl.int64) * B
+        kt = next_kt
 
     if ENDS:
         if RESIDENT:
