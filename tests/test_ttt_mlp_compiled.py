@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 
 from metattt.bench.compiled import SHARED_LIMIT, Compiled, compiled
 from metattt.kernels.triton.on_gpu import OPERANDS, SIZES, WIDTHS
@@ -71,16 +72,17 @@ def test_the_largest_that_is_accepted_fits(name: str, process: ProcessPoolExecut
 
 @pytest.mark.slow
 def test_side_by_side(process: ProcessPoolExecutor) -> None:
-    """The kernels of the backward pass that wait for nothing spill nothing, the chains next to nothing (0 or 8 bytes, by the
-    version of Triton), and their products are not serialised."""
+    """The kernels of the backward pass that wait for nothing spill nothing, the chains next to nothing (0 or 8 bytes with Triton
+    3.6 and 3.9; nobody has seen what others do), and their products are not serialised."""
+    most = 16 if triton.__version__.startswith(("3.6.", "3.9.")) else 256
     found = process.submit(both_passes, 64, 16, "bfloat16", 0).result()
     by_name = {kernel.name: kernel for kernel in found}
     assert set(by_name) == {"forward_kernel", "backward_kernel", "reading_kernel", "chain_kernel", "tokens_kernel"}
     assert max(kernel.shared for kernel in found) <= shared_bytes(64, 16, torch.bfloat16)
     assert by_name["reading_kernel"].stack == by_name["tokens_kernel"].stack == 0
-    assert by_name["chain_kernel"].stack <= 16 and not by_name["chain_kernel"].serialized
+    assert by_name["chain_kernel"].stack <= most and not by_name["chain_kernel"].serialized
     chain, read = found[:2]  # of the forward pass
-    assert chain.stack <= 16 and not chain.serialized and not read.serialized
+    assert chain.stack <= most and not chain.serialized and not read.serialized
 
 
 def test_the_walk_where_programs_fill_the_device() -> None:
