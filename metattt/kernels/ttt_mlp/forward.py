@@ -179,7 +179,7 @@ def forward_kernel(
     kt = load_columns(k, k_t, lanes.to(tl.int64), (lanes < B) & (lo * B + lanes < length), rows_at, rows)
     # Without `disable_licm` the compiler computes all addresses in on-chip memory before the loop, and spills them.
     for i in tl.range(lo, hi, disable_licm=True):
-        z = i >> 30  # 0, but not to the compiler: what it is part of is computed again, not kept
+        z = i >> 30  # 0 (a call has fewer mini-batches), but not to the compiler: what it is part of is made again, not kept
         if KEEPS:
             if MODE == SEGMENT:
                 kept = ((row // H).to(tl.int64) * span + i - lo) * H + h
