@@ -54,17 +54,17 @@ from metattt.kernels.ttt_mlp.common import (
 from metattt.kernels.ttt_mlp.forward import inner_gradient
 
 # What stands between the kernels, for every mini-batch of a group. Hidden units, `[f, b]`, in the type of the operands:
-HIDDEN = 8
-X, SLOPE, BEND, DZ1, PULLED, XBAR, DZBAR1, G1 = (tl.constexpr(at) for at in range(HIDDEN))
+HIDDEN = tl.constexpr(8)
+X, SLOPE, BEND, DZ1, PULLED, XBAR, DZBAR1, G1 = (tl.constexpr(at) for at in range(HIDDEN.value))
 # Columns of tokens, `[d, b]`: in fp32 x̂ and residual of the inner loss, γ²x̂ + γ·residual, cotangents, products with C;
-COLUMNS = 7
-HAT, RESIDUAL, TILTED, DG2, DK, MOVED2, ALONG_G1 = (tl.constexpr(at) for at in range(COLUMNS))
+COLUMNS = tl.constexpr(7)
+HAT, RESIDUAL, TILTED, DG2, DK, MOVED2, ALONG_G1 = (tl.constexpr(at) for at in range(COLUMNS.value))
 # as operands, g₂, dz̄₂, and the tokens themselves, so that the chain needs no strides of them;
-OPERANDS = 4
-G2, DZBAR2, K, Q = (tl.constexpr(at) for at in range(OPERANDS))
+OPERANDS = tl.constexpr(4)
+G2, DZBAR2, K, Q = (tl.constexpr(at) for at in range(OPERANDS.value))
 # and values of a token, fp32: the step ω of the commit, 1/std, and means over d that J needs.
-VALUES = 6
-OMEGA, RSTD, ALONG, LEVEL, TILT, BOW = (tl.constexpr(at) for at in range(VALUES))
+VALUES = tl.constexpr(6)
+OMEGA, RSTD, ALONG, LEVEL, TILT, BOW = (tl.constexpr(at) for at in range(VALUES.value))
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def place_in(base, at, which: tl.constexpr, of: tl.constexpr, rows_at, lanes, R:
 
 @triton.jit
 def value_of(base, at, which: tl.constexpr, lanes, BP: tl.constexpr):
-    return base + (at * 6 + which) * BP + lanes
+    return base + (at * VALUES + which) * BP + lanes
 
 
 @triton.jit
@@ -152,14 +152,14 @@ def reading_kernel(
         z2 = dot_add(tl.trans(w2), gelu(dot(w1, kt) + b1[:, None]).to(OP), z2)
     g2, hat, rstd, residual, pull, along = inner_gradient(z2 + b2[:, None], kt, vt, gamma, beta, rows, D, DP)
     og2 = g2.to(OP)
-    tl.store(place_in(columns, at, HAT, 7, rows_at, lanes, DP, BP), hat)
-    tl.store(place_in(columns, at, RESIDUAL, 7, rows_at, lanes, DP, BP), residual)
-    tl.store(place_in(operands, at, G2, 4, rows_at, lanes, DP, BP), og2)
-    tl.store(place_in(operands, at, K, 4, rows_at, lanes, DP, BP), kt)
-    tl.store(place_in(operands, at, Q, 4, rows_at, lanes, DP, BP), qt)
+    tl.store(place_in(columns, at, HAT, COLUMNS, rows_at, lanes, DP, BP), hat)
+    tl.store(place_in(columns, at, RESIDUAL, COLUMNS, rows_at, lanes, DP, BP), residual)
+    tl.store(place_in(operands, at, G2, OPERANDS, rows_at, lanes, DP, BP), og2)
+    tl.store(place_in(operands, at, K, OPERANDS, rows_at, lanes, DP, BP), kt)
+    tl.store(place_in(operands, at, Q, OPERANDS, rows_at, lanes, DP, BP), qt)
     square = (gamma * gamma)[:, None]
     tilted = square * hat + pull
-    tl.store(place_in(columns, at, TILTED, 7, rows_at, lanes, DP, BP), tilted)
+    tl.store(place_in(columns, at, TILTED, COLUMNS, rows_at, lanes, DP, BP), tilted)
     last = 1.0
     if TAU:
         last = tl.load(tau + h * tau_stride + B - 1)
@@ -196,13 +196,13 @@ def reading_kernel(
     tl.store(dnorm + D, tl.sum(dout, 1), mask=rows)
     dzbar2, _ = project(gamma[:, None] * dout, hat_bar, rows, D, DP)
     odzbar2 = (dzbar2 * rstd_bar[None, :]).to(OP)
-    tl.store(place_in(operands, at, DZBAR2, 4, rows_at, lanes, DP, BP), odzbar2)
+    tl.store(place_in(operands, at, DZBAR2, OPERANDS, rows_at, lanes, DP, BP), odzbar2)
     dscore2 = -dot(tl.trans(og2), odzbar2)
     dmix = dscore2 * inner2
     odinner2 = (mix * dscore2).to(OP)
     odinner2t = tl.trans(odinner2)
     oscore1t = tl.trans(oscore1)
-    tl.store(place_in(columns, at, DG2, 7, rows_at, lanes, DP, BP), -dot(odzbar2, tl.trans(oscore2)))
+    tl.store(place_in(columns, at, DG2, COLUMNS, rows_at, lanes, DP, BP), -dot(odzbar2, tl.trans(oscore2)))
 
     # The hidden units.
     dqt = tl.zeros([DP, BP], tl.float32)
@@ -224,19 +224,19 @@ def reading_kernel(
         dqt = dot_add(tl.trans(w1), dzbar1, dqt)
         dscore1 += dot_over_units(g1, dzbar1)
         bend = d2 * curve
-        tl.store(place_in(hidden, at, X, 8, tile + units, lanes, F, BP), x)
-        tl.store(place_in(hidden, at, SLOPE, 8, tile + units, lanes, F, BP), slope.to(OP))
-        tl.store(place_in(hidden, at, BEND, 8, tile + units, lanes, F, BP), bend.to(OP))
-        tl.store(place_in(hidden, at, DZ1, 8, tile + units, lanes, F, BP), (dg1 * bend + dx * slope).to(OP))
-        tl.store(place_in(hidden, at, PULLED, 8, tile + units, lanes, F, BP), (dg1 * slope).to(OP))
-        tl.store(place_in(hidden, at, XBAR, 8, tile + units, lanes, F, BP), xbar)
-        tl.store(place_in(hidden, at, DZBAR1, 8, tile + units, lanes, F, BP), dzbar1)
-        tl.store(place_in(hidden, at, G1, 8, tile + units, lanes, F, BP), g1)
+        tl.store(place_in(hidden, at, X, HIDDEN, tile + units, lanes, F, BP), x)
+        tl.store(place_in(hidden, at, SLOPE, HIDDEN, tile + units, lanes, F, BP), slope.to(OP))
+        tl.store(place_in(hidden, at, BEND, HIDDEN, tile + units, lanes, F, BP), bend.to(OP))
+        tl.store(place_in(hidden, at, DZ1, HIDDEN, tile + units, lanes, F, BP), (dg1 * bend + dx * slope).to(OP))
+        tl.store(place_in(hidden, at, PULLED, HIDDEN, tile + units, lanes, F, BP), (dg1 * slope).to(OP))
+        tl.store(place_in(hidden, at, XBAR, HIDDEN, tile + units, lanes, F, BP), xbar)
+        tl.store(place_in(hidden, at, DZBAR1, HIDDEN, tile + units, lanes, F, BP), dzbar1)
+        tl.store(place_in(hidden, at, G1, HIDDEN, tile + units, lanes, F, BP), g1)
     dscore1 = -dscore1
     dmix = tl.where(causal, dmix + dscore1 * inner1, 0.0)
     odinner1 = (mix * dscore1).to(OP)
     store_columns(dq, dq_t, tokens, inside, rows_at, rows, dot_add(kt, odinner1, dqt) + dout)
-    tl.store(place_in(columns, at, DK, 7, rows_at, lanes, DP, BP), dot(qt, tl.trans(odinner1)))
+    tl.store(place_in(columns, at, DK, COLUMNS, rows_at, lanes, DP, BP), dot(qt, tl.trans(odinner1)))
     tl.store(deta + tokens * de_t, tl.sum(dmix * steps[None, :], 1), mask=inside)
     if TAU:
         tl.store(dsteps_at + at * BP + lanes, tl.sum(dmix * step[:, None], 0))
@@ -277,35 +277,35 @@ def chain_kernel(
         z = i >> 31  # 0, but not to the compiler: what is loaded from `at + z` is loaded again, not kept
         at = ((home + i // KEEP).to(tl.int64) * span + i % KEEP) * H + h
         omega = tl.load(value_of(values, at, OMEGA, lanes, BP))
-        kt = tl.load(place_in(operands, at, K, 4, rows_at, lanes, DP, BP))
-        og2 = tl.load(place_in(operands, at, G2, 4, rows_at, lanes, DP, BP))
-        x = tl.load(place_in(hidden, at, X, 8, units, lanes, F, BP))
-        slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP)).to(tl.float32)
+        kt = tl.load(place_in(operands, at, K, OPERANDS, rows_at, lanes, DP, BP))
+        og2 = tl.load(place_in(operands, at, G2, OPERANDS, rows_at, lanes, DP, BP))
+        x = tl.load(place_in(hidden, at, X, HIDDEN, units, lanes, F, BP))
+        slope = tl.load(place_in(hidden, at, SLOPE, HIDDEN, units, lanes, F, BP)).to(tl.float32)
         w2 = tl.load(w2_at + at * F * D + units[:, None] * D + rows_at[None, :], mask=rows[None, :], other=0.0)
         if BIAS:
             tl.store(before_b1 + at * F + units, db1)
 
         # Products with C, and what is added to it before dz2 is known.
         moved2 = dot(tl.trans(c2), x) + db2[:, None]
-        tl.store(place_in(columns, at, MOVED2, 7, rows_at, lanes, DP, BP), moved2)
+        tl.store(place_in(columns, at, MOVED2, COLUMNS, rows_at, lanes, DP, BP), moved2)
         moved1 = omega[None, :] * (dot(c1, kt) + db1[:, None])
-        opulled = (tl.load(place_in(hidden, at, PULLED, 8, units, lanes, F, BP)).to(tl.float32) - moved1 * slope).to(OP)
-        place = place_in(columns, at, DG2, 7, rows_at, lanes, DP, BP)
+        opulled = (tl.load(place_in(hidden, at, PULLED, HIDDEN, units, lanes, F, BP)).to(tl.float32) - moved1 * slope).to(OP)
+        place = place_in(columns, at, DG2, COLUMNS, rows_at, lanes, DP, BP)
         dg2 = dot_add(tl.trans(w2), opulled, tl.load(place) - omega[None, :] * moved2)
         dw2 = dot_add(opulled, tl.trans(og2), dw2)
-        bend = tl.load(place_in(hidden, at, BEND, 8, units, lanes, F, BP)).to(tl.float32)
-        hidden_place = place_in(hidden, at, DZ1, 8, units, lanes, F, BP)
+        bend = tl.load(place_in(hidden, at, BEND, HIDDEN, units, lanes, F, BP)).to(tl.float32)
+        hidden_place = place_in(hidden, at, DZ1, HIDDEN, units, lanes, F, BP)
         tl.store(hidden_place, (tl.load(hidden_place).to(tl.float32) - moved1 * bend).to(OP))
-        g1 = tl.load(place_in(hidden, at, G1, 8, units, lanes, F, BP))
-        tl.store(place_in(columns, at, ALONG_G1, 7, rows_at, lanes, DP, BP), dot(tl.trans(c1), g1))
+        g1 = tl.load(place_in(hidden, at, G1, HIDDEN, units, lanes, F, BP))
+        tl.store(place_in(columns, at, ALONG_G1, COLUMNS, rows_at, lanes, DP, BP), dot(tl.trans(c1), g1))
 
         # Through the norm, see step 4 of `backward_kernel`: everything there is linear in dg2, so that its sums over d
         # do not wait for one another.
         tl.store(place, dg2)
         gamma = tl.load(scale + rows_at, mask=rows, other=0.0).to(tl.float32)
         square = (gamma * gamma)[:, None]
-        hat = tl.load(place_in(columns, at, HAT, 7, rows_at, lanes, DP, BP))
-        tilted = tl.load(place_in(columns, at, TILTED, 7, rows_at, lanes, DP, BP))
+        hat = tl.load(place_in(columns, at, HAT, COLUMNS, rows_at, lanes, DP, BP))
+        tilted = tl.load(place_in(columns, at, TILTED, COLUMNS, rows_at, lanes, DP, BP))
         rstd = tl.load(value_of(values, at, RSTD, lanes, BP))
         u = dg2 * rstd[None, :]
         su = tl.sum(u, 0)
@@ -325,20 +325,20 @@ def chain_kernel(
         odz2 = dz2.to(OP)
 
         # The reading's part of what is added to C, then the rest of the hidden units' cotangent and of C.
-        odzbar1 = tl.load(place_in(hidden, at, DZBAR1, 8, units, lanes, F, BP))
-        qt = tl.load(place_in(operands, at, Q, 4, rows_at, lanes, DP, BP))
+        odzbar1 = tl.load(place_in(hidden, at, DZBAR1, HIDDEN, units, lanes, F, BP))
+        qt = tl.load(place_in(operands, at, Q, OPERANDS, rows_at, lanes, DP, BP))
         dw1 = dot_add(odzbar1, tl.trans(qt), dw1)
-        odzbar2 = tl.load(place_in(operands, at, DZBAR2, 4, rows_at, lanes, DP, BP))
-        xbar = tl.load(place_in(hidden, at, XBAR, 8, units, lanes, F, BP))
+        odzbar2 = tl.load(place_in(operands, at, DZBAR2, OPERANDS, rows_at, lanes, DP, BP))
+        xbar = tl.load(place_in(hidden, at, XBAR, HIDDEN, units, lanes, F, BP))
         dw2 = dot_add(xbar, tl.trans(odzbar2), dw2)
         if BIAS:
             db1 += tl.sum(odzbar1.to(tl.float32), 1)
-        slope = tl.load(place_in(hidden, at, SLOPE, 8, units, lanes, F, BP)).to(tl.float32)
-        kt = tl.load(place_in(operands, at, K, 4, rows_at, lanes, DP, BP))
+        slope = tl.load(place_in(hidden, at, SLOPE, HIDDEN, units, lanes, F, BP)).to(tl.float32)
+        kt = tl.load(place_in(operands, at, K, OPERANDS, rows_at, lanes, DP, BP))
         omega = tl.load(value_of(values, at + z, OMEGA, lanes, BP))
         og2 = (og2.to(tl.float32) * -omega[None, :]).to(OP)
         tl.debug_barrier()  # other threads may have written what this one reads
-        hidden_place = place_in(hidden, at + z, DZ1, 8, units, lanes, F, BP)
+        hidden_place = place_in(hidden, at + z, DZ1, HIDDEN, units, lanes, F, BP)
         dz1 = tl.load(hidden_place).to(tl.float32) + dot_add(c2, og2, dot(w2, odz2)) * slope
         odz1 = dz1.to(OP)
         tl.store(hidden_place, odz1)
@@ -390,19 +390,19 @@ def tokens_kernel(
     kt = tl.load(k + tokens[None, :] * k_t + rows_at[:, None], mask=mask, other=0.0).to(tl.float32)
 
     # The keys' part that every hidden unit has, and that of the commit's step in the bias of the first layer.
-    dkt = tl.load(place_in(columns, at, DK, 7, rows_at, lanes, DP, BP))
+    dkt = tl.load(place_in(columns, at, DK, COLUMNS, rows_at, lanes, DP, BP))
     domega = tl.zeros([BP], tl.float32)
     for tile in tl.range(0, F, FB, disable_licm=True):
         w1 = tl.load(w1_at + at * F * D + rows_at[None, :] * F + (tile + units)[:, None], mask=rows[None, :], other=0.0)
-        dkt = dot_add(tl.trans(w1), tl.load(place_in(hidden, at, DZ1, 8, tile + units, lanes, F, BP)), dkt)
+        dkt = dot_add(tl.trans(w1), tl.load(place_in(hidden, at, DZ1, HIDDEN, tile + units, lanes, F, BP)), dkt)
         if BIAS:
-            g1 = tl.load(place_in(hidden, at, G1, 8, tile + units, lanes, F, BP)).to(tl.float32)
+            g1 = tl.load(place_in(hidden, at, G1, HIDDEN, tile + units, lanes, F, BP)).to(tl.float32)
             domega -= tl.sum(tl.load(before_b1 + at * F + tile + units)[:, None] * g1, 0)
 
-    hat = tl.load(place_in(columns, at, HAT, 7, rows_at, lanes, DP, BP))
-    residual = tl.load(place_in(columns, at, RESIDUAL, 7, rows_at, lanes, DP, BP))
+    hat = tl.load(place_in(columns, at, HAT, COLUMNS, rows_at, lanes, DP, BP))
+    residual = tl.load(place_in(columns, at, RESIDUAL, COLUMNS, rows_at, lanes, DP, BP))
     rstd = tl.load(value_of(values, at, RSTD, lanes, BP))
-    u = tl.load(place_in(columns, at, DG2, 7, rows_at, lanes, DP, BP)) * rstd[None, :]
+    u = tl.load(place_in(columns, at, DG2, COLUMNS, rows_at, lanes, DP, BP)) * rstd[None, :]
     dpull, _ = project(u, hat, rows, D, DP)
     dresidual = gamma[:, None] * dpull
     store_columns(dv, dv_t, tokens, inside, rows_at, rows, -dresidual)
@@ -411,8 +411,8 @@ def tokens_kernel(
     tl.store(dnorm, tl.load(dnorm, mask=rows) + dgamma, mask=rows)
     tl.store(dnorm + D, tl.load(dnorm + D, mask=rows) + tl.sum(dresidual, 1), mask=rows)
 
-    along_g1 = tl.load(place_in(columns, at, ALONG_G1, 7, rows_at, lanes, DP, BP))
-    moved2 = tl.load(place_in(columns, at, MOVED2, 7, rows_at, lanes, DP, BP))
+    along_g1 = tl.load(place_in(columns, at, ALONG_G1, COLUMNS, rows_at, lanes, DP, BP))
+    moved2 = tl.load(place_in(columns, at, MOVED2, COLUMNS, rows_at, lanes, DP, BP))
     g2, _ = project(gamma[:, None] * residual, hat, rows, D, DP)
     domega -= tl.sum(g2 * rstd[None, :] * moved2 + kt * along_g1, 0)
     dkt += dresidual - (step * last)[None, :] * along_g1
@@ -455,10 +455,10 @@ def between(q: Tensor, count: int, widths: dict[str, int], bias: bool, tau: bool
 
     m = count * heads
     return Between(
-        make(m, HIDDEN, f, lanes, dtype=q.dtype),
-        make(m, COLUMNS, padded_d, lanes),
-        make(m, OPERANDS, padded_d, lanes, dtype=q.dtype),
-        make(m, VALUES, lanes),
+        make(m, HIDDEN.value, f, lanes, dtype=q.dtype),
+        make(m, COLUMNS.value, padded_d, lanes),
+        make(m, OPERANDS.value, padded_d, lanes, dtype=q.dtype),
+        make(m, VALUES.value, lanes),
         make(m, f) if bias else None,
         make(count, heads, 2, d),
         make(count, heads, lanes) if tau else None,
