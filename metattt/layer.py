@@ -55,7 +55,9 @@ class TTTLayer(nn.Module):
     Args:
         dim: model width D.
         num_heads: heads H, each with a learner of its own; D must be a multiple.
-        task, learner, optimizer: the three parts, made for this layer (their parameters are created here).
+        task: what is learned from a token. Made for this layer, as are the next two (their parameters are created here).
+        learner: the hidden state, and how it predicts.
+        optimizer: how a gradient moves it, and which weights a query reads.
         output_norm: of the answers, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D, `head_rms`
             and `head_layer` RMSNorm and LayerNorm of every head by itself.
         gate: multiply by gelu(x Wg) (true), silu(x Wg) or sigmoid(x Wg) before the output projection.

@@ -328,7 +328,6 @@ def test_the_site_is_built(tmp_path: Path) -> None:
         "mkdocs",
         "build",
         "--strict",
-        "-q",
         "-f",
         str(ROOT / "mkdocs.yml"),
         "-d",
