@@ -27,6 +27,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.optimizers import Gates, GradientDescent
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
+from metattt.training.checkpoint_files import write_run
 
 ACAUSAL = {
     "layer=mttt_mlp": "optimizer.read=final (WholeSequence)",
@@ -63,16 +64,14 @@ def test_the_command_line_refuses_to_train_it(choice: str, tmp_path: Path, capsy
 def test_a_checkpoint_of_one_is_refused_by_every_command(
     choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As earlier releases have trained them."""
     cfg = compose(*TINY, choice, f"data.path={tmp_path / 'a.txt'}", "data.context_length=16")
     (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
     model = LanguageModel(257, 16, 2, lambda: build(choice, "dim=16", "num_heads=2"), causal=False)
     content = {RECORD: make_record(cfg), "global_step": 1}
-    torch.save(
-        content | {"state_dict": {f"model.{name}": x for name, x in model.state_dict().items()}}, tmp_path / "last.ckpt"
-    )
+    weights = {f"model.{name}": x for name, x in model.state_dict().items()}
+    write_run(tmp_path / "checkpoints" / "step-00000001", content | {"state_dict": weights})
     with pytest.raises(MetaTTTError, match="must not see it"):
-        load_model(tmp_path / "last.ckpt")
+        load_model(tmp_path)
     for command in (
         ["eval", f"checkpoint={tmp_path}", "device=cpu"],
         ["generate", f"checkpoint={tmp_path}", "prompt=a", "device=cpu"],

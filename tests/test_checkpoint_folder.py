@@ -21,7 +21,7 @@ from metattt.checkpoints.files import find_checkpoint, home, read_content
 from metattt.checkpoints.folder import CONTENT, MODEL, TRAINING, WEIGHTS, canonical, load_parts, verify
 from metattt.checkpoints.naming import to_targets
 from metattt.checkpoints.plain import put_together, take_apart
-from metattt.checkpoints.record import RECORD, checked_record, make_record, read_config, record_config
+from metattt.checkpoints.record import RECORD, checked_record, make_record, read_yaml, record_config
 from metattt.checkpoints.tensors import Piece, open_tensors, read_tensors, write_tensors
 from metattt.checkpoints.trained import check_numbers, load_model
 from metattt.checkpoints.trust import check_amounts, modules
@@ -457,7 +457,7 @@ def test_weights_that_are_no_finite_numbers(tmp_path: Path, bad: Callable[[Tenso
     ],
 )
 def test_yaml_that_would_do_more_than_say_something(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(MetaTTTError) as error:
-        read_config(tmp_path)
-    assert len(str(error.value).splitlines()) == 1 and "config.yaml" in str(error.value)
+        read_yaml(tmp_path / "run.yaml")
+    assert len(str(error.value).splitlines()) == 1 and "run.yaml" in str(error.value)

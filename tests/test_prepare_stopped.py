@@ -18,7 +18,6 @@ from omegaconf import DictConfig
 
 from metattt.composition.compose import compose
 from metattt.data import units
-from metattt.data.manifest import write_signed
 from metattt.data.prepare import prepare
 from metattt.data.shards import ShardData
 from metattt.data.tokenizers import read_tokenizer
@@ -202,20 +201,6 @@ def test_a_source_that_lost_its_end_is_another(corpus: Path, tmp_path: Path, inl
         assert run(source, tmp_path / "target") == 130
     (source / "8.txt").unlink()
     assert "has changed since" in refused(source, tmp_path / "target")
-
-
-def test_a_preparation_of_an_older_release(corpus: Path, tmp_path: Path, inline: None) -> None:
-    import json
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("metattt.data.prepare.finish", failing_at(0, print, KeyboardInterrupt()))
-        assert run(corpus, tmp_path / "target") == 130
-    manifest = json.loads((tmp_path / "target" / "manifest.json").read_text())
-    write_signed(tmp_path / "target" / "manifest.json", {**manifest, "version": 1})
-    text = json.loads((tmp_path / "target" / "manifest.json").read_text())
-    del text["checksum"]
-    (tmp_path / "target" / "manifest.json").write_text(json.dumps(text))
-    assert "was begun by an older release" in refused(corpus, tmp_path / "target")
 
 
 @pytest.mark.parametrize(

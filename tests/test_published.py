@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
+from metattt.checkpoints.writing import write_model
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -22,6 +23,7 @@ from metattt.errors import MetaTTTError
 from metattt.known_layers import known_layers
 from metattt.models import LanguageModel, from_jax, from_published, to_jax, to_published
 from metattt.models.published_config import build_empty
+from metattt.training.checkpoint_files import write_run
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("linear_mamba", "linear_transformer", "mlp_mamba", "mlp_transformer")
@@ -338,9 +340,9 @@ def test_convert_exports_a_run(tmp_path: Path) -> None:
     cfg = compose("preset=tiny", "layer=ttt_mlp", "optimizer.token_step_map=relu", job="language_model")  # bit for bit
     model = instantiate_model(cfg)
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    content = {"state_dict": weights, "metattt": {"version": 1, "config": OmegaConf.to_container(cfg)}}
-    torch.save(content, tmp_path / "last.ckpt")
-    assert main(["convert", f"source={tmp_path}/last.ckpt", f"target={tmp_path}/out", "direction=to_published"]) == 0
+    content = {"state_dict": weights, "metattt": make_record(cfg), "global_step": 1}
+    write_run(tmp_path / "checkpoints" / "step-00000001", content)
+    assert main(["convert", f"source={tmp_path}", f"target={tmp_path}/out", "direction=to_published"]) == 0
     ids = torch.randint(257, (1, 20))
     assert torch.equal(load_model(tmp_path / "out")[0](ids), model(ids))
     assert torch.equal(load_model(tmp_path)[0](ids), model(ids))
@@ -350,10 +352,12 @@ def test_convert_exports_a_run(tmp_path: Path) -> None:
 def test_any_model_of_ours_is_loaded_from_a_folder(layer: str, tmp_path: Path) -> None:
     cfg = compose("preset=tiny", f"layer={layer}", job="language_model")
     model = instantiate_model(cfg)
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-    save_file({name: value.detach() for name, value in model.named_parameters()}, tmp_path / "model.safetensors")
+    write_model(tmp_path / "model", make_record(cfg), dict(model.named_parameters()), None)
     ids = torch.randint(257, (1, 20))
-    assert torch.equal(load_model(tmp_path)[0](ids), model(ids))
+    assert torch.equal(load_model(tmp_path / "model")[0](ids), model(ids))
+    save_file({name: value.detach() for name, value in model.named_parameters()}, tmp_path / "model.safetensors")
+    with pytest.raises(MetaTTTError, match="holds weights by our names without a configuration"):
+        load_model(tmp_path / "model.safetensors")
 
 
 class Code:

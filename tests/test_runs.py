@@ -312,7 +312,7 @@ def test_a_folder_with_a_run_is_refused(text: Path, copied: Path) -> None:
     assert {row["step"] for row in log(copied)} == {"1"}
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "metrics.csv", "run.yaml", "loss_curve.png"])
+@pytest.mark.parametrize("name", ["metrics.csv", "run.yaml", "loss_curve.png"])
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 def test_what_is_not_ours_is_never_removed(name: str, kind: str, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -24,6 +24,7 @@ from metattt.generation.generate import generate
 from metattt.measures.ngram import NGram
 from metattt.metrics_file import CLOCK
 from metattt.training.callbacks import LossCurve
+from metattt.training.checkpoint_files import write_run
 from metattt.training.picture import plot
 from metattt.training.text_module import AdamW
 from metattt.training.train import train
@@ -169,7 +170,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -
 
 
 def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_path: Path) -> None:
-    torch.save(read_checkpoint(finished), tmp_path / "whole.ckpt")  # as the version before wrote it
+    torch.save(read_checkpoint(finished), tmp_path / "whole.ckpt")
     whole = (tmp_path / "whole.ckpt").read_bytes()
     (tmp_path / "whole.ckpt").unlink()
     cases = {"cut.ckpt": whole[: len(whole) // 2], "empty.ckpt": b"", "text.ckpt": b"hello, this is no checkpoint"}
@@ -189,9 +190,14 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_
             load_model(path)
     content = read_checkpoint(finished)
     content["state_dict"].popitem()
-    torch.save(content, tmp_path / "other.ckpt")
+    write_run(tmp_path / "other", content)
     with pytest.raises(MetaTTTError, match="does not fit"):
-        load_model(tmp_path / "other.ckpt")
+        load_model(tmp_path / "other")
+    content["metattt"]["version"] = 2  # which was a file of torch.save
+    torch.save(content, tmp_path / "old.ckpt")
+    for use in (lambda: load_model(tmp_path / "old.ckpt"), lambda: train(compose(f"resume={tmp_path / 'old.ckpt'}"))):
+        with pytest.raises(MetaTTTError, match=r"old\.ckpt has checkpoint version 2; this release reads version 3: .*"):
+            use()
 
 
 def test_a_checkpoint_holds_plain_data_only(finished: Path) -> None:
@@ -344,7 +350,7 @@ def test_weights_that_are_not_finite_end_in_one_line(
 ) -> None:
     content = read_checkpoint(finished)
     content["state_dict"][name][0] = float("nan")
-    torch.save(content, tmp_path / "last.ckpt")
+    write_run(tmp_path / "checkpoints" / "step-00000001", content)
     for command in (["eval"], ["eval", "inner_loss=true"], ["generate", "max_new_tokens=3", "temperature=0"]):
         assert main([*command, f"checkpoint={tmp_path}", "device=cpu"]) == 2
         error = capsys.readouterr().err.splitlines()

@@ -1,15 +1,19 @@
-"""Which checkpoint a path means, and what is in it: ours of any version, or a published one."""
+"""Which checkpoint a path means, and what is in it: ours, or a published one."""
 
 from __future__ import annotations
 
+import pickle
+import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from metattt.checkpoints import folder as ours
-from metattt.checkpoints import rolling, version2
+from metattt.checkpoints import rolling
 from metattt.checkpoints.folder import standing
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.tensors import open_tensors
@@ -17,7 +21,6 @@ from metattt.disk import check_own, digest, path_of, read_object
 from metattt.errors import MetaTTTError
 
 Tensors = Literal["all", "weights", "none"]
-LAST = "last.ckpt"  # of a run before version 3: a file; a folder, where the processes of the run wrote their parts
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it
 PUBLISHED = (
     f"{SAFETENSORS}.index.json",
@@ -37,15 +40,14 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
             it is found when it is read: nobody evaluates another model than he thinks.
 
     Returns:
-        A folder (`metattt.checkpoints.folder`); of other programs and earlier versions a file, or the folder of a
-        sharded checkpoint.
+        A folder (`metattt.checkpoints.folder`); of other programs a file.
 
     Raises:
         MetaTTTError: no such path, or a folder with no such file or with several.
     """
     given = standing(path_of(str(path), "checkpoint"))
     given = given.resolve() if given.is_symlink() else given  # named by the user; links in a folder are the file's word
-    if given.is_file() or _is_folder(given):
+    if given.is_file() or ours.is_checkpoint(given):
         return given
     if not given.is_dir():
         raise MetaTTTError(
@@ -53,9 +55,9 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
         )
     run = given.parent if given.name == rolling.FOLDER else given
     if rolling.steps(run):
-        return rolling.newest_good(run, _verify) if fall_back else rolling.steps(run)[0][1]
-    for name in (LAST, SAFETENSORS, *PUBLISHED):
-        if (one := standing(given / name)).is_file() or _is_folder(one):
+        return rolling.newest_good(run, ours.verify) if fall_back else rolling.steps(run)[0][1]
+    for name in (SAFETENSORS, *PUBLISHED):
+        if (one := given / name).is_file():
             return one
     files = sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
     if len(files) == 1:
@@ -70,18 +72,6 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
     )
 
 
-def _is_folder(path: Path) -> bool:
-    return ours.is_checkpoint(path) or version2.is_parts(path)
-
-
-def _verify(path: Path) -> None:
-    """Reads all of a checkpoint."""
-    if ours.is_checkpoint(path):
-        ours.verify(path)
-    else:
-        read_content(path)
-
-
 def home(checkpoint: Path) -> Path:
     """The folder of the run or of the model that a checkpoint belongs to."""
     if ours.is_checkpoint(checkpoint) and not ours.is_of_run(checkpoint):
@@ -90,8 +80,8 @@ def home(checkpoint: Path) -> Path:
 
 
 def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds, plain data and tensors only. One with an index, or of several processes, is put
-    together; what has checksums is compared with them.
+    """What a checkpoint holds, plain data and tensors only. One with an index is put together; what has checksums is
+    compared with them.
 
     Args:
         file: as `find_checkpoint` found it.
@@ -105,13 +95,11 @@ def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> di
         content = ours.read_content(file)
         record = {key: value for key, value in content.items() if key not in ("format", "files", "content")}
         return {RECORD: record} | ours.read_checkpoint(file, content, tensors != "none", tensors == "all")
-    if version2.is_parts(file):
-        return version2.read_plain(file) if tensors == "none" else version2.read_parts(file, tensors != "all")
     if file.name.endswith(".index.json"):
         return _read_index(file)
     if file.suffix == ".safetensors":
         return dict(_read_alone(file))
-    content = version2.read_file(file, mmap)
+    content = _read_torch(file, mmap)
     if not isinstance(content, Mapping):
         held = type(content).__name__
         raise MetaTTTError(
@@ -120,13 +108,28 @@ def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> di
     return dict(content)
 
 
-def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a run's weights by name; those of a checkpoint of this version without reading them."""
-    if ours.is_checkpoint(file):
-        return ours.shapes(file)
-    return {
-        name: tuple(tensor.shape) for name, tensor in read_content(file, "weights", mmap=True)[ours.WEIGHTS].items()
-    }
+def _read_torch(file: Path, mmap: bool) -> Any:
+    """What torch.save wrote: plain data and tensors alone are unpickled; checksums of the archive are compared."""
+    check_own(file)
+    try:
+        archive = zipfile.is_zipfile(file)
+        if archive:
+            with zipfile.ZipFile(file) as opened:
+                if (bad := opened.testzip()) is not None:
+                    raise MetaTTTError(f"{file} is damaged: {bad} in it is not what was written (checksum)")
+        with warnings.catch_warnings(action="ignore"):  # of old pickle formats: what cannot be read is said below
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap and archive)
+    except MetaTTTError:
+        raise
+    except Exception as error:  # as many kinds as there are ways to damage it
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            raise MetaTTTError(
+                f"{file} holds pickled objects, which could run any code when loaded; only tensors are read.\n"
+                "Save the state dict alone where the file comes from: torch.save(model.state_dict(), ...)"
+            ) from error
+        raise MetaTTTError(
+            f"{file} cannot be read as a checkpoint: it is truncated, damaged or of another kind"
+        ) from error
 
 
 def _read_index(file: Path) -> dict[str, Any]:

@@ -12,14 +12,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from metattt.checkpoints.naming import to_names, to_targets
 from metattt.checkpoints.trust import REFERENCE, check_plain
-from metattt.checkpoints.version1 import from_version1
 from metattt.disk import inside, read_text
 from metattt.errors import MetaTTTError
 
 RECORD = "metattt"  # the entry of a run's checkpoint
-CONFIG = "config.yaml"  # the record of a model in a folder of its own, before version 3
 PUBLISHED_CONFIG = "config.json"  # the configuration of a published model
-VERSION = 3  # 1 named components by dotted paths; 2 was kept in files of torch.save, or as config.yaml beside weights
+VERSION = 3  # of the format; no other is read
 PARTS = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer", "callbacks", "logger")
 LONGEST_YAML = 2**20  # bytes
 
@@ -54,29 +52,26 @@ def _computed(cfg: DictConfig) -> Any:
 
 
 def checked_record(record: Any, origin: Path) -> dict[str, Any]:
-    """A record of any version as this version writes it.
+    """A record that this release reads.
 
     Raises:
-        MetaTTTError: it is none, or of a version that this release does not know.
+        MetaTTTError: it is none, or of another version.
     """
     if not isinstance(record, Mapping) or not isinstance(record.get("config"), Mapping):
         raise MetaTTTError(f"{origin} is not a checkpoint of metattt train: it holds no configuration")
     version = record.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
-        newer = type(version) is int and version > VERSION
-        remedy = "update metattt" if newer else "it is damaged, or of another program"
-        raise MetaTTTError(
-            f"{origin} has checkpoint version {version}; this release reads versions 1 to {VERSION}: {remedy}"
-        )
+    if type(version) is not int or version != VERSION:
+        if type(version) is not int or version < 1:
+            remedy = "it is damaged, or of another program"
+        else:
+            older = "train the model again, or use the release that wrote it"
+            remedy = "update metattt" if version > VERSION else older
+        raise MetaTTTError(f"{origin} has checkpoint version {version}; this release reads version {VERSION}: {remedy}")
     check_plain(record["config"], origin)
     for part in PARTS:
         if not isinstance(record["config"].get(part), dict | None):
             raise MetaTTTError(f"{origin} has a configuration whose `{part}` is no part of one: it is damaged")
-    return {
-        **record,
-        "version": VERSION,
-        "config": from_version1(record["config"]) if version == 1 else record["config"],
-    }
+    return dict(record)
 
 
 def record_config(
@@ -103,18 +98,6 @@ def record_config(
         raise MetaTTTError(f"{origin} cannot be read as a configuration: {reason}") from error
     assert isinstance(config, DictConfig)
     return config
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The checked record in a folder's `CONFIG`, of version 1 or 2; the former wrote the configuration alone.
-
-    Raises:
-        MetaTTTError: it is not there or cannot be read.
-    """
-    path = folder / CONFIG
-    content = read_yaml(path)
-    bare = isinstance(content, dict) and "version" not in content and "model" in content
-    return checked_record({"version": 1, "config": content} if bare else content, path)
 
 
 def read_yaml(path: Path) -> Any:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 from metattt.checkpoints.folder import CONTENT
-from metattt.checkpoints.version2 import is_parts
 from metattt.errors import MetaTTTError
 
 FOLDER = "checkpoints"  # in the folder of a run
@@ -28,7 +26,7 @@ def path_of(run_folder: Path, step: int) -> Path:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint is of; earlier versions wrote it there itself."""
+    """The folder of the run that a checkpoint is of; of other files, the folder that they are in."""
     if len(checkpoint.parts) < 3:  # as seen from inside the run's folder
         checkpoint = checkpoint.absolute()
     return checkpoint.parent.parent if step_of(checkpoint) is not None else checkpoint.parent
@@ -99,7 +97,7 @@ def remove_leftovers(run_folder: Path) -> None:
     """
     folder = run_folder / FOLDER
     for path in list(folder.iterdir()) if folder.is_dir() else []:
-        if _LEFTOVER.fullmatch(path.name) and not path.is_symlink():
+        if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             remove_checkpoint(path)
 
 
@@ -134,7 +132,7 @@ def is_ours(path: Path) -> bool:
     """Whether a path is a checkpoint that a run of ours wrote, and not reached by a link."""
     if path.is_symlink() or (path.parent.name == FOLDER and path.parent.is_symlink()):
         return False
-    return (path / CONTENT).is_file() or is_parts(path) or (path.is_file() and zipfile.is_zipfile(path))
+    return (path / CONTENT).is_file()
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -145,9 +143,6 @@ def remove_checkpoint(path: Path) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    if not path.is_dir():
-        path.unlink()
-        return
     gone = path.with_name(f"{path.name.partition('.')[0]}.gone")
     if gone != path:
         if gone.exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from metattt.checkpoints.files import Tensors, find_checkpoint, read_content, read_shapes
-from metattt.checkpoints.folder import WEIGHTS, is_checkpoint, read_tokenizer
+from metattt.checkpoints.files import Tensors, find_checkpoint, read_content
+from metattt.checkpoints.folder import WEIGHTS, is_checkpoint, read_tokenizer, shapes
 from metattt.checkpoints.naming import OF_TRAINING
-from metattt.checkpoints.record import CONFIG, PUBLISHED_CONFIG, RECORD, checked_record, read_config, record_config
+from metattt.checkpoints.record import PUBLISHED_CONFIG, RECORD, checked_record, record_config
 from metattt.checkpoints.trust import check_amounts
-from metattt.checkpoints.version2 import is_parts
 from metattt.composition.instantiate import instantiate_model
 from metattt.disk import read_object
 from metattt.errors import MetaTTTError
@@ -60,19 +58,18 @@ class Weights(NamedTuple):
     of_run: bool
 
 
-def read_checkpoint(path: str | Path, tensors: Tensors = "all", mmap: bool | None = None) -> dict[str, Any]:
-    """Reads a run's checkpoint on the CPU; its record is brought to this version.
+def read_checkpoint(path: str | Path, tensors: Tensors = "all") -> dict[str, Any]:
+    """Reads a run's checkpoint on the CPU.
 
     Args:
         path: as for `find_checkpoint`.
         tensors: `all`; `weights` or `none` leave out the others where these can be told apart.
-        mmap: leave tensors on the disk until they are used; None: where not all of them are asked for.
 
     Raises:
         MetaTTTError: no such file, one that is truncated, damaged or of another program or version.
     """
     file = find_checkpoint(path)
-    return _checked(file, read_content(file, tensors, tensors != "all" if mmap is None else mmap))
+    return _checked(file, read_content(file, tensors, tensors != "all"))
 
 
 def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: Collection[str] = ()) -> Trained:
@@ -87,12 +84,9 @@ def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: C
         MetaTTTError: no checkpoint, or one that cannot be read; a component that is not known or not allowed.
     """
     file = find_checkpoint(path)
-    beside = [name for name in (CONFIG, PUBLISHED_CONFIG) if (file.parent / name).is_file()]
-    if not beside or is_checkpoint(file) or is_parts(file) or zipfile.is_zipfile(file):
-        content = read_content(file, "none", mmap=True)
-        if RECORD in content or not beside:
-            return _of_run(file, _checked(file, content), skip, trust)
-    return _ours(file, skip, trust) if CONFIG in beside else _theirs(file, trust)
+    if is_checkpoint(file) or not (file.parent / PUBLISHED_CONFIG).is_file():
+        return _of_run(file, _checked(file, read_content(file, "none", mmap=True)), skip, trust)
+    return _theirs(file, trust)
 
 
 def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
@@ -129,7 +123,10 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
             f"nor ours: it holds {names}"
         )
     if side == "ours":
-        return Weights(_ours(file, OF_TRAINING, trust), content, side, False)
+        raise MetaTTTError(
+            f"{file} holds weights by our names without a configuration: give a run's folder or a checkpoint in it, "
+            "or a folder of metattt export or convert"
+        )
     about = _theirs(file, trust)
     return Weights(about, to_ours(content, build_empty(about.config), side), side, False)
 
@@ -140,7 +137,7 @@ def load_model(
     """A trained model and its configuration: `model, config = metattt.load_model("runs/…")`.
 
     Args:
-        path: a run's folder or its `last.ckpt`, a folder of `metattt convert`, or a published checkpoint with its
+        path: a run's folder or a checkpoint in it, a folder of `metattt convert`, or a published checkpoint with its
             `config.json`.
         device: where the model goes.
         trust: modules of yours whose classes the checkpoint may name: `trust=["my_learner"]`.
@@ -204,10 +201,9 @@ def check_resumed(file: Path, config: DictConfig) -> None:
     Raises:
         MetaTTTError: sizes that they do not have.
     """
-    shapes = read_shapes(file)
     tensors = {
         name.removeprefix(PREFIX): torch.empty(shape, device="meta")
-        for name, shape in shapes.items()
+        for name, shape in shapes(file).items()
         if name.startswith(PREFIX)
     }
     found = Weights(Trained(file, config, None), tensors, "ours", True)
@@ -242,22 +238,16 @@ def check_numbers(tensors: Iterable[tuple[str, Tensor]], origin: object) -> None
 
 
 def _checked(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's checkpoint, its record brought to this version."""
-    if not isinstance(content.get(WEIGHTS), Mapping) and not (is_checkpoint(file) or is_parts(file)):
-        raise MetaTTTError(f"{file} is not a checkpoint of metattt train: it holds no weights of a run")
-    return {**content, RECORD: checked_record(content.get(RECORD), file)}
+    """A run's checkpoint with its record checked."""
+    record = checked_record(content.get(RECORD), file)
+    if not is_checkpoint(file):
+        raise MetaTTTError(f"{file} is not a checkpoint of metattt train: that is a folder with weights and checkpoint.json")
+    return {**content, RECORD: record}
 
 
 def _of_run(file: Path, content: Mapping[str, Any], skip: Collection[str], trust: Collection[str]) -> Trained:
     config = record_config(content[RECORD], file, skip, trust)
-    text = read_tokenizer(file) if is_checkpoint(file) else content[RECORD].get("tokenizer")
-    return Trained(file, config, text or ("bytes" if "global_step" in content else None))
-
-
-def _ours(file: Path, skip: Collection[str], trust: Collection[str]) -> Trained:
-    """A model of ours that was saved alone, before version 3."""
-    config = record_config(read_config(file.parent), file.parent / CONFIG, skip, trust)
-    return Trained(file, config, read_tokenizer(file.parent))
+    return Trained(file, config, read_tokenizer(file) or ("bytes" if "global_step" in content else None))
 
 
 def _theirs(file: Path, trust: Collection[str]) -> Trained:

@@ -6,7 +6,6 @@ changed in it is found before a file that it names is opened.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -23,10 +22,8 @@ from metattt.errors import MetaTTTError
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = "metattt shards"
-VERSION = 2
-CHECKSUMS = {1: "sha256", VERSION: "xxh3_128"}
-"""Version -> the checksum of a shard. Version 1 has none of the manifest itself."""
-DIGITS = {"sha256": 64, "xxh3_128": 32}  # of a checksum, in hexadecimal
+VERSION = 2  # of the format; no other is read
+CHECKSUM = "xxh3_128"  # of a shard, in its record
 SPLITS = ("train", "validation")
 COUNTS = ("documents", "bytes", "tokens")
 RECORD_BYTES = 1024  # of a shard in a manifest, at most; ours have 250
@@ -48,11 +45,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise MetaTTTError(f"{file} was not written by metattt prepare")
     version = content.get("version")
-    if type(version) is not int or version not in CHECKSUMS:
+    if type(version) is not int or version != VERSION:
         raise MetaTTTError(
-            f"{file} has version {version!r:.40}; this release reads versions {', '.join(map(str, CHECKSUMS))}"
+            f"{file} has version {version!r:.40}; this release reads version {VERSION}: prepare the text again, in a new folder"
         )
-    _check_own(file, content, needed=version > 1)
+    _check_own(file, content)
     _check_manifest(file, content)
     return content
 
@@ -67,12 +64,12 @@ def read_record(file: Path) -> dict[str, Any]:
     content = parse(read_text(inside(file.parent, file.name), SETTINGS_BYTES), str(file))
     if not isinstance(content, dict):
         raise MetaTTTError(f"{file} is not the record of a unit: {advice}")
-    _check_own(file, content, needed=True)
+    _check_own(file, content)
     _check_fields(file, "", content, {
         "unit": lambda value: _is_count(value) and file.name == record_name(value), "input": _is_hex(64),
         "documents": _is_count, "shards": lambda value: isinstance(value, list) and 0 < len(value) <= len(SPLITS),
     })  # fmt: skip
-    _check_shards(file, content["shards"], CHECKSUMS[VERSION])
+    _check_shards(file, content["shards"])
     return content
 
 
@@ -90,16 +87,6 @@ def write_signed(file: Path, content: Mapping[str, Any]) -> None:
 def dtype_of(vocab_size: int) -> np.dtype:
     """The type of number that tokens are written in: unsigned, of two bytes where they suffice."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-def checksum_of(shard: Mapping[str, Any]) -> str:
-    """The checksum in the record of a shard, of whatever version."""
-    return next(str(shard[kind]) for kind in CHECKSUMS.values() if kind in shard)
-
-
-def hasher_of(shard: Mapping[str, Any]) -> Any:
-    """What computes the checksum in the record of a shard: an object as those of `hashlib`."""
-    return xxhash.xxh3_128() if CHECKSUMS[VERSION] in shard else hashlib.sha256()
 
 
 def refuse_strangers(folder: Path, known: set[str]) -> None:
@@ -130,9 +117,8 @@ def _own_checksum(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _check_own(file: Path, content: dict[str, Any], needed: bool) -> None:
-    given = content.pop("checksum", None)
-    if needed and given != _own_checksum(content):
+def _check_own(file: Path, content: dict[str, Any]) -> None:
+    if content.pop("checksum", None) != _own_checksum(content):
         raise MetaTTTError(f"{file} is not as metattt prepare wrote it (checksum): it is damaged or was edited")
 
 
@@ -157,7 +143,7 @@ def _check_manifest(file: Path, content: dict[str, Any]) -> None:
     if content["dtype"] != dtype_of(tokenizer["vocab_size"]).name:
         _refuse(file, "dtype", content["dtype"])
     if complete:
-        _check_shards(file, content["shards"], CHECKSUMS[content["version"]])
+        _check_shards(file, content["shards"])
         _check_fields(file, "splits.", content["splits"], dict.fromkeys(SPLITS, _is_object))
         for split, counts in content["splits"].items():
             for key in (*COUNTS, *counts):
@@ -168,11 +154,11 @@ def _check_manifest(file: Path, content: dict[str, Any]) -> None:
                     _refuse(file, f"splits.{split}.{key}", counts.get(key))
 
 
-def _check_shards(file: Path, shards: list[Any], checksum: str) -> None:
+def _check_shards(file: Path, shards: list[Any]) -> None:
     """The records of shards: each complete, no name twice, in the order of their names."""
     fields: dict[str, Check] = {
         "file": _is_text, "split": lambda value: value in SPLITS, **dict.fromkeys(COUNTS, _is_count),
-        checksum: _is_hex(DIGITS[checksum]),
+        CHECKSUM: _is_hex(32),
     }  # fmt: skip
     before = ""
     for place, shard in enumerate(shards):

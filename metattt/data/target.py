@@ -80,8 +80,6 @@ def begin(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer) -> di
             )
     if manifest["complete"]:
         _check_complete(folder, manifest)
-    elif manifest["version"] != VERSION:
-        raise MetaTTTError(f"target={folder} was begun by an older release: choose a new folder")
     elif isinstance(tokenizer, FileTokenizer) and not os.path.lexists(folder / TOKENIZER):
         write_whole(folder / TOKENIZER, tokenizer.content.encode())
     read_tokenizer(folder, settings["tokenizer"])  # it is what the workers read

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from metattt.checkpoints.files import LAST, SAFETENSORS, find_checkpoint, home
+from metattt.checkpoints.files import SAFETENSORS, find_checkpoint, home
 from metattt.checkpoints.trained import Trained, load_model, open_trained
 from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_part
@@ -212,7 +212,7 @@ def labels(files: Sequence[Path], given: Sequence[str] | None) -> list[str]:
                 f"labels=[{','.join(given)}] must be {len(files)} different names, one for every checkpoint"
             )
         return list(given)
-    alone = [file.is_file() and file.name not in (LAST, SAFETENSORS) for file in files]
+    alone = [file.is_file() and file.name != SAFETENSORS for file in files]
     names = [file.stem if one else home(file).absolute().name for file, one in zip(files, alone, strict=True)]
     return _numbered(names)
 

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from metattt.checkpoints.files import find_checkpoint, read_shapes
+from metattt.checkpoints.files import find_checkpoint
+from metattt.checkpoints.folder import shapes
 from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.registry import register
 from metattt.reproduce.base import Size
@@ -102,6 +103,6 @@ class Quality(Comparison):
 def parameters(run: Result) -> int | None:
     """Of the model that a run has left; None where its checkpoints are gone."""
     try:
-        return sum(math.prod(shape) for shape in read_shapes(find_checkpoint(run.folder)).values())
+        return sum(math.prod(shape) for shape in shapes(find_checkpoint(run.folder)).values())
     except MetaTTTError:
         return None

@@ -620,7 +620,7 @@ def material(folder: Path) -> dict[str, str]:
         (paths["text"] / f"{name}.txt").write_text(f"{name} is a letter of the alphabet. " * 20)
     paths["file"].write_text("")
     paths["junk"].mkdir()
-    (paths["junk"] / "last.ckpt").write_bytes(bytes(range(256)) * 4)
+    (paths["junk"] / "pytorch_model.bin").write_bytes(bytes(range(256)) * 4)
     paths["picture"].write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(64))
     paths["damaged"].write_text('{"text": "a"}\n{"text": \n')
     paths["lines"].write_text("".join(json.dumps({"text": f"line {i} of many"}) + "\n" for i in range(100)))

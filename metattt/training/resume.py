@@ -11,13 +11,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from metattt.checkpoints.naming import COMPONENT, to_names
 from metattt.composition.choices import choices
 from metattt.composition.compose import compose
 from metattt.composition.overrides import left_out
 from metattt.data.digits import DigitsData
 from metattt.data.images import Images
-from metattt.data.manifest import checksum_of
+from metattt.data.manifest import CHECKSUM
 from metattt.data.shards import ShardData
 from metattt.data.stream import StreamData
 from metattt.data.windows import WindowData
@@ -77,39 +76,6 @@ def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
     OmegaConf.update(saved, "given", [*before_now, *given.given], force_add=True)
     OmegaConf.update(saved, "trust", given.get("trust"), force_add=True)  # never from the file
     return saved, moved
-
-
-def modernised(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a run with the parts of this version that write its checkpoints and its log, in the place of those
-    of Lightning and of ours that did so before."""
-    config = dict(record["config"])
-    default = to_names(OmegaConf.to_container(compose(job="train")))
-    callbacks = config.get("callbacks") or {}
-    kept = {name: one for name, one in callbacks.items() if not _wrote_last(one)}
-    if len(kept) < len(callbacks):
-        config["callbacks"] = {name: default["callbacks"][name] for name in ("checkpoint", "watch", "divergence")} | kept
-        config.setdefault("on_divergence", default["on_divergence"])
-    loggers = config.get("logger") or {}
-    config["logger"] = {name: default["logger"]["csv"] if _wrote_log(one) else one for name, one in loggers.items()}
-    return {**record, "config": config}
-
-
-def _wrote_last(callback: Any) -> bool:
-    """Whether a callback of an earlier version wrote `last.ckpt`."""
-    if not isinstance(callback, Mapping):
-        return False
-    ours = callback.get(COMPONENT) == "callback=stop_on_interrupt"
-    return ours or (str(callback.get("_target_")).endswith(".ModelCheckpoint") and callback.get("filename") == "last")
-
-
-def _wrote_log(logger: Any) -> bool:
-    """Whether a logger is Lightning's, as earlier versions set it."""
-    if not isinstance(logger, Mapping):
-        return False
-    lightnings = str(logger.get("_target_")).endswith(".CSVLogger")
-    return (
-        lightnings and logger.get("save_dir") == "${output_dir}" and logger.get("name") == logger.get("version") == ""
-    )
 
 
 def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
@@ -178,7 +144,7 @@ def fingerprint(data: Any) -> str | None:
         A short text; None for data that is always the same, and for kinds that are not known.
     """
     if isinstance(data, ShardData):  # the checksums of all shards
-        known = [(shard["split"], shard["tokens"], checksum_of(shard)) for shard in data.manifest["shards"]]
+        known = [(shard["split"], shard["tokens"], shard[CHECKSUM]) for shard in data.manifest["shards"]]
         return _digest(json.dumps(known).encode())
     if isinstance(data, StreamData):  # what is held out
         return _digest(data.windows("validation")[:])  # type: ignore[index]
@@ -213,12 +179,6 @@ def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | 
     before, now = record.get("data"), fingerprint(data)
     if before == now:
         return None
-    if before is None:
-        return (
-            "data    taken for the run's own: its checkpoint is of a version that did not keep what tells them apart"
-            if moved
-            else None
-        )
     if moved:
         raise MetaTTTError(
             f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, and resume goes on with it. "

@@ -12,9 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from metattt.checkpoints import rolling
-from metattt.checkpoints.files import LAST, read_content
 from metattt.checkpoints.naming import to_names
-from metattt.checkpoints.record import RECORD, VERSION, checked_record, read_yaml, record_config
+from metattt.checkpoints.record import VERSION, checked_record, read_yaml, record_config
 from metattt.checkpoints.trust import check_plain
 from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
@@ -23,7 +22,7 @@ from metattt.metrics_file import read_rows
 from metattt.training.csv_log import check_log
 
 CONFIGURATION = "run.yaml"
-"""In the folder of a run: its configuration, for people. `config.yaml` beside weights is that of a converted model."""
+"""In the folder of a run: its configuration, for people."""
 LOG = "metrics.csv"
 LOGGED_AS = "logged_as.json"
 """What W&B and MLflow call the run."""
@@ -73,7 +72,7 @@ def lock_folder(folder: Path) -> FolderLock:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run has written a checkpoint in its folder, whole or damaged."""
-    return bool(rolling.steps(folder)) or (folder / LAST).exists()
+    return bool(rolling.steps(folder))
 
 
 def is_begun(folder: Path) -> bool:
@@ -113,12 +112,8 @@ def clear(folder: Path) -> None:
         )
     rolling.remove_newer(folder, -1)
     remove_leftovers(folder)
-    for name in (LAST, LOG, CONFIGURATION, LOGGED_AS):
-        path = folder / name
-        if path.is_dir():
-            rolling.remove_checkpoint(path)
-        else:
-            path.unlink(missing_ok=True)
+    for name in (LOG, CONFIGURATION, LOGGED_AS):
+        (folder / name).unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -186,7 +181,7 @@ def _logged(folder: Path) -> list[Any]:
 def _not_ours(folder: Path) -> list[str]:
     """What stands in a folder under the names of a run's files, and is not a run's: nothing of it may be removed."""
     found = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
-    named = ((LOG, _is_log), (CONFIGURATION, _is_configuration), (LAST, _is_checkpoint))
+    named = ((LOG, _is_log), (CONFIGURATION, _is_configuration))
     for name, ours in named:
         path = folder / name
         if path.is_symlink() or (path.exists() and not ours(path)):
@@ -208,10 +203,3 @@ def _is_configuration(path: Path) -> bool:
     except MetaTTTError:
         return False
     return isinstance(content, dict) and {"output_dir", "trainer", "layer"} <= set(content)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    try:
-        return RECORD in read_content(path, "none", mmap=True)
-    except MetaTTTError:
-        return False

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.folder import MODEL, STATES, TRAINING, WEIGHTS, is_checkpoint, load_parts, read_content, verify
+from metattt.checkpoints.folder import MODEL, STATES, TRAINING, load_parts, read_content, verify
 from metattt.checkpoints.plain import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import MetaTTTError
@@ -130,19 +130,9 @@ class FullyShardedData(ModelParallelStrategy):
         write_run(Path(self.broadcast(str(filepath))), checkpoint, together=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and number of processes; every process keeps its part."""
-        path = Path(self.broadcast(str(checkpoint_path)))
-        if is_checkpoint(path):
-            return self._load_parts(path)
-        content = read_checkpoint(path, mmap=True)
-        options = self._options(full_state_dict=True)
-        set_model_state_dict(self._module, content.pop(WEIGHTS), options=options)
-        for optimizer, saved in zip(self.optimizers, content.get(STATES, []), strict=False):
-            self._set_state(optimizer, saved["state"], saved["param_groups"], options)
-        return content
-
-    def _load_parts(self, folder: Path) -> dict[str, Any]:
-        """Every process compares a share of the files with their checksums, then reads its part of the tensors."""
+        """Loads a checkpoint of any strategy and number of processes: every process compares a share of the files with
+        their checksums, then reads its part of the tensors."""
+        folder = Path(self.broadcast(str(checkpoint_path)))
         self._verify_together(folder)
         content, plain = read_checkpoint(folder, "none"), read_content(folder)
         options = self._options()
@@ -188,8 +178,8 @@ class FullyShardedData(ModelParallelStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
         return get_optimizer_state_dict(self._module, optimizer, options=StateDictOptions(cpu_offload=cpu_offload))
 
-    def _options(self, full_state_dict: bool = False) -> StateDictOptions:
-        return StateDictOptions(full_state_dict=full_state_dict, strict=self._module.strict_loading)
+    def _options(self) -> StateDictOptions:
+        return StateDictOptions(strict=self._module.strict_loading)
 
     @property
     def _module(self) -> Any:

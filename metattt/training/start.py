@@ -17,7 +17,7 @@ from metattt.errors import MetaTTTError
 from metattt.locking import FolderLock
 from metattt.training.beforehand import AUTO, check_before_training
 from metattt.training.csv_log import CSVLog
-from metattt.training.resume import check_paths, modernised, resumed
+from metattt.training.resume import check_paths, resumed
 from metattt.training.run_folder import (
     check_free,
     clear,
@@ -118,7 +118,7 @@ def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
         done = _steps_of(content, checkpoint)
         if here and lock is not None:
             _end_at(done, given, folder)
-        record = record_config(modernised(content[RECORD]), checkpoint, trust=modules(given.trust))
+        record = record_config(content[RECORD], checkpoint, trust=modules(given.trust))
         cfg, moved = resumed(given, record)
         check_resumed(checkpoint, cfg)
         cfg.resume = str(checkpoint)

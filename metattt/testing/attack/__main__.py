@@ -28,7 +28,7 @@ WORST = COLUMNS[4:]
 READ_BY = {
     "run": ("eval", "generate", "convert", "resume", "init_from"), "sharded": ("eval", "generate", "convert", "resume in one process"),
     "converted": ("eval", "generate", "convert", "init_from"), "published": ("eval", "generate", "convert"),
-    "version 2": ("eval", "convert", "resume"), "version 2 converted": ("eval", "convert"), "shards": ("train on", "eval on"),
+    "shards": ("train on", "eval on"),
 }  # fmt: skip
 """Artifact -> the commands that read it."""
 
@@ -39,7 +39,6 @@ ALWAYS_RESUMED = 6  # one of so many reads goes on with a run, which takes secon
 SLOW = ("resume", "init_from", "train on")
 
 
-UNSIGNED = ("version 2 converted",)  # written without checksums: what was damaged in it nobody can tell
 TAKEN = "is taken instead"  # what a run says that goes on from an older checkpoint
 
 
@@ -103,7 +102,7 @@ def reads(artifacts: Artifacts, count: int, seed: int) -> list[Read]:
     """So many commands on damaged files, drawn evenly from all."""
     every: list[Read] = []
     for thing, commands in READ_BY.items():
-        if thing in UNSIGNED or not (artifacts.home / thing).is_dir():
+        if not (artifacts.home / thing).is_dir():
             continue
         artifacts.fresh(thing)
         for file in files(artifacts, thing):

@@ -40,7 +40,7 @@ class Artifacts:
     def __init__(self, home: Path, sharded: bool = True):
         self.home, self.work = home, home / "work"
         self.text, self.it = home / "text", home / "work" / "it"
-        if not (home / "version 2 converted" / "config.yaml").is_file():
+        if not (home / "foreign shards" / "manifest.json").is_file():  # made last
             self._make(sharded)
         self.commands = self._commands()
 
@@ -80,32 +80,12 @@ class Artifacts:
                 "shard_bytes=3000",
                 "workers=1",
             )
-        self._write_version2()
 
     def fresh(self, name: str) -> Path:
         """A copy of a thing, to be damaged and read, in the place that the commands are given."""
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.copytree(self.home / name, self.it, symlinks=True)
         return self.it
-
-    def _write_version2(self) -> None:
-        """The run as the version before wrote it."""
-        from metattt.checkpoints.trained import read_checkpoint
-
-        content = read_checkpoint(self.home / "run")
-        content["metattt"] = {**content["metattt"], "version": 2}
-        content["callbacks"] = {}
-        for folder in ("version 2", "version 2 converted"):
-            (self.home / folder).mkdir()
-        torch.save(content, self.home / "version 2" / "last.ckpt")
-        import yaml
-        from safetensors.torch import save_file
-
-        names = ("task", "learner", "optimizer", "layer", "model", "dim", "num_heads")
-        config = {name: content["metattt"]["config"][name] for name in names}
-        weights = {name.removeprefix("model."): tensor.clone() for name, tensor in content["state_dict"].items()}
-        save_file(weights, self.home / "version 2 converted" / "model.safetensors")
-        (self.home / "version 2 converted" / "config.yaml").write_text(yaml.safe_dump({"version": 2, "config": config}))
 
     def _commands(self) -> Mapping[str, Callable[[], str]]:
         """Name -> what a command makes of the thing in its place, as a text; each composed once."""

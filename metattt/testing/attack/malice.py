@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -103,12 +104,8 @@ def malicious() -> Iterator[Malicious]:
                 "a class in a checkpoint", f"{target} as {_dotted(place)}", "run", _calling(target, place, sign)
             )
     for target in list(PAYLOADS)[:6]:
-        for thing, kind, change in (
-            ("version 2", "a class in last.ckpt", _change_file),
-            ("version 2 converted", "a class in config.yaml", _change_yaml),
-            ("converted", "a class in a model", sign),
-        ):
-            yield Malicious(kind, target, thing, _calling(target, ("learner",), change))
+        yield Malicious("a class in run.yaml", target, "run", _calling(target, ("learner",), _change_yaml))
+        yield Malicious("a class in a model", target, "converted", _calling(target, ("learner",), sign))
     for dotted, value in SIZES:
         yield Malicious("sizes", f"{dotted}={value}", "run", _putting(tuple(dotted.split(".")), value))
     for text in TEXTS:
@@ -179,53 +176,20 @@ def _name_shard(name: str, copy: Path, canary: Path) -> None:
 
 
 def _pickles() -> Iterator[Malicious]:
-    def in_checkpoint(copy: Path, canary: Path) -> None:
-        torch.save({"state_dict": {}, "metattt": _Run(f"touch {canary}")}, copy / "last.ckpt")
-
-    yield Malicious("pickles", "last.ckpt", "version 2", in_checkpoint)
+    def saved(copy: Path, canary: Path) -> None:
+        torch.save({"model.embed_tokens.weight": _Run(f"touch {canary}")}, _torch_file(copy))
 
     def bare(copy: Path, canary: Path) -> None:
-        (copy / "last.ckpt").write_bytes(pickle.dumps(_Run(f"touch {canary}")))
+        _torch_file(copy).write_bytes(pickle.dumps(_Run(f"touch {canary}")))
 
-    yield Malicious("pickles", "a bare one", "version 2", bare)
-
-    def published(copy: Path, canary: Path) -> None:
-        (copy / "model.safetensors").unlink()
-        torch.save({"model.embed_tokens.weight": _Run(f"touch {canary}")}, copy / "pytorch_model.bin")
-
-    yield Malicious("pickles", "pytorch_model.bin", "published", published)
-
-    def index(copy: Path, canary: Path) -> None:
-        parts = copy / "last.ckpt"
-        parts.unlink()
-        parts.mkdir()
-        torch.save({"metattt": {}, "optimizer_states": []}, parts / "meta.pt")
-        (parts / ".metadata").write_bytes(pickle.dumps(_Run(f"touch {canary}")))
-
-    yield Malicious("pickles", "the index of parts", "version 2", index)
-    yield Malicious("pickles", "bytes in an index", "version 2", _bytes_in_index)
+    yield Malicious("pickles", "pytorch_model.bin", "published", saved)
+    yield Malicious("pickles", "a bare one", "published", bare)
 
 
-def _bytes_in_index(copy: Path, canary: Path) -> None:
-    """An entry of a sharded checkpoint that torch unpickles when it loads it."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import metadata
-
-    content = torch.load(copy / "last.ckpt", weights_only=True)
-    (copy / "last.ckpt").unlink()
-    dcp.save({"state_dict": content.pop("state_dict")}, checkpoint_id=copy / "last.ckpt", no_dist=True)
-    index = copy / "last.ckpt" / ".metadata"
-    held = pickle.loads(index.read_bytes())
-    name = next(iter(held.state_dict_metadata))
-    held.state_dict_metadata[name] = metadata.BytesStorageMetadata()
-    place = next(place for key, place in held.storage_data.items() if key.fqn == name)
-    part = copy / "last.ckpt" / place.relative_path
-    data = bytearray(part.read_bytes())
-    code = pickle.dumps(_Run(f"touch {canary}"))
-    data[place.offset : place.offset + len(code)] = code
-    part.write_bytes(bytes(data))
-    index.write_bytes(pickle.dumps(held))
-    torch.save({**content, "optimizer_states": []}, copy / "last.ckpt" / "meta.pt")
+def _torch_file(copy: Path) -> Path:
+    """A file of torch.save in the place of the weights."""
+    (copy / "model.safetensors").unlink()
+    return copy / "pytorch_model.bin"
 
 
 def _texts() -> Iterator[Malicious]:
@@ -233,19 +197,19 @@ def _texts() -> Iterator[Malicious]:
     bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n"
     bomb += "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in pairwise(nine))
     documents = {
-        "aliases that multiply": f"version: 2\nconfig: {{}}\n{bomb}",
+        "aliases that multiply": f"output_dir: x\n{bomb}",
         "a tag of Python": "!!python/object/apply:os.system ['touch {canary}']",
         "nested deeply": "[" * 50_000,
-        "a mapping nested deeply": "version: 2\nconfig: " + "{a: " * 20_000 + "1" + "}" * 20_000,
-        "a circle": "version: 2\nconfig: &a {b: *a}",
-        "ten megabytes": "version: 2\nconfig: {a: '" + "x" * 10**7 + "'}",
+        "a mapping nested deeply": "output_dir: x\nmodel: " + "{a: " * 20_000 + "1" + "}" * 20_000,
+        "a circle": "output_dir: x\nmodel: &a {b: *a}",
+        "ten megabytes": "output_dir: x\nmodel: {a: '" + "x" * 10**7 + "'}",
     }
     for name, document in documents.items():
 
         def write(copy: Path, canary: Path, document: str = document) -> None:
-            (copy / "config.yaml").write_text(document.replace("{canary}", str(canary)))
+            _configuration(copy).write_text(document.replace("{canary}", str(canary)))
 
-        yield Malicious("YAML", name, "version 2 converted", write)
+        yield Malicious("YAML", name, "run", write)
     numbers = {
         "a long number": '{"version": 3, "checksum": ' + "9" * 10_000 + "}", "nested deeply": '{"a":' * 100_000,
         "a surrogate": '{"format": "\\ud800"}',
@@ -278,8 +242,7 @@ def _formats() -> Iterator[Malicious]:
         "an unknown type": _safetensors({"a": ("Q99", [1], [0, 4])}, b"1234"),
     }  # fmt: skip
     for name, header in headers.items():
-        for thing in ("published", "version 2 converted"):
-            yield Malicious("safetensors", name, thing, partial(_write, "model.safetensors", header))
+        yield Malicious("safetensors", name, "published", partial(_write, "model.safetensors", header))
     indices: tuple[Any, ...] = (
         {"a": "../x.safetensors"},
         {"a": "model.safetensors.index.json"},
@@ -296,10 +259,10 @@ def _formats() -> Iterator[Malicious]:
         yield Malicious("an index", json.dumps(parts), "published", index)
 
     def zipped(copy: Path, canary: Path) -> None:
-        with zipfile.ZipFile(copy / "last.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(_torch_file(copy), "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("archive/data.pkl", b"\0" * 10**8)
 
-    yield Malicious("archives", "a zip that unfolds", "version 2", zipped)
+    yield Malicious("archives", "a zip that unfolds", "published", zipped)
     tokenizers = {
         "a slow expression": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
         "no expression": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
@@ -337,16 +300,16 @@ def change_content(copy: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 
 def _change_yaml(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    file = copy / "config.yaml"
+    file = _configuration(copy)
     content = yaml.safe_load(file.read_text())
-    change(content["config"])
+    change(content)
     file.write_text(yaml.safe_dump(content))
 
 
-def _change_file(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    content = torch.load(copy / "last.ckpt", weights_only=True)
-    change(content["metattt"]["config"])
-    torch.save(content, copy / "last.ckpt")
+def _configuration(copy: Path) -> Path:
+    """The file that a run begins again from when it has no checkpoint."""
+    shutil.rmtree(copy / "checkpoints")
+    return copy / "run.yaml"
 
 
 def payload(target: str, copy: Path, canary: Path) -> dict[str, Any]:
