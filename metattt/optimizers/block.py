@@ -143,7 +143,7 @@ class BlockMomentum(BlockRule):
             rows of its matrices, which are `(d_out, d_in)`).
     """
 
-    fixed = (*StepSize.fixed, "momentum", "momentum_init", "decay", "decay_init", "row_norm")
+    fixed: tuple[str, ...] = (*StepSize.fixed, "momentum", "momentum_init", "decay", "decay_init", "row_norm")
 
     def __init__(
         self,

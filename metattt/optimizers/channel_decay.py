@@ -42,7 +42,7 @@ class ChannelDecay(StepSize):
         MetaTTTError: a value that is not allowed, or has no meaning beside the others.
     """
 
-    fixed = (*StepSize.fixed, "decay", "rank")
+    fixed: tuple[str, ...] = (*StepSize.fixed, "decay", "rank")
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class StepSize(InnerOptimizer):
         MetaTTTError: a value that is not allowed.
     """
 
-    fixed = ("base_lr", "lr", "lr_scale")
+    fixed: tuple[str, ...] = ("base_lr", "lr", "lr_scale")
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class GradientDescent(StepSize):
             token; null: no clipping.
     """
 
-    fixed = (*StepSize.fixed, "token_steps", "token_step_sharing")
+    fixed: tuple[str, ...] = (*StepSize.fixed, "token_steps", "token_step_sharing")
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Momentum(GradientDescent):
         MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or a pull without decay.
     """
 
-    fixed = (*GradientDescent.fixed, "momentum", "momentum_init", "decay", "decay_init")
+    fixed: tuple[str, ...] = (*GradientDescent.fixed, "momentum", "momentum_init", "decay", "decay_init")
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ class Preconditioned(Momentum):
         MetaTTTError: a value that is not allowed.
     """
 
-    fixed = (*Momentum.fixed, "centre_init", "curvature_decay", "curvature_decay_init")
+    fixed: tuple[str, ...] = (*Momentum.fixed, "centre_init", "curvature_decay", "curvature_decay_init")
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class StateGated(Momentum):
         MetaTTTError: as `Momentum`; in a call with `alignment`, for labels that are not as wide as predictions.
     """
 
-    fixed = (*Momentum.fixed, "step_gate_params")
+    fixed: tuple[str, ...] = (*Momentum.fixed, "step_gate_params")
 
     def __init__(
         self,
