@@ -265,10 +265,9 @@ def _recurrence(rule: InnerOptimizer, gates: dict[str, str], gradient: str) -> l
 
     if rule.accumulates:
         tau = ["τ_i"] if rule.has_token_steps else []
-        faded = f"{gates['alpha']} " if getattr(rule, "update_decays", False) and "alpha" in gates else ""
         clip = [] if rule.max_norm is None else [f"min(1, {rule.max_norm:g}/‖M_t‖)"]
         return [
-            f"M_t = {faded}M_{{t−1}} {minus(eta)}, M = 0 where a mini-batch begins",
+            f"M_t = M_{{t−1}} {minus(eta)}, M = 0 where a mini-batch begins",
             f"W_t = {' '.join(['W_a +', *tau, *clip, 'M_t'])}",
         ]
     old = " ".join(filter(None, [gates.get("alpha"), gates.get("decay"), "W_{t−1}"]))

@@ -118,12 +118,6 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}"
             )
-        if isinstance(learner, NonParametric):
-            for name, off in optimizer.data_gates.items():
-                if name not in learner.gates:
-                    raise MetaTTTError(
-                        f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}"
-                    )
         head = dim // num_heads
         self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
         self._form, self.outer = form, outer
@@ -269,10 +263,12 @@ class TTTLayer(nn.Module):
         views, task_state = self.task.views(x, state.task, ctx, **given)
         if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:
             views = views.for_every_head()
+        _ = self.plan  # made anew where a setting has been assigned: what the gates are checked by rests on it
         found, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         gates = cast(Gates, found)
         if self.learner.has_weights:
             views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
+            self.optimizer.check(gates)
         _check_views(views)
         if views.weight is not None and self.learner.has_weights:
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)

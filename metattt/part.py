@@ -29,6 +29,7 @@ class Part(nn.Module):
 
     belongs = False  #: a layer has claimed this part
     changes = 0  #: settings assigned since then
+    fixed: tuple[str, ...] = ()  #: settings that `setup` makes use of once: assigned later, they would do nothing
     _made_with: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -52,6 +53,11 @@ class Part(nn.Module):
             self.belongs = True
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if self.belongs and name in self.fixed and not callable(value) and value != getattr(self, name, None):
+            raise MetaTTTError(
+                f"{type(self).__name__}.{name} = {value!r} comes too late, it was used when the layer was built: build a new "
+                f"layer with {name}={value}"
+            )
         super().__setattr__(name, value)
         # Both modes are looked at, and what is found holds for all values of parameters.
         if self.belongs and name != "training" and not isinstance(value, (Tensor, nn.Module)):

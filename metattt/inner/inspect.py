@@ -14,9 +14,10 @@ from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.claims import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.inner.implicit import check_outer
 from metattt.inner.plan import Plan
-from metattt.learners.base import Learner
+from metattt.learners.base import Learner, NonParametric
 from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
 from metattt.optimizers.base import InnerOptimizer
+from metattt.state import Context, DataGates
 from metattt.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -42,9 +43,18 @@ def make_plan(
     Raises:
         MetaTTTError: as `choose_form` and `check_outer`, or labels that a learner without weights cannot answer with.
     """
+    found = tried(optimizer)
+    if optimizer.updates:
+        optimizer.look(num_heads, found)
     check_outer(outer, learner, optimizer)
     if not learner.has_weights:
         check_choice("layer.form", form, ("auto", *FORMS))
+        if isinstance(found, DataGates) and isinstance(learner, NonParametric):
+            for name, gate in found._asdict().items():
+                given = gate is not None and not (name == "write" and bool((gate == 1).all()))
+                if given and name not in learner.gates:
+                    off = optimizer.data_gates.get(name, "another optimizer")
+                    raise MetaTTTError(f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}")
         if task.label_dim != d_in:
             raise MetaTTTError(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are {task.label_dim} "
@@ -80,6 +90,19 @@ def make_plan(
         weights={name: learner.shapes[name] for name in learner.init},
         replays=optimizer.read != "final" and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
     )
+
+
+def tried(optimizer: InnerOptimizer) -> object | None:
+    """What a rule's `gates` gives for one random token; None where it cannot be asked outside of a call."""
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            rule = materialized(optimizer)
+            like = next((x for x in rule.parameters() if x.is_floating_point()), torch.empty(0))
+            x = torch.randn(1, 1, rule._width, generator=torch.Generator().manual_seed(0)).to(like.dtype)
+            place = torch.zeros(1, 1, dtype=torch.long)
+            return rule.gates(x, {}, Context(place, None, None, rule.mini_batch_size))[0]
+        except Exception:  # whatever a rule of somebody's does with a lone token: every call looks at its gates, too
+            return None
 
 
 def covering(

@@ -291,8 +291,10 @@ class InnerLoop:
             raise MetaTTTError(
                 f"decays for every channel are {tokens.decay.shape[-1]} wide and keys {tokens.k.shape[-1]}: they must be equal"
             )
-        if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or self.task.together):
-            raise MetaTTTError("decays for every channel stand alone: no decay per head, momentum or window beside them")
+        if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or rule.pull or self.task.together):
+            raise MetaTTTError(
+                "decays for every channel stand alone: no decay per head, momentum, pull to W0 or window beside them"
+            )
         if (tokens.p is not None or tokens.b is not None) and self.plan.linear != "squared":
             raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
         if tokens.pairs is not None and self.learner.mixes_tokens:

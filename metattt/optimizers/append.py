@@ -40,6 +40,7 @@ class Append(InnerOptimizer):
     """
 
     updates = False
+    fixed: tuple[str, ...] = ("write", "write_init", "decay", "decay_init", "levels")
 
     def __init__(
         self,

@@ -87,13 +87,25 @@ class InnerOptimizer(Part, ABC):
         compute_chunk: int | None = None,
     ):
         super().__init__()
+        self.mini_batch_size, self.anchor, self.read, self.steps = mini_batch_size, anchor, read, steps
+        self.compute_chunk = compute_chunk
+        self.check_settings()
+
+    def check_settings(self) -> None:
+        """Refuses settings that do not fit each other: asked by the constructor, and again when one has been assigned.
+
+        Raises:
+            MetaTTTError: naming the value, and what is allowed.
+        """
+        anchor, read, steps = self.anchor, self.read, self.steps
         check_choice("optimizer.anchor", anchor, get_args(Anchor))
         check_choice("optimizer.read", read, get_args(Read))
-        for key, value in (("mini_batch_size", mini_batch_size), ("steps", steps), ("compute_chunk", compute_chunk)):
-            if value is not None or key != "compute_chunk":
+        check_choice("optimizer.gradient_at", self.gradient_at, ("previous", "decayed"))
+        for key in ("mini_batch_size", "steps", "compute_chunk"):
+            if (value := getattr(self, key)) is not None or key != "compute_chunk":
                 check_integer(f"optimizer.{key}", value, most=MAX_STEPS if key == "steps" else 2**31 - 1)
         if steps > 1 and not (
-            read in ("previous", "committed", "block", "final") or (mini_batch_size == 1 and read == "inclusive")
+            read in ("previous", "committed", "block", "final") or (self.mini_batch_size == 1 and read == "inclusive")
         ):
             raise MetaTTTError(
                 f"optimizer.steps={steps} with optimizer.read={read} would show queries the future: "
@@ -103,8 +115,10 @@ class InnerOptimizer(Part, ABC):
             raise MetaTTTError(
                 f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}"
             )
-        self.mini_batch_size, self.anchor, self.read, self.steps = mini_batch_size, anchor, read, steps
-        self.compute_chunk = compute_chunk
+        if self.gradient_at == "decayed" and anchor != "online":
+            raise MetaTTTError(
+                f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}"
+            )
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -142,12 +156,13 @@ class InnerOptimizer(Part, ABC):
 
     weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
     has_token_steps = False  #: whether `token_steps` gives any, known once the parameters are made
-    has_momentum = False  #: the rule carries S between tokens
+    #: the rule carries S between tokens: found out from its gates when a layer is built. Only a rule whose gates have a β in
+    #: some calls and none in others must say so itself
+    has_momentum = False
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
     max_norm: float | None = (
         None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
     )
-    update_decays = False  #: the step of the open mini-batch decays as it grows, `U_t = α_t U_{t−1} − η_t G_t`
     scale_free = False  #: a step stays the same when all gradients of a weight are multiplied by a number
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
@@ -167,8 +182,69 @@ class InnerOptimizer(Part, ABC):
         with self.claimed():
             self.weight_names = tuple(weight_names)
             self.build(dim, num_heads, head_dim)
-            self.has_token_steps = self.token_steps() is not None
+            self._width, self.has_token_steps = dim, self.token_steps() is not None
         return self
+
+    def look(self, num_heads: int, gates: object | None) -> None:
+        """Finds out what the rule gives, when a layer is built and when a setting has been assigned since.
+
+        Args:
+            num_heads: H.
+            gates: what `gates` gives for a token; None: not known before the first call.
+
+        Raises:
+            MetaTTTError: settings, token steps and gates that cannot go together.
+        """
+        self.check_settings()
+        tau, size = self.token_steps(), self.mini_batch_size
+        if tau is not None and tau.shape not in ((1, size), (num_heads, size)):
+            raise MetaTTTError(
+                f"{type(self).__name__}.token_steps has shape {list(tau.shape)}, expected [1 or {num_heads}, {size}] for "
+                f"optimizer.mini_batch_size={size}"
+            )
+        # (not by assignment: that would say that a setting has changed)
+        self.__dict__["has_token_steps"] = tau is not None
+        if gates is not None:
+            if getattr(gates, "beta", None) is not None:
+                self.__dict__["has_momentum"] = True
+            self.check(gates)
+
+    def check(self, gates: object) -> None:
+        """Refuses gates that the rule's algebra would drop: asked in every call, before anything is computed.
+
+        Raises:
+            MetaTTTError: naming the gate, and what to leave out or to set.
+        """
+        kind = type(self).__name__
+        if not isinstance(gates, Gates):
+            raise MetaTTTError(f"{kind}.gates returned {type(gates).__name__}: a rule with updates = True must return Gates")
+        if gates.rates is not None and gates.rates.shape[-1] != len(self.weight_names):
+            raise MetaTTTError(
+                f"{kind} gives rates of shape {list(gates.rates.shape)}, expected [B, H, T, {len(self.weight_names)}]: one for "
+                f"each of {', '.join(self.weight_names)}"
+            )
+        if gates.rates is not None and (self.read in ("inclusive", "exclusive") or self.anchor == "online"):
+            raise MetaTTTError(
+                f"{kind} gives rates, which weights per token do not have (optimizer.anchor={self.anchor}, "
+                f"optimizer.read={self.read}): set anchor=minibatch and read=previous, or learner.step_scale in their place"
+            )
+        if type(self).coefficients is not InnerOptimizer.coefficients:
+            return  # what it makes of its gates is its own
+        if not self.has_token_steps and self.token_steps() is not None:
+            raise MetaTTTError(
+                f"{kind}.token_steps gives τ, and gave none when the layer was built: give it at any time, of ones"
+            )
+        extra = [n for n in ("alpha", "beta", "kappa", "decay") if getattr(gates, n) is not None]
+        if extra and self.accumulates:
+            what = "token_steps" if self.has_token_steps else "max_norm"
+            raise MetaTTTError(
+                f"{kind} gives {', '.join(extra)} beside {what}, whose W_t = W_a + τ_t M_t has no other gate than η: leave out "
+                f"one of them, or set optimizer.{what}={'none' if what == 'token_steps' else 'null'}"
+            )
+        if gates.beta is not None and not self.has_momentum:
+            raise MetaTTTError(
+                f"{kind} gives beta, and gave none when the layer was built: set has_momentum = True on the class"
+            )
 
     def with_token_steps(self, tau: Tensor | None) -> InnerOptimizer:
         """This rule with its token steps at hand: they are made once for many mini-batches."""

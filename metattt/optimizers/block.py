@@ -27,7 +27,7 @@ class BlockRule(StepSize):
     is exact.
 
     Subclasses define `move`. Gates `alpha` and `beta` are pooled: `move` gets their mean over the tokens of the
-    mini-batch.
+    mini-batch, weighted by `kappa` where the rule gives one.
     """
 
     roles: tuple[str, ...] = ()  #: what `move` carries from mini-batch to mini-batch, zero at the start
@@ -44,14 +44,25 @@ class BlockRule(StepSize):
         compute_chunk: int | None = None,
     ):
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
-        if read in ("inclusive", "exclusive"):
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.read in ("inclusive", "exclusive"):
             raise MetaTTTError(
-                f"optimizer.read={read} needs weights per token, and {type(self).__name__} moves them once per mini-batch: "
-                "set optimizer.read=previous, committed, block or final"
+                f"optimizer.read={self.read} needs weights per token, and {type(self).__name__} moves them once per "
+                "mini-batch: set optimizer.read=previous, committed, block or final"
             )
-        if anchor == "online":
+        if self.anchor == "online":
             raise MetaTTTError(
                 f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use minibatch"
+            )
+
+    def check(self, gates: object) -> None:
+        super().check(gates)
+        if self.accumulates or self.nesterov:
+            raise MetaTTTError(
+                f"{type(self).__name__} moves its weights once per mini-batch, by `move`, which sees nothing of token_steps, "
+                "max_norm and nesterov: leave them out"
             )
 
     @property
@@ -100,13 +111,11 @@ class BlockRule(StepSize):
     def observe(self, carry: Carry, gates: Gates) -> Carry:
         if gates.alpha is None and gates.beta is None:
             return carry
-        assert gates.kappa is not None  # 0 at padding, which must not count
-        new = {
-            name: (gate * gates.kappa).sum(-1)
-            for name, gate in (("alpha", gates.alpha), ("beta", gates.beta))
-            if gate is not None
-        }
-        new["count"] = gates.kappa.sum(-1)
+        given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
+        # κ is 0 at padding, which must not count; without any, all tokens do
+        counted = torch.ones_like(next(iter(given.values()))) if gates.kappa is None else gates.kappa
+        new = {name: (gate * counted).sum(-1) for name, gate in given.items()}
+        new["count"] = counted.sum(-1)
         pool = carry.get("pool")
         return carry | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
 
@@ -133,6 +142,8 @@ class BlockMomentum(BlockRule):
         row_norm: rescale the weights of every output of a matrix to the norm they have in W0 (LaCT, arXiv 2505.23884;
             rows of its matrices, which are `(d_out, d_in)`).
     """
+
+    fixed: tuple[str, ...] = (*StepSize.fixed, "momentum", "momentum_init", "decay", "decay_init", "row_norm")
 
     def __init__(
         self,

@@ -42,6 +42,8 @@ class ChannelDecay(StepSize):
         MetaTTTError: a value that is not allowed, or has no meaning beside the others.
     """
 
+    fixed: tuple[str, ...] = (*StepSize.fixed, "decay", "rank")
+
     def __init__(
         self,
         read: Read = "inclusive",

@@ -36,6 +36,8 @@ class StepSize(InnerOptimizer):
         MetaTTTError: a value that is not allowed.
     """
 
+    fixed: tuple[str, ...] = ("base_lr", "lr", "lr_scale")
+
     def __init__(
         self,
         mini_batch_size: int,
@@ -110,6 +112,8 @@ class GradientDescent(StepSize):
             token; null: no clipping.
     """
 
+    fixed: tuple[str, ...] = (*StepSize.fixed, "token_steps", "token_step_sharing")
+
     def __init__(
         self,
         mini_batch_size: int = 16,
@@ -138,6 +142,7 @@ class GradientDescent(StepSize):
             heads = num_heads if self.token_step_sharing == "per_head" else 1
             check_room(heads * self.mini_batch_size, "the token steps", "lower optimizer.mini_batch_size")
             self.token_step_offset = nn.Parameter(torch.zeros(heads, self.mini_batch_size))
+            self.fixed = (*self.fixed, "mini_batch_size")
 
     def equations(self) -> list[str]:
         lines = super().equations()

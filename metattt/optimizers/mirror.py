@@ -53,7 +53,7 @@ class MirrorDescent(BlockRule):
         MetaTTTError: a value that is not allowed, or a read or an anchor that needs weights per token.
     """
 
-    update_decays = True
+    fixed: tuple[str, ...] = (*StepSize.fixed, "retention", "decay", "decay_init")
 
     def __init__(
         self,

@@ -41,6 +41,8 @@ class Momentum(GradientDescent):
         MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or a pull without decay.
     """
 
+    fixed: tuple[str, ...] = (*GradientDescent.fixed, "momentum", "momentum_init", "decay", "decay_init")
+
     def __init__(
         self,
         mini_batch_size: int = 16,
@@ -64,14 +66,9 @@ class Momentum(GradientDescent):
         super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", None, compute_chunk)
         check_choice("optimizer.momentum", momentum, ("none", "constant", "shared", "per_head"))
         check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"))
-        check_choice("optimizer.gradient_at", gradient_at, ("previous", "decayed"))
         check_gates(momentum, momentum_init, decay, decay_init)
         for key, flag in (("nesterov", nesterov), ("pull", pull)):
             check_flag(f"optimizer.{key}", flag)
-        if gradient_at == "decayed" and anchor != "online":
-            raise MetaTTTError(
-                f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}"
-            )
         if nesterov and momentum == "none":
             raise MetaTTTError(
                 "optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=none has none"
@@ -87,6 +84,7 @@ class Momentum(GradientDescent):
         self.momentum, self.momentum_init, self.nesterov = momentum, momentum_init, nesterov
         self.decay, self.decay_init, self.pull, self.gradient_at = decay, decay_init, pull, gradient_at
         self.has_momentum = momentum != "none"
+        self.check_settings()
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

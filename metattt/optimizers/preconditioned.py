@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import check_choice, check_number
+from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.optimizers.base import Gates, Read, transition
 from metattt.optimizers.momentum import Gate, Momentum
 from metattt.registry import register
@@ -34,6 +34,8 @@ class Preconditioned(Momentum):
     Raises:
         MetaTTTError: a value that is not allowed.
     """
+
+    fixed: tuple[str, ...] = (*Momentum.fixed, "centre_init", "curvature_decay", "curvature_decay_init")
 
     def __init__(
         self,
@@ -88,6 +90,11 @@ class Preconditioned(Momentum):
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
     ) -> tuple[Views, Gates, Tensors]:
+        if views.k.ndim != 4:
+            raise MetaTTTError(
+                "optimizer=preconditioned sums the curvature of one key a token, and this task gives several pairs a token: "
+                "set another task, or another optimizer"
+            )
         gamma, beta = self.curvature_decay(x), self.curvature_step(x)
         if ctx.valid is not None:
             gamma, beta = (

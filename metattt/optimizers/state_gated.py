@@ -33,6 +33,8 @@ class StateGated(Momentum):
         MetaTTTError: as `Momentum`; in a call with `alignment`, for labels that are not as wide as predictions.
     """
 
+    fixed: tuple[str, ...] = (*Momentum.fixed, "step_gate_params")
+
     def __init__(
         self,
         mini_batch_size: int = 16,

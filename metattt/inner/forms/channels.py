@@ -54,7 +54,8 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[T
         """`[B, H, T, ·]` to `[B, H, chunks, size, ·]`."""
         return F.pad(x, (0, 0, 0, -count % size), value=fill).unflatten(2, (-1, size))
 
-    step = scaled(tokens.eta, work.learner.step_scales.get(name))
+    written = tokens.eta if tokens.kappa is None else tokens.eta * tokens.kappa  # there is no momentum here
+    step = scaled(written, work.learner.step_scales.get(name))
     k, v, eta = split(tokens.k), split(tokens.v), split(step.unsqueeze(-1))
     b, erases = None if tokens.b is None else split(tokens.b), work.plan.linear == "squared"
     constant = work.plan.outer == "first_order"

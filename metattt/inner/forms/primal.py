@@ -12,6 +12,7 @@ from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import spread
+from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
@@ -45,10 +46,9 @@ def chunk(
             step[name] = -spread(eta, g[:, t]) * g[:, t]
         before = rule.current(carry, phase + t) if read == "exclusive" or "update" not in bases else {}
         if "update" in bases:
-            total = carry.get("update")
-            if rule.update_decays and tokens.alpha is not None:
-                total = _scaled(total, tokens.alpha[:, :, t])
-            carry = carry | {"update": _add(total, step)}
+            one = Gates(*[None if gate is None else gate[:, :, t : t + 1] for gate in tokens.gates])  # type: ignore[arg-type]
+            kept = rule.coefficients(one, phase + t, carry, None).carry["update"][0].get("update")
+            carry = carry | {"update": _add(_scaled(carry.get("update"), kept), step)}
         else:
             alpha, beta, kappa = (
                 None if gate is None else gate[:, :, t] for gate in (tokens.alpha, tokens.beta, tokens.kappa)
@@ -57,10 +57,10 @@ def chunk(
                 memory = _add(_scaled(carry.get("momentum"), beta), step)
                 step = _add(_scaled(memory, beta), step) if rule.nesterov else memory
                 carry = carry | {"momentum": memory}
-            kept = _scaled(before, alpha)
-            if tokens.decay is not None and kept is not None:
-                kept = {name: tokens.decay[:, :, t].exp().unsqueeze(-1) * x for name, x in kept.items()}
-            moved = _add(kept, _scaled(step, kappa))
+            old = _scaled(before, alpha)
+            if tokens.decay is not None and old is not None:
+                old = {name: tokens.decay[:, :, t].exp().unsqueeze(-1) * x for name, x in old.items()}
+            moved = _add(old, _scaled(step, kappa))
             if rule.pull and alpha is not None:
                 moved = _add(_scaled(carry["origin"], 1 - alpha), moved)
             carry = carry | {"weights": moved}

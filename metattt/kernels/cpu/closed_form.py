@@ -169,10 +169,11 @@ class Layout:
         if gates.alpha is None and gates.kappa is None:
             one = eta.new_ones(self.size, 1) if tau is None else tau.unsqueeze(-1)
             return (one * eta).tril(), None
-        alpha = torch.ones_like(gates.eta) if gates.alpha is None else gates.alpha
-        decay = transition(alpha)
-        mix = decay * (eta if gates.kappa is None else eta * gates.kappa.unsqueeze(-2))
-        return mix, decay[..., 0] * alpha[..., :1]
+        written = eta if gates.kappa is None else eta * gates.kappa.unsqueeze(-2)
+        if gates.alpha is None:
+            return written.expand(*written.shape[:-2], self.size, -1).tril(), None
+        decay = transition(gates.alpha)
+        return decay * written, decay[..., 0] * gates.alpha[..., :1]
 
     def gates(self, place: slice) -> Tokens:
         blank = Tokens(*[None] * len(self.tokens))  # type: ignore[arg-type]

@@ -1,0 +1,291 @@
+"""Rules of one's own: what their gates hold is read off the gates, and what no form could keep is refused in one line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metattt import optimizers
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.learners import MLP, KernelEstimator, Linear
+from metattt.learners.base import Learner
+from metattt.modules import spread
+from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Momentum, Preconditioned, StepSize
+from metattt.state import Context, DataGates, Tensors
+from metattt.tasks import Pairs, Reconstruction, Task, WindowViews
+from metattt.testing.laws import forms, splits
+from metattt.testing.padding import masks
+from metattt.testing.specimen import Specimen
+
+BOUND = 1e-9
+LETTERS = {"a": "alpha", "b": "beta", "k": "kappa"}
+LINEAR_MAP = partial(Linear, bias=False, residual=False, norm=False)
+task = partial(Reconstruction, normalize_qk=True)
+
+
+class Own(InnerOptimizer):
+    """Gates by their letters: α, β, κ of a head, r rates, d decays of channels. It says nothing of itself."""
+
+    names = ""
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        self.heads = num_heads
+        self.maps = nn.ModuleDict({name: nn.Linear(dim, num_heads) for name in "e" + self.names if name not in "rd"})
+        self.rates = nn.Linear(dim, num_heads * len(self.weight_names))
+        self.channels = nn.Linear(dim, dim)
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        found = {LETTERS.get(name, "eta"): linear(x).sigmoid().mT for name, linear in self.maps.items()}
+        for name, maps, sign in (("rates", self.rates, 1), ("decay", self.channels, -1)):
+            if name[0] in self.names:
+                found[name] = sign * maps(x).sigmoid().unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return Gates(**{**found, "eta": 0.3 * found["eta"]}), state
+
+
+class Steps(Own):
+    def token_steps(self) -> Tensor | None:
+        return torch.linspace(1, 0.5, self.mini_batch_size, dtype=torch.float64).unsqueeze(0)
+
+
+class PerMiniBatch(Own, BlockRule):
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        BlockRule.build(self, dim, num_heads, head_dim)
+        Own.build(self, dim, num_heads, head_dim)
+
+    def move(self, carry: dict[str, Tensors], alpha: Tensor | None, beta: Tensor | None) -> dict[str, Tensors]:
+        kept = torch.ones(1, 1) if alpha is None else alpha
+        return {"commit": {name: spread(kept, w) * w + carry["update"][name] for name, w in carry["commit"].items()}}
+
+
+def rule(base: type[InnerOptimizer], **attributes: Any) -> Callable[..., InnerOptimizer]:
+    """A class with these attributes, for mini-batches of four tokens."""
+    made: Any = type("Mine", (base,), attributes)
+    return partial(made, mini_batch_size=4)
+
+
+def online(**attributes: Any) -> Callable[..., InnerOptimizer]:
+    return partial(rule(Own, **attributes), mini_batch_size=1, anchor="online")
+
+
+def layer_of(make: Callable[..., InnerOptimizer], learner: Callable[..., Learner] = Linear, **options: Any) -> TTTLayer:
+    return TTTLayer(8, 2, task(), learner(), make(), **options).double()
+
+
+x = torch.randn(2, 11, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+EXACT: dict[str, tuple[Callable[..., Learner], Callable[..., InnerOptimizer]]] = {
+    "momentum that nothing declares": (Linear, rule(Own, names="b")),
+    "all gates": (Linear, rule(Own, names="abk", nesterov=True)),
+    "all gates, solved": (LINEAR_MAP, online(names="abk", pull=True, gradient_at="decayed")),
+    "no momentum where it is declared": (Linear, rule(Own, has_momentum=True, nesterov=True, pull=True)),
+    "a write gate alone": (Linear, rule(Own, names="k")),
+    "a write gate alone, MLP": (MLP, rule(Own, names="k")),
+    "a write gate and channel decays": (LINEAR_MAP, online(names="dk")),
+    "the same, read before": (LINEAR_MAP, partial(online(names="dk", gradient_at="decayed"), read="exclusive")),
+    "rates": (Linear, partial(rule(Own, names="ar"), read="previous")),
+    "decay per mini-batch": (Linear, rule(PerMiniBatch, names="a")),
+    "decay per mini-batch, by halves": (Linear, rule(PerMiniBatch, names="ak", update_decays=True)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_forms_and_splits_agree(name: str) -> None:
+    learner, make = EXACT[name]
+    if learner in (Linear, MLP):
+        learner = partial(learner, residual=True, norm=True)
+    spec = Specimen(learner, task, make)
+    for law in (forms, splits, masks):
+        assert law(spec) <= BOUND, law.__name__
+
+
+
+def three_rates(x: Tensor) -> Gates:
+    return Gates(x[..., :2].mT, rates=x[..., None, :3].expand(-1, -1, 2, -1).transpose(1, 2))
+
+
+REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
+    **{
+        f"{what} and {name}": (make, rf"Mine gives {LETTERS[name]} beside {what}, .* optimizer\.{what}=")
+        for name in LETTERS
+        for what, make in (
+            ("token_steps", rule(Steps, names=name)),
+            ("max_norm", rule(Own, names=name, max_norm=0.1)),
+        )
+    },
+    "rates by token": (rule(Own, names="r"), r"Mine gives rates, .* set anchor=minibatch and read=previous"),
+    "rates online": (partial(online(names="r"), read="previous"), r"Mine gives rates, .*optimizer\.anchor=online"),
+    "another number of rates": (
+        partial(rule(Own, gates=lambda self, x, state, ctx: (three_rates(x), state)), read="previous"),
+        r"Mine gives rates of shape \[1, 2, 1, 3\], expected \[B, H, T, 2\]: one for each of w1, b1",
+    ),
+    "token steps per mini-batch": (
+        rule(PerMiniBatch, token_steps=Steps.token_steps),
+        "sees nothing of token_steps, max_norm and nesterov",
+    ),
+    "clipping per mini-batch": (rule(PerMiniBatch, max_norm=0.1), "sees nothing of token_steps, max_norm"),
+    "decayed gradients by mini-batch": (rule(Own, names="a", gradient_at="decayed"), r"set optimizer\.anchor=online"),
+    "token steps of another length": (
+        rule(Own, token_steps=lambda self: torch.ones(1, 3)),
+        r"Mine\.token_steps has shape \[1, 3\], expected \[1 or 2, 4\] for optimizer\.mini_batch_size=4",
+    ),
+    "gates of data": (
+        rule(Own, gates=lambda self, x, state, ctx: (DataGates(x[..., :2].mT), state)),
+        r"Mine\.gates returned DataGates: a rule with updates = True must return Gates",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["auto", "primal", "dual", "fused"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_the_layer_is_built(name: str, form: str) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(MetaTTTError, match=words) as caught:
+        layer_of(make, form=form)
+    assert "\n" not in str(caught.value)
+
+
+class Moody(Own):
+    """Gates and token steps as the weather is."""
+
+    weather = ""
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        more = {name: torch.full_like(gates.eta, 0.5) for name in ("alpha", "beta") if name in self.weather}
+        return gates._replace(**more), state
+
+    def token_steps(self) -> Tensor | None:
+        return torch.ones(1, self.mini_batch_size) if "steps" in self.weather else None
+
+
+@pytest.mark.parametrize(
+    ("attributes", "weather", "words"),
+    [
+        ({}, "beta", r"gives beta, and gave none when the layer was built: set has_momentum = True"),
+        ({"max_norm": 0.1}, "alpha", "gives alpha beside max_norm"),
+        ({}, "steps", "token_steps gives τ, and gave none when the layer was built"),
+    ],
+)
+def test_what_comes_up_later_is_refused_before_anything_is_computed(
+    attributes: dict[str, Any], weather: str, words: str
+) -> None:
+    layer = layer_of(rule(Moody, **attributes))
+    layer(x)
+    type(layer.optimizer).weather = weather  # type: ignore[attr-defined]  # not by assignment: nobody is told
+    with pytest.raises(MetaTTTError, match=words):
+        layer(x)
+    layer.optimizer.note = "by assignment"  # type: ignore[assignment]
+    if attributes:
+        with pytest.raises(MetaTTTError, match=words):
+            layer(x)
+    else:
+        y, state = layer(x[:, :5])
+        torch.testing.assert_close(torch.cat([y, layer(x[:, 5:], state)[0]], 1), layer(x)[0])
+
+
+def test_a_rule_that_cannot_be_asked_with_one_token_is_built() -> None:
+    def gates(self: Own, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        if x.shape[1] == 1:
+            raise ValueError("pairs only")
+        return Own.gates(self, x, state, ctx)
+
+    assert torch.equal(layer_of(rule(Own, gates=gates))(x)[1].pos, torch.tensor([11, 11]))
+    with pytest.raises(MetaTTTError, match="set has_momentum = True on the class"):
+        layer_of(rule(Own, names="b", gates=gates))(x)
+    assert "momentum" in layer_of(rule(Own, names="b", gates=gates, has_momentum=True))(x)[1].weights
+
+
+def test_building_a_layer_draws_nothing_for_the_gates() -> None:
+    def gates(self: Own, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        return Own.gates(self, nn.functional.dropout(x), state, ctx)
+
+    layer = layer_of(rule(Own, gates=gates))
+    before = torch.get_rng_state()
+    layer.optimizer.note = 1  # type: ignore[assignment]
+    assert layer.form == "fused" and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("letter", "name"), [(1, "keep"), (2, "levels"), (0, "write")])
+def test_gates_of_data_are_read_off_the_gates(letter: int, name: str) -> None:
+    class Forgets(InnerOptimizer):
+        updates = False
+
+        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[DataGates, Tensors]:
+            gate = x[..., :1].sigmoid().mT
+            given = [torch.ones_like(gate), None, None]
+            given[letter] = gate
+            return DataGates(*given), state  # type: ignore[arg-type]
+
+    with pytest.raises(MetaTTTError, match=f"KernelEstimator has no use for the {name} gate of its rule"):
+        TTTLayer(8, 2, task(), KernelEstimator(), Forgets())
+
+
+# -- settings that are assigned later ------------------------------------------------------------------------------------
+
+
+def another(kind: Any, value: Any) -> list[Any]:
+    """Other values of a setting, from its type."""
+    choices = [one for part in (kind, *get_args(kind)) for one in get_args(part) if isinstance(one, str)]
+    if choices:
+        return [one for one in choices if one != value]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    return [0.5 * value] if isinstance(value, float) else [1] if value is None else []
+
+
+OURS = [getattr(optimizers, name) for name in optimizers.__all__]
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in OURS if issubclass(kind, InnerOptimizer) and not inspect.isabstract(kind) and kind != StepSize]
+)
+def test_settings_assigned_later_take_effect_or_are_refused(kind: type[InnerOptimizer]) -> None:
+    parameters = list(inspect.signature(kind).parameters.values())
+    learner = LINEAR_MAP if kind().updates else KernelEstimator
+
+    def build(**settings: Any) -> TTTLayer:
+        torch.manual_seed(0)
+        return TTTLayer(8, 2, task(), learner(), kind(**settings)).double()
+
+    for parameter in parameters:
+        hint = get_type_hints(kind.__init__)[parameter.name]
+        for value in another(hint, parameter.default):
+            layer = build()
+            try:
+                setattr(layer.optimizer, parameter.name, value)
+                found = layer(x)[0]
+                expected = build(**{parameter.name: value})
+            except MetaTTTError:
+                continue
+            expected.load_state_dict(layer.state_dict())
+            torch.testing.assert_close(found, expected(x)[0], msg=f"{parameter.name}={value}")
+
+
+def test_settings_that_come_too_late() -> None:
+    layer = layer_of(partial(GradientDescent, 4, token_steps="shared"))
+    for name, value in (("base_lr", 0.5), ("lr_scale", "none"), ("token_steps", "none"), ("mini_batch_size", 8)):
+        with pytest.raises(MetaTTTError, match=rf"GradientDescent\.{name} = .* comes too late, .* {name}={value}"):
+            setattr(layer.optimizer, name, value)
+    layer.optimizer.base_lr = 1.0  # as it is
+    with pytest.raises(MetaTTTError, match=r"Momentum\.momentum = 'none' comes too late"):
+        layer_of(Momentum).optimizer.momentum = "none"
+    layer.optimizer.steps = 2
+    with pytest.raises(MetaTTTError, match=r"optimizer\.steps=2 .* would show queries the future"):
+        layer(x)
+
+
+@pytest.mark.parametrize("views", [WindowViews, Pairs])
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_several_pairs_a_token_are_not_preconditioned(views: type[Task], tokens: int) -> None:
+    layer = TTTLayer(8, 2, views(2), LINEAR_MAP(), Preconditioned()).double()  # type: ignore[call-arg]
+    with pytest.raises(MetaTTTError, match="sums the curvature of one key a token, and this task gives several pairs"):
+        layer(x[:, :tokens])
