@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -64,6 +65,9 @@ def make_plan(
         reasons |= {"solved": why} if why and chunks == "dual" else {}
         chunks = "solved" if linear and chunks == "dual" else chunks
     mixes, by_token = learner.mixes_tokens, optimizer.anchor == "online" and chunks != "solved"
+    period, block = optimizer.period, optimizer.block
+    if mixes:  # its tokens see those of their mini-batch, whatever may be computed together
+        period, block = (None, sys.maxsize) if optimizer.whole else (optimizer.mini_batch_size,) * 2
     return Plan(
         chosen,
         chunks,
@@ -73,8 +77,8 @@ def make_plan(
         strict=form == "fused",
         outer=outer,
         roles=optimizer.bases,
-        period=optimizer.period,
-        block=optimizer.block,
+        period=period,
+        block=block,
         chunk=None if mixes else 1 if by_token else optimizer.chunk,
         sees_weights=optimizer.state_dependent,
         weights={name: learner.shapes[name] for name in learner.init},

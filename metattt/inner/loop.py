@@ -24,7 +24,7 @@ from metattt.inner.tokens import Block, Carry, Tokens, rows, where
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import spread
-from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.base import Gates, InnerOptimizer, newest
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
 from metattt.torch_private import interpreter_stack, saved_tensor_hooks
@@ -125,7 +125,7 @@ class Work:
             before = carry
             if "commit" in carry and (step < steps or block.commit is not False):
                 carry = self._commit(carry, block, step == steps)
-        if self.plan.replays:
+        if self.plan.replays or steps > 1:
             carry = _only_complete(entering, carry, block.commit)
         return (torch.cat(ys, dim=2) if rows is not None and len(ys) > 1 else y), before, carry  # type: ignore[arg-type]
 
@@ -200,13 +200,14 @@ READS: dict[str, Callable[[Work, Tokens, Carry, Block], tuple[Tensor | None, Car
 
 
 def _only_complete(before: Carry, after: Carry, complete: bool | Tensor) -> Carry:
-    """What a mini-batch leaves behind that is replayed when it goes on: nothing, until it is complete."""
+    """What a mini-batch leaves behind that is replayed when it goes on, or has no token: nothing, until it is complete."""
     if isinstance(complete, bool):
         return after if complete else before
+    entered = before[newest(before)]  # weights that have not moved yet stand in another role
     return {
-        role: where(complete, weights, before.get(role))
+        role: where(complete, weights, before.get(role, entered if role == "weights" else None))
         for role, weights in after.items()
-        if role not in ("update", "weights")
+        if role != "update"
     }
 
 
@@ -334,10 +335,10 @@ class InnerLoop:
             return y, carry  # type: ignore[return-value]
         if self.plan.outer == "implicit":
             now, carry = converged(self, tokens, carry, blocks, live, after, operand)
-            return answers(self, tokens, {"commit": now}, operand), carry
+            return answers(self, tokens, {"commit": now}, blocks, operand), carry
         *_, carry = steps(self, tokens, carry, blocks, live, after, operand)
         now = self.optimizer.current(carry, after % self.optimizer.mini_batch_size)
-        return answers(self, tokens, {"commit": now}, operand), carry
+        return answers(self, tokens, {"commit": now}, blocks, operand), carry
 
     def _replay(self, tokens: Tokens, carry: Carry, state: State, after: Tensor, ctx: Context) -> Result:
         """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read
