@@ -306,7 +306,7 @@ class TTTLayer(nn.Module):
         with torch.inference_mode(False):  # the parts are looked at with derivatives
             width = self.task.input_dim
             parts = self.task, self.learner, self.optimizer
-            plan = make_plan(self._form, *parts, self.num_heads, width, kernels(), self.outer)
+            plan = make_plan(self._form, *parts, self.dim, self.num_heads, width, kernels(), self.outer)
         plan.basis = self._basis()
         return plan
 

@@ -15,7 +15,12 @@ from metattt import TTTLayer
 from metattt.learners import Learner, Linear
 from metattt.learners.base import Weight
 from metattt.learners.fast_weights import FastWeights
-from metattt.optimizers import Adam, BlockMomentum, GradientDescent, InnerOptimizer, Momentum, WholeSequence
+from metattt.learners.global_estimator import GlobalEstimator
+from metattt.learners.kernel_estimator import KernelEstimator
+from metattt.learners.kernel_ridge import KernelRidge
+from metattt.learners.log_linear import LogLinear
+from metattt.learners.recurrent_ridge import RecurrentRidge
+from metattt.optimizers import Adam, Append, BlockMomentum, GradientDescent, InnerOptimizer, Momentum, WholeSequence
 from metattt.optimizers.mirror import MirrorDescent
 from metattt.state import State
 from metattt.tasks import Reconstruction
@@ -256,3 +261,38 @@ def test_several_passes_of_an_online_rule_go_on_with_its_momentum(pull: bool) ->
         return of.final(token_by_token(of), 1, 2)
 
     assert_equal(layer, expected)
+
+
+class WideKeys(Reconstruction):
+    """Keys and queries with two channels more, which are 0."""
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.input_dim = head_dim + 2
+
+    def views(self, x: Tensor, state: Any, ctx: Any) -> Any:  # type: ignore[override]
+        views, state = super().views(x, state, ctx)
+        return views._replace(k=nn.functional.pad(views.k, (0, 2)), q=nn.functional.pad(views.q, (0, 2))), state
+
+
+KEEPERS: dict[str, Callable[[], Learner]] = {
+    "attention": lambda: KernelEstimator(bandwidth=1.0),
+    "all tokens": lambda: GlobalEstimator(bandwidth=1.0),
+    "kernel ridge": lambda: KernelRidge(bandwidth=1.0),
+    "recurrent ridge": RecurrentRidge,
+    "recurrent ridge, exact": lambda: RecurrentRidge(solver="exact"),
+    "log-linear": LogLinear,
+    "log-linear, delta": lambda: LogLinear("delta"),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_labels_of_learners_that_keep_data_need_not_be_as_wide_as_keys(name: str) -> None:
+    def layer(task: Reconstruction) -> TTTLayer:
+        torch.manual_seed(0)
+        return TTTLayer(DIM, HEADS, task, KEEPERS[name](), Append()).double()
+
+    (narrow, wide), x = (layer(task) for task in (Reconstruction(), WideKeys())), tokens(2)
+    first, state = wide(x[:, :6])
+    y = torch.cat([first, wide(x[:, 6:], state)[0]], 1) if wide.learner.streams else wide(x)[0]
+    torch.testing.assert_close(y, narrow(x)[0], rtol=1e-9, atol=1e-11)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.claims import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.inner.implicit import check_outer
+from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
+from metattt.inner.tokens import Tokens
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
-from metattt.optimizers.base import InnerOptimizer
-from metattt.tasks.base import Task
+from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.state import Context
+from metattt.tasks.base import Task, Views
 
 if TYPE_CHECKING:
     from metattt.kernels.base import Kernel
@@ -33,6 +37,7 @@ def make_plan(
     task: Task,
     learner: Learner,
     optimizer: InnerOptimizer,
+    dim: int,
     num_heads: int,
     d_in: int,
     kernels: Sequence[Kernel],
@@ -41,15 +46,16 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form` and `check_outer`, or labels that a learner without weights cannot answer with.
+        MetaTTTError: as `choose_form`, `check_outer` and `InnerLoop.check_generalised`, or labels that a learner without
+            weights cannot answer with.
     """
     check_outer(outer, learner, optimizer)
     if not learner.has_weights:
         check_choice("layer.form", form, ("auto", *FORMS))
-        if task.label_dim != d_in:
+        if task.label_dim != dim // num_heads:
             raise MetaTTTError(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are {task.label_dim} "
-                f"wide, not {d_in}: set task.huber_delta_from=constant, or another task"
+                f"wide, not {dim // num_heads}: set task.huber_delta_from=constant, or another task"
             )
         return Plan("scan")
     task, learner = materialized(task), materialized(learner)
@@ -68,7 +74,7 @@ def make_plan(
     period, block = optimizer.period, optimizer.block
     if mixes:  # its tokens see those of their mini-batch, whatever may be computed together
         period, block = (None, sys.maxsize) if optimizer.whole else (optimizer.mini_batch_size,) * 2
-    return Plan(
+    plan = Plan(
         chosen,
         chunks,
         linear,
@@ -83,7 +89,40 @@ def make_plan(
         sees_weights=optimizer.state_dependent,
         weights={name: learner.shapes[name] for name in learner.init},
         replays=optimizer.read != "final" and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
+        looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
+    gates = gates_of(optimizer, dim, num_heads, d_in)
+    if gates is not None:
+        k = torch.empty(1, num_heads, 1, d_in)
+        InnerLoop(task, learner, optimizer, plan, None).check_generalised(Tokens.of(Views(k, k, k), gates))
+    return plan
+
+
+def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> Gates | None:
+    """The gates of one token, as far as they can be known when a layer is built; None if a rule cannot be asked yet."""
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        gates: object = None
+        with suppress(Exception):  # whatever a rule of one's own does with a lone token: every call is checked, too
+            rule = materialized(optimizer)
+            dtype = next((x.dtype for x in rule.parameters() if x.is_floating_point()), None)
+            x, k = torch.zeros(1, 1, dim, dtype=dtype), torch.zeros(1, num_heads, 1, d_in, dtype=dtype)
+            ctx = Context(torch.zeros(1, 1, dtype=torch.long), None, None, rule.mini_batch_size)
+            gates, state = rule.gates(x, {}, ctx)
+            gates = rule.prepare(Views(k, k, k), gates, x, state, ctx)[1]  # type: ignore[arg-type]
+    return gates if isinstance(gates, Gates) else None
+
+
+def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool:
+    """Whether a learner that mixes tokens lets them look at later ones."""
+
+    def why() -> str | None:
+        try:
+            check_token_local(task, learner, num_heads, d_in)
+        except MetaTTTError as error:
+            return str(error)
+        return None
+
+    return remembered(learner, task, ("ahead",), why) is not None
 
 
 def covering(

@@ -254,7 +254,12 @@ class InnerLoop:
         """
         plan, operand = self.plan, tokens.k.dtype
         if tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5:
-            self._check_generalised(tokens)
+            self.check_generalised(tokens)
+        if plan.looks_ahead and (ctx.valid is not None or ctx.first is not None or state.phase is None):
+            raise MetaTTTError(
+                f"{type(self.learner).__name__} lets tokens look at later ones, and would let them look at padding: make it "
+                "causal, or give sequences of one length"
+            )
         if ctx.first is not None and self.optimizer.read == "final":
             raise MetaTTTError(
                 "reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights"
@@ -277,7 +282,7 @@ class InnerLoop:
         y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, own)
         return Result(frame.take(y), carry, frame.phase, {})
 
-    def _check_generalised(self, tokens: Tokens) -> None:
+    def check_generalised(self, tokens: Tokens) -> None:
         """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss."""
         rule, what = self.optimizer, "decays for every channel" if tokens.decay is not None else "an erase view"
         if tokens.erases and not self.plan.linear:
