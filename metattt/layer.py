@@ -108,8 +108,6 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {_divisors(dim)}"
             )
-        if group_size is not None:
-            check_integer("layer.group_size", group_size, 0, advice=" (0 stores everything, null chooses)")
         if learner.has_weights != optimizer.updates:
             wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
             right = "minibatch" if learner.has_weights else "append"
@@ -330,6 +328,8 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer"
             )
+        if name == "group_size" and value is not None:
+            check_integer("layer.group_size", value, 0, advice=" (0 stores everything, null chooses)")
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

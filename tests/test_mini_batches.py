@@ -3,8 +3,8 @@ from in several passes. The reference is a plain loop over the mini-batches of o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from metattt import TTTLayer
-from metattt.learners import Learner, Linear
+from metattt.errors import MetaTTTError
+from metattt.learners import MLP, Learner, Linear
 from metattt.learners.base import Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.global_estimator import GlobalEstimator
@@ -21,6 +22,7 @@ from metattt.learners.kernel_ridge import KernelRidge
 from metattt.learners.log_linear import LogLinear
 from metattt.learners.recurrent_ridge import RecurrentRidge
 from metattt.optimizers import Adam, Append, BlockMomentum, GradientDescent, InnerOptimizer, Momentum, WholeSequence
+from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.optimizers.mirror import MirrorDescent
 from metattt.state import State
 from metattt.tasks import Reconstruction
@@ -296,3 +298,55 @@ def test_labels_of_learners_that_keep_data_need_not_be_as_wide_as_keys(name: str
     first, state = wide(x[:, :6])
     y = torch.cat([first, wide(x[:, 6:], state)[0]], 1) if wide.learner.streams else wide(x)[0]
     torch.testing.assert_close(y, narrow(x)[0], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("learner", "steps"), [(plain, 1), (plain, 2), (Mean, 1)], ids=["plain", "steps", "mixing"]
+)
+def test_a_call_that_cuts_mini_batches_of_a_block_read_is_said_once(
+    learner: Callable[[], Learner], steps: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    layer, x = made(learner(), GradientDescent(4, read="block", steps=steps)), tokens()
+    layer(x[:, :8], mask=torch.arange(8) < torch.tensor([[8], [4], [8], [4]]))
+    assert not recwarn.list
+    for _ in range(2):
+        layer(x)
+    layer(x[:, :8], mask=torch.arange(8) < torch.tensor([[8], [4], [5], [4]]))
+    (said,) = recwarn.list
+    assert "optimizer.mini_batch_size=4" in str(said.message) and "T=11" in str(said.message)
+    made(learner(), GradientDescent(4, read="previous", steps=steps))(x)
+    assert len(recwarn.list) == 1
+    reset = torch.zeros(len(x), 8, dtype=torch.bool)
+    reset[:, 4] = True
+    other = made(learner(), GradientDescent(4, read="block", steps=steps))
+    other(x[:, :8], reset=reset)  # documents of 4 tokens
+    assert len(recwarn.list) == 1
+    other(x[:, :8], reset=reset.roll(1, 1))
+    assert "T=8" in str(recwarn.list[-1].message) and len(recwarn.list) == 2
+    made(learner(), GradientDescent(4, read="block", steps=steps))(x[:, 3:7], layer(x[:, :3])[1])
+    assert "T=4" in str(recwarn.list[-1].message) and len(recwarn.list) == 3
+
+
+def test_what_gates_say_is_refused_when_the_layer_is_built() -> None:
+    with pytest.raises(MetaTTTError, match=r"decays for every channel needs a linear learner.*set learner=linear_map"):
+        TTTLayer(DIM, HEADS, Reconstruction(), MLP(), ChannelDecay())
+    with pytest.raises(MetaTTTError, match=r"decays for every channel has no meaning for a bias: set learner.bias=false"):
+        TTTLayer(DIM, HEADS, Reconstruction(), Linear(norm=False, residual=False), ChannelDecay())
+    torch.manual_seed(0)
+    TTTLayer(DIM, HEADS, Reconstruction(), plain(), ChannelDecay(rank="head_dim"))
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    TTTLayer(DIM, HEADS, Reconstruction(), plain(), ChannelDecay(rank="head_dim"))
+    assert torch.equal(drawn, torch.rand(1))  # and nothing is drawn for it
+
+
+@pytest.mark.parametrize("make", [partial(GradientDescent, 4, read="block"), partial(GradientDescent, 4, read="final"), WholeSequence])
+def test_padding_is_refused_where_tokens_look_at_later_ones(make: Callable[[], InnerOptimizer]) -> None:
+    class Both(Mean):
+        def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+            return w.linear(x.mean(-2, keepdim=True).expand_as(x), "W")
+
+    layer, x = made(Both(), make()), tokens()
+    layer(x[:, :8])
+    with pytest.raises(MetaTTTError, match="would let them look at padding: make it causal"):
+        layer(x, mask=torch.arange(T) < torch.tensor(LENGTHS).unsqueeze(1))

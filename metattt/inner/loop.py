@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -274,10 +275,12 @@ class InnerLoop:
         if phase is not None and ctx.first is None:
             plain, end = consecutive(tokens.k.shape[2], phase, plan.block)
             if ctx.valid is None:
+                self._say_cut(phase, end, plain, tokens)
                 y, carry = self.run(tokens, carry, plain, None, after, operand, own)
                 return Result(y, carry, 0 if plan.period is None else end, {})
         make = make_frame if packing is None else packing.frame
         frame = make(ctx, state, plan.period, plan.block, plain)
+        self._say_cut(phase, frame.phase, frame.blocks, tokens)
         placed = mask_gates(tokens if frame.source is None else tokens.map(frame.place), frame.live)
         y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, own)
         return Result(frame.take(y), carry, frame.phase, {})
@@ -349,7 +352,7 @@ class InnerLoop:
         """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read
         again."""
         size, count, operand = self.optimizer.mini_batch_size, tokens.k.shape[2], tokens.k.dtype
-        tokens, ctx = with_tail(tokens, ctx, state, size)
+        given, (tokens, ctx) = tokens, with_tail(tokens, ctx, state, size)
         start, length = torch.zeros_like(state.pos), tokens.k.shape[2]
         lead = start if state.phase is not None else state.pos % size - (size - 1)
         begin = state._replace(phase=None if state.phase is None else 0)
@@ -357,9 +360,23 @@ class InnerLoop:
             ctx, begin, self.plan.period, self.plan.block, consecutive(length, 0, size)[0], None, start, lead
         )
         placed = mask_gates(tokens.map(frame.place), frame.live)
+        self._say_cut(state.phase, frame.phase, frame.blocks, given)
         y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, False)
         y = frame.take(y)
         return Result(y[:, :, y.shape[2] - count :], carry, frame.phase, tail(placed, frame, after, size))
+
+    def _say_cut(self, begin: int | None, end: int | None, blocks: Sequence[Block], tokens: Tokens) -> None:
+        """Warns, once, of a `block` read whose mini-batches the call cuts: what its queries see depends on T."""
+        whole = begin == 0 and (end == 0 or all(block.commit is True for block in blocks))
+        if self.optimizer.read != "block" or whole or self.plan.said_cut or torch.compiler.is_compiling():
+            return
+        self.plan.said_cut = True
+        warnings.warn(
+            f"optimizer.read=block answers a mini-batch of optimizer.mini_batch_size={self.optimizer.mini_batch_size} tokens by "
+            f"what all of them teach, and this call of T={tokens.q.shape[2]} tokens cuts one: set mini_batch_size to a divisor of "
+            "the length of every call and document, or optimizer.read=previous",
+            stacklevel=2,
+        )
 
     # -- by the forms, in groups ---------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class Plan:
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
     decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
     said: set[tuple[str, str, str]] = field(default_factory=set)
+    said_cut: bool = False  #: that a call cuts the mini-batches of a `block` read
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
 
     def __reduce__(self) -> tuple[object, ...]:
