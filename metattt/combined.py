@@ -117,21 +117,22 @@ class Combined(nn.Module):
                 "layer.head_norm and layer.head_scale are of heads before the output projection, so they go with "
                 "layer.shared=true"
             )
-        if group_size is not None:
-            check_integer(
-                "layer.group_size", group_size, 0, advice=" (0 stores everything, null leaves those of the layers)"
-            )
-            for layer in (first, second):
-                layer.group_size = group_size  # type: ignore[assignment]
-        self.how, self.group_size = how, group_size
+        self.how = how
         self.dim: int = dim
         self.first, self.second = first, second
+        self.group_size = group_size
         self.out: nn.Module | None = None
         self.head_norm: nn.RMSNorm | None = None
         self.head_scale: nn.Linear | None = None
         self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=NORM_EPS) for _ in range(2)) if how == "gate" else None
         if shared:
             self._share(head_norm, head_scale)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "group_size" and value is not None:
+            check_integer("layer.group_size", value, 0, advice=" (0 stores everything, null leaves those of the layers)")
+            self.first.group_size = self.second.group_size = value
+        super().__setattr__(name, value)
 
     def _share(self, head_norm: bool, head_scale: bool) -> None:
         first: Any = self.first

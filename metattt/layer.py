@@ -110,8 +110,6 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {_divisors(dim)}"
             )
-        if group_size is not None:
-            check_integer("layer.group_size", group_size, 0, advice=" (0 stores everything, null chooses)")
         if learner.has_weights != optimizer.updates:
             wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
             right = "minibatch" if learner.has_weights else "append"
@@ -304,7 +302,7 @@ class TTTLayer(nn.Module):
         with torch.inference_mode(False):  # the parts are looked at with derivatives
             width = self.task.input_dim
             parts = self.task, self.learner, self.optimizer
-            plan = make_plan(self._form, *parts, self.num_heads, width, kernels(), self.outer)
+            plan = make_plan(self._form, *parts, self.dim, self.num_heads, width, kernels(), self.outer)
         plan.basis = self._basis()
         return plan
 
@@ -328,6 +326,8 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer"
             )
+        if name == "group_size" and value is not None:
+            check_integer("layer.group_size", value, 0, advice=" (0 stores everything, null chooses)")
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from metattt.known_layers import examine
 from metattt.layer import TTTLayer
 from metattt.learners import KernelEstimator, Linear
 from metattt.measures.inner_health import inner_health
+from metattt.mixers.mamba2 import Mamba2
 from metattt.models import LanguageModel
 from metattt.models.published_config import PublishedConfig
 from metattt.optimizers import Append, GradientDescent
@@ -233,6 +234,22 @@ def test_what_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(MetaTTTError):
             layer(*arguments, **options)
+
+
+def test_a_group_size_reaches_all_layers_inside() -> None:
+    mixer = Mamba2(8, 2, head_dim=4)
+    inner = Combined(8, layer_of(), mixer)
+    both = Combined(8, layer_of(), inner, group_size=3)
+    parts = (both, both.first, inner, inner.first, mixer)
+    assert [part.group_size for part in parts] == [3] * 5
+    both.group_size = 0
+    assert [part.group_size for part in parts] == [0] * 5
+    both.group_size = None  # leaves those of the layers
+    assert [part.group_size for part in parts] == [None, 0, 0, 0, 0]
+    for part in parts:
+        with pytest.raises(MetaTTTError, match=r"layer.group_size=-3 is not allowed: it must be at least 0"):
+            part.group_size = -3
+    assert mixer.group_size == 0
 
 
 @pytest.mark.parametrize(

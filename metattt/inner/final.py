@@ -46,10 +46,14 @@ def steps(
             carry = rule.again(carry, filled)
 
 
-def answers(loop: InnerLoop, tokens: Tokens, carry: Carry, operand: torch.dtype) -> Tensor:
-    """All queries answered by one set of weights, in pieces that are recomputed in the backward pass."""
+def answers(
+    loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block], operand: torch.dtype
+) -> Tensor:
+    """All queries answered by one set of weights, in pieces that are recomputed in the backward pass: mini-batches
+    where their tokens see each other."""
     count, size = tokens.q.shape[2], loop.optimizer.compute_chunk or 2048
-    blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
+    if not loop.learner.mixes_tokens:
+        blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
     y, _ = loop.grouped(tokens, carry, blocks, True, operand)
     assert y is not None
     return y

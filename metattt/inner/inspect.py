@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.claims import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.inner.implicit import check_outer
+from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
+from metattt.inner.tokens import Tokens
 from metattt.learners.base import Learner, NonParametric
 from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
-from metattt.optimizers.base import InnerOptimizer
+from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import Context, DataGates
-from metattt.tasks.base import Task
+from metattt.tasks.base import Task, Views
 
 if TYPE_CHECKING:
     from metattt.kernels.base import Kernel
@@ -33,6 +37,7 @@ def make_plan(
     task: Task,
     learner: Learner,
     optimizer: InnerOptimizer,
+    dim: int,
     num_heads: int,
     d_in: int,
     kernels: Sequence[Kernel],
@@ -41,9 +46,10 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form` and `check_outer`, or labels that a learner without weights cannot answer with.
+        MetaTTTError: as `choose_form`, `check_outer` and `InnerLoop.check_generalised`, or labels that a learner without
+            weights cannot answer with.
     """
-    found = tried(optimizer)
+    found = gates_of(optimizer, dim, num_heads, d_in)
     if optimizer.updates:
         optimizer.look(num_heads, found)
     check_outer(outer, learner, optimizer)
@@ -55,10 +61,10 @@ def make_plan(
                 if given and name not in learner.gates:
                     off = optimizer.data_gates.get(name, "another optimizer")
                     raise MetaTTTError(f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}")
-        if task.label_dim != d_in:
+        if task.label_dim != dim // num_heads:
             raise MetaTTTError(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are {task.label_dim} "
-                f"wide, not {d_in}: set task.huber_delta_from=constant, or another task"
+                f"wide, not {dim // num_heads}: set task.huber_delta_from=constant, or another task"
             )
         return Plan("scan")
     task, learner = materialized(task), materialized(learner)
@@ -74,7 +80,10 @@ def make_plan(
         reasons |= {"solved": why} if why and chunks == "dual" else {}
         chunks = "solved" if linear and chunks == "dual" else chunks
     mixes, by_token = learner.mixes_tokens, optimizer.anchor == "online" and chunks != "solved"
-    return Plan(
+    period, block = optimizer.period, optimizer.block
+    if mixes:  # its tokens see those of their mini-batch, whatever may be computed together
+        period, block = (None, sys.maxsize) if optimizer.whole else (optimizer.mini_batch_size,) * 2
+    plan = Plan(
         chosen,
         chunks,
         linear,
@@ -83,26 +92,46 @@ def make_plan(
         strict=form == "fused",
         outer=outer,
         roles=optimizer.bases,
-        period=optimizer.period,
-        block=optimizer.block,
+        period=period,
+        block=block,
         chunk=None if mixes else 1 if by_token else optimizer.chunk,
         sees_weights=optimizer.state_dependent,
         weights={name: learner.shapes[name] for name in learner.init},
         replays=optimizer.read != "final" and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
+        looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
+    if isinstance(found, Gates):
+        k = torch.empty(1, num_heads, 1, d_in)
+        InnerLoop(task, learner, optimizer, plan, None).check_generalised(Tokens.of(Views(k, k, k), found))
+    return plan
 
 
-def tried(optimizer: InnerOptimizer) -> object | None:
-    """What a rule's `gates` gives for one random token; None where it cannot be asked outside of a call."""
+def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object | None:
+    """What a rule gives for one random token, as far as it can be known when a layer is built; None if it cannot be asked."""
+    found: object | None = None
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with suppress(Exception):  # whatever a rule of one's own does with a lone token: every call is checked, too
+            rule, random = materialized(optimizer), torch.Generator().manual_seed(0)
+            dtype = next((x.dtype for x in rule.parameters() if x.is_floating_point()), None)
+            x, k = (torch.randn(1, *n, generator=random).to(dtype) for n in ((1, dim), (num_heads, 1, d_in)))
+            ctx = Context(torch.zeros(1, 1, dtype=torch.long), None, None, rule.mini_batch_size)
+            found, state = rule.gates(x, {}, ctx)
+            if isinstance(found, Gates):
+                found = rule.prepare(Views(k, k, k), found, x, state, ctx)[1]
+    return found
+
+
+def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool:
+    """Whether a learner that mixes tokens lets them look at later ones."""
+
+    def why() -> str | None:
         try:
-            rule = materialized(optimizer)
-            like = next((x for x in rule.parameters() if x.is_floating_point()), torch.empty(0))
-            x = torch.randn(1, 1, rule._width, generator=torch.Generator().manual_seed(0)).to(like.dtype)
-            place = torch.zeros(1, 1, dtype=torch.long)
-            return rule.gates(x, {}, Context(place, None, None, rule.mini_batch_size))[0]
-        except Exception:  # whatever a rule of somebody's does with a lone token: every call looks at its gates, too
-            return None
+            check_token_local(task, learner, num_heads, d_in)
+        except MetaTTTError as error:
+            return str(error)
+        return None
+
+    return remembered(learner, task, ("ahead",), why) is not None
 
 
 def covering(

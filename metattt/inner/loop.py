@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +25,7 @@ from metattt.inner.tokens import Block, Carry, Tokens, rows, where
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import spread
-from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.base import Gates, InnerOptimizer, newest
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
 from metattt.torch_private import interpreter_stack, saved_tensor_hooks
@@ -125,7 +126,7 @@ class Work:
             before = carry
             if "commit" in carry and (step < steps or block.commit is not False):
                 carry = self._commit(carry, block, step == steps)
-        if self.plan.replays:
+        if self.plan.replays or steps > 1:
             carry = _only_complete(entering, carry, block.commit)
         return (torch.cat(ys, dim=2) if rows is not None and len(ys) > 1 else y), before, carry  # type: ignore[arg-type]
 
@@ -200,13 +201,14 @@ READS: dict[str, Callable[[Work, Tokens, Carry, Block], tuple[Tensor | None, Car
 
 
 def _only_complete(before: Carry, after: Carry, complete: bool | Tensor) -> Carry:
-    """What a mini-batch leaves behind that is replayed when it goes on: nothing, until it is complete."""
+    """What a mini-batch leaves behind that is replayed when it goes on, or has no token: nothing, until it is complete."""
     if isinstance(complete, bool):
         return after if complete else before
+    entered = before[newest(before)]  # weights that have not moved yet stand in another role
     return {
-        role: where(complete, weights, before.get(role))
+        role: where(complete, weights, before.get(role, entered if role == "weights" else None))
         for role, weights in after.items()
-        if role not in ("update", "weights")
+        if role != "update"
     }
 
 
@@ -253,7 +255,12 @@ class InnerLoop:
         """
         plan, operand = self.plan, tokens.k.dtype
         if tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5:
-            self._check_generalised(tokens)
+            self.check_generalised(tokens)
+        if plan.looks_ahead and (ctx.valid is not None or ctx.first is not None or state.phase is None):
+            raise MetaTTTError(
+                f"{type(self.learner).__name__} lets tokens look at later ones, and would let them look at padding: make it "
+                "causal, or give sequences of one length"
+            )
         if ctx.first is not None and self.optimizer.read == "final":
             raise MetaTTTError(
                 "reset= packs documents, and optimizer.read=final answers all queries of a call with one set of weights"
@@ -268,15 +275,17 @@ class InnerLoop:
         if phase is not None and ctx.first is None:
             plain, end = consecutive(tokens.k.shape[2], phase, plan.block)
             if ctx.valid is None:
+                self._say_cut(phase, end, plain, tokens)
                 y, carry = self.run(tokens, carry, plain, None, after, operand, own)
                 return Result(y, carry, 0 if plan.period is None else end, {})
         make = make_frame if packing is None else packing.frame
         frame = make(ctx, state, plan.period, plan.block, plain)
+        self._say_cut(phase, frame.phase, frame.blocks, tokens)
         placed = mask_gates(tokens if frame.source is None else tokens.map(frame.place), frame.live)
         y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, own)
         return Result(frame.take(y), carry, frame.phase, {})
 
-    def _check_generalised(self, tokens: Tokens) -> None:
+    def check_generalised(self, tokens: Tokens) -> None:
         """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss."""
         rule, what = self.optimizer, "decays for every channel" if tokens.decay is not None else "an erase view"
         if tokens.erases and not self.plan.linear:
@@ -336,16 +345,16 @@ class InnerLoop:
             return y, carry  # type: ignore[return-value]
         if self.plan.outer == "implicit":
             now, carry = converged(self, tokens, carry, blocks, live, after, operand)
-            return answers(self, tokens, {"commit": now}, operand), carry
+            return answers(self, tokens, {"commit": now}, blocks, operand), carry
         *_, carry = steps(self, tokens, carry, blocks, live, after, operand)
         now = self.optimizer.current(carry, after % self.optimizer.mini_batch_size)
-        return answers(self, tokens, {"commit": now}, operand), carry
+        return answers(self, tokens, {"commit": now}, blocks, operand), carry
 
     def _replay(self, tokens: Tokens, carry: Carry, state: State, after: Tensor, ctx: Context) -> Result:
         """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read
         again."""
         size, count, operand = self.optimizer.mini_batch_size, tokens.k.shape[2], tokens.k.dtype
-        tokens, ctx = with_tail(tokens, ctx, state, size)
+        given, (tokens, ctx) = tokens, with_tail(tokens, ctx, state, size)
         start, length = torch.zeros_like(state.pos), tokens.k.shape[2]
         lead = start if state.phase is not None else state.pos % size - (size - 1)
         begin = state._replace(phase=None if state.phase is None else 0)
@@ -353,9 +362,23 @@ class InnerLoop:
             ctx, begin, self.plan.period, self.plan.block, consecutive(length, 0, size)[0], None, start, lead
         )
         placed = mask_gates(tokens.map(frame.place), frame.live)
+        self._say_cut(state.phase, frame.phase, frame.blocks, given)
         y, carry = self.run(placed, carry, frame.blocks, frame.live, after, operand, False)
         y = frame.take(y)
         return Result(y[:, :, y.shape[2] - count :], carry, frame.phase, tail(placed, frame, after, size))
+
+    def _say_cut(self, begin: int | None, end: int | None, blocks: Sequence[Block], tokens: Tokens) -> None:
+        """Warns, once, of a `block` read whose mini-batches the call cuts: what its queries see depends on T."""
+        whole = begin == 0 and (end == 0 or all(block.commit is True for block in blocks))
+        if self.optimizer.read != "block" or whole or self.plan.said_cut or torch.compiler.is_compiling():
+            return
+        self.plan.said_cut = True
+        warnings.warn(
+            f"optimizer.read=block answers a mini-batch of optimizer.mini_batch_size={self.optimizer.mini_batch_size} tokens by "
+            f"what all of them teach, and this call of T={tokens.q.shape[2]} tokens cuts one: set mini_batch_size to a divisor of "
+            "the length of every call and document, or optimizer.read=previous",
+            stacklevel=2,
+        )
 
     # -- by the forms, in groups ---------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class Plan:
         replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
         outer: what the outer loop differentiates: `exact`, `first_order` or `implicit` (`TTTLayer`).
         sees_weights: gates depend on the weights (`InnerOptimizer.gates_at`).
+        looks_ahead: tokens of a mini-batch see later ones.
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
         decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
@@ -55,11 +56,13 @@ class Plan:
     chunk: int | None = None
     replays: bool = False
     sees_weights: bool = False
+    looks_ahead: bool = False
     outer: str = "exact"
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
     decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
     said: set[tuple[str, str, str]] = field(default_factory=set)
+    said_cut: bool = False  #: that a call cuts the mini-batches of a `block` read
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -76,10 +76,10 @@ class LogLinear(NonParametric):
         return {}
 
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
-        """Predictions `[B, H, T, d]`, and `levels` `[B, H, n − 1, d, d]`, the memories of levels 1, 2, …"""
+        """Predictions `[B, H, T, d]`, and `levels` `[B, H, n − 1, d, d_v]`, the memories of levels 1, 2, …"""
         batch, heads, _, width = views.k.shape
         count = 2 if gates.levels is None else gates.levels.shape[-1]
-        shape = (batch, heads, count - 1, width, width)
+        shape = (batch, heads, count - 1, width, views.v.shape[-1])
         with exact(views.k.device.type):
             memories = state["levels"] if state else gates.write.new_zeros(shape)
             if memories.shape != shape:

@@ -88,12 +88,14 @@ class RecurrentRidge(NonParametric):
         return {"ridge": Weight((d_in,), value=start + math.log(-math.expm1(-start)), fast=False)}
 
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
-        """Predictions `[B, H, T, d]`, and `gram` = H `[B, H, d, d]` and `moment` = Gᵀ `[B, H, d, d]`."""
+        """Predictions `[B, H, T, d]`, and `gram` = H `[B, H, d, d]` and `moment` = Gᵀ `[B, H, d, d_v]`."""
         batch, heads, _, width = views.k.shape
         with exact(views.k.device.type):
             ridge = F.softplus(self.slow["ridge"].to(gates.write.dtype)).unsqueeze(1) + self.ridge_floor  # [H, 1, d]
-            zeros = gates.write.new_zeros(batch, heads, width, width)
-            gram, moment = (state[name] if state else zeros for name in ("gram", "moment"))
+            gram, moment = (
+                state[name] if state else gates.write.new_zeros(batch, heads, width, x.shape[-1])
+                for name, x in (("gram", views.k), ("moment", views.v))
+            )
             ys = []
             for part in chunks(views, ctx, gates, self.chunk):
                 ys.append(self._answer(part, gram, moment, ridge))

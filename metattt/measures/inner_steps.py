@@ -47,9 +47,10 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     views, gates, *_ = layer.observe(x, state, ctx)
     tokens, operand, wide, loop = Tokens.of(views, gates), views.k.dtype, gates.eta.dtype, layer.inner
     slow = {name: value.to(wide) for name, value in learner.slow.items()}
-    pieces = loop.split(tokens, rule.compute_chunk or 2048)
     losses = []
     blocks, _ = consecutive(count, 0, layer.plan.block)
+    sizes = [block.length for block in blocks] if learner.mixes_tokens else rule.compute_chunk or 2048
+    pieces = loop.split(tokens, sizes)
     for carry in steps(loop, tokens, loop.start(batch, wide), blocks, None, after, operand):
         accessor = FastWeights(rule.current(carry, after % rule.mini_batch_size), slow, operand)
         with torch.autocast(x.device.type, enabled=False):

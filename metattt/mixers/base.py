@@ -37,9 +37,12 @@ class Mixer(nn.Module, ABC):
         super().__init__()
         check_integer("dim", dim)
         check_integer("layer.chunk_size", chunk_size)
-        if group_size is not None:
-            check_integer("layer.group_size", group_size, 0, advice=" (0 stores everything, null is one chunk)")
         self.dim, self.chunk_size, self.group_size = dim, chunk_size, group_size
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "group_size" and value is not None:
+            check_integer("layer.group_size", value, 0, advice=" (0 stores everything, null is one chunk)")
+        super().__setattr__(name, value)
 
     @property
     @abstractmethod

@@ -165,6 +165,7 @@ class InnerOptimizer(Part, ABC):
     )
     scale_free = False  #: a step stays the same when all gradients of a weight are multiplied by a number
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
+    whole = False  #: all tokens of a call are one mini-batch, whatever `mini_batch_size` is
     gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
 
     def begin(self, carry: dict[str, Tensors]) -> dict[str, Tensors]:
@@ -331,7 +332,7 @@ class InnerOptimizer(Part, ABC):
         """What the next pass of a `final` read begins with, from the carry after one: all weights are the newest."""
         now = self.current(carry, filled)
         kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
-        return kept | {role: now for role in carry if role in ("commit", "anchor")} or {"weights": now}
+        return kept | ({role: now for role in carry if role in ("commit", "anchor")} or {"weights": now})
 
     def observe(self, carry: dict[str, Tensors], gates: Gates) -> dict[str, Tensors]:
         """The carry with whatever the rule collects from the gates of `n` tokens for its next commit."""

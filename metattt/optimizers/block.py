@@ -97,16 +97,25 @@ class BlockRule(StepSize):
         now = self.commit(carry, filled)["commit"]
         if isinstance(filled, int):
             return now
-        return {
-            name: torch.where((filled > 0).view(-1, *(1,) * (x.ndim - 1)), now[name], x)
-            for name, x in carry["commit"].items()
-        }
+        return self._where(filled > 0, now, carry["commit"])
 
     def commit(self, carry: Carry, filled: int | Tensor) -> Carry:
         pool = carry.get("pool", {})
         alpha, beta = (pool[name] / pool["count"].clamp(min=1) if name in pool else None for name in ("alpha", "beta"))
         kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", *self.roles)}
         return kept | self.move(carry, alpha, beta)
+
+    def again(self, carry: Carry, filled: int | Tensor) -> Carry:
+        """All that the rule carries goes on. A mini-batch that the end of the call cuts off is a commit of its pass."""
+        after = self.commit(carry, filled) if "update" in carry else carry
+        if isinstance(filled, Tensor) and after is not carry:
+            after = {role: self._where(filled > 0, after[role], carry.get(role)) for role in after}
+        return after | {role: after["commit"] for role in ("anchor",) if role in after}
+
+    @staticmethod
+    def _where(some: Tensor, new: Tensors, old: Tensors | None) -> Tensors:
+        """`new` in the sequences of `some` `[B]`, else `old`; None stands for zeros."""
+        return {name: torch.where(spread(some, x), x, 0 if old is None else old[name]) for name, x in new.items()}
 
     def observe(self, carry: Carry, gates: Gates) -> Carry:
         if gates.alpha is None and gates.beta is None:

@@ -148,9 +148,6 @@ class MirrorDescent(BlockRule):
             dual = {name: self._log_softmax(x) for name, x in dual.items()}
         return after | ({"dual": dual} if self.roles else {})
 
-    def again(self, carry: Carry, filled: int | Tensor) -> Carry:
-        return super().again(carry, filled) | ({"dual": self._dual(carry)} if self.roles else {})
-
     def _dual(self, carry: Carry) -> Tensors:
         """A after the tokens of the open mini-batch."""
         before = carry["dual"] if self.roles else carry["commit"]

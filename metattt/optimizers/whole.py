@@ -32,6 +32,8 @@ class WholeSequence(InnerOptimizer):
         MetaTTTError: at a call with `sgd`: tokens that do not divide by T, or padding.
     """
 
+    whole = True
+
     def __init__(
         self,
         steps: int = 1,
