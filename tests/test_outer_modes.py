@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from metattt.bench.saved import SavedBytes
 from metattt.composition.compose import build
@@ -295,3 +296,19 @@ def test_overrides() -> None:
     assert build("layer=mttt_linear", "layer.outer=implicit", "dim=8", "num_heads=2").outer == "implicit"
     with pytest.raises(MetaTTTError, match=r"layer\.outer"):
         build("layer=ttt_linear", "layer.outer=frist_order")
+
+
+# -- derivatives of other kinds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("form", ["auto", "dual", "summed", "primal"])
+def test_forward_mode_without_a_transform(form: str, gradients: bool) -> None:
+    """`torch.autograd.forward_ad` alone, inside `no_grad` too, also where a kernel or recomputation would run."""
+    read = "previous" if form == "summed" else "inclusive"
+    layer = TTTLayer(32, 2, Reconstruction(), Linear(), GradientDescent(16, read=read), form=form, group_size=1)
+    x, tangent = torch.randn(2, 1, 33, 32).unbind(0)
+    expected = torch.func.jvp(lambda x: layer(x)[0], (x,), (tangent,))[1]
+    with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
+        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))[0]).tangent
+    assert (found - expected).norm() <= 1e-5 * expected.norm()

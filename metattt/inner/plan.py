@@ -82,7 +82,7 @@ class Plan:
         """
         device, reasons = given.tokens.k.device.type, []
         if generalised(given.tokens):
-            reasons = ["kernels know no erase views and no several pairs a token"]
+            reasons = ["kernels know no erase views, no several pairs a token and no labels of another shape than keys"]
         elif (
             interpreter_stack() is not None and not torch.compiler.is_compiling()
         ):  # (to a compiler every call looks like one)
@@ -128,8 +128,11 @@ class Plan:
 
 
 def generalised(tokens: Tokens) -> bool:
-    """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs."""
-    return tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5
+    """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs, labels of
+    another shape than keys."""
+    if tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5:
+        return True
+    return tokens.v.shape != tokens.k.shape
 
 
 def decided_by(given: MiniBatches) -> tuple[object, ...]:

@@ -172,7 +172,7 @@ class Layout:
         alpha = torch.ones_like(gates.eta) if gates.alpha is None else gates.alpha
         decay = transition(alpha)
         mix = decay * (eta if gates.kappa is None else eta * gates.kappa.unsqueeze(-2))
-        return mix, decay[..., 0] * alpha[..., :1]
+        return mix, None if gates.alpha is None else decay[..., 0] * alpha[..., :1]
 
     def gates(self, place: slice) -> Tokens:
         blank = Tokens(*[None] * len(self.tokens))  # type: ignore[arg-type]
