@@ -120,6 +120,16 @@ class Plan:
             self.decoders[key] = next(taking, None)
         return self.decoders[key]
 
+    def say_stored(self, beside: list[str]) -> None:
+        """Once, that mini-batches are stored because of tensors that recomputation would miss."""
+        if ("stored", "", "") not in self.said:
+            self.said.add(("stored", "", ""))
+            log.warning(
+                "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s by a "
+                "closure, or by a tensor made outside; use parameters as attributes of their part, or set layer.group_size=0",
+                beside[0] if len(beside) == 1 else f"{beside[0]} and {len(beside) - 1} more",
+            )
+
     def _say(self, form: str, device: str, why: str) -> None:
         """The choice of a kernel in the debug log, once."""
         if not torch.compiler.is_compiling() and (form, device, why) not in self.said:

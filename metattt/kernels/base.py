@@ -26,7 +26,6 @@ from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Task
 
-
 CPU = torch.device("cpu")
 
 
