@@ -294,7 +294,9 @@ class TTTLayer(nn.Module):
         Raises:
             MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
         """
-        if self._plan.basis != self._basis() and not torch.compiler.is_compiling() and interpreter_stack() is None:
+        if torch.compiler.is_compiling() or interpreter_stack() is not None:  # what is looked at would be a guard
+            return self._plan
+        if self._plan.basis != self._basis():
             self.__dict__["_plan"] = self._planned()
         return self._plan
 
