@@ -268,6 +268,8 @@ class TTTLayer(nn.Module):
             views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
             self.optimizer.check(gates)
         _check_views(views)
+        if self.learner.has_weights:
+            views, gates = _for_every_token(views, gates, (x.shape[0], self.num_heads, x.shape[1]))
         if views.weight is not None and self.learner.has_weights:
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
             gates = gates._replace(eta=eta * views.weight)
@@ -288,7 +290,9 @@ class TTTLayer(nn.Module):
         Raises:
             MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
         """
-        if self._plan.basis != self._basis() and not torch.compiler.is_compiling() and interpreter_stack() is None:
+        if torch.compiler.is_compiling() or interpreter_stack() is not None:  # what is looked at would be a guard
+            return self._plan
+        if self._plan.basis != self._basis():
             self.__dict__["_plan"] = self._planned()
         return self._plan
 
@@ -414,6 +418,32 @@ def _check_views(views: Views) -> None:
         raise MetaTTTError(f"the pairs' weight has shape {found}: it must be a number for each pair, {list(k.shape[:-1])}")
     if views.weight is not None and k.ndim != 5:
         raise MetaTTTError("a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead")
+
+
+def _for_every_token(views: Views, gates: Gates, shape: tuple[int, ...]) -> tuple[Views, Gates]:
+    """Views and gates with an entry for every sequence, head and token, `shape`: a part of the user's own may give one
+    for all. Kernels are handed addresses, and read what the shapes say."""
+    if views.q.shape[:3] != shape or views.k.shape[:3] != shape:
+        found = {name: list(view.shape) for name, view in (("k", views.k), ("q", views.q))}
+        raise MetaTTTError(f"the task gives views {found}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
+    pairs = views.k.shape[3:-1]
+    if views.v.shape[: 3 + len(pairs)] != shape + pairs:
+        views = views._replace(v=_spread("the view v", views.v, shape + pairs, views.v.shape[3 + len(pairs) :]))
+    for name, gate in zip(Gates._fields, gates, strict=True):
+        if gate is None:
+            continue
+        own = gate.shape[3:] if name in ("rates", "decay") or (name == "eta" and pairs) else ()
+        if gate.shape != (*shape, *own):
+            gates = gates._replace(**{name: _spread(f"the gate {name}", gate, shape, own)})
+    return views, gates
+
+
+def _spread(name: str, x: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
+    """`x` with the axes `shape` and its `own`, where it has 1 in place of the former."""
+    wanted = (*shape, *own)
+    if x.ndim != len(wanted) or any(n not in (1, size) for n, size in zip(x.shape, wanted, strict=True)):
+        raise MetaTTTError(f"{name} has shape {list(x.shape)}: it must be {list(wanted)}, or 1 in an axis that it has one number for")
+    return x.expand(wanted)
 
 
 def _divisors(dim: int) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from metattt.errors import MetaTTTError
+from metattt.inner.forms.dual import PerTokenGradients
 from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
 from metattt.optimizers import GradientDescent
@@ -353,3 +354,18 @@ class TestModuleLearner(RoundTrips):
 class TestModuleThatMixesTokens(RoundTrips):
     dim = 32
     make = staticmethod(lambda: ModuleLearner(Mixes(width=16), residual=True, norm=True, mixes_tokens=True))
+
+
+def test_the_bias_of_a_linear_map_shares_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`q·a + 1` in place of a product of its own for the bias, as for the same learner written with the accessor."""
+
+    def make(form: str) -> TTTLayer:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(D, 12), nn.GELU(), nn.Linear(12, D))
+        learner = ModuleLearner(module, residual=True, norm=True)
+        return TTTLayer(2 * D, 2, Reconstruction(), learner, GradientDescent(4), form=form).double()
+
+    x = torch.randn(2, 11, 2 * D, dtype=torch.float64)
+    expected = run(make("primal"), x, grads=True)
+    monkeypatch.setattr(PerTokenGradients, "mixed", lambda self, name, mix: pytest.fail(f"{name} by itself"))
+    assert compare(run(make("dual"), x, grads=True), expected) < 1e-9

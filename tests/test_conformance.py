@@ -275,11 +275,24 @@ def specimen(part: Callable[[], Any]) -> Specimen:
     return Specimen(learner, task, optimizer)
 
 
+class CountsItsCalls(Reconstruction):
+    """A loss that grows with every call: what is run again is not what was run."""
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.calls: set[int] = set()
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        self.calls.add(len(self.calls))
+        return super().loss(prediction, v) * (1 + 0.01 * len(self.calls))
+
+
 BROKEN = [
     ("forms", RawTable),
     ("forms_float32", RawTable),
     ("forms", lambda: WrongAlgebra(4)),
     ("forms_float32", lambda: WrongAlgebra(4)),
+    ("groups", CountsItsCalls),
     ("derivatives", Detached),
     ("splits", CallPositions),
     ("splits", lambda: Foresight(4)),
@@ -466,7 +479,7 @@ def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_tells_what_does_not_apply(capsys: pytest.CaptureFixture[str]) -> None:
     check(compose("layer=attention", "dim=8", "num_heads=2", job="check"))
     out = capsys.readouterr().out
-    assert out.count("does not apply") == 3 and out.count("pass") == len(LAWS) - 3
+    assert out.count("does not apply") == 4 and out.count("pass") == len(LAWS) - 4
 
 
 def test_check_ends_with_code_1_on_a_broken_law(capsys: pytest.CaptureFixture[str]) -> None:

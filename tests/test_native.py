@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.cpu import native, native_scan
 from metattt.kernels.cpu.native_scan import NativeForm
@@ -23,7 +25,9 @@ from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
+from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import GradientDescent
+from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Reconstruction
 
 KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
@@ -232,6 +236,95 @@ def test_what_is_not_accepted() -> None:
     assert "width of 24" in str(kernel.accepts(given_of(inputs("linear", 24, 16, True, "none"), 16)))
     assert "8 tokens" in str(kernel.accepts(given_of(x, 8)))
     assert "hidden width of 40" in str(KERNELS["mlp"].accepts(given_of(inputs("mlp", 16, 16, True, "none", 40), 16)))
+
+
+# -- what a user's own part may give ----------------------------------------------------------------------------------
+
+
+class Shared(GradientDescent):
+    """A rule that gives one number for all along the `axes` of some gates."""
+
+    axes: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
+
+    def gates(self, x: Tensor, state: Any, ctx: Any) -> tuple[Gates, Any]:
+        gates, state = super().gates(x, state, ctx)
+        eta = 20 * gates.eta
+        made = {name: eta.mean(axes, keepdim=True) for name, axes in self.axes.items()}
+        return gates._replace(**{name: x if name == "eta" else x.sigmoid() for name, x in made.items()}), state
+
+
+class OneLabel(Reconstruction):
+    """A task whose labels are the same along some axes."""
+
+    axes: tuple[int, ...] = ()
+
+    def views(self, x: Tensor, state: Any, ctx: Any) -> tuple[Views, Any]:
+        views, state = super().views(x, state, ctx)
+        return views._replace(v=views.v.mean(self.axes, keepdim=True) if self.axes else views.v), state
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize(
+    ("label", "gates"),
+    [
+        *(((), {"eta": axes}) for axes in ((0,), (1,), (2,), (0, 1, 2))),
+        *((axes, {}) for axes in ((0,), (1,), (2,), (3,), (0, 1, 2))),
+        ((), {"alpha": (1,)}),
+        ((), {"kappa": (1,)}),
+    ],
+)
+def test_one_number_for_all(kind: str, label: tuple[int, ...], gates: dict[str, tuple[int, ...]]) -> None:
+    """A gate or a label that heads, sequences or tokens share is the same in every form; a kernel reads no further."""
+    x, found = torch.randn(3, 41, 32), []
+    for form in ("auto", "dual", "primal"):
+        torch.manual_seed(0)
+        task, rule = OneLabel(), Shared(16)
+        task.axes, rule.axes = label, gates
+        layer = TTTLayer(32, 2, task, Linear() if kind == "linear" else MLP(), rule, form=form)
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)[0]
+        gradients = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
+        with torch.no_grad():
+            _, state = layer(x[:, :40])
+            last, _ = layer(x[:, 40:], state)
+        found.append([y.detach(), last, *gradients])
+    largest = max(float(value.norm()) for value in found[2])
+    for *values, expected in zip(*found, strict=True):
+        for value in values:
+            assert (value - expected).norm() <= BOUND * expected.norm() + 1e-6 * largest
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("eta", (2, 40)), ("alpha", (40,)), ("eta", (3, 2, 40, 1)), ("beta", (3, 4, 40)), ("kappa", ())]
+)
+def test_a_gate_that_does_not_fit_is_refused(name: str, shape: tuple[int, ...]) -> None:
+    rule = Shared(16)
+    gates = Gates(torch.ones(3, 2, 40))._replace(**{name: torch.ones(shape)})
+    rule.gates = lambda x, state, ctx: (gates, state)  # type: ignore[method-assign]
+    with pytest.raises(MetaTTTError, match=f"the gate {name} has shape"):
+        TTTLayer(32, 2, Reconstruction(), Linear(), rule)(torch.randn(3, 40, 32))
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("name", ["k", "v", "q", "eta", "tau", "scale", "w1", "b1"])
+def test_a_kernel_checks_what_it_is_given(kind: str, name: str) -> None:
+    """Nothing that is too short, of another type or elsewhere reaches a pointer, whoever calls."""
+    kernel, x = KERNELS[kind], inputs(kind, 16, 16, True, "shared")
+    good = given_of(x, 16)
+    for wrong in (x[name][..., :1], x[name][None], x[name].double(), x[name].to("meta"), x[name].unsqueeze(-1)):
+        bad = given_of({**x, name: wrong}, 16)
+        with pytest.raises(MetaTTTError, match="was given"):
+            kernel.scan(bad, lambda _: pytest.fail("the reference was taken"))
+        with pytest.raises(MetaTTTError, match="was given"):
+            kernel.advance(bad, None, 0, False)
+    with pytest.raises(MetaTTTError, match="update w1"):
+        kernel.advance(good, {**good.weights, "w1": good.weights["w1"][:, :1]}, 0, False)
+    one = good._replace(tokens=good.tokens.map(lambda t: t[:, :, :1]))
+    for given, phase in ((good, 0), (one, 16), (one, -1), (one, torch.tensor([0, 16])), (one, torch.tensor([3]))):
+        with pytest.raises(MetaTTTError, match="from place"):
+            kernel.advance(given, None, phase, False)
+    with pytest.raises(MetaTTTError, match="weights"):
+        kernel.scan(good._replace(weights=dict(reversed(good.weights.items()))), lambda _: pytest.fail("reference"))
 
 
 # -- the compiler ------------------------------------------------------------------------------------------------------

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from metattt.bench.saved import SavedBytes
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
+from metattt.inner import loop
 from metattt.inner.implicit import conjugate_gradients
+from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, Learner, Linear, Transformer
 from metattt.optimizers import Append, GradientDescent, InnerOptimizer, Momentum, WholeSequence
 from metattt.optimizers.block import BlockMomentum
 from metattt.state import State
 from metattt.tasks import Reconstruction
-from metattt.testing.specimen import Run, compare, cotangent, gradient_distance, gradients, randomize, run
+from metattt.testing import LAWS, Specimen
+from metattt.testing.specimen import Run, compare, cotangent, distance, gradient_distance, gradients, randomize, run
 
 BOUND = 1e-9  # relative, float64
 DIM, HEADS = 8, 2
@@ -295,3 +301,129 @@ def test_overrides() -> None:
     assert build("layer=mttt_linear", "layer.outer=implicit", "dim=8", "num_heads=2").outer == "implicit"
     with pytest.raises(MetaTTTError, match=r"layer\.outer"):
         build("layer=ttt_linear", "layer.outer=frist_order")
+
+
+# -- derivatives of other kinds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("form", ["auto", "dual", "summed", "primal"])
+def test_forward_mode_without_a_transform(form: str, gradients: bool) -> None:
+    """`torch.autograd.forward_ad` alone, inside `no_grad` too, also where a kernel or recomputation would run."""
+    read = "previous" if form == "summed" else "inclusive"
+    layer = TTTLayer(32, 2, Reconstruction(), Linear(), GradientDescent(16, read=read), form=form, group_size=1)
+    x, tangent = torch.randn(2, 1, 33, 32).unbind(0)
+    expected = torch.func.jvp(lambda x: layer(x)[0], (x,), (tangent,))[1]
+    with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
+        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))[0]).tangent
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+# -- what recomputation would miss -------------------------------------------------------------------------------------
+
+
+class ByClosure(Reconstruction):
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.w = nn.Parameter(torch.ones(head_dim))
+        self.weigh = lambda error: error * self.w
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        return self.weigh((prediction - v).square()).sum(-1)
+
+
+class ByPartial(ByClosure):
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.weigh = partial(torch.mul, self.w)
+
+
+class ByViews(Reconstruction):
+    """What `views` makes of all tokens is used in `loss`."""
+
+    def views(self, x: Tensor, state: Any, ctx: Any) -> Any:
+        self.mean = x.mean((1, 2)).sigmoid().view(-1, 1, 1)
+        return super().views(x, state, ctx)
+
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
+        mean = getattr(self, "mean", torch.ones(1, 1, 1, dtype=v.dtype))  # a layer looks at its loss when it is built
+        return super().loss(prediction, v) * (mean if len(mean) == len(v) else 1)
+
+
+class ByGates(GradientDescent):
+    """Token steps that `gates` makes."""
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.w = nn.Parameter(torch.zeros(self.mini_batch_size))
+        self.made = self.w.detach().sigmoid().unsqueeze(0)
+
+    def gates(self, x: Tensor, state: Any, ctx: Any) -> Any:
+        self.made = self.w.sigmoid().unsqueeze(0)
+        return super().gates(x, state, ctx)
+
+    def token_steps(self) -> Tensor:
+        return self.made
+
+
+BESIDE: dict[str, tuple[Any, Any]] = {
+    "closure": (ByClosure, descent),
+    "partial": (ByPartial, descent),
+    "views": (ByViews, descent),
+    "gates": (Reconstruction, lambda: ByGates(4)),
+}
+
+
+def beside(case: str, group_size: int, outer: str = "exact") -> TTTLayer:
+    torch.manual_seed(0)
+    task, rule = BESIDE[case]
+    layer = TTTLayer(DIM, HEADS, task(), MLP(), rule(), group_size=group_size, outer=outer).double()  # type: ignore[arg-type]
+    randomize(layer)
+    return layer
+
+
+@pytest.mark.parametrize("outer", ["exact", "first_order"])
+@pytest.mark.parametrize("case", BESIDE)
+def test_derivatives_reach_what_recomputation_would_miss(
+    case: str, outer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A parameter behind a closure, tensors made outside of the inner loop: in the first and in the second derivative."""
+    x, found = tokens(), []
+    for size in (0, 1, 2):
+        layer, leaf = beside(case, size, outer), x.clone().requires_grad_()
+        leaves = [leaf, *layer.parameters()]
+        all_of = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+        first = torch.autograd.grad(layer(leaf)[0].square().sum(), leaves, **all_of)
+        total = torch.stack([g.square().sum() for g in first]).sum()
+        found.append([*first, *torch.autograd.grad(total, leaves, **all_of)])
+    for *grouped, stored in zip(*found[1:], found[0], strict=True):
+        assert all(distance(gradient, stored, 1e-3) < BOUND for gradient in grouped)
+    expected = outer == "exact" or case == "gates"  # first_order takes no derivative of a loss
+    assert ("every mini-batch is stored" in caplog.text) == expected
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_the_law_sees_what_recomputation_would_miss(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, rule = BESIDE[case]
+    spec = Specimen(MLP, task, rule)
+    assert LAWS["groups"].judge(spec).holds
+    monkeypatch.setattr(loop, "captured", lambda *given: [])
+    assert not LAWS["groups"].judge(spec).holds
+
+
+def test_nothing_of_ours_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules and learners whose gradients are made in other ways, frozen weights and a checkpoint around the layer."""
+    monkeypatch.setattr(Plan, "say_stored", lambda self, beside: pytest.fail(str(beside)))
+    for learner, rule, options in (
+        (Linear(learn_init=False), descent(), {}),
+        (Linear(), descent(read="previous", steps=2), {"form": "summed"}),
+        (MLP(learn_init=False), descent(max_norm=0.1), {"form": "primal"}),
+        (MLP(), descent(read="final", steps=2), {}),
+        (Transformer(), descent(read="previous"), {}),
+        (MLP(), BlockMomentum(4, orthogonalize=True), {"outer": "first_order"}),
+    ):
+        layer = make(learner, rule, group_size=1, **options)
+        layer.learner.requires_grad_(rule.steps > 1)
+        x = tokens().requires_grad_()
+        checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=False).square().sum().backward()
+        assert x.grad is not None

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
+from metattt.errors import MetaTTTError
 from metattt.inner import packing
 from metattt.layer import TTTLayer
 from metattt.learners import Linear
@@ -151,3 +152,19 @@ def test_token_steps_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         made(x)
     assert len(calls) <= 2
+
+
+def test_a_reset_on_padding_is_never_dropped() -> None:
+    """It belongs to the next token of the call; where none follows, the next call would not know of it."""
+    made, x = layer().double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False, False, True, True, True, True]] * 2)
+    reset = torch.zeros_like(mask)
+    reset[1, 3] = True
+    with torch.no_grad():
+        whole, _ = made(x, mask=mask, reset=reset)
+        with pytest.raises(MetaTTTError, match="reset marks padding of sequence 1 that no token of this call follows"):
+            made(x[:, :5], mask=mask[:, :5], reset=reset[:, :5])
+        _, state = made(x[:, :4], mask=mask[:, :4])
+        reset[1, 3:5] = torch.tensor([False, True])
+        parts, _ = made(x[:, 4:], state, mask=mask[:, 4:], reset=reset[:, 4:])
+    assert torch.allclose(parts, whole[:, 4:], rtol=1e-9, atol=1e-12)

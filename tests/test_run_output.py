@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from metattt.composition.compose import build, compose
 from metattt.data.text import ByteTokenizer
@@ -184,6 +185,24 @@ def test_the_warm_up_of_an_inner_learning_rate_keeps_its_sign(base_lr: float) ->
         warmup.on_train_batch_start(trainer, module, None, 0)
         rates.append(layer.optimizer.scale * 4)  # head width
     assert rates == pytest.approx([sign * rate for rate in (0.01, 0.0325, 0.055, 0.0775, 0.1, 0.1)])
+
+
+@pytest.mark.slow
+def test_the_warm_up_compiles_once() -> None:
+    warmup, compiler = InnerWarmup(), CompileCounter()
+    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.mini_batch_size=4")
+    compiled, x, found = torch.compile(layer, backend=compiler), torch.randn(1, 4, 8), []
+    module: Any = SimpleNamespace(modules=layer.modules, recipe=SimpleNamespace(warmup_steps=lambda steps: 4))
+    trainer: Any = SimpleNamespace(global_step=0, estimated_stepping_batches=8)
+    warmup.on_fit_start(trainer, module)
+    for trainer.global_step in range(4):
+        warmup.on_train_batch_start(trainer, module, None, 0)
+        found.append(compiled(x)[0])
+        assert torch.allclose(found[-1], layer(x)[0], atol=1e-6)
+    assert compiler.frame_count == 1
+    assert (found[0] - found[-1]).norm() > 1e-4 * found[0].norm()  # the rate has moved
+    warmup.on_fit_end(trainer, module)
+    assert layer.optimizer.scale == 1 / 4 and type(layer.optimizer.scale) is float
 
 
 def test_an_inner_learning_rate_of_zero_has_no_warm_up() -> None:

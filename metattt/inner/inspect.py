@@ -109,15 +109,15 @@ def make_plan(
 def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object | None:
     """What a rule gives for one random token, as far as it can be known when a layer is built; None if it cannot be asked."""
     found: object | None = None
-    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        with suppress(Exception):  # whatever a rule of one's own does with a lone token: every call is checked, too
-            rule, random = materialized(optimizer), torch.Generator().manual_seed(0)
-            dtype = next((x.dtype for x in rule.parameters() if x.is_floating_point()), None)
-            x, k = (torch.randn(1, *n, generator=random).to(dtype) for n in ((1, dim), (num_heads, 1, d_in)))
-            ctx = Context(torch.zeros(1, 1, dtype=torch.long), None, None, rule.mini_batch_size)
-            found, state = rule.gates(x, {}, ctx)
-            if isinstance(found, Gates):
-                found = rule.prepare(Views(k, k, k), found, x, state, ctx)[1]
+    # (suppressed: whatever a rule of one's own does with a lone token; every call is checked, too)
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
+        rule, random = materialized(optimizer), torch.Generator().manual_seed(0)
+        dtype = next((x.dtype for x in rule.parameters() if x.is_floating_point()), None)
+        x, k = (torch.randn(1, *n, generator=random).to(dtype) for n in ((1, dim), (num_heads, 1, d_in)))
+        ctx = Context(torch.zeros(1, 1, dtype=torch.long), None, None, rule.mini_batch_size)
+        found, state = rule.gates(x, {}, ctx)
+        if isinstance(found, Gates):
+            found = rule.prepare(Views(k, k, k), found, x, state, ctx)[1]
     return found
 
 

@@ -19,7 +19,7 @@ from metattt.inner.final import answers, steps
 from metattt.inner.forms import CHUNKS, SHARE
 from metattt.inner.implicit import converged
 from metattt.inner.packing import Packing, make_frame, mask_gates
-from metattt.inner.recompute import recomputed
+from metattt.inner.recompute import captured, recomputed
 from metattt.inner.replay import tail, with_tail
 from metattt.inner.tokens import Block, Carry, Tokens, rows, where
 from metattt.learners.base import Learner
@@ -402,6 +402,10 @@ class InnerLoop:
             if tokens.k.shape[2] <= STORED and saved_tensor_hooks(False) is None:
                 return self.forward(tokens, carry, blocks, read, operand)
             size = max(1, round(math.sqrt(len(blocks))))
+        beside = captured(self, tokens, carry, read, operand)
+        if beside:
+            self.plan.say_stored(beside)
+            return self.forward(tokens, carry, blocks, read, operand)
         groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
         outputs: list[Tensor] = []
         for group, piece in zip(

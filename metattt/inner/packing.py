@@ -186,6 +186,9 @@ def pack(mask: Tensor | None, reset: Tensor | None, device: torch.device) -> Pac
     Args:
         mask, reset: on the device, where the host waits for them, or on the host.
         device: of the tokens.
+
+    Raises:
+        MetaTTTError: a start that no token of the call follows. (`torch.compile` cannot look, and drops it.)
     """
     if torch.compiler.is_compiling():
         if mask is None and reset is None:
@@ -199,6 +202,13 @@ def pack(mask: Tensor | None, reset: Tensor | None, device: torch.device) -> Pac
         reset = flags[1] = None
     if mask is None and reset is None:
         return None
+    if flags[0] is not None and flags[1] is not None:
+        lost = flags[1] & (flags[0].flip(1).cumsum(1).flip(1) == 0)  # on padding, and no token comes after it
+        if lost.any():
+            raise MetaTTTError(
+                f"reset marks padding of sequence {int(lost.any(1).int().argmax())} that no token of this call follows: mark "
+                "the first token of a document, in the call that brings it (reset & mask leaves such marks out)"
+            )
     order = host_order = None
     if flags[0] is not None and (flags[0][:, 1:] & ~flags[0][:, :-1]).any():
         host_order = _order(flags[0])

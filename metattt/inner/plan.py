@@ -85,7 +85,7 @@ class Plan:
         """
         device, reasons = given.tokens.k.device.type, []
         if generalised(given.tokens):
-            reasons = ["kernels know no erase views and no several pairs a token"]
+            reasons = ["kernels know no erase views, no several pairs a token and no labels of another shape than keys"]
         elif (
             interpreter_stack() is not None and not torch.compiler.is_compiling()
         ):  # (to a compiler every call looks like one)
@@ -123,6 +123,16 @@ class Plan:
             self.decoders[key] = next(taking, None)
         return self.decoders[key]
 
+    def say_stored(self, beside: list[str]) -> None:
+        """Once, that mini-batches are stored because of tensors that recomputation would miss."""
+        if ("stored", "", "") not in self.said:
+            self.said.add(("stored", "", ""))
+            log.warning(
+                "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s by a "
+                "closure, or by a tensor made outside; use parameters as attributes of their part, or set layer.group_size=0",
+                beside[0] if len(beside) == 1 else f"{beside[0]} and {len(beside) - 1} more",
+            )
+
     def _say(self, form: str, device: str, why: str) -> None:
         """The choice of a kernel in the debug log, once."""
         if not torch.compiler.is_compiling() and (form, device, why) not in self.said:
@@ -131,8 +141,11 @@ class Plan:
 
 
 def generalised(tokens: Tokens) -> bool:
-    """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs."""
-    return tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5
+    """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs, labels of
+    another shape than keys."""
+    if tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5:
+        return True
+    return tokens.v.shape != tokens.k.shape
 
 
 def decided_by(given: MiniBatches) -> tuple[object, ...]:

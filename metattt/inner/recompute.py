@@ -3,6 +3,10 @@
 `torch.utils.checkpoint` cannot hold an inner `autograd.grad`: each one would recompute the group. One
 `autograd.Function` per group costs two runs of it (three inside a user's own checkpoint) and can itself be
 differentiated again.
+
+Derivatives reach what enters a group: tokens, weights, and the parameters of the parts. Where a part comes to another
+tensor that wants one (`captured`), nothing is recomputed: every mini-batch is stored, which is exact and takes as much
+memory as `layer.group_size=0`. The layer says so once, in the log.
 """
 
 from __future__ import annotations
@@ -106,9 +110,57 @@ def recomputed(
     (`torch.func.functional_call` would put them into the parts themselves, where another thread finds them.) `through`
     runs a function of tensors: `recompute`, or what writes it out for an export.
     """
+    body, given, after = _as_function(loop, tokens, carry, blocks, read, operand, buffers=through is not recompute)
+    outputs = iter(through(body, *given))
+    y = next(outputs) if read else None
+    leaving: Carry = {}
+    for role, name in after:
+        leaving.setdefault(role, {})[name] = next(outputs)
+    return y, leaving
+
+
+def captured(loop: InnerLoop, tokens: Tokens, carry: Carry, read: bool, operand: torch.dtype) -> list[str]:
+    """Tensors that a derivative must reach and recomputation would miss, by name: those that the inner loop comes to by a
+    way of its own (a closure, a partial, a tensor that `views` made and `loss` uses), not as a token, weight or parameter.
+
+    The graph of one token says so: it ends in leaves that are none of its inputs. The token completes a mini-batch, since
+    a read may look at commits alone.
+    """
+    one = tokens.map(lambda x: x[:, :, :1])
+    body, given, _ = _as_function(loop, one, carry, [Block(1, 0, True, 1)], read, operand)
+    # All inputs are differentiated, so that no leaf has to be made inside.
+    inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
+    device = inputs[0].device
+    with torch.enable_grad(), _replay(_random_state(device), device), saved_tensors_hooks(lambda x: x, lambda x: x):
+        outputs = body(*inputs)
+    known, seen, leaves = {id(x) for x in inputs}, set(), []
+    ahead = [y.grad_fn for y in outputs]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            leaves += [leaf] if leaf is not None and id(leaf) not in known else []
+            ahead += [following for following, _ in node.next_functions]
+    parts = {"task": loop.task, "learner": loop.learner, "optimizer": loop.optimizer}
+    names = {id(x): f"{part}.{name}" for part, module in parts.items() for name, x in module.named_parameters()}
+    return sorted({names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves})
+
+
+def _as_function(
+    loop: InnerLoop,
+    tokens: Tokens,
+    carry: Carry,
+    blocks: Sequence[Block],
+    read: bool,
+    operand: torch.dtype,
+    buffers: bool = False,
+) -> tuple[Callable[..., list[Tensor]], list[Tensor], list[tuple[str, str]]]:
+    """`InnerLoop.forward` as a function of tensors, these tensors, and (once it has run) what its outputs after the
+    predictions are."""
     parts = nn.ModuleList((loop.task, loop.learner, loop.optimizer))
     parameters: Tensors = dict(parts.named_parameters())
-    if through is not recompute:  # buffers are to travel as well
+    if buffers:
         parameters |= dict(parts.named_buffers())
     present = [x is not None for x in tokens]
     keys = [(role, name) for role, weights in carry.items() for name in weights]
@@ -127,9 +179,4 @@ def recomputed(
         return ([y] if y is not None else []) + [leaving[role][name] for role, name in after]
 
     entering = [carry[role][name] for role, name in keys]
-    outputs = iter(through(body, *(x for x in tokens if x is not None), *entering, *parameters.values()))
-    y = next(outputs) if read else None
-    leaving: Carry = {}
-    for role, name in after:
-        leaving.setdefault(role, {})[name] = next(outputs)
-    return y, leaving
+    return body, [*(x for x in tokens if x is not None), *entering, *parameters.values()], after

@@ -16,13 +16,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
 
+import torch
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 from metattt.tasks.base import Task
+
+CPU = torch.device("cpu")
 
 
 class Kernel(ABC):
@@ -96,6 +100,59 @@ class Kernel(ABC):
             the mini-batch the weights are the new ones and the update is None (zero, where sequences differ).
         """
         raise NotImplementedError(self.name)
+
+    weights: tuple[str, ...]  #: of f in `x + LN(f(x))`, in order: `w1, b1` or `w1, b1, w2, b2`; biases may be absent together
+
+    def check(
+        self, given: MiniBatches, update: Tensors | None = None, phase: int | Tensor | None = None, native: bool = False
+    ) -> None:
+        """Refuses what would be read past its end: code that is handed addresses believes the shape of k.
+
+        Args:
+            update, phase: see `advance`; without a phase the tokens are whole mini-batches.
+            native: all tensors must be fp32, and on the CPU.
+
+        Raises:
+            MetaTTTError: shapes, types or devices that do not fit each other.
+        """
+        tokens, weights, tau = given.tokens, given.weights, given.tau
+        if tuple(weights) != self.weights and tuple(weights) != self.weights[::2]:
+            raise MetaTTTError(f"{self.name} was given the weights {list(weights)}: it takes {list(self.weights)}")
+        shape = tokens.k.shape if tokens.k.ndim == 4 else (1, 1, 1, 16)
+        batch, heads, count, width = shape
+        hidden = weights["w1"].shape[-1] if "w2" in weights else width
+        learner = ((width, hidden), (hidden,), (hidden, width), (width,))
+        wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+            ("k", tokens.k, shape),
+            ("v", tokens.v, shape),
+            ("q", tokens.q, shape),
+            ("eta", tokens.eta, (batch, heads, count)),
+            *((name, x, (heads, width)) for name, x in given.slow.items()),
+            ("tau", tau, (1 if tau is not None and tau.shape[0] == 1 else heads, given.size)),
+        ]
+        for name, own in zip(self.weights, learner, strict=False):
+            if name in weights:
+                wanted.append((name, weights[name], (batch, heads, *own)))
+                if update is not None:
+                    wanted.append((f"update {name}", update[name], (batch, heads, *own)))
+        device = CPU if native else tokens.k.device
+        for name, x, expected in wanted:
+            if x is None:
+                continue
+            known = not native or x.dtype == torch.float32 or name.startswith("update")  # an update is converted
+            if x.shape != expected or x.device != device or not known:
+                raise MetaTTTError(
+                    f"{self.name} was given {name} {list(x.shape)} of {x.dtype} on {x.device}: it takes {list(expected)}"
+                    f"{' of torch.float32' if native else ''} on {device}"
+                )
+        if isinstance(phase, Tensor):
+            inside = phase.shape == (batch,) and not phase.is_floating_point() and count == 1 and phase.device == device
+            if inside and native:
+                inside = phase.dtype == torch.int64 and 0 <= int(phase.min()) <= int(phase.max()) < given.size
+        else:
+            inside = count % given.size == 0 if phase is None else 0 <= phase <= given.size - count
+        if not inside:
+            raise MetaTTTError(f"{self.name} was given {count} tokens from place {phase} of a mini-batch of {given.size} on")
 
 
 KERNELS: dict[str, Kernel] = {}

@@ -221,8 +221,8 @@ class Gradients(Protocol):
     """What `ReadRows` asks of the tokens' gradients G_s."""
 
     @property
-    def paired(self) -> Collection[tuple[str, str]]:
-        """(weight, bias) that were only ever used together."""
+    def paired(self) -> Collection[tuple[str, str, bool]]:
+        """(weight, bias, transpose) of those that were only ever used together."""
 
     def mixed(self, name: str, mix: Tensor) -> Tensor | None:
         """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
@@ -281,7 +281,7 @@ class ReadRows(FastWeights):
         if weight not in self._fast:
             z = super().linear(x, weight, transpose=transpose)
             return z if bias is None else z + self._vector(bias, z)
-        paired = not transpose and (weight, bias) in self.gradients.paired
+        paired = (weight, bias, transpose) in self.gradients.paired
         z = self._combine(
             [part.linear(x, weight, bias if paired else None, transpose=transpose) for part in self.parts]
         )

@@ -183,7 +183,7 @@ class InnerOptimizer(Part, ABC):
         with self.claimed():
             self.weight_names = tuple(weight_names)
             self.build(dim, num_heads, head_dim)
-            self._width, self.has_token_steps = dim, self.token_steps() is not None
+            self.has_token_steps = self.token_steps() is not None
         return self
 
     def look(self, num_heads: int, gates: object | None) -> None:

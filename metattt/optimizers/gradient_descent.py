@@ -55,6 +55,8 @@ class StepSize(InnerOptimizer):
         check_choice("optimizer.lr_scale", lr_scale, ("head_dim", "none"))
         self.base_lr, self.lr, self.lr_scale = base_lr, lr, lr_scale
 
+    scale: float  #: η_base over what `lr_scale` says; a 0-dimensional tensor while it is warmed up
+
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.num_heads = num_heads
         self.scale = self.base_lr / head_dim if self.lr_scale == "head_dim" else self.base_lr
@@ -66,7 +68,7 @@ class StepSize(InnerOptimizer):
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.lr == "constant":
-            eta = x.new_full((1, 1, 1), self.scale, dtype=wide)
+            eta = x.new_ones((1, 1, 1), dtype=wide) * self.scale
             return Gates(eta.expand(x.shape[0], self.num_heads, x.shape[1])), state
         if x.shape[1] == 1 and x.dtype == self.lr_weight.dtype == wide and not rounds(x.device.type):
             # for one token the number of operations counts

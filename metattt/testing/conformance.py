@@ -52,6 +52,9 @@ class Conformance:
     def test_forms_agree(self) -> None:
         self.examine("forms")
 
+    def test_groups(self) -> None:
+        self.examine("groups")
+
     def test_forms_agree_in_float32(self) -> None:
         self.examine("forms_float32")
 

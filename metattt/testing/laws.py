@@ -97,9 +97,21 @@ class Law:
 
 
 def forms(spec: Specimen) -> float:
-    """Every form, recomputed in groups or stored, gives the oracle's outputs and gradients, also when state is handed
-    on."""
+    """Every form gives the oracle's outputs and gradients, also when state is handed on."""
     return forms_in(spec, torch.float64)
+
+
+def groups(spec: Specimen) -> float:
+    """Mini-batches that the backward pass runs again, one or two together, give every gradient of stored ones."""
+    found, x = spec.forms(), spec.tokens()
+    if not found:
+        raise NotApplicable("the learner keeps its data and recomputes nothing")
+    worst = 0.0
+    for form in found:
+        stored = run(spec.make(form=form, group_size=0), x, grads=True)
+        again = [run(spec.make(form=form, group_size=size), x, grads=True) for size in (1, 2)]
+        worst = max(worst, *(compare(one, stored) for one in again))
+    return worst
 
 
 def derivatives(spec: Specimen) -> float:
@@ -275,6 +287,7 @@ LAWS: dict[str, Law] = {
     law.name: law
     for law in (
         Law("forms", "forms agree, float64", forms, 1e-9),
+        Law("groups", "recomputed = stored", groups, 1e-9),
         Law("forms_float32", "forms agree, float32", forms_float32, 1e-4, loss_of_the_oracle),
         Law("derivatives", "gradients = finite differences", derivatives, 1e-6),
         Law("splits", "splits agree", splits, 1e-9),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning
+import torch
 
 from metattt.errors import MetaTTTError, check_number
 from metattt.layer import TTTLayer
@@ -37,7 +38,7 @@ class InnerWarmup(lightning.Callback):
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         rules = [module.optimizer if isinstance(module, TTTLayer) else module for module in pl_module.modules()]
-        self.final = {rule: rule.scale for rule in rules if isinstance(rule, StepSize | EndToEnd)}
+        self.final = {rule: float(rule.scale) for rule in rules if isinstance(rule, StepSize | EndToEnd)}
         if not self.final:
             raise MetaTTTError(
                 "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with ~callbacks.inner_warmup"
@@ -56,7 +57,10 @@ class InnerWarmup(lightning.Callback):
         done = min(1.0, trainer.global_step / warmup)
         for rule, final in self.final.items():
             first = self.start / abs(rule.base_lr)
-            rule.scale = final * (first + (1 - first) * done)
+            # A tensor: a number that changes would have compiled layers compiled again, and every plan made again.
+            device = next((x.device for x in rule.parameters()), None)
+            now = torch.tensor(final * (first + (1 - first) * done), dtype=torch.float64, device=device)
+            rule.scale = now  # type: ignore[assignment]
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         for rule, final in self.final.items():

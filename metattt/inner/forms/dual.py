@@ -227,8 +227,8 @@ def scaled(gradient: Tensor, factor: float | None) -> Tensor:
 class PerTokenGradients:
     """`G_s` of every fast weight and token s, in factored form.
 
-    `paired` names the weight and bias that were only ever used together: both then share one product, with `q·a + 1`
-    for `q·a`. `scales` multiplies the gradients of a weight by a factor of its own (`Learner.step_scale`).
+    `paired` names the weight and bias that were only ever used together, and whether transposed: both then share one
+    product, with `q·a + 1` for `q·a`. `scales` multiplies the gradients of a weight by a factor of its own (`Learner.step_scale`).
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class PerTokenGradients:
         scales: Mapping[str, float] = NO_SCALES,
     ):
         self.terms: dict[str, list[Outer | Direct]] = {}
-        self.paired: set[tuple[str, str]] = set()
+        self.paired: set[tuple[str, str, bool]] = set()
         self._operand = operand
         for site, delta in zip(sites, deltas, strict=True):
             weight, bias, inputs, transpose, scale = site
@@ -256,8 +256,8 @@ class PerTokenGradients:
             if bias:
                 moved = scaled(delta, scales.get(bias))
                 self.terms.setdefault(bias, []).append(Direct(moved.sum(inner) if inner else moved))
-            if weight and bias and not scale and not transpose and scales.get(weight) == scales.get(bias):
-                self.paired.add((weight, bias))
+            if weight and bias and not scale and scales.get(weight) == scales.get(bias):
+                self.paired.add((weight, bias, transpose))
         for used in list(self.paired):
             if len(self.terms[used[0]]) != 1 or len(self.terms[used[1]]) != 1:
                 self.paired.discard(used)

@@ -91,6 +91,7 @@ class NativeForm(Kernel):
         Returns:
             Predictions `[B, H, n, d]`; W_a after the tokens; M after them, None if `phase + n == b` for all sequences.
         """
+        self.check(given, update, phase, native=True)
         first = next(iter(given.weights.values()))
         key = self.source_of_tokens, given.tokens.k.shape[-1], first.shape[-1], len(given.weights)
         function = _functions.get(key)
@@ -119,6 +120,7 @@ class NativeForm(Kernel):
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """Predictions, weights after the sequence, and those at the start of each group as the library lays them
         out."""
+        self.check(given, native=True)
         call = Call(Layout(given, tensors, 1), self.group_size(given))
         library = self.library(given)
         y = call.layout.empty_like_tokens(call.layout.tokens.q)

@@ -55,6 +55,7 @@ class AdvancesOnGPU(Kernel):
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
+        self.check(given, update, phase)
         tokens, weights = given.tokens, given.weights
         batch, heads, count, width = tokens.k.shape
         # [B, n, H, d] in memory, as the layer joins its heads

@@ -14,6 +14,7 @@ from metattt.tasks.base import Task
 
 class NativeTTTLinear(NativeForm):
     name = "ttt_linear.native"
+    weights = ("w1", "b1")
     source = Path(__file__).with_name("native.cpp")
     source_of_tokens = Path(__file__).with_name("advance.cpp")
     largest_group = 16

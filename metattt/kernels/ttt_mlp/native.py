@@ -14,6 +14,7 @@ from metattt.tasks.base import Task
 
 class NativeTTTMLP(NativeForm):
     name = "ttt_mlp.native"
+    weights = ("w1", "b1", "w2", "b2")
     source = Path(__file__).with_name("native.cpp")
     source_of_tokens = Path(__file__).with_name("advance.cpp")
     largest_group = 16
