@@ -60,6 +60,9 @@ class TTTLayer(nn.Module):
         optimizer: how a gradient moves it, and which weights a query reads.
         output_norm: of the answers, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D, `head_rms`
             and `head_layer` RMSNorm and LayerNorm of every head by itself.
+        norm_eps: ε of this norm, added to the mean square; None: 1e-6 for LayerNorm over D, 1e-5 for the others.
+        norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of answers to q/√d with ε is the norm of
+            answers to q with d ε, so layers have this that are published with queries of q/√d.
         gate: multiply by gelu(x Wg) (true), silu(x Wg) or sigmoid(x Wg) before the output projection.
         gate_rank: of Wg, `head_dim`: the width of a head, with a bias after its second map; None: full, without bias.
         output_bias: a bias in the output projection.
@@ -88,6 +91,8 @@ class TTTLayer(nn.Module):
         optimizer: InnerOptimizer,
         *,
         output_norm: bool | str = True,
+        norm_eps: float | None = None,
+        norm_eps_scale: Literal["head_dim", "none"] = "none",
         gate: bool | str = False,
         gate_rank: int | str | None = None,
         output_bias: bool = False,
@@ -101,7 +106,7 @@ class TTTLayer(nn.Module):
         check_integer("num_heads", num_heads)
         check_room(dim * dim, f"a layer of dim={dim}", "lower dim")
         check_flag("layer.output_bias", output_bias)
-        check_output(output_norm, gate, gate_rank)
+        check_output(output_norm, gate, gate_rank, norm_eps, norm_eps_scale)
         check_choice("layer.init", init, ("normal", "xavier"))
         for key, part, kind in (("task", task, Task), ("learner", learner, Learner), ("optimizer", optimizer, InnerOptimizer)):
             if not isinstance(part, kind):
@@ -129,7 +134,8 @@ class TTTLayer(nn.Module):
                 )
             self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
             self._plan = self._planned()
-        self.norm, self.gate = make_norm(output_norm, dim, head), make_gate(gate, gate_rank, dim, head)
+        self.norm = make_norm(output_norm, dim, head, norm_eps, norm_eps_scale)
+        self.gate = make_gate(gate, gate_rank, dim, head)
         self.gate_function = gate if isinstance(gate, str) else "gelu"
         self.out = projection(dim, dim, output_bias)
         if init == "xavier":

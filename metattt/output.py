@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
 from metattt.modules import projection
 from metattt.room import check_room
 
-EPS = 1e-5  # of the norms of flash-linear-attention's layers
+EPS = 1e-5  # of the norms other than LayerNorm over D, where `norm_eps` says nothing
 LAYER_NORM_EPS = 1e-6  # of the published TTT models
 
 NORMS = ("head_rms", "head_layer", "rms")
@@ -39,28 +39,32 @@ class HeadLayerNorm(nn.Module):
     Args:
         dim: H d.
         head_dim: d.
+        eps: added to the variance.
     """
 
-    def __init__(self, dim: int, head_dim: int):
+    def __init__(self, dim: int, head_dim: int, eps: float):
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.eps = head_dim, eps
         self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
 
     def forward(self, y: Tensor) -> Tensor:
         """`[..., H d]` to the same."""
         heads = y.to(self.weight.dtype).unflatten(-1, (-1, self.head_dim))
-        return (F.layer_norm(heads, (self.head_dim,), eps=EPS).flatten(-2) * self.weight + self.bias).to(y.dtype)
+        return (F.layer_norm(heads, (self.head_dim,), eps=self.eps).flatten(-2) * self.weight + self.bias).to(y.dtype)
 
 
-def check_output(norm: object, gate: object, rank: object) -> None:
+def check_output(norm: object, gate: object, rank: object, eps: float | None, eps_scale: str) -> None:
     """Refuses what is no norm or gate of an output.
 
     Args:
-        norm, gate, rank: `output_norm`, `gate` and `gate_rank` of `TTTLayer`.
+        norm, gate, rank, eps, eps_scale: `output_norm`, `gate`, `gate_rank`, `norm_eps`, `norm_eps_scale` of `TTTLayer`.
 
     Raises:
-        MetaTTTError: another kind, no rank, or the rank of a gate that is not there.
+        MetaTTTError: another kind, no rank, no ε, or the rank of a gate that is not there.
     """
+    if eps is not None:
+        check_number("layer.norm_eps", eps, above=0)
+    check_choice("layer.norm_eps_scale", eps_scale, ("head_dim", "none"))
     for key, kind, known, usual in (("output_norm", norm, NORMS, "LayerNorm"), ("gate", gate, GATES, "gelu")):
         if not (isinstance(kind, bool) or (isinstance(kind, str) and kind in known)):
             shown = "null" if kind is None else kind
@@ -73,15 +77,19 @@ def check_output(norm: object, gate: object, rank: object) -> None:
         raise MetaTTTError(f"layer.gate_rank={rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
 
 
-def make_norm(kind: bool | str, dim: int, head_dim: int) -> nn.Module | None:
+def make_norm(kind: bool | str, dim: int, head_dim: int, eps: float | None, eps_scale: str) -> nn.Module | None:
     """The norm of the answers `[B, T, D]` of all heads, of a width of `head_dim` each."""
+    if eps is None:
+        eps = LAYER_NORM_EPS if kind is True else EPS
+    if eps_scale == "head_dim":
+        eps = eps * head_dim
     if kind == "head_rms":
-        return HeadRMSNorm(head_dim, eps=EPS)
+        return HeadRMSNorm(head_dim, eps=eps)
     if kind == "head_layer":
-        return HeadLayerNorm(dim, head_dim)
+        return HeadLayerNorm(dim, head_dim, eps)
     if kind == "rms":
-        return nn.RMSNorm(dim, eps=EPS)
-    return nn.LayerNorm(dim, eps=LAYER_NORM_EPS) if kind else None
+        return nn.RMSNorm(dim, eps=eps)
+    return nn.LayerNorm(dim, eps=eps) if kind else None
 
 
 def make_gate(kind: bool | str, rank: int | str | None, dim: int, head_dim: int) -> nn.Module | None:

@@ -133,6 +133,7 @@ CALLS |= {
         "dim": [0, -8, 8.0, "8", None, 7, 10**9, 10**20], "num_heads": [0, 3, "2", None], "task": [None, "ttt", Linear()],
         "learner": [None, Linear, KernelEstimator()], "optimizer": [None, Append(), torch.optim.SGD], "form": ["nobody", None, 3, []],
         "group_size": [-1, 1.5, "a"], "output_norm": [None], "gate": ["no"], "output_bias": [3],
+        "norm_eps": [0, -1, NAN, "a", True], "norm_eps_scale": ["no", None, 2],
     }.items()
     for value in values
 }  # fmt: skip

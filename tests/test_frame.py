@@ -19,6 +19,7 @@ from metattt.testing.specimen import Run, compare, cotangent, gradients
 
 SIZE = ("dim=8", "num_heads=2")
 EPS = 1e-5
+FLA_EPS = 1e-6  # what the models of flash-linear-attention give their layers' norms
 
 
 def moved(layer: Any) -> Any:
@@ -41,8 +42,8 @@ def convolved(p: Parameters, x: Tensor, name: str) -> Tensor:
 
 
 def delta_block(p: Parameters, x: Tensor, num_heads: int, decays: bool) -> Tensor:
-    """The layers of flash-linear-attention: projection, convolution, silu, unit length; the delta rule on decayed weights;
-    RMSNorm of every head with a scale that heads share, times silu(θ x) where the rule decays."""
+    """The layers of flash-linear-attention: projection, convolution, silu, unit length; the delta rule on decayed
+    weights, read with q/√d; RMSNorm of every head with a scale that heads share, times silu(θ x) where the rule decays."""
     q, k, v = (heads_of(convolved(p, x, name), num_heads) for name in ("q", "k", "v"))
     q, k = (z / z.norm(dim=-1, keepdim=True) for z in (q, k))
     beta = torch.sigmoid(gate(p, "lr_", x))
@@ -52,8 +53,8 @@ def delta_block(p: Parameters, x: Tensor, num_heads: int, decays: bool) -> Tenso
         state = spread(keep[:, :, t], state) * state
         error = v[:, :, t] - times(k[:, :, t], state)
         state = state + spread(beta[:, :, t], state) * outer(k[:, :, t], error)
-        o = times(q[:, :, t], state)
-        rows.append((o / (o.square().mean(-1, keepdim=True) + EPS).sqrt() * p["norm.weight"]).flatten(1))
+        o = times(q[:, :, t] / q.shape[-1] ** 0.5, state)
+        rows.append((o / (o.square().mean(-1, keepdim=True) + FLA_EPS).sqrt() * p["norm.weight"]).flatten(1))
     y = torch.stack(rows, 1)
     return (y * F.silu(x @ p["gate.weight"].T) if decays else y) @ p["out.weight"].T
 
@@ -86,7 +87,8 @@ def test_laws_of_published_blocks(row: str, law: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rms", "head_rms", "head_layer"])
 def test_norms_are_those_of_torch(kind: str) -> None:
-    layer = moved(metattt.build("layer=linear_attention", *SIZE, f"layer.output_norm={kind}", "layer.gate=sigmoid"))
+    norm = (f"layer.output_norm={kind}", "layer.norm_eps=null", "layer.norm_eps_scale=none")
+    layer = moved(metattt.build("layer=linear_attention", *SIZE, *norm, "layer.gate=sigmoid"))
     y = torch.randn(3, 5, 8, dtype=torch.float64)
     weight, bias = layer.norm.weight, getattr(layer.norm, "bias", None)
     expected = {
@@ -102,6 +104,29 @@ def test_norms_are_those_of_torch(kind: str) -> None:
     torch.testing.assert_close(layer(x)[0], expected, rtol=0, atol=1e-12)
 
 
+NORMS = {  # ε of the published model, and the factor of its queries: 1/√4 or none
+    "linear_attention": (FLA_EPS, 0.5), "linear_attention_elu": (FLA_EPS, 0.5), "retnet": (FLA_EPS, 0.5), "gla": (FLA_EPS, 0.5),
+    "delta_net": (FLA_EPS, 0.5), "gated_delta_net": (FLA_EPS, 0.5), "gated_delta_net2": (FLA_EPS, 0.5), "kda": (FLA_EPS, 0.5),
+    "comba": (FLA_EPS, 0.5), "delta_gradient": (FLA_EPS, 0.5), "delta_product": (FLA_EPS, 0.5),
+    "gated_delta_product": (FLA_EPS, 0.5), "preconditioned_delta_net": (FLA_EPS, 0.5), "hgrn2": (1e-5, 0.5),
+    "mesa_net": (FLA_EPS, 1), "log_linear_gated_delta_net": (FLA_EPS, 1), "rwkv7": (4 * 1e-5, 1), "mamba2": (1e-5, 1),
+    "log_linear_mamba2": (1e-5, 1), "lact": (1e-5, 1), "ttt_linear": (1e-6, 1), "ttt_mlp": (1e-6, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", NORMS)
+def test_the_norm_has_the_published_epsilon(row: str) -> None:
+    """Answers as small as those of delta rules at the start, to which ε matters."""
+    eps, factor = NORMS[row]
+    norm = metattt.build(f"layer={row}", *SIZE).double().norm
+    y = 0.003 * torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    o = (factor * y).unflatten(-1, (1, 8) if row in ("hgrn2", "ttt_linear", "ttt_mlp") else (2, 4))
+    if row in ("rwkv7", "ttt_linear", "ttt_mlp"):
+        o = o - o.mean(-1, keepdim=True)
+    expected = (o / (o.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2)
+    torch.testing.assert_close(norm(y), expected, rtol=0, atol=1e-12)
+
+
 def test_autocast_keeps_the_norms_wide() -> None:
     layer = metattt.build("layer=kda", *SIZE)
     with torch.autocast("cpu", torch.bfloat16):
@@ -111,7 +136,8 @@ def test_autocast_keeps_the_norms_wide() -> None:
 
 def test_plain_takes_the_block_away_and_what_is_given_stays() -> None:
     plain = metattt.build("layer=kda", "frame=plain", *SIZE)
-    assert type(plain.norm) is torch.nn.LayerNorm and plain.gate is None and not hasattr(plain.task, "conv_q")
+    assert type(plain.norm) is torch.nn.LayerNorm and plain.norm.eps == 1e-6
+    assert plain.gate is None and not hasattr(plain.task, "conv_q")
     mixed = metattt.build("layer=kda", "frame=plain", "layer.gate=silu", "task.short_conv=3", *SIZE)
     assert mixed.gate.weight.shape == (8, 8) and mixed.task.conv_v.weight.shape == (8, 1, 3)
     block = compose("model.blocks=[kda,ttt_linear]", "frame=plain", "model.blocks.kda.layer.gate=silu", *SIZE)
@@ -126,6 +152,8 @@ def test_plain_takes_the_block_away_and_what_is_given_stays() -> None:
         (["layer=kda", "layer.gate=false"], "layer.gate_rank=head_dim is of a gate"),
         (["layer=kda", "layer.gate_rank=0"], "layer.gate_rank=0"),
         (["layer=kda", "layer.output_norm=batch"], "layer.output_norm=batch is not allowed: it must be true .LayerNorm., false or one of"),
+        (["layer=kda", "layer.norm_eps=0"], "layer.norm_eps=0.0 is not allowed: it must be positive"),
+        (["layer=kda", "layer.norm_eps_scale=d"], "layer.norm_eps_scale=d. is not allowed: choose one of head_dim"),
         (["layer=delta_net", "task.views=shared_qk"], "set task.views=separate, or task.short_conv=null"),
         (["layer=delta_net", "task.short_conv=0"], "task.short_conv=0"),
     ],

@@ -260,6 +260,7 @@ def test_a_configuration_without_sizes_is_refused() -> None:
         (["task.rope=full"], r"blocks.0.layer.task.rope = full \(published: mini_batch\)"),
         (["layer=ttt_mlp", "learner.depth=3"], r"learner.depth = 3 \(published: 2\)"),
         (["layer.output_norm=false"], "layer.norm is needed"),
+        (["layer.norm_eps=1e-5"], r"layer.norm.eps = 1e-05 \(published: 1e-06\)"),
         (["optimizer.base_lr=0.5", "optimizer.read=exclusive"], "read = exclusive"),
     ],
 )
