@@ -12,10 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from importlib.resources import files
 from typing import TYPE_CHECKING
-
-from metattt.composition.choices import choices, groups
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -112,11 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         flags, overrides = take_flags(overrides, command)
+        if flags.help:
+            from metattt.composition.help import help_of
+
+            print(help_of(command, COMMANDS[command][0], overrides))
+            return 0
     except MetaTTTError as error:
         return _fail(str(error))
-    if flags.help:
-        print(_command_help(command))
-        return 0
     _see_the_working_directory()
     return _run(command, overrides, flags)
 
@@ -233,22 +232,6 @@ def _overview() -> str:
         "metattt <command> --cfg prints the whole configuration without running it, --resolve with every value filled in"
     ]
     return "\n".join(lines)
-
-
-def _command_help(command: str) -> str:
-    """What `metattt <command> --help` prints: the groups with their choices, then the commented configuration."""
-    job = (files("metattt.configs") / f"{command}.yaml").read_text(encoding="utf-8")
-    lines = [f"usage: metattt {command} [<key>=<value> ...]", "", COMMANDS[command][0], ""]
-    lines += ["Choices, <group>=<name>; a field of the choice is set with <group>.<field>=<value>:"]
-    for group in sorted(groups(command)):
-        names = choices(group)
-        if not names:  # a group that is there for files of the user's own
-            continue
-        width = max(map(len, names))
-        lines += ["", f"  {group}"]
-        lines += [f"    {name:<{width}}  {summary}".rstrip() for name, summary in sorted(names.items())]
-    lines += ["", f"Keys and defaults (configs/{command}.yaml):", ""]
-    return "\n".join(lines + [f"  {line}".rstrip() for line in job.splitlines()])
 
 
 if __name__ == "__main__":

@@ -22,9 +22,6 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Optional, TypeVar, Union
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
-
 from metattt.errors import MetaTTTError
 
 C = TypeVar("C", bound=type)
@@ -118,12 +115,14 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
             raise MetaTTTError(
                 f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor"
             )
-        allowed[parameter.name] = _literals(parameter.annotation)
+        allowed[parameter.name] = literals(parameter.annotation)
         fields.append((parameter.name, _field_type(parameter.annotation), _field_default(parameter.default)))
     REGISTERED[group, name], PARAMETERS[target] = (
         target,
         allowed,
     )  # not before: a class that is refused leaves nothing behind
+    from hydra.core.config_store import ConfigStore  # not before: --help reads signatures without Hydra
+
     module, _, cls = target.rpartition(".")
     node = dataclasses.make_dataclass(cls, fields)
     SCHEMAS[target] = node
@@ -154,7 +153,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _literals(hint: Any) -> tuple[Any, ...]:
+def literals(hint: Any) -> tuple[Any, ...]:
     """The values that a Literal annotation allows (None included if it is optional), or ()."""
     values: list[Any] = []
     for member in _members(hint):
@@ -194,7 +193,7 @@ def _field_type(hint: Any) -> Any:
 def _field_default(default: Any) -> Any:
     """A dataclass default: MISSING for a required parameter, a fresh container for a mutable one."""
     if default is inspect.Parameter.empty:
-        return dataclasses.field(default=MISSING)
+        return dataclasses.field(default="???")  # omegaconf.MISSING
     if isinstance(default, (list, tuple)):
         return dataclasses.field(default_factory=lambda: list(default))
     if isinstance(default, dict):

@@ -19,7 +19,8 @@ from metattt.bench.state import StateAndCost
 from metattt.bench.timing import in_turn, ratios, summary
 from metattt.cli import main
 from metattt.errors import MetaTTTError
-from metattt.known_layers import examine, known_layers, readable
+from metattt.known_layers import known_layers, readable
+from metattt.layer_measures import examine
 
 
 @pytest.mark.parametrize(

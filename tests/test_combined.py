@@ -21,8 +21,8 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import found_out
-from metattt.known_layers import examine
 from metattt.layer import TTTLayer
+from metattt.layer_measures import examine
 from metattt.learners import KernelEstimator, Linear
 from metattt.measures.inner_health import inner_health
 from metattt.mixers.mamba2 import Mamba2

@@ -1,5 +1,7 @@
 """Composition: every layer config builds, a mistake costs one or two lines, the working directory does not matter."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from compositions_for_tests import remembering
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from metattt import build
 from metattt.cli import COMMANDS, main
 from metattt.composition import compose as composition
+from metattt.composition.aliases import NOT_SET_THERE
 from metattt.composition.announced import announced
+from metattt.composition.choices import groups
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.overrides import quote_free_text
@@ -159,6 +164,81 @@ def test_help_is_fast() -> None:
     code = "import sys; from metattt.cli import main; main(['--help']); main(['train', '--help'])\n"
     code += "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("job", "given"),
+    [
+        ("train", []),
+        ("train", ["layer=delta_product"]),
+        ("train", ["layer=ttt_mlp", "learner=swiglu", "trainer=fsdp", "training=muon"]),
+        ("train", ["layer=titans_mag", "callbacks=inner_warmup", "logger=wandb"]),
+        ("train", ["model=ttt_e2e", "data=shards"]),
+        ("train", ["layer=gated_delta_net", "frame=plain", "preset=125m"]),
+        ("train", ["experiment=digits_pixel"]),
+        ("check", ["layer=longhorn"]),
+        ("bench", ["benchmark=layer"]),
+    ],
+)
+def test_help_lists_the_keys_of_what_is_chosen(job: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them, with the values that the command would take: Hydra is asked."""
+    assert main([job, *given, "--help"]) == 0
+    listed = re.findall(r"^    ([\w.]+)=(.*?)(?:  .*)?$", capsys.readouterr().out, re.MULTILINE)
+    expected: dict[str, Any] = {}
+
+    def read(text: str) -> Any:
+        try:
+            return float(text)
+        except ValueError:
+            return yaml.safe_load(text)
+
+    def flatten(node: Any, prefix: str) -> None:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            name = f"{prefix}.{key}"
+            if isinstance(value, dict) and value:
+                flatten(value, name)
+            elif name not in NOT_SET_THERE and not key.startswith("_"):
+                expected[name] = value
+
+    cfg = OmegaConf.to_container(compose(*given, job=job))
+    assert isinstance(cfg, dict)
+    for group in groups(job):
+        flatten(cfg.get(group), group)
+    assert {key: read(value) for key, value in listed} == expected
+
+
+def test_help_of_a_plug_in_and_of_a_folder_imports_neither_torch_nor_the_plug_in(tmp_path: Path) -> None:
+    learner = tmp_path / "waves" / "configs" / "learner"
+    learner.mkdir(parents=True)
+    (tmp_path / "waves" / "__init__.py").write_text(
+        "import torch\nfrom metattt.learners import Linear\nfrom metattt.registry import register\n\n\n"
+        "@register('learner', 'wave')\nclass Wave(Linear):\n    def __init__(self, bends: int = 3):\n        pass\n"
+    )
+    (learner / "wave.yaml").write_text("# Waves\ndefaults:\n  - /schema/learner/wave@_here_\n")
+    (tmp_path / "mine" / "layer").mkdir(parents=True)
+    text = "# @package _global_\n# Of mine\ndefaults:\n  - delta_net\n  - override /learner: wave\n  - _self_\nlearner:\n  bends: 5\n"
+    (tmp_path / "mine" / "layer" / "bent.yaml").write_text(text)
+    info = tmp_path / "waves-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: waves\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[metattt.components]\nw = waves\n[metattt.configs]\nw = waves.configs\n")
+    code = (
+        "import sys; from metattt.cli import main\n"
+        "assert main(['train', '--config-dir', 'mine', 'layer=bent', '--help']) == 0\n"
+        "assert not {'torch', 'hydra', 'waves'} & set(sys.modules)"
+    )
+    paths = os.pathsep.join((str(tmp_path), str(Path(__file__).resolve().parent.parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for expected in (" Of mine", " Waves", "learner.bends=5", "optimizer.lr_scale=none", "layer.output_norm=head_rms"):
+        assert expected in done.stdout
+
+
+def test_help_of_what_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "learner=mpl", "--help"]) == 2
+    assert "Did you mean `learner=mlp`?" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

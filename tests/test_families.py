@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metattt.cli import main
 from metattt.errors import MetaTTTError
 from metattt.families import FAMILIES, OWN, Source, ordered, source, sources
-from metattt.known_layers import known_layers
+from metattt.known_layers import MEASURED, known_layers, written_down
+from metattt.layer_measures import Operations, examine, write_down
 from metattt.layer_page import INTRO, MARK, place_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "layers.md"
@@ -83,6 +88,36 @@ def test_the_committed_page_is_that_of_the_configurations(tmp_path: Path) -> Non
     assert page.startswith(f"{MARK}\n\n{INTRO}")
     listed = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert {row[0].strip("`") for row in listed if row[0].startswith("`")} == set(sources())
+
+
+@pytest.mark.parametrize("name", ["delta_net", "self_attention", "lact_block", "longhorn"])
+def test_what_is_written_down_is_so(name: str) -> None:
+    assert written_down(64, 4)[name] == examine(name, 64, 4), "run `python -m metattt.layer_measures`"
+
+
+def test_every_layer_is_written_down_as_it_is_configured() -> None:
+    assert set(written_down(64, 4)) == set(known_layers()), "run `python -m metattt.layer_measures`"
+    assert written_down(32, 4) == {} == written_down(64, 2)  # these are measured
+
+
+@pytest.mark.slow
+def test_all_that_is_written_down_is_so() -> None:
+    assert MEASURED.read_text() == write_down(64, 4), "run `python -m metattt.layer_measures`"
+
+
+def test_the_table_needs_no_torch() -> None:
+    code = "import sys; from metattt.cli import main; assert main(['layers']) == 0; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_attention_is_counted_alike_whatever_operator_torch_takes() -> None:
+    q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 7, 4)
+    counts = set()
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with torch.no_grad(), sdpa_kernel(backend), Operations() as operations:
+            torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        counts.add(operations.count)
+    assert counts == {2 * 2 * (5 * 7 * 4) * 2}
 
 
 @pytest.fixture

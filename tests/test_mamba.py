@@ -24,7 +24,7 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.inner.causality import found_out
-from metattt.known_layers import examine
+from metattt.layer_measures import examine
 from metattt.mixers import Longhorn, Mamba, Mamba2, Mixer
 from metattt.mixers.chunks import by_chunks
 from metattt.mixers.duality import duality

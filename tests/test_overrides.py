@@ -291,6 +291,24 @@ def test_words_of_hydra(overrides: list[str], expected: str) -> None:
 # -- showing the configuration, and files of the user's own ------------------------------------------------------------
 
 
+@pytest.mark.parametrize("given", [[], ["learner=linear"], ["optimizer.decay=softplus"], ["layer.gate=false"]])
+def test_a_custom_part_has_no_keys_of_the_layers_own(given: list[str]) -> None:
+    """`layer=kda` sets lr, decay and rank of its rule; `optimizer=custom` sets nothing but what is given."""
+    rule = ["optimizer=custom", "optimizer._target_=metattt.optimizers.Momentum"]
+    cfg = compose("layer=kda", *rule, *given, job="build")
+    named = {one.partition("=")[0].removeprefix("optimizer.") for one in given if one.startswith("optimizer.")}
+    assert set(cfg.optimizer) == {"_target_"} | named
+    assert cfg.task.short_conv == 4 and cfg.layer.output_norm == "head_rms"  # the layer's other settings stay
+
+
+def test_a_layer_may_choose_a_custom_part_and_set_it(tmp_path: Path) -> None:
+    (tmp_path / "layer").mkdir()
+    text = "# @package _global_\ndefaults:\n  - base/ttt_layer@layer\n  - override /optimizer: custom\n  - _self_\n"
+    (tmp_path / "layer" / "mine.yaml").write_text(text + "optimizer:\n  _target_: a.B\n  rank: 3\n")
+    cfg = compose(f"hydra.searchpath=[file://{tmp_path}]", "layer=mine", job="build")
+    assert dict(cfg.optimizer) == {"_target_": "a.B", "rank": 3}
+
+
 @pytest.mark.parametrize("flags", [["--cfg"], ["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
 def test_cfg_prints_what_would_be_run(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *flags, "layer=ttt_mlp", "dim=32"]) == 0

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import metattt
 from metattt.errors import MetaTTTError
-from metattt.known_layers import examine
 from metattt.layer import TTTLayer
+from metattt.layer_measures import examine
 from metattt.learners import KernelEstimator
 from metattt.optimizers import Append
 from metattt.tasks import Reconstruction

@@ -19,8 +19,9 @@ from metattt.composition.compose import build
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.inner.inspect import FORMS
-from metattt.known_layers import Operations, known_layers
+from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
+from metattt.layer_measures import Operations
 from metattt.registry import register
 from metattt.testing.specimen import Run, compare, cotangent, distance, gradients, randomize
 

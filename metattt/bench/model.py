@@ -18,7 +18,8 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice, check_number
-from metattt.known_layers import Operations, known_layers
+from metattt.known_layers import known_layers
+from metattt.layer_measures import Operations
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.registry import register
 from metattt.testing.specimen import distance, randomize

@@ -1,10 +1,12 @@
 """What can be chosen by name: the YAML files of a configuration group, ours and those of other packages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from itertools import takewhile
+from pathlib import Path
 
 from metattt.composition.announced import announced
 
@@ -24,12 +26,12 @@ def groups(job: str | None = None) -> dict[str, frozenset[str]]:
             if file.name.endswith(".yaml")
         ]
         return {group: names for name in jobs for group, names in groups(name).items()}
-    return {group: frozenset(files_of(group)) for group, _ in _defaults(job)}
+    return {group: frozenset(files_of(group)) for group, _ in defaults(job)}
 
 
 def unchosen(job: str) -> set[str]:
     """The groups that have no default in a job."""
-    return {group for group, default in _defaults(job) if default == "???"}
+    return {group for group, default in defaults(job) if default == "???"}
 
 
 @cache
@@ -40,7 +42,7 @@ def keys_of(job: str) -> set[str]:
     file = files("metattt.configs") / f"{job}.yaml"
     found = yaml.safe_load(file.read_text(encoding="utf-8"))
     included = [entry for entry in found.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    parts = {group.partition("/")[0] for group, _ in _defaults(job)}
+    parts = {group.partition("/")[0] for group, _ in defaults(job)}
     return {*found, *parts}.union(*map(keys_of, included))
 
 
@@ -62,24 +64,32 @@ def choice_of_schema(group: str, schema: str) -> str | None:
         for name, file in files_of(group).items()
         if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")
     ]
-    usual = [default for name, default in _defaults("build") if name == group]
+    usual = [default for name, default in defaults("build") if name == group]
     return next((name for name in (schema, *usual, *sorted(using)) if name in using), None)
 
 
 def files_of(group: str, folders: Sequence[Traversable] = ()) -> dict[str, Traversable]:
     """Name -> file of the choices of a group: ours, those of other packages, and those in `folders`."""
     found: dict[str, Traversable] = {}
-    packages = ["metattt.configs", *(entry.value for entry in announced("metattt.configs"))]
-    for package in packages:
-        try:
-            listed = _listed(files(package) / group)
-        except ImportError:  # a package that is broken is reported when something is run
-            continue
-        for file in listed:
-            found.setdefault(file.name.removesuffix(".yaml"), file)
-    for file in (file for folder in folders for file in _listed(folder / group)):
+    for file in (file for folder in _places(folders) for file in _listed(folder / group)):
         found.setdefault(file.name.removesuffix(".yaml"), file)
     return found
+
+
+def file_of(path: str, folders: Sequence[Traversable] = ()) -> Traversable | None:
+    """The file `<path>.yaml`, of ours or else of others; None: there is none."""
+    candidates = (folder.joinpath(*f"{path}.yaml".split("/")) for folder in _places(folders))
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _places(folders: Sequence[Traversable]) -> Iterator[Traversable]:
+    """Where configurations are: first ours, then those of installed packages, which are not imported for it."""
+    yield files("metattt.configs")
+    for entry in announced("metattt.configs"):
+        top, *inner = entry.value.split(".")
+        spec = find_spec(top)  # None: a package that is gone is reported when something is run
+        yield from (Path(place, *inner) for place in ((spec and spec.submodule_search_locations) or ()))
+    yield from folders
 
 
 def _listed(folder: Traversable) -> list[Traversable]:
@@ -87,7 +97,7 @@ def _listed(folder: Traversable) -> list[Traversable]:
 
 
 @cache
-def _defaults(job: str) -> tuple[tuple[str, str], ...]:
+def defaults(job: str) -> tuple[tuple[str, str], ...]:
     """Group and choice of each entry in the defaults list of a job, through the configs that it includes."""
     import yaml
 
@@ -97,7 +107,7 @@ def _defaults(job: str) -> tuple[tuple[str, str], ...]:
         if isinstance(entry, dict):
             found |= {str(key).split()[-1].partition("@")[0].strip("/"): str(value) for key, value in entry.items()}
         elif entry != "_self_":
-            found |= _defaults(entry)
+            found |= defaults(entry)
     return tuple(found.items())
 
 

@@ -105,6 +105,7 @@ def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
     """As `_compose`, with all that can be wrong said in the words of `metattt.composition.messages`."""
     try:
         cfg, chosen = _compose(overrides, job)
+        _clear_custom(cfg, chosen, overrides, job)
     except (HydraException, OmegaConfBaseException) as error:
         raise MetaTTTError(_unknown_key(overrides, job) or explain_composition(error, job)) from error
     for group in ENTRIES:
@@ -134,6 +135,20 @@ def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
     with open_dict(cfg):
         del cfg["hydra"]
     return cfg, chosen
+
+
+def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job: str) -> None:
+    """A part that is `custom` in the place of the layer's own has none of the keys that the layer sets for that: what
+    it has is composed without the layer. Where there is a schema, it refuses such keys."""
+    for part in LAYER_PARTS if chosen.get("layer", "custom") != "custom" else ():
+        if chosen.get(part) != "custom":
+            continue
+        others = {"layer", *LAYER_PARTS} - {part}
+        choices = [one for one in choices_alone(overrides, job) if one.partition("=")[0].lstrip("+~") not in others]
+        given = [one for one in overrides if one.lstrip("+~").startswith(f"{part}.")]
+        alone, chosen_alone = _compose([*choices, *(f"{one}=custom" for one in sorted(others)), *given], job)
+        if chosen_alone[part] == "custom":  # otherwise the file of the layer has chosen it
+            cfg[part] = alone[part]
 
 
 def _check_chosen(cfg: DictConfig, overrides: list[str]) -> None:
