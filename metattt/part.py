@@ -30,7 +30,13 @@ class Part(nn.Module):
     belongs = False  #: a layer has claimed this part
     changes = 0  #: settings assigned since then
     fixed: tuple[str, ...] = ()  #: settings that `setup` makes use of once: assigned later, they would do nothing
+    kept: frozenset[str] = frozenset({"belongs", "changes", "kept"})  #: attributes that only the base class sets
     _made_with: dict[str, Any]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in set().union(*(getattr(base, "kept", ()) for base in cls.__bases__)) & vars(cls).keys() - {"kept"}:
+            raise MetaTTTError(_taken(cls, name))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         part = super().__new__(cls)
@@ -50,7 +56,7 @@ class Part(nn.Module):
             )
         with unchanged_on_error(self):
             yield
-            self.belongs = True
+            self.__dict__["belongs"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.belongs and name in self.fixed and not callable(value) and value != getattr(self, name, None):
@@ -58,6 +64,11 @@ class Part(nn.Module):
                 f"{type(self).__name__}.{name} = {value!r} comes too late, it was used when the layer was built: build a new "
                 f"layer with {name}={value}"
             )
+        kind = type(self)
+        if name in self.kept or _shadows(kind, name, value):
+            raise MetaTTTError(_taken(kind, name))
+        if isinstance(value, nn.Module | nn.Parameter) and "_modules" not in self.__dict__:
+            raise MetaTTTError(f"{kind.__name__}.__init__ sets {name!r} before super().__init__(): call that first")
         super().__setattr__(name, value)
         # Both modes are looked at, and what is found holds for all values of parameters.
         if self.belongs and name != "training" and not isinstance(value, (Tensor, nn.Module)):
@@ -88,6 +99,23 @@ class Part(nn.Module):
         return copied
 
 
+def _base(kind: type) -> type:
+    """Task, Learner or InnerOptimizer, of whichever `kind` is one."""
+    return kind.__mro__[kind.__mro__.index(Part) - 1]
+
+
+def _shadows(kind: type, name: str, value: Any) -> bool:
+    """Whether an attribute would take the place of a method or property of the base class (a function may)."""
+    there = getattr(kind, name, None) if name in vars(_base(kind)) or name in vars(Part) else None
+    unset = isinstance(there, property) and there.fset is None
+    return unset or (callable(there) and (isinstance(value, nn.Module) or not callable(value)))
+
+
+def _taken(kind: type, name: str) -> str:
+    base = _base(kind).__name__
+    return f"{kind.__name__} sets an attribute called {name!r}, which {base} has for its own use: choose another name"
+
+
 def says(part: Part, method: str = "equations", about: Iterable[str] = DESCRIBED) -> bool:
     """Whether what a class says of its parts in `method` holds for this one: no subclass of it has changed one of the
     methods that it is about."""
@@ -100,7 +128,14 @@ def says(part: Part, method: str = "equations", about: Iterable[str] = DESCRIBED
 
 @contextmanager
 def unchanged_on_error(*parts: nn.Module) -> Iterator[None]:
-    """Around what builds `parts`: if it raises, they and the modules in them are as they were before."""
+    """Around what builds `parts`: if it raises, they and the modules in them are as they were before.
+
+    Raises:
+        MetaTTTError: a part whose constructor has left out that of its base class.
+    """
+    for part in parts:
+        if "_modules" not in vars(part):
+            raise MetaTTTError(f"{type(part).__name__}.__init__ does not call super().__init__(): do that first in it")
     before = [(module, _snapshot(module)) for part in parts for module in part.modules()]
     try:
         yield

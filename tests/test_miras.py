@@ -117,6 +117,7 @@ def test_a_threshold_of_the_token_in_other_tasks() -> None:
     for task in (
         partial(Reconstruction, kv_heads=1, loss="norm_huber", huber_delta_from="per_head"),
         partial(Reconstruction, views="shared_qk", rope="mini_batch", loss="huber", huber_delta_from="per_head"),
+        partial(Reconstruction, views="no_key", feature_map="silu", loss="huber", huber_delta_from="per_head"),
         partial(NextToken, loss="mixed_huber", huber_delta_from="per_head"),
     ):
         spec = Specimen(partial(Linear, norm=False), task, lambda: GradientDescent(4, base_lr=0.3))

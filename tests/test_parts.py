@@ -19,7 +19,7 @@ from metattt.composition.compose import load_components
 from metattt.errors import MetaTTTError
 from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, Learner, Linear, ModuleLearner, NestedTTT
+from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, NestedTTT, Weight
 from metattt.mixers import Mixer
 from metattt.optimizers import (
     Adam,
@@ -341,3 +341,83 @@ def test_block_rules_share_the_step_size_and_nothing_else() -> None:
     }
     with pytest.raises(MetaTTTError, match="positive and finite"):
         GradientDescent(max_norm=math.inf)
+
+
+# -- parts of one's own, with a slip -----------------------------------------------------------------------------------
+
+
+class Numbers(Learner):
+    """Weights of one number each, which meet all features of a token."""
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, d_out)), "c": Weight((1,), value=0.1), "g": Weight((1,), value=0.7)}
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.bias(w.scale(w.linear(x, "w", "c").tanh(), "g"), "c")
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_weight_of_one_number_is_exact(max_norm: float | None) -> None:
+    def made(form: str) -> TTTLayer:
+        rule = lambda: GradientDescent(4, base_lr=0.5, max_norm=max_norm)  # noqa: E731
+        return Specimen(Numbers, Reconstruction, rule, options={"form": form}).make()
+
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    assert compare(run(made("dual"), x, grads=True), run(made("primal"), x, grads=True)) <= 1e-9
+
+
+def mine(base: type, name: str = "", value: Any = None, call: str = "after") -> Any:
+    """A part whose constructor sets an attribute after that of its base class, before it, or in its place."""
+
+    def __init__(self: Any) -> None:
+        if call == "after":
+            base.__init__(self)  # type: ignore[misc]
+        if name:
+            setattr(self, name, value)
+        if call == "before":
+            base.__init__(self)  # type: ignore[misc]
+
+    return type("Mine", (base,), {"__init__": __init__})()
+
+
+@pytest.mark.parametrize("base", [Linear, Reconstruction, GradientDescent])
+def test_a_forgotten_super_is_said(base: type) -> None:
+    with pytest.raises(MetaTTTError, match=r"Mine.__init__ sets 'k' before super\(\).__init__\(\)"):
+        mine(base, "k", nn.Linear(2, 2), call="never")
+    parts = [mine(kind, call="never") if kind is base else kind() for kind in (Reconstruction, Linear, GradientDescent)]
+    with pytest.raises(MetaTTTError, match=r"Mine.__init__ does not call super\(\).__init__\(\)"):
+        TTTLayer(8, 2, *parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["before", "after"])
+@pytest.mark.parametrize("value", ["xavier", nn.Linear(2, 2)], ids=["text", "module"])
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        *((Linear, name) for name in ("init", "slow", "shapes", "weights", "linear_map", "belongs")),
+        *((Reconstruction, name) for name in ("views", "loss", "setup")),
+        *((GradientDescent, name) for name in ("gates", "bases", "has_token_steps")),
+    ],
+)
+def test_a_name_that_the_base_class_uses(base: type, name: str, value: object, call: str) -> None:
+    with pytest.raises(MetaTTTError, match=rf"Mine sets an attribute called '{name}', which \w+ has for its own use"):
+        mine(base, name, value, call)
+
+
+def test_a_name_of_the_base_class_on_the_class() -> None:
+    with pytest.raises(MetaTTTError, match="'init', which Learner has for its own use"):
+        type("Mine", (Linear,), {"init": "xavier"})
+
+
+@pytest.mark.parametrize("how", [lambda w, x: w.linear(x, "ww"), lambda w, x: w.scale(x, "ww"), lambda w, x: x * w["ww"]])
+def test_a_misspelt_weight(how: Callable[[FastWeights, Tensor], Tensor]) -> None:
+    learner = type("Mine", (Numbers,), {"forward": lambda self, w, x: how(w, x)})()
+    with pytest.raises(MetaTTTError, match=r"declares no weight 'ww': it has w, c, g. Did you mean 'w'\?"):
+        layer(GradientDescent(4), learner)
+
+
+@pytest.mark.parametrize("name", ["keys", "a.b", ""])
+def test_a_weight_whose_name_torch_does_not_allow(name: str) -> None:
+    learner = type("Mine", (Numbers,), {"weights": lambda self, d_in, d_out: {name: Weight((d_in, d_out))}})()
+    with pytest.raises(MetaTTTError, match=f"Mine names a weight '{name}', which torch does not allow"):
+        layer(GradientDescent(4), learner)

@@ -90,16 +90,23 @@ class Learner(Part, ABC, metaclass=LearnerClass):
     trainable: list[str] | None = None
     step_scale: Mapping[str, float] | float | None = None
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
+    kept = Part.kept | {"init", "slow", "shapes", "step_scales"}
+    init: nn.ParameterDict  #: W0, by name: [H, *shape]
+    slow: nn.ParameterDict  #: outer-loop weights of f: [H, *shape]
+    shapes: dict[str, tuple[int, ...]]  #: of both, by name, with the axis of heads
+    step_scales: dict[str, float]  #: c of the fast weights where it is not 1
 
     def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
         super().__init__()
         for name, value in (("residual", residual), ("norm", norm), ("learn_init", learn_init)):
             check_flag(f"learner.{name}", value)
         self.residual, self.norm, self.learn_init = residual, norm, learn_init
-        self.init = nn.ParameterDict()  # W0, by name: [H, *shape]
-        self.slow = nn.ParameterDict()  # outer-loop weights of f: [H, *shape]
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of both, by name, with the axis of heads
-        self.step_scales: dict[str, float] = {}  # c of the fast weights where it is not 1
+        self._begin()
+
+    def _begin(self) -> None:
+        """No weights yet, and none that a copy of the unbuilt learner shares."""
+        self._modules.update(init=nn.ParameterDict(), slow=nn.ParameterDict())
+        self.__dict__.update(shapes={}, step_scales={})
 
     @abstractmethod
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
@@ -126,11 +133,7 @@ class Learner(Part, ABC, metaclass=LearnerClass):
                 raise MetaTTTError(
                     f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false"
                 )
-            self.shapes = {}
-            self.init, self.slow = (
-                nn.ParameterDict(),
-                nn.ParameterDict(),
-            )  # none that a copy of the unbuilt learner shares
+            self._begin()
             weights = self.weights(d_in, d_out)
             if self.norm:
                 affine = {
@@ -139,7 +142,7 @@ class Learner(Part, ABC, metaclass=LearnerClass):
                 }
                 weights = weights | affine
             weights = self._chosen(weights)
-            self.step_scales = self._factors([name for name, weight in weights.items() if weight.fast])
+            self.step_scales.update(self._factors([name for name, weight in weights.items() if weight.fast]))
             check_room(
                 num_heads * sum(math.prod(weight.shape) for weight in weights.values()),
                 f"a {type(self).__name__} learner",
@@ -148,10 +151,13 @@ class Learner(Part, ABC, metaclass=LearnerClass):
             for name, weight in weights.items():
                 sample = weight.sample(num_heads)
                 self.shapes[name] = tuple(sample.shape)
-                if weight.fast:
-                    self.init[name] = nn.Parameter(sample, requires_grad=self.learn_init)
-                else:
-                    self.slow[name] = nn.Parameter(sample)
+                held = self.init if weight.fast else self.slow
+                try:
+                    held[name] = nn.Parameter(sample, requires_grad=self.learn_init or not weight.fast)
+                except KeyError as error:
+                    raise MetaTTTError(
+                        f"{type(self).__name__} names a weight {name!r}, which torch does not allow: {error.args[0]}"
+                    ) from error
         return self
 
     def equations(self) -> list[str]:

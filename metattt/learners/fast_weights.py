@@ -12,6 +12,7 @@ places sums over all of them.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -58,7 +59,14 @@ class FastWeights:
 
     def _value(self, name: str) -> Tensor:
         """The tensor behind `name`, `[B or 1, H, *shape]`."""
-        return self._fast[name] if name in self._fast else self._slow[name].unsqueeze(0)
+        if name in self._fast:
+            return self._fast[name]
+        if name not in self._slow:
+            known = [*self._fast, *self._slow]
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise MetaTTTError(f"the learner declares no weight {name!r}: it has {', '.join(known)}.{hint}")
+        return self._slow[name].unsqueeze(0)
 
     def __getitem__(self, name: str) -> Tensor:
         """The raw weight, for operations that no primitive covers; such a learner loses the dual form."""
@@ -200,13 +208,26 @@ class Record(FastWeights):
         return z
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
+        if bias is not None and self._is_number(bias):
+            return self.bias(self.linear(x, weight, transpose=transpose), bias)
         return self._site(super().linear(x, weight, bias, transpose=transpose), weight, bias, x, transpose=transpose)
 
     def bias(self, x: Tensor, bias: str) -> Tensor:
+        if self._is_number(bias) and x.shape[-1] != 1:
+            return x + self._number(bias, x)
         return self._site(super().bias(x, bias), None, bias, None)
 
     def scale(self, x: Tensor, scale: str) -> Tensor:
+        if self._is_number(scale) and x.shape[-1] != 1:
+            return x * self._number(scale, x)
         return self._site(super().scale(x, scale), scale, None, x, scale=True)
+
+    def _is_number(self, name: str) -> bool:
+        return name in self._fast and self._fast[name].shape[2:].numel() == 1
+
+    def _number(self, name: str, x: Tensor) -> Tensor:
+        """A weight of one number at every place of `x`, `[..., 1]`: δ of all features that it meets is their sum."""
+        return self.bias(x.new_zeros(*x.shape[:-1], 1), name)
 
     def embedding(self, index: Tensor, weight: str) -> Tensor:
         z = super().embedding(index, weight)

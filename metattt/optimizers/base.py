@@ -73,6 +73,7 @@ class InnerOptimizer(Part, ABC):
         MetaTTTError: a value that is not allowed, or more than one step where a query would see the future.
     """
 
+    kept = Part.kept | {"weight_names", "has_token_steps"}
     updates = True  #: False for the rule that learns nothing itself: the learner keeps the data
     #: of a rule with `updates = False`, the gates that it gives (`write`, `keep`, `levels`), each with the override that
     #: turns it off
@@ -181,9 +182,9 @@ class InnerOptimizer(Part, ABC):
             MetaTTTError: the optimizer already belongs to a layer.
         """
         with self.claimed():
-            self.weight_names = tuple(weight_names)
+            self.__dict__["weight_names"] = tuple(weight_names)
             self.build(dim, num_heads, head_dim)
-            self.has_token_steps = self.token_steps() is not None
+            self.__dict__["has_token_steps"] = self.token_steps() is not None
         return self
 
     def look(self, num_heads: int, gates: object | None) -> None:

@@ -257,7 +257,7 @@ class Reconstruction(Task):
         kept: Tensors = {}
         if self.no_key:
             q = FEATURE_MAPS[self.feature_map](self._heads(self.q(x)))
-            return Views(torch.ones_like(q), self._heads(self.v(x)), q), kept
+            return Views(torch.ones_like(q), self._labels(self._heads(self.v(x)), x), q), kept
         if self.shared_qk:
             shared = self.conv_q.pad(self.q(x), state.get("conv"))
             q, k = self.conv_q.convolve(shared, ctx), self.conv_k.convolve(shared, ctx)
@@ -284,9 +284,7 @@ class Reconstruction(Task):
         if self.corruption != "none":
             kept["seed"] = state["seed"] if "seed" in state else self.draw_seed(x)
             k = self.corrupt(k, kept["seed"], ctx)
-        if self.learned_delta:
-            v = torch.cat([v, self._delta(x).to(v.dtype)], dim=-1)
-        return Views(k, v, q), kept
+        return Views(k, self._labels(v, x), q), kept
 
     def convolved(self, projected: Projected, state: Tensors, ctx: Context) -> tuple[Projected, Tensors]:
         """q, k and v after their short convolutions and silu, where the task has them, and the convolutions' tails."""
@@ -302,6 +300,10 @@ class Reconstruction(Task):
         """The feature map of q or k; silu stands behind a short convolution already."""
         done = self.feature_map == "identity" or (self.feature_map == "silu" and self.short_conv is not None)
         return x if done else FEATURE_MAPS[self.feature_map](x)
+
+    def _labels(self, v: Tensor, x: Tensor) -> Tensor:
+        """v `[B, G, T, d]`, with the token's δ behind it where it has one."""
+        return torch.cat([v, self._delta(x).to(v.dtype)], dim=-1) if self.learned_delta else v
 
     def _delta(self, x: Tensor) -> Tensor:
         """δ of every token, `[B, G, T, 1]`, in fp32 or wider."""
