@@ -185,7 +185,7 @@ def test_from_python(how: str) -> None:
     two = TTTLayer(8, 4, Reconstruction(rope="full", kv_heads=2), KernelEstimator(window=3), Append())
     three = TTTLayer(8, 1, Reconstruction(), Linear(), GradientDescent(8))
     layer = Combined(8, Combined(8, one, two, how), three, "serial", group_size=3)  # type: ignore[arg-type]
-    assert (one.group_size, two.group_size, three.group_size) == (None, None, 3)
+    assert [part.group_size for part in (one, two, three)] == [3, 3, 3]
     x = torch.randn(2, 13, 8)
     y, state = layer(x[:, :5])
     torch.testing.assert_close(torch.cat([y, layer(x[:, 5:], state)[0]], 1), layer(x)[0])

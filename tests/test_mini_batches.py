@@ -350,3 +350,18 @@ def test_padding_is_refused_where_tokens_look_at_later_ones(make: Callable[[], I
     layer(x[:, :8])
     with pytest.raises(MetaTTTError, match="would let them look at padding: make it causal"):
         layer(x, mask=torch.arange(T) < torch.tensor(LENGTHS).unsqueeze(1))
+
+
+def test_a_mini_batch_may_be_longer_than_memory_holds() -> None:
+    longest = 2**31 - 1
+    for settings in ({"max_norm": 0.5}, {"max_norm": 0.5, "read": "exclusive"}, {}):
+        layers = []
+        for b in (T, longest):
+            torch.manual_seed(0)
+            task = Reconstruction("shared_qk", rope="mini_batch")
+            layers.append(TTTLayer(4, 1, task, plain(), GradientDescent(b, **settings)).double())  # type: ignore[arg-type]
+        x = tokens(2)[..., :4]
+        with torch.no_grad():
+            y, state = layers[1](x[:, :10])
+            y = torch.cat([y, layers[1](x[:, 10:], state)[0]], 1)  # one token alone is decoded
+            torch.testing.assert_close(y, layers[0](x)[0], rtol=1e-9, atol=1e-11)

@@ -204,12 +204,9 @@ def _only_complete(before: Carry, after: Carry, complete: bool | Tensor) -> Carr
     """What a mini-batch leaves behind that is replayed when it goes on, or has no token: nothing, until it is complete."""
     if isinstance(complete, bool):
         return after if complete else before
-    entered = before[newest(before)]  # weights that have not moved yet stand in another role
-    return {
-        role: where(complete, weights, before.get(role, entered if role == "weights" else None))
-        for role, weights in after.items()
-        if role != "update"
-    }
+    left_out = {"update", *(("weights",) if "commit" in after else ())}  # the newest weights are the commit then
+    entered = {"weights": before[newest(before)], **before}
+    return {role: where(complete, x, entered.get(role)) for role, x in after.items() if role not in left_out}
 
 
 # -- through time ------------------------------------------------------------------------------------------------------

@@ -314,8 +314,9 @@ class InnerOptimizer(Part, ABC):
         """τ after `first`, `first + 1`, … tokens of the mini-batch, `[B or 1, H or 1, count]`; τ = 0 before its first
         token."""
         steps = self.token_steps()
-        if steps is None:
-            steps = like.new_ones(1, self.mini_batch_size)
+        if steps is None:  # all 1, and as many as are asked for: a mini-batch may be longer than any call
+            places = torch.arange(count, device=like.device) + (first if isinstance(first, int) else first.unsqueeze(-1))
+            return (places > 0).to(like.dtype).view(-1, 1, count)
         steps = steps.to(like.dtype)
         if isinstance(first, int) and first > 0:
             return steps[:, first - 1 : first - 1 + count].unsqueeze(0)

@@ -22,6 +22,7 @@ Projected = tuple[Tensor, Tensor, Tensor]
 """q, k and v `[B, T, ·]` before heads are told apart."""
 
 NORM_EPS = 1e-5  # of `qk_norm`, as in the released code of LaCT
+MOST_TURNS = 65536  # tokens of a mini-batch whose turns are kept in a table, which decoding looks up
 
 FEATURE_MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": F.silu}
 
@@ -272,7 +273,7 @@ class Reconstruction(Task):
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.rope != "none":
             positions = ctx.positions % ctx.mini_batch_size if self.rope == "mini_batch" else ctx.positions
-            if self._decodes(
+            if ctx.mini_batch_size <= MOST_TURNS and self._decodes(
                 q
             ):  # for one token the number of operations counts: features (2i, 2i+1) as complex numbers
                 pairs = torch.view_as_complex(torch.stack([q, k]).unflatten(-1, (-1, 2)))
