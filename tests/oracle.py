@@ -589,9 +589,10 @@ class Document:
             self.data = one if write is None else write, keep, levels
             return
         self.scale = s.base_lr / (self.width if s.lr_scale == "head_dim" else 1)
-        self.eta = self.scale * (one if s.lr in ("constant", "per_weight") else torch.sigmoid(self.logit("lr_")))
         if decay == "mamba2":
             self.eta = F.softplus(self.logit("decay_gate."))
+        else:
+            self.eta = self.scale * (one if s.lr in ("constant", "per_weight") else torch.sigmoid(self.logit("lr_")))
         if s.kind not in ("Preconditioned", "GradientDescent"):
             self.beta = self.gate("momentum_gate", getattr(s, "momentum", "none"), getattr(s, "momentum_init", 0.0))
         if s.kind == "BlockMomentum":

@@ -183,12 +183,12 @@ def gradients(layer: TTTLayer, calls: list[Call], ys: list[Tensor]) -> dict[str,
 
 def distance(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """The largest difference, as a share of the largest number (or of `floor`)."""
-    size = max(float(expected.abs().max()), floor, 1e-30)
-    return float((found - expected).abs().max()) / size
+    size = max(float(expected.detach().abs().max()), floor, 1e-30)
+    return float((found - expected).detach().abs().max()) / size
 
 
 def exploded(ys: list[Tensor]) -> bool:
-    return any(not bool(y.isfinite().all()) or float(y.abs().max()) > MOST for y in ys)
+    return any(not bool(y.isfinite().all()) or float(y.detach().abs().max()) > MOST for y in ys)
 
 
 class Chaotic(Exception):
