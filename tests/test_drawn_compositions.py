@@ -1,4 +1,4 @@
-"""Compositions drawn at random are refused in a line or two, or equal the oracle (`oracle.py`) in outputs and gradients."""
+"""Compositions drawn at random are refused in a line or two, or equal the oracle (`oracle.py`)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ DATA = ("kernel_estimator", "kernel_ridge", "recurrent_ridge", "log_linear", "gl
 LINEAR_RULES = ("gradient_descent", "momentum", "delta_gradient", "channel_decay", "preconditioned", "state_gated")
 ALWAYS = ("mini_batch_size", "seed", "steps", "read", "iterations")  # the defaults are long, or do nothing here
 VALUES: dict[str, tuple[Any, ...]] = {  # of keys whose type says little
-    "mini_batch_size": (1, 2, 3, 4, 5), "steps": (1, 1, 1, 2, 3), "compute_chunk": (None, 1, 2, 3), "base_lr": (0.2, 0.5, 1.0),
-    "seed": (0, 7), "conv_width": (1, 2, 4), "short_conv": (None, 2, 3), "rope_theta": (10.0, 1000.0), "kv_heads": (None, 1),
-    "corruption_rate": (0.1, 0.5), "huber_delta": (0.3, 1.0), "loss_p": (1.5, 3.0), "max_norm": (None, 0.1, 1.0),
-    "momentum_init": (0.5, 0.9), "decay_init": (0.5, 0.9), "curvature_decay_init": (0.5, 0.9), "write_init": (0.5,),
-    "rank": (None, 2, "head_dim"), "temperature": (1.0, 4.0), "lower_bound": (0.0, 0.3), "strongest": (0.6,), "squash": (1.5,),
-    "centre_init": (-0.2, 0.5), "q": (2.0, 3.0, 4.0), "mass": (0.5, 1.0), "threshold": (1e-3, 0.05), "beta1": (0.0, 0.9),
-    "beta2": (0.5, 0.99), "eps": (1e-8, 1e-3), "levels": (0, 2, 3, 4), "sinks": (0, 1, 2), "neighbours": (1, 2, 3),
-    "bandwidth": (None, 0.5, 2.0), "ridge": (0.5, 1.0), "ridge_floor": (0.0, 0.25), "iterations": (30,), "tolerance": (0.0,),
-    "chunk": (1, 2, 3, 64), "depth": (1, 2, 3), "expansion": (0.5, 1.0, 2.0), "width": (1, 2, 3), "channels": (1, 2),
-    "activation": ("gelu_tanh", "gelu", "relu", "silu", "tanh", "sigmoid", "identity"), "num_heads": (1, 2), "count": (1, 2, 3),
-    "scale": (0.5, 1.0, 2.0), "degree": (1, 1, 2), "erase_scale": (1.0, 2.0), "correction": (None, 0.5),
-    "rope_heads": (None, 1, 2), "step_scale": (0.5, 2.0), "trainable": (["w1"], ["w1", "b1"], ["norm_scale", "w1"]),
+    "mini_batch_size": (1, 2, 3, 4, 5), "steps": (1, 1, 1, 2, 3), "compute_chunk": (None, 1, 2, 3), "seed": (0, 7),
+    "base_lr": (0.2, 0.5, 1.0), "conv_width": (1, 2, 4), "short_conv": (None, 2, 3), "rope_theta": (10.0, 1000.0),
+    "kv_heads": (None, 1), "corruption_rate": (0.1, 0.5), "huber_delta": (0.3, 1.0), "loss_p": (1.5, 3.0),
+    "max_norm": (None, 0.1, 1.0), "momentum_init": (0.5, 0.9), "decay_init": (0.5, 0.9), "rank": (None, 2, "head_dim"),
+    "curvature_decay_init": (0.5, 0.9), "write_init": (0.5,), "temperature": (1.0, 4.0), "lower_bound": (0.0, 0.3),
+    "strongest": (0.6,), "squash": (1.5,), "centre_init": (-0.2, 0.5), "q": (2.0, 3.0, 4.0), "mass": (0.5, 1.0),
+    "threshold": (1e-3, 0.05), "beta1": (0.0, 0.9), "beta2": (0.5, 0.99), "eps": (1e-8, 1e-3), "levels": (0, 2, 3, 4),
+    "sinks": (0, 1, 2), "neighbours": (1, 2, 3), "bandwidth": (None, 0.5, 2.0), "ridge": (0.5, 1.0),
+    "tolerance": (0.0,), "ridge_floor": (0.0, 0.25), "iterations": (30,), "chunk": (1, 2, 3, 64), "depth": (1, 2, 3),
+    "width": (1, 2, 3), "expansion": (0.5, 1.0, 2.0), "channels": (1, 2), "num_heads": (1, 2), "count": (1, 2, 3),
+    "scale": (0.5, 1.0, 2.0), "activation": ("gelu_tanh", "gelu", "relu", "silu", "tanh", "sigmoid", "identity"), "degree": (1, 1, 2),
+    "erase_scale": (1.0, 2.0), "correction": (None, 0.5), "rope_heads": (None, 1, 2), "step_scale": (0.5, 2.0),
+    "trainable": (["w1"], ["w1", "b1"], ["norm_scale", "w1"]),
 }  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def part(rng: random.Random, group: str, name: str) -> tuple[str, dict[str, Any]
             given[key] = nested
         elif rng.random() < (0.9 if key in ALWAYS else 0.3):
             given[key] = rng.choice(choices(key, one, allowed[key]))
-    if group == "learner" and rng.random() < 0.1:
+    if group == "learner" and rng.random() < 0.2:
         key = rng.choice(("step_scale", "trainable"))
         given[key] = rng.choice(VALUES[key])
     return name, given
@@ -135,13 +136,13 @@ def draw(rng: random.Random) -> Drawn:
     learner = rng.choice([n for n in names["learner"] if n not in DATA])
     if rng.random() < 0.4:
         task = "reconstruction"
-    if learner == "nested_ttt" and rng.random() < 0.5:
-        learner = "mlp"
+    learner = "mlp" if learner == "nested_ttt" and rng.random() < 0.7 else learner  # which takes its time
     if way == "data":
         learner, rule = rng.choice(DATA), "append"
     elif way == "linear":
         learner, rule = "linear", rng.choice(LINEAR_RULES)
-    parts = {group: part(rng, group, name) for group, name in (("task", task), ("learner", learner), ("optimizer", rule))}
+    chosen = {"task": task, "learner": learner, "optimizer": rule}
+    parts = {group: part(rng, group, name) for group, name in chosen.items()}
     if way == "linear":
         parts["learner"][1].update(bias=False, residual=False, norm=False, learn_init=rng.random() < 0.5)
         if "anchor" in inspect.signature(kind("optimizer", rule).__init__).parameters and rng.random() < 0.8:
@@ -174,10 +175,10 @@ def run(layer: TTTLayer, calls: list[Call]) -> list[Tensor]:
 def gradients(layer: TTTLayer, calls: list[Call], ys: list[Tensor]) -> dict[str, Tensor]:
     """Of a random sum of outputs by parameters and by x."""
     generator = torch.Generator().manual_seed(0)
-    total = sum((y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum() for y in ys)
+    total = torch.stack([(y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum() for y in ys]).sum()
     leaves = {name: one for name, one in layer.named_parameters() if one.requires_grad}
     leaves |= {f"x of call {i}": call.x for i, call in enumerate(calls)}
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
 
 
@@ -189,6 +190,10 @@ def distance(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 def exploded(ys: list[Tensor]) -> bool:
     return any(not bool(y.isfinite().all()) or float(y.detach().abs().max()) > MOST for y in ys)
+
+
+Limits = dict[str, tuple[Tensor, Tensor, float, float]]
+"""What is compared: found, expected, the share that they may differ by, and the least number that it is a share of."""
 
 
 class Chaotic(Exception):
@@ -214,7 +219,8 @@ def differences(drawn: Drawn, shrink: float, with_gradients: bool) -> dict[str, 
         expected = outputs(layer, calls)
     if exploded(expected):
         raise Chaotic
-    limits = {f"outputs of call {i}": (a, b, 1e-9, 0.0) for i, (a, b) in enumerate(zip(found, expected, strict=True))}
+    pairs = enumerate(zip(found, expected, strict=True))
+    limits: Limits = {f"outputs of call {i}": (a, b, 1e-9, 0.0) for i, (a, b) in pairs}
     if with_gradients:
         ours, theirs = gradients(layer, calls, found), gradients(layer, calls, expected)
         floor = 1e-3 * max(float(g.abs().max()) for g in theirs.values() if g.numel())
@@ -223,19 +229,25 @@ def differences(drawn: Drawn, shrink: float, with_gradients: bool) -> dict[str, 
         limits |= {f"gradient of {name}": (ours[name], theirs[name], 1e-7, floor) for name in theirs}
     measured = {name: distance(a, b, floor) / limit for name, (a, b, limit, floor) in limits.items() if a.numel()}
     wrong = {name: value for name, value in measured.items() if not value <= 1}
-    if wrong and chaotic(layer, calls, limits):
+    if wrong and explained(layer, calls, limits, wrong):
         raise Chaotic
     return wrong
 
 
-def chaotic(layer: TTTLayer, calls: list[Call], limits: dict[str, tuple[Tensor, Tensor, float, float]]) -> bool:
-    """Whether the oracle itself changes by as much when x changes in its last digits."""
-    moved = [call._replace(x=(call.x * (1 + 1e-14 * torch.randn_like(call.x))).detach().requires_grad_(call.x.requires_grad)) for call in calls]
+def explained(layer: TTTLayer, calls: list[Call], limits: Limits, wrong: dict[str, float]) -> bool:
+    """Whether the oracle itself changes by as much as a tenth of every difference when x and the parameters change in
+    their last digits."""
+    with torch.no_grad():
+        for one in layer.parameters():
+            one *= 1 + 1e-13 * torch.randn_like(one)
+    moved = [call._replace(x=(call.x * (1 + 1e-13 * torch.randn_like(call.x))).detach()) for call in calls]
+    moved = [call._replace(x=call.x.requires_grad_(calls[0].x.requires_grad)) for call in moved]
     again = outputs(layer, moved)
-    expected = {f"outputs of call {i}": y for i, y in enumerate(again)}
-    if moved[0].x.requires_grad:
-        expected |= {f"gradient of {name}": g for name, g in gradients(layer, moved, again).items()}
-    return any(distance(limits[name][1], y, limits[name][3]) > limits[name][2] for name, y in expected.items() if y.numel())
+    found = {f"outputs of call {i}": y for i, y in enumerate(again)}
+    if calls[0].x.requires_grad:
+        found |= {f"gradient of {name}": g for name, g in gradients(layer, moved, again).items()}
+    limit = {name: 0.1 * value * limits[name][2] for name, value in wrong.items()}
+    return all(not distance(limits[name][1], found[name], limits[name][3]) < limit[name] for name in wrong)
 
 
 def drawn(seed: int) -> Iterator[Drawn]:
@@ -246,16 +258,18 @@ def drawn(seed: int) -> Iterator[Drawn]:
 
 def check(seed: int) -> None:
     """The first composition of a seed that is not refused equals the oracle, and refusals are short."""
+    refused: list[str] = []
     for one in drawn(seed):
         for shrink in (1.0, 0.1, 0.01):
             try:
                 wrong = differences(one, shrink, with_gradients=seed % 3 == 0)
             except MetaTTTError as error:
-                assert len(str(error).splitlines()) <= 2, f"{one}: {error}"
+                refused.append(str(error))
                 break
             except Chaotic:
                 continue
             assert not wrong, f"{one}, steps times {shrink}: {wrong}"
+            assert not [text for text in refused if len(text.splitlines()) > 2]
             return
     pytest.fail(f"none of {ATTEMPTS} compositions was taken")
 
