@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import Call, outputs
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ from metattt.inner.implicit import conjugate_gradients
 from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, Learner, Linear, Transformer
-from metattt.optimizers import Append, GradientDescent, InnerOptimizer, Momentum, WholeSequence
+from metattt.optimizers import Append, GradientDescent, InnerOptimizer, Momentum, StateGated, WholeSequence
 from metattt.optimizers.block import BlockMomentum
 from metattt.state import State
 from metattt.tasks import Reconstruction
@@ -108,6 +109,7 @@ RULES: dict[str, Any] = {
     "previous": lambda: descent(read="previous", steps=2),
     "final": lambda: WholeSequence(steps=3, base_lr=4.0),
     "muon": lambda: BlockMomentum(4, orthogonalize=True, base_lr=0.3),
+    "state gated": lambda: StateGated(4, base_lr=0.3, lr_scale="none", read="previous"),
 }
 
 
@@ -126,7 +128,7 @@ def test_first_order_is_the_same_function_in_every_form(rule: str) -> None:
     exact = run(
         make(MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form="primal"), tokens(), grads=True
     )  # type: ignore[call-arg]
-    assert len(found) == (3 if rule in ("previous", "final", "muon") else 2)
+    assert len(found) == (3 if rule in ("previous", "final", "muon", "state gated") else 2)
     for one in found.values():
         assert compare(one, found["primal"]) < BOUND
     torch.testing.assert_close(found["primal"].y, exact.y)
@@ -146,6 +148,17 @@ def test_first_order_of_a_learner_that_mixes_tokens() -> None:
         found.append(dict(zip(names, grads, strict=True)))
     for name in names:
         torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-9, atol=1e-12)
+
+
+def test_norms_of_gradients_are_constants_too() -> None:
+    """Those that gates look at, also of a learner that mixes tokens; and no factor of a step is in them."""
+    rule = StateGated(3, base_lr=0.3, lr_scale="none", read="previous")
+    layer = make(Transformer(step_scale={"w1": 0.5}), rule, outer="first_order")  # type: ignore[call-arg]
+    x, leaves = tokens(7), [one for one in layer.parameters() if one.requires_grad]
+    found = []
+    for y in (layer(x)[0], outputs(layer, [Call(x)])[0]):
+        found.append(torch.autograd.grad((y * cotangent(y)).sum(), leaves, allow_unused=True, materialize_grads=True))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
 def test_what_first_order_cuts() -> None:

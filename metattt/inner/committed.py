@@ -65,6 +65,7 @@ class Committed:
 
         like = self._tokens.eta
         each = torch.eye(like.shape[2], dtype=like.dtype, device=like.device).unbind(0)
-        found = vjp(losses, list(self.weights.values()), [row.expand_as(like) for row in each])
+        constant = work.plan.outer == "first_order"
+        found = vjp(losses, list(self.weights.values()), [row.expand_as(like) for row in each], constant)
         norms = [torch.stack([g.flatten(2).square().sum(-1) for g in one]).sum(0) for one in found]
         return torch.stack(norms, dim=-1)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import Block, Carry, Tokens
+from metattt.inner.tokens import Block, Carry, Tokens, where
+from metattt.optimizers.base import newest
+from metattt.state import Tensors
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
@@ -43,7 +45,17 @@ def steps(
         _, carry = loop.grouped(tokens, carry, blocks, False, operand)
         yield carry
         if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
-            carry = rule.again(carry, filled)
+            again = rule.again(carry, filled)
+            carry = again if live is None else _moved(live.any(1), again, carry)
+
+
+def _moved(seen: Tensor, after: Carry, before: Carry) -> Carry:
+    """`after` for sequences that have tokens in the call `[B]`, else `before`; absent weights have not moved."""
+
+    def at(carry: Carry, role: str) -> Tensors | None:
+        return carry.get(role, carry[newest(carry)] if role == "weights" else None)
+
+    return {role: where(seen, at(after, role), at(before, role)) for role in {**before, **after}}
 
 
 def answers(

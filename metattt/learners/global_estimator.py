@@ -86,8 +86,8 @@ class GlobalEstimator(NonParametric):
         if self.normalize:  # h cancels
             weights = k.mT @ v
             total = (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
-            if valid is not None:  # of no tokens the answer is 0, and its derivatives
-                total = torch.where(valid.any(-1, keepdim=True), total, 1)
+            if valid is not None:  # the answer to padding, whose query may be 0, is 0, and so are its derivatives
+                total = torch.where(valid.mT, total, 1)
             return (q @ weights) / total, {"count": ctx.lengths}
         share = 1 / (ctx.lengths.clamp(min=1).to(k.dtype) * (k.shape[-1] if self.bandwidth is None else self.bandwidth))
         return q @ (k.mT @ v * share.view(-1, 1, 1, 1)), {"count": ctx.lengths}

@@ -37,7 +37,8 @@ def chunk(
     anchor = work.anchor(tokens, carry, phase)
     names, bases = list(anchor), rule.bases
     batch, _, count = tokens.eta.shape
-    found = gradients(work, tokens, anchor)
+    scales = work.learner.step_scales
+    found = {name: scaled(g, scales.get(name)) for name, g in gradients(work, tokens, anchor).items()}
     seen = []
     for t in range(count):
         step = {}
@@ -87,8 +88,7 @@ def gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
     copies = [anchor[name].unsqueeze(1).expand(-1, count, *anchor[name].shape[1:]).flatten(0, 1) for name in names]
     constant = work.plan.outer == "first_order"
     found = vjp(losses, copies, [tokens.eta.new_ones(batch * count, heads, 1)], constant)[0]
-    scales = work.learner.step_scales
-    return {n: scaled(g, scales.get(n)).unflatten(0, (batch, count)) for n, g in zip(names, found, strict=True)}
+    return {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}
 
 
 def _generalised(work: Work, tokens: Tokens, name: str, weight: Tensor) -> Tensors:
@@ -97,7 +97,7 @@ def _generalised(work: Work, tokens: Tokens, name: str, weight: Tensor) -> Tenso
     erased = tokens.k if tokens.b is None else tokens.b
     change = erased.unsqueeze(-1) * made.unsqueeze(-2) - tokens.k.unsqueeze(-1) * tokens.v.unsqueeze(-2)
     change = change.detach() if work.plan.outer == "first_order" else change
-    return {name: scaled(change, work.learner.step_scales.get(name)).transpose(1, 2)}
+    return {name: change.transpose(1, 2)}
 
 
 def _alone(x: Tensor) -> Tensor:
