@@ -61,8 +61,8 @@ class TTTLayer(nn.Module):
         output_norm: of the answers, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D, `head_rms`
             and `head_layer` RMSNorm and LayerNorm of every head by itself.
         norm_eps: ε of this norm, added to the mean square; None: 1e-6 for LayerNorm over D, 1e-5 for the others.
-        norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of answers to q/√d with ε is the norm of
-            answers to q with d ε, so layers have this that are published with queries of q/√d.
+        norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of answers to q/√d with ε is the norm
+            of answers to q with d ε, so layers have this that are published with queries of q/√d.
         gate: multiply by gelu(x Wg) (true), silu(x Wg) or sigmoid(x Wg) before the output projection.
         gate_rank: of Wg, `head_dim`: the width of a head, with a bias after its second map; None: full, without bias.
         output_bias: a bias in the output projection.

@@ -57,7 +57,8 @@ def check_output(norm: object, gate: object, rank: object, eps: float | None, ep
     """Refuses what is no norm or gate of an output.
 
     Args:
-        norm, gate, rank, eps, eps_scale: `output_norm`, `gate`, `gate_rank`, `norm_eps`, `norm_eps_scale` of `TTTLayer`.
+        norm, gate, rank: `output_norm`, `gate` and `gate_rank` of `TTTLayer`.
+        eps, eps_scale: its `norm_eps` and `norm_eps_scale`.
 
     Raises:
         MetaTTTError: another kind, no rank, no ε, or the rank of a gate that is not there.

@@ -43,7 +43,7 @@ def convolved(p: Parameters, x: Tensor, name: str) -> Tensor:
 
 def delta_block(p: Parameters, x: Tensor, num_heads: int, decays: bool) -> Tensor:
     """The layers of flash-linear-attention: projection, convolution, silu, unit length; the delta rule on decayed
-    weights, read with q/√d; RMSNorm of every head with a scale that heads share, times silu(θ x) where the rule decays."""
+    weights, read with q/√d; RMSNorm of every head with a scale that heads share, times silu(θ x) where it decays."""
     q, k, v = (heads_of(convolved(p, x, name), num_heads) for name in ("q", "k", "v"))
     q, k = (z / z.norm(dim=-1, keepdim=True) for z in (q, k))
     beta = torch.sigmoid(gate(p, "lr_", x))
@@ -105,10 +105,10 @@ def test_norms_are_those_of_torch(kind: str) -> None:
 
 
 NORMS = {  # ε of the published model, and the factor of its queries: 1/√4 or none
-    "linear_attention": (FLA_EPS, 0.5), "linear_attention_elu": (FLA_EPS, 0.5), "retnet": (FLA_EPS, 0.5), "gla": (FLA_EPS, 0.5),
-    "delta_net": (FLA_EPS, 0.5), "gated_delta_net": (FLA_EPS, 0.5), "gated_delta_net2": (FLA_EPS, 0.5), "kda": (FLA_EPS, 0.5),
-    "comba": (FLA_EPS, 0.5), "delta_gradient": (FLA_EPS, 0.5), "delta_product": (FLA_EPS, 0.5),
-    "gated_delta_product": (FLA_EPS, 0.5), "preconditioned_delta_net": (FLA_EPS, 0.5), "hgrn2": (1e-5, 0.5),
+    "linear_attention": (FLA_EPS, 0.5), "linear_attention_elu": (FLA_EPS, 0.5), "retnet": (FLA_EPS, 0.5),
+    "gla": (FLA_EPS, 0.5), "delta_net": (FLA_EPS, 0.5), "gated_delta_net": (FLA_EPS, 0.5), "kda": (FLA_EPS, 0.5),
+    "gated_delta_net2": (FLA_EPS, 0.5), "comba": (FLA_EPS, 0.5), "delta_gradient": (FLA_EPS, 0.5),
+    "delta_product": (FLA_EPS, 0.5), "gated_delta_product": (FLA_EPS, 0.5), "preconditioned_delta_net": (FLA_EPS, 0.5), "hgrn2": (1e-5, 0.5),
     "mesa_net": (FLA_EPS, 1), "log_linear_gated_delta_net": (FLA_EPS, 1), "rwkv7": (4 * 1e-5, 1), "mamba2": (1e-5, 1),
     "log_linear_mamba2": (1e-5, 1), "lact": (1e-5, 1), "ttt_linear": (1e-6, 1), "ttt_mlp": (1e-6, 1),
 }  # fmt: skip
