@@ -130,7 +130,8 @@ class Combined(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "group_size" and value is not None:
-            check_integer("layer.group_size", value, 0, advice=" (0 stores everything, null leaves those of the layers)")
+            advice = " (0 stores everything, null leaves those of the layers)"
+            check_integer("layer.group_size", value, 0, advice=advice)
             self.first.group_size = self.second.group_size = value
         super().__setattr__(name, value)
 

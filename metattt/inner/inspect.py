@@ -46,8 +46,8 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form`, `check_outer` and `InnerLoop.check_generalised`, or labels that a learner without
-            weights cannot answer with.
+        MetaTTTError: as `choose_form`, `check_outer` and `InnerLoop.check_generalised`, or labels that a learner
+            without weights cannot answer with.
     """
     found = gates_of(optimizer, dim, num_heads, d_in)
     if optimizer.updates:

@@ -201,7 +201,7 @@ READS: dict[str, Callable[[Work, Tokens, Carry, Block], tuple[Tensor | None, Car
 
 
 def _only_complete(before: Carry, after: Carry, complete: bool | Tensor) -> Carry:
-    """What a mini-batch leaves behind that is replayed when it goes on, or has no token: nothing, until it is complete."""
+    """What a mini-batch leaves behind that is replayed when it goes on, or has no token: nothing, until complete."""
     if isinstance(complete, bool):
         return after if complete else before
     left_out = {"update", *(("weights",) if "commit" in after else ())}  # the newest weights are the commit then
@@ -255,8 +255,8 @@ class InnerLoop:
             self.check_generalised(tokens)
         if plan.looks_ahead and (ctx.valid is not None or ctx.first is not None or state.phase is None):
             raise MetaTTTError(
-                f"{type(self.learner).__name__} lets tokens look at later ones, and would let them look at padding: make it "
-                "causal, or give sequences of one length"
+                f"{type(self.learner).__name__} lets tokens look at later ones, and would let them look at padding: "
+                "make it causal, or give sequences of one length"
             )
         if ctx.first is not None and self.optimizer.read == "final":
             raise MetaTTTError(
@@ -371,9 +371,10 @@ class InnerLoop:
             return
         self.plan.said_cut = True
         warnings.warn(
-            f"optimizer.read=block answers a mini-batch of optimizer.mini_batch_size={self.optimizer.mini_batch_size} tokens by "
-            f"what all of them teach, and this call of T={tokens.q.shape[2]} tokens cuts one: set mini_batch_size to a divisor of "
-            "the length of every call and document, or optimizer.read=previous",
+            "optimizer.read=block answers a mini-batch of "
+            f"optimizer.mini_batch_size={self.optimizer.mini_batch_size} tokens by what all of them teach, and this "
+            f"call of T={tokens.q.shape[2]} tokens cuts one: set mini_batch_size to a divisor of the length of every "
+            "call and document, or optimizer.read=previous",
             stacklevel=2,
         )
 

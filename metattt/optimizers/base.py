@@ -315,7 +315,8 @@ class InnerOptimizer(Part, ABC):
         token."""
         steps = self.token_steps()
         if steps is None:  # all 1, and as many as are asked for: a mini-batch may be longer than any call
-            places = torch.arange(count, device=like.device) + (first if isinstance(first, int) else first.unsqueeze(-1))
+            begin = first if isinstance(first, int) else first.unsqueeze(-1)
+            places = begin + torch.arange(count, device=like.device)
             return (places > 0).to(like.dtype).view(-1, 1, count)
         steps = steps.to(like.dtype)
         if isinstance(first, int) and first > 0:
