@@ -244,6 +244,11 @@ class TTTLayer(nn.Module):
             y, data = self.learner.scan(views, state.learner, ctx, gates.masked(ctx.valid))
             read = Result(y, {}, 0, data)
         else:
+            if not isinstance(gates, Gates):
+                raise MetaTTTError(
+                    f"{type(self.optimizer).__name__}.gates returned {type(gates).__name__}: a rule that updates weights must "
+                    "return Gates"
+                )
             tokens = Tokens(*views[:3], *gates, views.p, views.b)  # type: ignore[arg-type]
             if early is not None:
                 tokens, state = early.weights(self, tokens, state, ctx, packing)
@@ -267,12 +272,10 @@ class TTTLayer(nn.Module):
         views, task_state = self.task.views(x, state.task, ctx, **given)
         if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:
             views = views.for_every_head()
-        _ = self.plan  # made anew where a setting has been assigned: what the gates are checked by rests on it
         found, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         gates = cast(Gates, found)
         if self.learner.has_weights:
             views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
-            self.optimizer.check(gates)
         _check_views(views)
         if self.learner.has_weights:
             views, gates = _for_every_token(views, gates, (x.shape[0], self.num_heads, x.shape[1]))

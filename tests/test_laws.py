@@ -79,10 +79,6 @@ class GatedRule(InnerOptimizer):
         super().__init__(**rule)
         self.names, self.exact = gates, exact
 
-    @property
-    def has_momentum(self) -> bool:  # type: ignore[override]
-        return "b" in self.names
-
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.maps = nn.ModuleDict({name: nn.Linear(dim, num_heads) for name in "e" + self.names})
 

@@ -135,10 +135,6 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
         rule(Own, token_steps=lambda self: torch.ones(1, 3)),
         r"Mine\.token_steps has shape \[1, 3\], expected \[1 or 2, 4\] for optimizer\.mini_batch_size=4",
     ),
-    "gates of data": (
-        rule(Own, gates=lambda self, x, state, ctx: (DataGates(x[..., :2].mT), state)),
-        r"Mine\.gates returned DataGates: a rule with updates = True must return Gates",
-    ),
 }
 
 
@@ -200,6 +196,12 @@ def test_a_rule_that_cannot_be_asked_with_one_token_is_built() -> None:
     with pytest.raises(MetaTTTError, match="set has_momentum = True on the class"):
         layer_of(rule(Own, names="b", gates=gates))(x)
     assert "momentum" in layer_of(rule(Own, names="b", gates=gates, has_momentum=True))(x)[1].weights
+
+
+def test_gates_of_data_are_no_gates() -> None:
+    layer = layer_of(rule(Own, gates=lambda self, x, state, ctx: (DataGates(x[..., :2].mT), state)))
+    with pytest.raises(MetaTTTError, match=r"Mine\.gates returned DataGates: a rule that updates weights must return Gates"):
+        layer(x)
 
 
 def test_building_a_layer_draws_nothing_for_the_gates() -> None:

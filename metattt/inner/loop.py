@@ -251,6 +251,7 @@ class InnerLoop:
             own: the state's weights may be written over.
         """
         plan, operand = self.plan, tokens.k.dtype
+        self.optimizer.check(tokens)  # type: ignore[arg-type]  # which have the gates by the same names
         if tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5:
             self.check_generalised(tokens)
         if plan.looks_ahead and (ctx.valid is not None or ctx.first is not None or state.phase is None):

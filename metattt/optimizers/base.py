@@ -187,12 +187,12 @@ class InnerOptimizer(Part, ABC):
             self.__dict__["has_token_steps"] = self.token_steps() is not None
         return self
 
-    def look(self, num_heads: int, gates: object | None) -> None:
+    def look(self, num_heads: int, gates: object) -> None:
         """Finds out what the rule gives, when a layer is built and when a setting has been assigned since.
 
         Args:
             num_heads: H.
-            gates: what `gates` gives for a token; None: not known before the first call.
+            gates: what `gates` gives for a token, if it is known before the first call.
 
         Raises:
             MetaTTTError: settings, token steps and gates that cannot go together.
@@ -206,20 +206,19 @@ class InnerOptimizer(Part, ABC):
             )
         # (not by assignment: that would say that a setting has changed)
         self.__dict__["has_token_steps"] = tau is not None
-        if gates is not None:
-            if getattr(gates, "beta", None) is not None:
+        if isinstance(gates, Gates):
+            if gates.beta is not None:
                 self.__dict__["has_momentum"] = True
             self.check(gates)
 
-    def check(self, gates: object) -> None:
-        """Refuses gates that the rule's algebra would drop: asked in every call, before anything is computed.
+    def check(self, gates: Gates) -> None:
+        """Refuses gates that the rule's algebra would drop: asked when a layer is built, and in every call before its inner
+        loop.
 
         Raises:
             MetaTTTError: naming the gate, and what to leave out or to set.
         """
         kind = type(self).__name__
-        if not isinstance(gates, Gates):
-            raise MetaTTTError(f"{kind}.gates returned {type(gates).__name__}: a rule with updates = True must return Gates")
         if gates.rates is not None and gates.rates.shape[-1] != len(self.weight_names):
             raise MetaTTTError(
                 f"{kind} gives rates of shape {list(gates.rates.shape)}, expected [B, H, T, {len(self.weight_names)}]: one for "
@@ -236,8 +235,10 @@ class InnerOptimizer(Part, ABC):
             raise MetaTTTError(
                 f"{kind}.token_steps gives τ, and gave none when the layer was built: give it at any time, of ones"
             )
-        extra = [n for n in ("alpha", "beta", "kappa", "decay") if getattr(gates, n) is not None]
-        if extra and self.accumulates:
+        if gates.alpha is None and gates.beta is None and gates.kappa is None and gates.decay is None:
+            return
+        if self.accumulates:
+            extra = [n for n in ("alpha", "beta", "kappa", "decay") if getattr(gates, n) is not None]
             what = "token_steps" if self.has_token_steps else "max_norm"
             raise MetaTTTError(
                 f"{kind} gives {', '.join(extra)} beside {what}, whose W_t = W_a + τ_t M_t has no other gate than η: leave out "

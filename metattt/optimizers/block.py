@@ -57,7 +57,7 @@ class BlockRule(StepSize):
                 f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use minibatch"
             )
 
-    def check(self, gates: object) -> None:
+    def check(self, gates: Gates) -> None:
         super().check(gates)
         if self.accumulates or self.nesterov:
             raise MetaTTTError(
