@@ -451,7 +451,7 @@ def _spread(name: str, x: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) 
     """`x` with the axes `shape` and its `own`, where it has 1 in place of the former."""
     wanted = (*shape, *own)
     if x.ndim != len(wanted) or any(n not in (1, size) for n, size in zip(x.shape, wanted, strict=True)):
-        raise MetaTTTError(f"{name} has shape {list(x.shape)}: it must be {list(wanted)}, or 1 in an axis that it has one number for")
+        raise MetaTTTError(f"{name} has shape {list(x.shape)}: it must be {list(wanted)}, an axis may have length 1")
     return x.expand(wanted)
 
 

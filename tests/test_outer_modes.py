@@ -390,7 +390,8 @@ BESIDE: dict[str, tuple[Any, Any]] = {
 def beside(case: str, group_size: int, outer: str = "exact") -> TTTLayer:
     torch.manual_seed(0)
     task, rule = BESIDE[case]
-    layer = TTTLayer(DIM, HEADS, task(), MLP(), rule(), group_size=group_size, outer=outer).double()  # type: ignore[arg-type]
+    options: Any = {"group_size": group_size, "outer": outer}
+    layer = TTTLayer(DIM, HEADS, task(), MLP(), rule(), **options).double()
     randomize(layer)
     return layer
 
@@ -400,7 +401,7 @@ def beside(case: str, group_size: int, outer: str = "exact") -> TTTLayer:
 def test_derivatives_reach_what_recomputation_would_miss(
     case: str, outer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A parameter behind a closure, tensors made outside of the inner loop: in the first and in the second derivative."""
+    """A parameter behind a closure, tensors made outside of the inner loop: in first and in second derivatives."""
     x, found = tokens(), []
     for size in (0, 1, 2):
         layer, leaf = beside(case, size, outer), x.clone().requires_grad_()
@@ -440,3 +441,13 @@ def test_nothing_of_ours_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
         x = tokens().requires_grad_()
         checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=False).square().sum().backward()
         assert x.grad is not None
+
+
+def test_a_state_of_inference_mode_can_be_trained_on_when_it_is_cloned() -> None:
+    layer, x = make(MLP(), descent()), tokens()
+    with torch.inference_mode():
+        _, state = layer(x)
+    with pytest.raises(MetaTTTError, match=r"pass state\.map\(torch\.clone\)"):
+        layer(x, state)
+    layer(x, state.map(torch.clone))[0].sum().backward()
+    assert all(p.grad is not None for p in layer.task.parameters())

@@ -132,14 +132,15 @@ def _evaluated(part: Part, check: Callable[[torch.Generator], str | None], name:
 
 
 class _Touched(TorchFunctionMode):
-    """Notices whether any of some tensors takes part in an operation."""
+    """Notices whether any of some tensors takes part in an operation, or anything else that is trained."""
 
     def __init__(self, watched: set[int]):
         super().__init__()
         self.watched, self.found = watched, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or any(id(x) in self.watched for x in _tensors((*args, *(kwargs or {}).values())))
+        taking_part = _tensors((*args, *(kwargs or {}).values()))
+        self.found = self.found or any(x.requires_grad or id(x) in self.watched for x in taking_part)
         return function(*args, **(kwargs or {}))
 
 

@@ -80,6 +80,8 @@ def _of_state(state: object, x: Tensor) -> str | None:
             return f"the state is damaged: {name} has shape {list(tensor.shape)}, and x holds {x.shape[0]} sequences; start with state=None"
         if name != "pos" and tensor.is_complex():
             return f"the state is damaged: {name} is {tensor.dtype}; start with state=None"
+        if tensor.is_inference() and torch.is_grad_enabled():
+            return "the state was made in inference_mode, and cannot be trained on: pass state.map(torch.clone)"
     return None
 
 

@@ -128,8 +128,8 @@ class Plan:
         if ("stored", "", "") not in self.said:
             self.said.add(("stored", "", ""))
             log.warning(
-                "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s by a "
-                "closure, or by a tensor made outside; use parameters as attributes of their part, or set layer.group_size=0",
+                "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s by "
+                "a closure or a tensor made outside; use parameters as attributes of a part, or set layer.group_size=0",
                 beside[0] if len(beside) == 1 else f"{beside[0]} and {len(beside) - 1} more",
             )
 

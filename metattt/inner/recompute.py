@@ -120,11 +120,11 @@ def recomputed(
 
 
 def captured(loop: InnerLoop, tokens: Tokens, carry: Carry, read: bool, operand: torch.dtype) -> list[str]:
-    """Tensors that a derivative must reach and recomputation would miss, by name: those that the inner loop comes to by a
-    way of its own (a closure, a partial, a tensor that `views` made and `loss` uses), not as a token, weight or parameter.
+    """Names of tensors that a derivative must reach and recomputation would miss: those that the inner loop comes to by
+    a way of its own (a closure, a partial, what `views` made and `loss` uses), not as a token, weight or parameter.
 
-    The graph of one token says so: it ends in leaves that are none of its inputs. The token completes a mini-batch, since
-    a read may look at commits alone.
+    The graph of one token says so: it ends in leaves that are none of its inputs. The token completes a mini-batch,
+    since a read may look at commits alone.
     """
     one = tokens.map(lambda x: x[:, :, :1])
     body, given, _ = _as_function(loop, one, carry, [Block(1, 0, True, 1)], read, operand)

@@ -101,7 +101,7 @@ class Kernel(ABC):
         """
         raise NotImplementedError(self.name)
 
-    weights: tuple[str, ...]  #: of f in `x + LN(f(x))`, in order: `w1, b1` or `w1, b1, w2, b2`; biases may be absent together
+    weights: tuple[str, ...]  #: of f in `x + LN(f(x))`, in order: `w1, b1` or `w1, b1, w2, b2`; or without b
 
     def check(
         self, given: MiniBatches, update: Tensors | None = None, phase: int | Tensor | None = None, native: bool = False
@@ -142,8 +142,8 @@ class Kernel(ABC):
             known = not native or x.dtype == torch.float32 or name.startswith("update")  # an update is converted
             if x.shape != expected or x.device != device or not known:
                 raise MetaTTTError(
-                    f"{self.name} was given {name} {list(x.shape)} of {x.dtype} on {x.device}: it takes {list(expected)}"
-                    f"{' of torch.float32' if native else ''} on {device}"
+                    f"{self.name} was given {name} {list(x.shape)} of {x.dtype} on {x.device}: it takes "
+                    f"{list(expected)}{' of torch.float32' if native else ''} on {device}"
                 )
         if isinstance(phase, Tensor):
             inside = phase.shape == (batch,) and not phase.is_floating_point() and count == 1 and phase.device == device
@@ -152,7 +152,7 @@ class Kernel(ABC):
         else:
             inside = count % given.size == 0 if phase is None else 0 <= phase <= given.size - count
         if not inside:
-            raise MetaTTTError(f"{self.name} was given {count} tokens from place {phase} of a mini-batch of {given.size} on")
+            raise MetaTTTError(f"{self.name} was given {count} tokens from place {phase} of {given.size} on")
 
 
 KERNELS: dict[str, Kernel] = {}

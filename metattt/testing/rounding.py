@@ -41,7 +41,8 @@ def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
     x = spec.tokens(dtype=dtype)
     cuts = _cuts(spec)
     oracle = run(spec.make(form=found[0], dtype=dtype), x, cuts, grads=True)
-    return max((compare(run(spec.make(form=f, dtype=dtype), x, cuts, grads=True), oracle) for f in found[1:]), default=0.0)
+    others = [run(spec.make(form=form, dtype=dtype), x, cuts, grads=True) for form in found[1:]]
+    return max((compare(other, oracle) for other in others), default=0.0)
 
 
 def loss_of_the_oracle(spec: Specimen) -> tuple[float, str]:

@@ -228,7 +228,8 @@ class PerTokenGradients:
     """`G_s` of every fast weight and token s, in factored form.
 
     `paired` names the weight and bias that were only ever used together, and whether transposed: both then share one
-    product, with `q·a + 1` for `q·a`. `scales` multiplies the gradients of a weight by a factor of its own (`Learner.step_scale`).
+    product, with `q·a + 1` for `q·a`. `scales` multiplies the gradients of a weight by a factor of its own
+    (`Learner.step_scale`).
     """
 
     def __init__(
