@@ -8,6 +8,7 @@ import importlib
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -464,3 +465,21 @@ def test_a_learner_that_is_another_in_other_company() -> None:
     whole = by_count()
     whole.mixes_tokens = True
     assert layer(GradientDescent(4, read="block"), whole).form == "summed"  # it always sees a whole mini-batch
+
+
+class Averaging(BlockRule):
+    """A moving mean of the steps, as the text says: `roles` are zero in the first mini-batch."""
+
+    roles = ("mean",)
+
+    def move(self, carry: dict[str, dict[str, Tensor]], alpha: Any, beta: Any) -> dict[str, dict[str, Tensor]]:
+        mean = {name: 0.5 * carry["mean"][name] + u for name, u in carry["update"].items()}
+        return {"commit": {name: w + mean[name] for name, w in carry["commit"].items()}, "mean": mean}
+
+
+def test_roles_of_a_block_rule_start_from_zero() -> None:
+    momentum = partial(BlockMomentum, 4, momentum="constant", momentum_init=0.5)
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    one, other = (run(Specimen(MLP, Reconstruction, rule).make(), x, grads=True) for rule in (partial(Averaging, 4), momentum))
+    assert compare(one, other) < 1e-12
+    assert compare(run(Specimen(MLP, Reconstruction, partial(Averaging, 4)).make(), x, [3], grads=True), one) < 1e-9
