@@ -30,12 +30,12 @@ class Part(nn.Module):
     belongs = False  #: a layer has claimed this part
     changes = 0  #: settings assigned since then
     fixed: tuple[str, ...] = ()  #: settings that `setup` makes use of once: assigned later, they would do nothing
-    kept: frozenset[str] = frozenset({"belongs", "changes", "kept"})  #: attributes that only the base class sets
+    _reserved: frozenset[str] = frozenset({"belongs", "changes", "_made_with"})  #: attributes that only the base class sets
     _made_with: dict[str, Any]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in set().union(*(getattr(base, "kept", ()) for base in cls.__bases__)) & vars(cls).keys() - {"kept"}:
+        for name in set().union(*(getattr(base, "_reserved", ()) for base in cls.__bases__)) & vars(cls).keys():
             raise MetaTTTError(_taken(cls, name))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class Part(nn.Module):
                 f"layer with {name}={value}"
             )
         kind = type(self)
-        if name in self.kept or _shadows(kind, name, value):
+        if not self.belongs and (name in self._reserved or _shadows(kind, name, value)):
             raise MetaTTTError(_taken(kind, name))
         if isinstance(value, nn.Module | nn.Parameter) and "_modules" not in self.__dict__:
             raise MetaTTTError(f"{kind.__name__}.__init__ sets {name!r} before super().__init__(): call that first")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.torch_private import interpreter_stack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +84,14 @@ class State(NamedTuple):
     optimizer: Tensors
     learner: Tensors
 
+    def __repr__(self) -> str:
+        """What is there, without its numbers: names and shapes, a role of the weights or a part a line."""
+        roles = self.weights if isinstance(self.weights, Mapping) else {"": self.weights}
+        parts = {"task": self.task, "optimizer": self.optimizer, "learner": self.learner}
+        held = [(f"weights: {role} -> ", x) for role, x in roles.items()] + [(f"{name}: ", x) for name, x in parts.items()]
+        lines = [f"State(pos={_shown(self.pos, numbers=True)}, phase={self.phase!r:.20}"]
+        return ",\n  ".join(lines + [label + _shown(x) for label, x in held if not isinstance(x, Mapping) or x]) + ")"
+
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """A state with `function` applied to every tensor."""
         return map_tensors(function, self)
@@ -133,6 +142,18 @@ class State(NamedTuple):
         from metattt.checkpoints.states import read_state
 
         return read_state(path, cls, device, model)
+
+
+def _shown(value: object, numbers: bool = False, most: int = 8) -> str:
+    """A tensor by its shape (a short one by its numbers), a dictionary by its first names; other things, which no state
+    of ours holds, by their beginning."""
+    if isinstance(value, Mapping):
+        named = [f"{name} {_shown(x)}" for name, x in list(value.items())[:most]]
+        return ", ".join(named) + (f" and {len(value) - most} more" if len(value) > most else "")
+    if not isinstance(value, Tensor):
+        return f"{value!r:.40}"
+    readable = type(value) is Tensor and not value.is_meta and interpreter_stack() is None
+    return str(value.tolist() if numbers and readable and value.numel() <= most else list(value.shape))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:

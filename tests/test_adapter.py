@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad
+from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError
 from metattt.inner.forms.dual import PerTokenGradients
@@ -77,6 +78,18 @@ class Quantised(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bits = (x > 0).long().unflatten(-1, (-1, 2))
         return self.mix(torch.cat([self.table(bits[..., 0] + 2 * bits[..., 1]).flatten(1), x], dim=-1))
+
+
+class Padded(nn.Module):
+    """A table with a row that is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.map = nn.Embedding(3, D, padding_idx=1), nn.Linear(D, D)
+        nn.init.normal_(self.table.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x) + self.table((x[:, 0] > 0).long() + (x[:, 1] > 0).long())
 
 
 class Branches(nn.Module):
@@ -176,6 +189,7 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "conv1d": Convolutions,
     "conv2d": Image,
     "embedding": Quantised,
+    "padded": Padded,
     "branches": Branches,
     "gated": Gated,
     "attention": Attention,
@@ -216,7 +230,7 @@ def test_other_forms_take_what_dual_refuses(module: Callable[[], nn.Module]) -> 
     assert compare(run(spec.make(form="summed"), x, [6], grads=True), oracle) < 1e-9
 
 
-@pytest.mark.parametrize("shape", ["sequential", "twice", "attention", "unsupported"])
+@pytest.mark.parametrize("shape", ["sequential", "twice", "attention", "padded", "unsupported"])
 def test_equals_a_token_loop_of_the_module(shape: str) -> None:
     """Every sequence and head by itself: `W_t = W_commit − Σ η ∇½‖f(k) − v‖²` with the module's own parameters and
     operations."""
@@ -316,10 +330,42 @@ class Recurrent(nn.Module):
         return self.rnn(x.unsqueeze(0))[0].squeeze(0)
 
 
+class Counting(nn.Linear):
+    """Keeps count of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.register_buffer("calls", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def normed(norm: Callable[[nn.Module], nn.Module]) -> ModuleLearner:
+    return ModuleLearner(nn.Sequential(norm(nn.Linear(D, D))))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ModuleLearner(Mixes()), "mixes_tokens"),
+        (lambda: normed(nn.utils.spectral_norm), "changes its buffer 0.weight_u when it runs in training"),
+        (lambda: normed(nn.utils.parametrizations.spectral_norm), "changes its buffer 0.param.*_u when it runs"),
+        (lambda: ModuleLearner(Counting().eval()), "changes its buffer calls"),
+        (lambda: normed(nn.utils.weight_norm), "take torch.nn.utils.parametrizations.weight_norm"),
+        (lambda: ModuleLearner(nn.LazyLinear(D)), rf"LazyLinear, whose width is not known yet: .* \[1, {D}\]"),
+        (lambda: ModuleLearner(nn.Sequential(nn.EmbeddingBag(2, D))), "EmbeddingBag, whose derivative has no derivative"),
+        (lambda: ModuleLearner(nn.Embedding(2, D, max_norm=1.0)), "leave them out"),
+        (lambda: ModuleLearner(Checkpointed(nn.Linear(D, D))), "torch.utils.checkpoint, leave that out"),
+        (lambda: ModuleLearner(nn.Sequential(nn.Linear(D, D), nn.RReLU())), "depends on chance"),
         (lambda: ModuleLearner(Mixes(causal=False), mixes_tokens=True), "later ones"),
         (lambda: ModuleLearner(Dropping()), "set its p to 0"),
         (lambda: ModuleLearner(nn.BatchNorm1d(D)), "mixes tokens"),

@@ -8,6 +8,7 @@ import importlib
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -421,3 +422,64 @@ def test_a_weight_whose_name_torch_does_not_allow(name: str) -> None:
     learner = type("Mine", (Numbers,), {"weights": lambda self, d_in, d_out: {name: Weight((d_in, d_out))}})()
     with pytest.raises(MetaTTTError, match=f"Mine names a weight '{name}', which torch does not allow"):
         layer(GradientDescent(4), learner)
+
+
+class Averaged(Numbers):
+    """Takes away the mean of the batch, with no derivative and no change in the values of one sequence."""
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        y = super().forward(w, x)
+        return y + y.mean(0) - y.mean(0).detach()
+
+
+def squared(prediction: Tensor, v: Tensor) -> Tensor:
+    return (prediction - v).square().sum(-1)
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "normalised over the batch": (lambda p, v: squared(p / (p.square().mean(0) + 1).sqrt(), v), "the other sequences"),
+    "divided by B": (lambda p, v: squared(p, v) / p.shape[0], "the other sequences"),
+    "divided by T": (lambda p, v: squared(p, v) / p.shape[2], "later tokens, or on how many"),
+    "by the token's index": (lambda p, v: squared(p, v) * torch.arange(p.shape[2]), "earlier tokens, or on its place"),
+    "with other tokens, no derivative": (lambda p, v: squared(p, v) * (1 + p.detach().sum((2, 3), True)[..., 0] ** 2), "later"),
+    "with noise": (lambda p, v: squared(p + torch.randn_like(p), v), "chance"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_another_in_other_company(name: str) -> None:
+    function, word = LOSSES[name]
+    task = type("Mine", (Reconstruction,), {"loss": lambda self, p, v: function(p, v)})()
+    with pytest.raises(MetaTTTError, match=f"Mine.loss of what MLP predicts for a token depends on {word}"):
+        TTTLayer(16, 2, task, MLP(), GradientDescent(4))
+
+
+def test_a_learner_that_is_another_in_other_company() -> None:
+    mixing = type("Mine", (Averaged,), {"mixes_tokens": True})()
+    for learner, read in ((Averaged(), "inclusive"), (mixing, "previous"), (copy.copy(mixing), "block")):
+        with pytest.raises(MetaTTTError, match="depends on the other sequences of its batch"):
+            layer(GradientDescent(4, read=read), learner)
+    by_count = type("Mine", (Numbers,), {"forward": lambda self, w, x: Numbers.forward(self, w, x) / x.shape[2]})
+    with pytest.raises(MetaTTTError, match="later tokens, or on how many there are"):
+        layer(GradientDescent(4), by_count())
+    whole = by_count()
+    whole.mixes_tokens = True
+    assert layer(GradientDescent(4, read="block"), whole).form == "summed"  # it always sees a whole mini-batch
+
+
+class Averaging(BlockRule):
+    """A moving mean of the steps, as the text says: `roles` are zero in the first mini-batch."""
+
+    roles = ("mean",)
+
+    def move(self, carry: dict[str, dict[str, Tensor]], alpha: Any, beta: Any) -> dict[str, dict[str, Tensor]]:
+        mean = {name: 0.5 * carry["mean"][name] + u for name, u in carry["update"].items()}
+        return {"commit": {name: w + mean[name] for name, w in carry["commit"].items()}, "mean": mean}
+
+
+def test_roles_of_a_block_rule_start_from_zero() -> None:
+    momentum = partial(BlockMomentum, 4, momentum="constant", momentum_init=0.5)
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    one, other = (run(Specimen(MLP, Reconstruction, rule).make(), x, grads=True) for rule in (partial(Averaging, 4), momentum))
+    assert compare(one, other) < 1e-12
+    assert compare(run(Specimen(MLP, Reconstruction, partial(Averaging, 4)).make(), x, [3], grads=True), one) < 1e-9

@@ -232,8 +232,10 @@ def choose_form(
     name = type(learner).__name__
     summed = optimizer.read in ("previous", "committed", "block", "final") or optimizer.steps > 1
     reason = remembered(learner, task, ("dual",), lambda: unsupported(task, learner, num_heads, d_in))
-    if not (learner.mixes_tokens and optimizer.read in ("block", "final")):
+    whole = learner.mixes_tokens and optimizer.read in ("block", "final")  # it may see all tokens of its mini-batch
+    if not whole:
         remembered(learner, task, ("tokens",), lambda: check_token_local(task, learner, num_heads, d_in))
+    remembered(learner, task, ("alone", whole), lambda: check_alone(task, learner, num_heads, d_in, whole))
     if learner.mixes_tokens:
         return _mixing_form(form, name, optimizer, reason, summed)
     if form == "fused" and not covered:
@@ -346,15 +348,56 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
                 )
 
 
+def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: bool) -> None:
+    """Refuses a learner or loss that gives a token another loss, or other derivatives, in other company: a call may cut
+    batches and sequences anywhere.
+
+    Args:
+        whole: the learner always sees whole mini-batches, and only what it makes of the batch is compared.
+
+    Raises:
+        MetaTTTError: two sequences together and one by one differ, or the first and the last tokens of a sequence apart
+            from the others, or two equal calls.
+    """
+
+    def seen(rows: slice, tokens: slice, of: slice) -> list[Tensor]:
+        """The losses of tokens `of` among `tokens`, and the derivatives of their sum."""
+        weights = {name: x[rows].clone().requires_grad_() for name, x in fast.items()}
+        k, v = keys[rows, :, tokens].clone().requires_grad_(), labels[rows, :, tokens]
+        losses = task.loss(learner.predict(FastWeights(weights, slow, k.dtype), k), v)[:, :, of]
+        grads = torch.autograd.grad(losses.sum(), [k, *weights.values()], allow_unused=True, materialize_grads=True)
+        return [x.detach().nan_to_num() for x in (losses, grads[0][:, :, of], *grads[1:])]
+
+    every, first, last = slice(0, 5), slice(0, 3), slice(2, 5)
+    with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        fast, slow, keys, labels = _tiny(task, learner, num_heads, d_in, batch=2, count=5)
+        apart = [seen(slice(row, row + 1), every, every) for row in range(2)]
+        pairs = {
+            "chance (two equal calls differ)": (apart[0], seen(slice(0, 1), every, every)),
+            "the other sequences of its batch": ([torch.cat(x) for x in zip(*apart, strict=True)], seen(slice(0, 2), every, every)),
+        }  # fmt: skip
+        if not whole:
+            pairs["later tokens, or on how many there are"] = seen(slice(0, 1), first, every), seen(slice(0, 1), every, first)
+        if not learner.mixes_tokens:
+            pairs["earlier tokens, or on its place among them"] = seen(slice(0, 1), last, every), seen(slice(0, 1), every, last)
+    for what, (alone, together) in pairs.items():
+        size = max(float(x.abs().max()) for x in alone)  # of one alone that is 0 but for rounding, nothing could be said
+        if not all(torch.allclose(a, b, 1e-6, 1e-9 * size) for a, b in zip(alone, together, strict=True)):
+            raise MetaTTTError(
+                f"{type(task).__name__}.loss of what {type(learner).__name__} predicts for a token depends on {what}: "
+                "make forward and loss act on each token alone"
+            )
+
+
 def _tiny(
-    task: Task, learner: Learner, num_heads: int, d_in: int
+    task: Task, learner: Learner, num_heads: int, d_in: int, batch: int = 1, count: int = 3
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
-    """Random weights (W0 may be zero, which hides everything), three random tokens and labels, in double precision."""
+    """Random weights (W0 may be zero, which hides everything), random tokens and labels, in double precision."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    fast = {name: random(1, *shape) for name, shape in learner.shapes.items() if name in learner.init}
+    fast = {name: random(batch, *shape) for name, shape in learner.shapes.items() if name in learner.init}
     slow = {name: random(*shape) for name, shape in learner.shapes.items() if name in learner.slow}
-    return fast, slow, random(1, num_heads, 3, d_in), random(1, num_heads, 3, task.label_dim)
+    return fast, slow, random(batch, num_heads, count, d_in), random(batch, num_heads, count, task.label_dim)

@@ -90,7 +90,7 @@ class Learner(Part, ABC, metaclass=LearnerClass):
     trainable: list[str] | None = None
     step_scale: Mapping[str, float] | float | None = None
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
-    kept = Part.kept | {"init", "slow", "shapes", "step_scales"}
+    _reserved = Part._reserved | {"init", "slow", "shapes", "step_scales"}
     init: nn.ParameterDict  #: W0, by name: [H, *shape]
     slow: nn.ParameterDict  #: outer-loop weights of f: [H, *shape]
     shapes: dict[str, tuple[int, ...]]  #: of both, by name, with the axis of heads

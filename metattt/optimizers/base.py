@@ -73,7 +73,7 @@ class InnerOptimizer(Part, ABC):
         MetaTTTError: a value that is not allowed, or more than one step where a query would see the future.
     """
 
-    kept = Part.kept | {"weight_names", "has_token_steps"}
+    _reserved = Part._reserved | {"weight_names", "has_token_steps"}
     updates = True  #: False for the rule that learns nothing itself: the learner keeps the data
     #: of a rule with `updates = False`, the gates that it gives (`write`, `keep`, `levels`), each with the override that
     #: turns it off

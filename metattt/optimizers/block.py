@@ -30,7 +30,7 @@ class BlockRule(StepSize):
     mini-batch, weighted by `kappa` where the rule gives one.
     """
 
-    roles: tuple[str, ...] = ()  #: what `move` carries from mini-batch to mini-batch, zero at the start
+    roles: tuple[str, ...] = ()  #: what `move` carries on; zeros in the first mini-batch, but for what `begin` makes
 
     def __init__(
         self,
@@ -103,7 +103,9 @@ class BlockRule(StepSize):
         pool = carry.get("pool", {})
         alpha, beta = (pool[name] / pool["count"].clamp(min=1) if name in pool else None for name in ("alpha", "beta"))
         kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", *self.roles)}
-        return kept | self.move(carry, alpha, beta)
+        absent = [role for role in self.roles if role not in carry]
+        zeros = {role: {name: torch.zeros_like(x) for name, x in carry["commit"].items()} for role in absent}
+        return kept | self.move(carry | zeros, alpha, beta)
 
     def again(self, carry: Carry, filled: int | Tensor) -> Carry:
         """All that the rule carries goes on. A mini-batch that the end of the call cuts off is a commit of its pass."""
@@ -277,7 +279,7 @@ class BlockMomentum(BlockRule):
     def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
         memory = dict(carry["update"])
-        if beta is not None and "momentum" in carry:
+        if beta is not None:
             memory = {name: spread(beta, x) * carry["momentum"][name] + x for name, x in memory.items()}
         after, schedule = {}, SCHEDULES[self.newton_schulz]
         for name, weight in carry["commit"].items():
@@ -356,7 +358,7 @@ class Adam(BlockRule):
         age: Tensors = {}
         after: Tensors = {}
         for name, x in carry["update"].items():
-            old = {role: carry[role][name] if role in carry else torch.zeros_like(x) for role in self.roles}
+            old = {role: carry[role][name] for role in self.roles}
             first[name] = self.beta1 * old["momentum"] + (1 - self.beta1) * x
             second[name] = self.beta2 * old["second"] + (1 - self.beta2) * x.square()
             age[name] = old["age"] + 1

@@ -54,7 +54,7 @@ class ModuleLearner(Learner):
 
     Raises:
         MetaTTTError: when the layer is built, for a module without trainable parameters, of another width, with
-            dropout, batch statistics, or parameters that cannot be replaced.
+            dropout, batch statistics, buffers that it changes, or parameters that cannot be replaced.
     """
 
     def __init__(
@@ -120,7 +120,27 @@ class ModuleLearner(Learner):
                 raise MetaTTTError(
                     f"{name} has {type(part).__name__}, whose parameters cannot be replaced: write it with nn.Linear"
                 )
-        self.module = copy.deepcopy(self.module)
+            if isinstance(part, nn.EmbeddingBag):
+                raise MetaTTTError(
+                    f"{name} has EmbeddingBag, whose derivative has no derivative: write it with nn.Embedding and a sum"
+                )
+            if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.scale_grad_by_freq):
+                raise MetaTTTError(
+                    f"{name} has an Embedding with max_norm or scale_grad_by_freq, which act on the table or the batch as a "
+                    "whole: leave them out"
+                )
+            if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
+                raise MetaTTTError(
+                    f"{name} has {type(part).__name__}, whose width is not known yet: call it once on tokens [1, {d_in}], "
+                    "or give the width"
+                )
+        try:
+            self.module = copy.deepcopy(self.module)
+        except (RuntimeError, TypeError) as error:
+            raise MetaTTTError(
+                f"{name} cannot be copied ({str(error).partition('. ')[0].strip()}): after torch.nn.utils.weight_norm, take "
+                "torch.nn.utils.parametrizations.weight_norm instead"
+            ) from error
         self._slots, self._shapes = {}, {}
         found: dict[str, Weight] = {}
         names: dict[int, str] = {}
@@ -247,6 +267,8 @@ class ModuleLearner(Learner):
                 self._check_causal(plain, x)
             elif self.refusal is None:
                 self.refusal = self._try_together(plain, x, expected)
+        self._check_buffers(plain, x)
+        self._check_derivative(plain, x)
 
     def _try_apart(self, plain: FastWeights, x: Tensor) -> Tensor:
         try:
@@ -274,6 +296,40 @@ class ModuleLearner(Learner):
         ):
             return None
         return f"{type(self.module).__name__} does not keep the tokens of a batch apart"
+
+    def _check_buffers(self, plain: FastWeights, x: Tensor) -> None:
+        """Refuses a module that changes a buffer in training: when, how often and for which tokens it runs is for the
+        form to choose."""
+        kept, self.module = self.module, replica(self.module).train()
+        before = [(name, buffer, buffer.clone()) for name, buffer in kept.named_buffers()]
+        dtype = next((buffer.dtype for _, buffer, _ in before if buffer.is_floating_point()), x.dtype)
+        weights = FastWeights({name: plain[name].to(dtype) for name in self._shapes}, {}, dtype)
+        try:
+            with torch.no_grad():
+                if self.refusal is None and not self.mixes_tokens:
+                    self._together(weights, x.to(dtype))
+                else:
+                    self._try_apart(weights, x.to(dtype))
+        finally:
+            self.module = kept
+        changed = next((name for name, buffer, old in before if not torch.equal(buffer, old)), None)
+        if changed is not None:
+            raise MetaTTTError(
+                f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm does: leave "
+                "that out, the buffers of a learner stay as they are"
+            )
+
+    def _check_derivative(self, plain: FastWeights, x: Tensor) -> None:
+        weights = {name: plain[name].clone().requires_grad_() for name in self._shapes}
+        try:
+            with torch.enable_grad():
+                y = self(FastWeights(weights, {}, x.dtype), x)
+                torch.autograd.grad(y.sum(), list(weights.values()), allow_unused=True)
+        except (RuntimeError, TypeError) as error:
+            raise MetaTTTError(
+                f"{type(self.module).__name__} has no derivative by its parameters: {_first_line(error)}. Where it uses "
+                "torch.utils.checkpoint, leave that out: the layer recomputes by itself"
+            ) from error
 
     def _check_causal(self, plain: FastWeights, x: Tensor) -> None:
         x = x.requires_grad_()

@@ -44,6 +44,17 @@ def group_norm(
     return _affine(y.movedim(1, -1), weight, bias).movedim(-1, 1)
 
 
+def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None, *options: Any, **named: Any) -> Tensor:
+    return unpadded(F.embedding(index, weight), index, padding_idx, weight.shape[0])
+
+
+def unpadded(rows: Tensor, index: Tensor, padding_idx: int | None, count: int) -> Tensor:
+    """Rows of a table of `count`, of which row `padding_idx` gets no gradient."""
+    if padding_idx is None:
+        return rows
+    return torch.where((index == padding_idx % count).unsqueeze(-1), rows.detach(), rows)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -73,4 +84,5 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     F.group_norm: group_norm,
     torch.group_norm: group_norm,
     F.scaled_dot_product_attention: attention,
+    F.embedding: embedding,
 }

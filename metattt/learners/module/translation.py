@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.learners.fast_weights import FastWeights
-from metattt.learners.module.composed import COMPOSED, Normalize
+from metattt.learners.module.composed import COMPOSED, Normalize, unpadded
 from metattt.learners.module.standin import UNARY, StandIn, standins
 
 ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
@@ -42,7 +42,7 @@ class Translation(Normalize):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         standin = next(standins((*args, *kwargs.values())), None)
-        if standin is None or (function in COMPOSED and function is not F.scaled_dot_product_attention):
+        if standin is None or (function in COMPOSED and function not in (F.scaled_dot_product_attention, F.embedding)):
             # A composed function meets its stand-ins as operators.
             return super().__torch_function__(function, types, args, kwargs)
         name = getattr(function, "__name__", str(function))
@@ -116,10 +116,11 @@ class Translation(Normalize):
         *options: Any,
         **named: Any,
     ) -> Tensor:
-        if (padding_idx is not None and padding_idx >= 0) or max_norm is not None or weight.transposed:
-            raise weight.refusal("embedding with padding_idx or max_norm")
+        if max_norm is not None or weight.transposed:
+            raise weight.refusal("embedding with max_norm")
         index = self.split(input, weight, "embedding")
-        return self.w.embedding(index, self.use(weight, "matrix")).flatten(0, 2)
+        rows = self.w.embedding(index, self.use(weight, "matrix"))
+        return unpadded(rows, index, padding_idx, weight.shape[0]).flatten(0, 2)
 
     def conv1d(
         self,
