@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from PIL import Image
 
 import metattt
+from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
+from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.evaluation.predict import Pictures, predict
+from metattt.training.checkpoint_files import write_run
 from metattt.training.train import train
 
 TINY = (
@@ -123,12 +126,53 @@ def test_pictures_are_seen_as_in_validation(runs: Path, pictures: Path, tmp_path
     for one, file in zip(found, files, strict=True):
         image = torch.from_numpy(np.asarray(Image.open(pictures / file)) / 127.5 - 1).float()[None, None]
         shares = model(image).softmax(1)[0]
-        # cropping resizes a picture to 8/7 and back: close, and not the same
-        assert shares[[int(name) for name in one.classes]].tolist() == pytest.approx(one.probabilities, abs=0.05)
+        assert shares[[int(name) for name in one.classes]].tolist() == pytest.approx(one.probabilities, abs=1e-5)
         assert one.probabilities == sorted(one.probabilities, reverse=True) and len(one.classes) == 3
     with (tmp_path / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["class_1"] for row in rows] == [one.classes[0] for one in found]
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_saved_pictures_are_predicted_as_eval_scores_them(size: int, tmp_path: Path) -> None:
+    given = ("experiment=digits_pixel/self_attention", "dim=16", "num_heads=2", "model.depth=1", f"data.img_size={size}")
+    given += (f"model.img_size={size}", "model.patch_size=2", "trainer.accelerator=cpu", "trainer.max_steps=30")
+    assert train(compose(*given, f"output_dir={tmp_path / 'run'}")) == 0
+    data = DigitsData()  # 8x8 pixels: a run at 16 repeats each
+    data.setup()
+    images, labels = data._splits["validation"][list(range(359))]
+    (tmp_path / "pictures").mkdir()
+    for number, image in enumerate(images):
+        pixels = ((image[0] + 1) * 127.5).round().to(torch.uint8).numpy()
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number:03}.png")
+    found = predicted(f"checkpoint={tmp_path / 'run'}", f"source={tmp_path / 'pictures'}", "top=10")
+    score = evaluated(f"checkpoint={tmp_path / 'run'}")["run"]
+    pairs = list(zip(found, map(str, labels.tolist()), strict=True))
+    shares = [one.probabilities[one.classes.index(label)] for one, label in pairs]
+    assert -np.log(shares).mean() == pytest.approx(score.loss, rel=1e-4)  # a picture has 256 shades: not bit for bit
+    right = sum(one.classes[0] == label for one, label in pairs)
+    assert right / 359 == pytest.approx(score.top1, abs=0.01)
+    model: Any = metattt.load_model(tmp_path / "run")[0]
+    assert model.pretrained_cfg.items() >= DigitsData.evaluation.items()
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        (None, "does not say how its images are resized and cropped"),
+        ({"crop_pct": 1e-9, "interpolation": "nearest"}, "no way to resize and crop"),
+        ({"crop_pct": 1.0, "interpolation": "random"}, "no way to resize and crop"),
+    ],
+)
+def test_a_run_that_does_not_say_how_its_images_were_made(
+    runs: Path, pictures: Path, tmp_path: Path, evaluation: Any, message: str
+) -> None:
+    content = read_checkpoint(runs / "a")
+    del content["metattt"]["evaluation"]
+    content["metattt"] |= {} if evaluation is None else {"evaluation": evaluation}
+    write_run(tmp_path / "checkpoints" / "step-00000006", content)
+    with pytest.raises(MetaTTTError, match=message):
+        predicted(f"checkpoint={tmp_path}", f"source={pictures}")
 
 
 def test_one_picture_and_one_that_cannot_be_read(

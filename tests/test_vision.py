@@ -19,6 +19,8 @@ from metattt.checkpoints.files import find_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import build, compose
 from metattt.composition.instantiate import instantiate_model
+from metattt.data.digits import DigitsData
+from metattt.data.images import ImageData
 from metattt.errors import MetaTTTError
 from metattt.measures.flops import flops_of_layer, flops_per_image
 from metattt.measures.inner_steps import inner_losses_by_layer
@@ -109,7 +111,10 @@ def test_any_layer_of_ours_can_be_dropped_in(layer: str) -> None:
 
 def test_what_timm_does_with_a_model() -> None:
     model = timm.create_model("vit_tiny_patch16_mttt_mlp", img_size=32, depth=2)
-    assert timm.data.resolve_model_data_config(model)["mean"] == (0.5, 0.5, 0.5)
+    about = timm.data.resolve_model_data_config(model)
+    assert about["mean"] == (0.5, 0.5, 0.5) and about.items() >= ImageData.evaluation.items()
+    digits = timm.create_model("vit_digits_pixel_mttt_mlp")
+    assert timm.data.resolve_model_data_config(digits).items() >= DigitsData.evaluation.items()
     model.reset_classifier(7)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 7)
     model.reset_classifier(0)

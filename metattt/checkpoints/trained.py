@@ -35,11 +35,13 @@ class Trained(NamedTuple):
         path: the checkpoint: a folder, or a file.
         config: of the run; of the model alone, where it does not come from a run of ours.
         tokenizer: `bytes`, or the text of its tokenizer.json; None: not known.
+        evaluation: of a classifier, how its run made images of pictures (`metattt.data.images.Images`); None: not known.
     """
 
     path: Path
     config: DictConfig
     tokenizer: str | None
+    evaluation: dict[str, Any] | None = None
 
 
 class Weights(NamedTuple):
@@ -160,6 +162,8 @@ def load_model(
     if not found.of_run:
         _take_types(model, found.tensors)
     fill(model, found, complaint)
+    if found.about.evaluation is not None and "num_classes" in found.about.config.model:
+        model.evaluated_with("vision_transformer", **found.about.evaluation)  # type: ignore[operator]
     return model.to(device).eval(), found.about.config
 
 
@@ -247,7 +251,21 @@ def _checked(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_run(file: Path, content: Mapping[str, Any], skip: Collection[str], trust: Collection[str]) -> Trained:
     config = record_config(content[RECORD], file, skip, trust)
-    return Trained(file, config, read_tokenizer(file) or ("bytes" if "global_step" in content else None))
+    evaluation = _evaluation(file, content[RECORD].get("evaluation"))
+    return Trained(file, config, read_tokenizer(file) or ("bytes" if "global_step" in content else None), evaluation)
+
+
+def _evaluation(file: Path, saved: Any) -> dict[str, Any] | None:
+    """How images were made, within what a file may ask for: a small `crop_pct` means a large picture."""
+    known = isinstance(saved, dict) and saved.keys() == {"crop_pct", "interpolation"}
+    if saved is not None and not (
+        known
+        and type(saved["crop_pct"]) in (int, float)
+        and 0.1 <= saved["crop_pct"] <= 1
+        and saved["interpolation"] in ("nearest", "bilinear", "bicubic")
+    ):
+        raise MetaTTTError(f"{file} has evaluation={str(saved)[:80]}, which is no way to resize and crop: it is damaged")
+    return saved
 
 
 def _theirs(file: Path, trust: Collection[str]) -> Trained:

@@ -51,6 +51,7 @@ class DigitsData(Images):
     """
 
     in_chans = 1
+    evaluation = {"crop_pct": 1.0, "interpolation": "nearest"}  # noqa: RUF012 (nobody changes it)
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -32,12 +32,15 @@ class Images(Data):
         in_chans: channels.
         batch_size: images per batch; in a run, of each process.
         seed: of the order of the images.
+        evaluation: how a picture becomes an image of the validation split, as timm says it: `crop_pct` and
+            `interpolation`. It is saved with a run; None: not known, and `metattt predict` refuses the run.
     """
 
     img_size: int
     in_chans: int
     batch_size: int
     seed: int
+    evaluation: Mapping[str, Any] | None = None
 
     @property
     def num_classes(self) -> int | None:
@@ -144,6 +147,8 @@ class ImageData(Images):
     Raises:
         MetaTTTError: a value that is not allowed; from `setup`: no images, or fewer than a batch.
     """
+
+    evaluation: Mapping[str, Any] = {"crop_pct": 0.875, "interpolation": "bilinear"}
 
     def __init__(
         self,
@@ -258,7 +263,7 @@ class ImageData(Images):
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """Centre crops, a part of them in each process: the shorter side is 8/7 of the crop."""
+        """Centre crops as `evaluation` says, a part of them in each process: the shorter side is 8/7 of the crop."""
         return self._loader("validation")
 
     def _loader(self, name: str) -> DataLoader[Batch]:
@@ -266,7 +271,7 @@ class ImageData(Images):
         loader: DataLoader[Batch] = self.timm.create_loader(
             data, (self.in_chans, self.img_size, self.img_size), self.batch_size, is_training=name == "train",
             use_prefetcher=False, scale=(self.min_area, 1.0), hflip=0.5 if self.flip else 0.0, color_jitter=0.0, auto_augment=self.augment,
-            interpolation="bilinear", mean=centre, std=centre, crop_pct=0.875, num_workers=self.num_workers, pin_memory=False,
+            mean=centre, std=centre, num_workers=self.num_workers, pin_memory=False, **self.evaluation,
         )  # fmt: skip
         if isinstance(data, IterableDataset):
             return loader

@@ -86,9 +86,10 @@ def evaluate(
                     f"{f'set data.{key}' if key in CHANGES else 'evaluate them one after the other'}"
                 )
     scores: dict[str, ImageScores] = {}
-    for name, file, source in zip(names, files, sources, strict=True):
+    for name, file, source, one in zip(names, files, sources, known, strict=True):
         model: Any = load_model(file, device, trust)[0]
         data: Images = instantiate_part(OmegaConf.create({"data": source}), "data")
+        data.evaluation = one.evaluation or data.evaluation
         data.setup()
         scores[name] = score(model, data, chosen.inner_loss_windows if chosen.inner_loss else 0, chosen.split)
         if chosen.inner_loss and not scores[name].inner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,12 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     device = pick_device(chosen.device)
     model: Any = load_model(file, device, trust)[0]
     names = class_names(file, model.num_classes)
-    data, pictures = _data(chosen, model)
+    if found.evaluation is None:
+        raise MetaTTTError(
+            f"{file} does not say how its images are resized and cropped: its data has no `evaluation` (data=images and\n"
+            "data=digits have one), or it is of an older release: go on with the run, resume=<run> trainer.max_steps=<more>"
+        )
+    data, pictures = _data(chosen, model, found.evaluation)
     predictions: list[Prediction] = []
     top, seen = min(chosen.top, model.num_classes), 0
     with drawn_alike(model):
@@ -170,13 +175,16 @@ def class_names(file: Path, count: int) -> list[str]:
     return shown + [str(number) for number in range(len(shown), count)]
 
 
-def _data(chosen: PredictSettings, model: Any) -> tuple[ImageData, Pictures | None]:
+def _data(
+    chosen: PredictSettings, model: Any, evaluation: Mapping[str, Any]
+) -> tuple[ImageData, Pictures | None]:
     """The pictures as the model takes them: resized and cropped as in validation."""
     size = model.patch_embed.img_size[0]
     data = ImageData(
         chosen.source, chosen.dataset, validation_split=chosen.split, img_size=size, in_chans=model.in_chans,
         batch_size=chosen.batch_size, num_workers=chosen.num_workers, corrupt=chosen.corrupt,  # type: ignore[arg-type]
     )  # fmt: skip
+    data.evaluation = evaluation
     if chosen.dataset:
         data.open("validation")
         return data, None

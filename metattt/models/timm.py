@@ -62,13 +62,8 @@ def create(
     size = SIZES[model] | options
     parts = (f"layer={layer}", f"dim={size['embed_dim']}", f"num_heads={size['num_heads']}", "seed=null", *overrides)
     built = ImageTransformer(layer=partial(instantiate_layer, compose(*parts, job="build")), **size)
-    height, width = built.patch_embed.img_size
-    centre = (0.5,) * built.in_chans
-    about: dict[str, Any] = {
-        "input_size": (built.in_chans, height, width), "num_classes": built.num_classes, "mean": centre, "std": centre, "crop_pct": 0.875,
-        "interpolation": "bilinear", "first_conv": "patch_embed.proj", "classifier": "head.logits", "architecture": model,
-    }  # fmt: skip
-    built.__dict__.update(pretrained_cfg=about, default_cfg=about)
+    digits = model == "vit_digits_pixel"  # as metattt.data evaluates: whole digits, and centre crops of other pictures
+    built.evaluated_with(model, *((1.0, "nearest") if digits else (0.875, "bilinear")))
     return built
 
 

@@ -125,6 +125,16 @@ class ImageTransformer(VisionTransformer):
             )
         return super().forward(x, attn_mask, is_causal)
 
+    def evaluated_with(self, architecture: str, crop_pct: float, interpolation: str) -> None:
+        """Tells timm how a picture becomes an image for this model (`timm.data.resolve_model_data_config`)."""
+        centre = (0.5,) * self.in_chans
+        about: dict[str, Any] = {
+            "input_size": (self.in_chans, *self.patch_embed.img_size), "num_classes": self.num_classes, "mean": centre, "std": centre,
+            "crop_pct": crop_pct, "interpolation": interpolation, "first_conv": "patch_embed.proj", "classifier": "head.logits",
+            "architecture": architecture,
+        }  # fmt: skip
+        self.__dict__.update(pretrained_cfg=about, default_cfg=about)
+
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.pos_embed is None:  # computed, not kept: a buffer would have no values after `to_empty`
             height, width = self.patch_embed.grid_size

@@ -56,7 +56,8 @@ class ImageJob(Job["ImageTransformer", ImageClassification]):
             raise MetaTTTError(f"training: {type(recipe).__name__} is not for images: set training=timm")
         self.mixup = recipe.mixup > 0
         classes = {"classes": names} if (names := self.data.class_names) else {}
-        record = make_record(self.cfg, data=fingerprint(self.data), **classes)
+        evaluation = {} if self.data.evaluation is None else {"evaluation": dict(self.data.evaluation)}
+        record = make_record(self.cfg, data=fingerprint(self.data), **classes, **evaluation)
         return ImageClassification(model, recipe, record)
 
     def prepare(self, trainer: lightning.Trainer) -> None:
