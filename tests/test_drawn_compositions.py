@@ -25,6 +25,7 @@ MOST = 1e6  # of an output: what is larger is drawn again with smaller steps
 ATTEMPTS = 60  # draws for one that is not refused
 
 DATA = ("kernel_estimator", "kernel_ridge", "recurrent_ridge", "log_linear", "global_estimator")
+BLOCK_RULES = ("block_momentum", "sign", "adam", "mirror")
 LINEAR_RULES = ("gradient_descent", "momentum", "delta_gradient", "channel_decay", "preconditioned", "state_gated")
 ALWAYS = ("mini_batch_size", "seed", "steps", "read", "iterations")  # the defaults are long, or do nothing here
 VALUES: dict[str, tuple[Any, ...]] = {  # of keys whose type says little
@@ -38,7 +39,8 @@ VALUES: dict[str, tuple[Any, ...]] = {  # of keys whose type says little
     "sinks": (0, 1, 2), "neighbours": (1, 2, 3), "bandwidth": (None, 0.5, 2.0), "ridge": (0.5, 1.0),
     "tolerance": (0.0,), "ridge_floor": (0.0, 0.25), "iterations": (30,), "chunk": (1, 2, 3, 64), "depth": (1, 2, 3),
     "width": (1, 2, 3), "expansion": (0.5, 1.0, 2.0), "channels": (1, 2), "num_heads": (1, 2), "count": (1, 2, 3),
-    "scale": (0.5, 1.0, 2.0), "activation": ("gelu_tanh", "gelu", "relu", "silu", "tanh", "sigmoid", "identity"), "degree": (1, 1, 2),
+    "activation": ("gelu_tanh", "gelu", "relu", "silu", "tanh", "sigmoid", "identity"), "degree": (1, 1, 2),
+    "scale": (0.5, 1.0, 2.0),
     "erase_scale": (1.0, 2.0), "correction": (None, 0.5), "rope_heads": (None, 1, 2), "step_scale": (0.5, 2.0),
     "trainable": (["w1"], ["w1", "b1"], ["norm_scale", "w1"]),
 }  # fmt: skip
@@ -111,7 +113,8 @@ def part(rng: random.Random, group: str, name: str) -> tuple[str, dict[str, Any]
         elif key == "layer":
             given[key] = nested
         elif rng.random() < (0.9 if key in ALWAYS else 0.3):
-            given[key] = rng.choice(choices(key, one, allowed[key]))
+            some = choices(key, one, allowed[key])
+            given[key] = rng.choice(some[2:] if key == "read" and name in BLOCK_RULES else some)  # no weights per token
     if group == "learner" and rng.random() < 0.2:
         key = rng.choice(("step_scale", "trainable"))
         given[key] = rng.choice(VALUES[key])
@@ -134,7 +137,7 @@ def draw(rng: random.Random) -> Drawn:
     way = rng.choices(("free", "linear", "data"), (5, 3, 2))[0]
     task, rule = rng.choice(names["task"]), rng.choice([n for n in names["optimizer"] if n != "append"])
     learner = rng.choice([n for n in names["learner"] if n not in DATA])
-    if rng.random() < 0.4:
+    if way != "linear" and rng.random() < 0.4:
         task = "reconstruction"
     learner = "mlp" if learner == "nested_ttt" and rng.random() < 0.7 else learner  # which takes its time
     if way == "data":
@@ -144,7 +147,7 @@ def draw(rng: random.Random) -> Drawn:
     chosen = {"task": task, "learner": learner, "optimizer": rule}
     parts = {group: part(rng, group, name) for group, name in chosen.items()}
     if way == "linear":
-        parts["learner"][1].update(bias=False, residual=False, norm=False, learn_init=rng.random() < 0.5)
+        parts["learner"][1].update(bias=False, residual=False, norm=False, learn_init=rng.random() < 0.5, trainable=None)
         if "anchor" in inspect.signature(kind("optimizer", rule).__init__).parameters and rng.random() < 0.8:
             parts["optimizer"][1].update(anchor="online", steps=1)
     heads, width = rng.choice(((1, 4), (2, 4), (2, 3), (1, 6)))
