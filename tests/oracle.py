@@ -20,6 +20,10 @@ import torch.nn.functional as F
 from oracle_parts import Pair, Weights, settings
 from torch import Tensor
 
+RULES = (
+    *("GradientDescent", "Momentum", "DeltaGradientDescent", "ChannelDecay", "Preconditioned", "StateGated"),
+    *("WholeSequence", "BlockMomentum", "Sign", "Adam", "MirrorDescent", "Append"),
+)
 LEARNED = ("shared", "per_head")  # gates of the token
 NOT_COVERED = {
     "mixers, Combined": "they are no TTTLayer; test_mamba.py and test_combined.py have references of their own",
@@ -34,11 +38,13 @@ NOT_COVERED = {
 
 
 def not_covered(layer: Any) -> str | None:
-    """The entry of `NOT_COVERED` that a layer of this package's parts falls under, if any."""
+    """The entry of `NOT_COVERED` that a layer falls under, if any."""
     task, learner, rule = (settings(part) for part in (layer.task, layer.learner, layer.optimizer))
     steps = layer.dim // layer.num_heads if getattr(learner, "solver", "exact") != "exact" else 0
     noisy, sampled = getattr(task, "corruption", "none") != "none", getattr(rule, "sampling", "full") != "full"
+    known = hasattr(parts.Tokens, f"of_{task.kind.lower()}") and learner.kind in (*parts.LEARNERS, "NestedTTT")
     found = {
+        "parts of third parties": not known or rule.kind not in RULES,
         "layer.outer=implicit": layer.outer == "implicit",
         "learner=recurrent_ridge, stopped early": steps and (learner.iterations < steps or learner.tolerance > 0),
         "task.seed=null or optimizer.seed=null": (noisy and task.seed is None) or (sampled and rule.seed is None),
@@ -291,7 +297,7 @@ class Document:
     def begin(self) -> Memory:
         w = self.w0
         if self.rule.kind == "MirrorDescent" and self.rule.retention != "elastic_net":
-            w = {name: self.mirror(x) for name, x in w.items()}
+            w = {name: parts.mirror(self.rule, x) for name, x in w.items()}
         return Memory(w, w, w, {}, {}, {}, 0, self.w0)
 
     def token(self, m: Memory, t: int, start: int) -> Memory:
@@ -384,24 +390,10 @@ class Document:
         return torch.sigmoid(mean) if self.rule.pool == "logits" and source in LEARNED else mean
 
     def commit_mirrordescent(self, m: Memory) -> Memory:
-        after, dual = {name: self.mirror(x) for name, x in m.dual.items()}, m.dual
+        after, dual = {name: parts.mirror(self.rule, x) for name, x in m.dual.items()}, m.dual
         if self.rule.retention == "softmax":
-            dual = {name: (x / self.mass(x)).log() for name, x in after.items()}
+            dual = {name: (x / parts.mass(self.rule, x)).log() for name, x in after.items()}
         return m._replace(commit=after, dual=after if self.rule.retention == "elastic_net" else dual)
-
-    def mass(self, x: Tensor) -> float:
-        by_output = self.rule.simplex == "output" and x.ndim == 4
-        return self.rule.mass * math.sqrt(x.shape[-2] if by_output else x[0].numel())
-
-    def mirror(self, x: Tensor) -> Tensor:
-        """m(A) of one weight."""
-        s = self.rule
-        if s.retention == "lq":
-            return x / spread((x.square() + 1e-6).flatten(1).pow(s.q / 2).sum(1).pow((s.q - 2) / s.q), x)
-        if s.retention == "softmax":
-            by_output = s.simplex == "output" and x.ndim == 4
-            return self.mass(x) * (x.softmax(-2) if by_output else x.flatten(1).softmax(1).view_as(x))
-        return torch.sigmoid(x) if s.retention == "sigmoid" else x.sign() * (x.abs() - s.threshold).clamp(min=0)
 
     # -- the document --------------------------------------------------------------------------------------------------
 

@@ -439,3 +439,19 @@ def polar(x: Tensor, schedule: str) -> Tensor:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
+
+
+def mass(s: SimpleNamespace, x: Tensor) -> float:
+    """What the weights of a simplex sum to."""
+    return s.mass * math.sqrt(x.shape[-2] if s.simplex == "output" and x.ndim == 4 else x[0].numel())
+
+
+def mirror(s: SimpleNamespace, x: Tensor) -> Tensor:
+    """m(A) of mirror descent, for one weight."""
+    if s.retention == "lq":
+        size = (x.square() + 1e-6).flatten(1).pow(s.q / 2).sum(1).pow((s.q - 2) / s.q)
+        return x / size.view(-1, *(1,) * (x.ndim - 1))
+    if s.retention == "softmax":
+        by_output = s.simplex == "output" and x.ndim == 4
+        return mass(s, x) * (x.softmax(-2) if by_output else x.flatten(1).softmax(1).view_as(x))
+    return torch.sigmoid(x) if s.retention == "sigmoid" else x.sign() * (x.abs() - s.threshold).clamp(min=0)

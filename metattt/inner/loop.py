@@ -270,6 +270,11 @@ class InnerLoop:
             return self._replay(tokens, carry, state, after, ctx)
         plain: list[Block] = []
         phase, end = 0 if plan.period is None else state.phase, 0
+        if phase is None and self.learner.mixes_tokens and self.optimizer.read == "final":
+            raise MetaTTTError(
+                f"{type(self.learner).__name__} looks at several tokens, and optimizer.read=final would show it empty places "
+                "of sequences that are inside different places of a mini-batch: give state=None, or sequences of one length"
+            )
         if phase is not None and ctx.first is None:
             plain, end = consecutive(tokens.k.shape[2], phase, plan.block)
             if ctx.valid is None:
