@@ -87,6 +87,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: as on the command line, without the program's name; `sys.argv[1:]` if None.
     """
+    try:
+        code = _main(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of our output went away, e.g. `metattt layers | head`
+        pass
+    except SystemExit as end:  # as rich says the same
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+    return 141
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     # Threads that spin while they wait slow every other process on the machine; libgomp reads this once, when torch is
     # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -152,9 +166,8 @@ def _run(command: str, overrides: list[str], flags: "Flags") -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output went away, e.g. `metattt generate ... | head`
-        sys.stderr.close()
-        return 141
+    except BrokenPipeError:  # told by `main`
+        raise
     except Exception as error:
         line = _fault_of_the_surroundings(error, command)
         if line is None:  # a bug of ours: the traceback is what helps

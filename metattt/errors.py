@@ -67,6 +67,8 @@ def check_number(
         inside = (above is None or number > above) and (below is None or number < below)
         if inside and (number == 0 or abs(number) >= SMALLEST):
             return
+    if real and 0 < abs(number) < SMALLEST:
+        raise MetaTTTError(f"{_said(key, value)}: in fp32 it is 0, whose neighbour is {SMALLEST:.4g}{advice}")
     if low == -LARGEST and high == LARGEST:
         span = "finite"
     elif high == LARGEST:

@@ -396,3 +396,13 @@ def test_what_tests_remember_is_what_hydra_composes() -> None:
                 compose_(overrides, "train")
             said.append(str(error.value))
         assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["layers"], ["train", "--cfg"]])
+def test_a_reader_that_goes_away_is_no_fault(words: list[str]) -> None:
+    """As `metattt ... | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "metattt.cli", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -100,8 +100,15 @@ def test_python_runs(page: Path, folder: Path) -> None:
         base.kernels.cache_clear()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_its_language(page: Path) -> None:
+    """Without one nothing looks at it: a command that does not exist stood in such a block."""
+    fences = re.findall(r"^ *```.*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(fences) % 2 == 0 and not [line for line in fences[::2] if line.strip() == "```"]
+
+
 def command_blocks() -> list[tuple[str, Block]]:
-    shell = ("bash", "", "sh", "console")
+    shell = ("bash", "sh", "console")
     return [(name_of(page), b) for page in PAGES for b in blocks(page) if b.language in shell]
 
 
@@ -109,10 +116,8 @@ def command_blocks() -> list[tuple[str, Block]]:
 def composed(words: tuple[str, ...]) -> None:
     """Composes what a command asks for; a sweep, its first cell."""
     command, overrides = words[0], [word for word in words[1:] if word not in ("-m", "--multirun")]
-    assert command in COMMANDS or command in ("build", "--help", "--version", "--shell-completion"), command
+    assert command in COMMANDS or command in ("--help", "--version", "--shell-completion"), command
     if command not in COMMANDS or "--help" in overrides:
-        if command == "build":
-            compose(*overrides, job="build")
         return
     if "-m" in words or "--multirun" in words:
         overrides = [first_of(word) for word in overrides if not word.startswith("hydra")]

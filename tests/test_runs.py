@@ -594,3 +594,15 @@ def test_a_folder_that_cannot_be_written(text: Path, tmp_path: Path, capsys: pyt
         assert main(["train", *TINY, f"data.path={text}", f"output_dir={folder}"]) == 2
         error = capsys.readouterr().err
         assert re.fullmatch(rf"error: output_dir={folder} cannot be used: .*\n", error), error
+
+
+def test_a_renamed_checkpoint_is_not_gone_on_from(
+    undisturbed: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps are told by the names: as step 99 it was removed as newer than itself, and then missing."""
+    run = shutil.copytree(undisturbed["plain"], tmp_path / "run")
+    renamed = run / "checkpoints" / "step-00000099"
+    (run / "checkpoints" / "step-00000008").rename(renamed)
+    assert main(["train", f"resume={run}", "trainer.max_steps=9"]) == 2
+    assert "is of step 8, and was renamed: give it its name back, step-00000008" in capsys.readouterr().err
+    assert renamed.is_dir()

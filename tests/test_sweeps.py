@@ -31,7 +31,7 @@ from metattt.sweeps.record import (
     write_cell,
     write_sweep,
 )
-from metattt.sweeps.table import collect, tell
+from metattt.sweeps.table import Run, _over_seeds, collect, tell
 
 TINY = (
     "dim=8", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.accelerator=cpu",
@@ -366,3 +366,11 @@ def test_a_run_that_was_cut_off_and_one_without_a_log(tmp_path: Path) -> None:
     cut, empty = collect(tmp_path)
     assert cut.state == "unfinished" and cut.final("validation/bits_per_byte") == 1.0
     assert empty.rows == [] and math.isnan(empty.final("validation/bits_per_byte")) and tell(tmp_path) == 1
+
+
+def test_differences_are_paired_by_seed() -> None:
+    """What a seed does to all variants is not in them."""
+    cells = [("a", "0", 1.0), ("b", "0", 1.1), ("a", "1", 2.0), ("b", "1", 2.3), ("b", "2", 9.0), ("c", "5", 4.0)]
+    found = [Run(f"{x}{s}", "finished", {"layer": x, "seed": s}, [{"validation/loss": str(v)}]) for x, s, v in cells]
+    rows = _over_seeds(found, ["layer", "seed"], "validation/loss")
+    assert [row["difference to the first, by seed"] for row in rows] == ["", "+0.2000 ± 0.1414", ""]

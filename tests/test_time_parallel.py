@@ -313,7 +313,7 @@ def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tm
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("trainer.devices=3",), r"trainer.time_ranks=2 cannot divide the 3 processes .* trainer.devices"),
+        (("trainer.devices=3",), r"trainer.time_ranks=2 cannot divide the 3 processes .* trainer.devices=2,"),
         (("trainer=fsdp", "trainer.devices=3", "trainer.tensor_ranks=2"), "trainer.tensor_ranks=2 cannot divide the 3"),
         (("trainer=fsdp", "trainer.tensor_ranks=0"), "trainer.tensor_ranks=0 is not allowed: it must be at least 1"),
         (("trainer=ddp", "trainer.tensor_ranks=2"), "trainer.tensor_ranks. belongs to trainer=fsdp or"),
@@ -321,7 +321,7 @@ def test_a_run_of_two_processes_as_a_user_starts_it(corpus: str, alone: Path, tm
         (("trainer.devices=2", "trainer.in_flight=5"), "trainer.in_flight=5 parts .* a batch has 4"),
         (("trainer.devices=2", "trainer.time_ranks=0"), "trainer.time_ranks=0 is not allowed: it must be at least 1"),
         (("trainer.devices=2", "trainer.time_ranks=two"), "time_ranks=two. is not allowed: expected an integer"),
-        (("trainer=ddp", "trainer.time_ranks=2"), "trainer.time_ranks. belongs to trainer=time_parallel"),
+        (("trainer=ddp", "trainer.time_ranks=2"), "trainer.time_ranks. belongs to trainer=time_parallel.*devices=2"),
         (("trainer.devices=2", "data=digits", "experiment=digits_pixel"), "is for text"),
         (("trainer.devices=2", "layer=self_attention"), "must not see it"),
     ],

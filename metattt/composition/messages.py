@@ -65,7 +65,10 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
     owner, _, key = full_key.rpartition(".")
     if full_key in IN_FULL.values():
         owner = "trainer=fsdp or trainer=time_parallel_fsdp" if key == "tensor_ranks" else "trainer=time_parallel"
-        return f"`trainer.{key}` belongs to {owner}, where several processes read one sequence: choose that."
+        return (
+            f"`trainer.{key}` belongs to {owner}, where several processes read one sequence: choose that, and as many "
+            "processes, e.g. trainer=time_parallel trainer.time_ranks=2 trainer.devices=2."
+        )
     fields = [field for field in _fields(parent) if field != key and f"{owner}.{field}" not in NOT_SET_THERE]
     command = "metattt.build()" if job == "build" else f"`metattt {job}`"
     where = f"a field of {owner}" if owner else f"a key of {command}"

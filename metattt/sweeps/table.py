@@ -187,18 +187,25 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict[str, str]]:
-    """Mean and standard deviation of a metric over the seeds of a sweep, by its other keys; in the order of the runs."""
+    """Mean and standard deviation of a metric over the seeds of a sweep, by its other keys, in the order of the runs; and
+    those of the difference to the first of them with the same seed, which what a seed does to all of them leaves out."""
     others = [key for key in keys if key != "seed"]
     if "seed" not in keys or not others:
         return []
-    groups: dict[tuple[str, ...], list[float]] = {}
+    groups: dict[tuple[str, ...], dict[str, float]] = {}
     for run in found:
         if not math.isnan(value := run.final(by)):
-            groups.setdefault(tuple(run.swept.get(key, "") for key in others), []).append(value)
+            groups.setdefault(tuple(run.swept.get(key, "") for key in others), {})[run.swept["seed"]] = value
     rows = []
-    for names, values in groups.items():
+    first = next(iter(groups.values()), {})
+    for names, by_seed in groups.items():
+        values = list(by_seed.values())
+        paired = [] if by_seed is first else [value - first[seed] for seed, value in by_seed.items() if seed in first]
+        difference = f"{statistics.fmean(paired):+.4f}" if paired else ""
+        difference += f" ± {statistics.stdev(paired):.4f}" if len(paired) > 1 else ""
         deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
         figures = {f"mean {by}": f"{statistics.fmean(values):.4f}", "deviation": deviation, "seeds": str(len(values))}
+        figures["difference to the first, by seed"] = difference
         rows.append({**dict(zip(others, names, strict=True)), **figures})
     return rows
 

@@ -118,7 +118,7 @@ def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
         named = (("trainer.time_ranks", time_ranks), ("trainer.tensor_ranks", tensor_ranks))
         said = " and ".join(f"{name}={value}" for name, value in named if value > 1)
         raise MetaTTTError(
-            f"{said} cannot divide the {world_size} processes of the run: set trainer.devices to a multiple of {together}"
+            f"{said} cannot divide the {world_size} processes of the run: set trainer.devices={together}, or a multiple of it"
         )
     return world_size // together
 

@@ -148,6 +148,8 @@ def _steps_of(content: Mapping[str, Any], checkpoint: Path) -> int:
     done = content.get("global_step")
     if type(done) is not int or not 0 <= done < 2**62:
         raise MetaTTTError(f"{checkpoint} has made {str(done)[:40]} steps: it is damaged, or not of a run")
+    if rolling.step_of(checkpoint) not in (None, done):  # by the names it is known which ones come after it
+        raise MetaTTTError(f"{checkpoint} is of step {done}, and was renamed: give it its name back, step-{done:08}")
     return done
 
 
