@@ -109,6 +109,18 @@ def test_any_layer_of_ours_can_be_dropped_in(layer: str) -> None:
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 5)
 
 
+def test_a_model_without_classes_gives_features() -> None:
+    model = timm.create_model("vit_digits_pixel_mttt_mlp", **(TINY | {"num_classes": 0}))
+    x = torch.randn(2, 1, 8, 8)
+    assert isinstance(model.get_classifier(), torch.nn.Identity) and model.num_classes == 0
+    y = model(x)
+    assert y.shape == (2, model.num_features) and torch.equal(y, model.forward_features(x).mean(1))
+    model.reset_classifier(3)
+    assert model(x).shape == (2, 3) and torch.equal(model.forward_head(model.forward_features(x), pre_logits=True), y)
+    model.reset_classifier(0, "")
+    assert torch.equal(model(x), model.forward_features(x))
+
+
 def test_what_timm_does_with_a_model() -> None:
     model = timm.create_model("vit_tiny_patch16_mttt_mlp", img_size=32, depth=2)
     about = timm.data.resolve_model_data_config(model)
@@ -261,7 +273,7 @@ def test_linear_maps_start_as_published() -> None:
     [
         ({"img_size": 10, "patch_size": 4}, "patch_size=4 does not divide"),
         ({"position": "none"}, r"model\.position"),
-        ({"num_classes": 0}, r"num_classes=0"),
+        ({"num_classes": -1}, r"num_classes=-1"),
     ],
 )
 def test_sizes_that_do_not_fit(options: dict[str, object], message: str) -> None:

@@ -59,6 +59,9 @@ def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
         if isinstance(module, WholeSequence):
             module.seed = None  # the meta device has no generators
             module.compute_chunk = count  # all tokens at once
+    for module in layer.modules():
+        if isinstance(module, TTTLayer):
+            module.plan  # noqa: B018, made anew for these settings, and not what is counted
     if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read != "final":
         size = layer.optimizer.block
         if count > 3 * size:

@@ -55,7 +55,7 @@ class ImageTransformer(VisionTransformer):
         img_size: height and width of the images (pixels).
         patch_size: of a token (pixels); 1 makes every pixel a token.
         in_chans: channels.
-        num_classes: number of classes.
+        num_classes: number of classes; 0: features alone, the mean over the tokens.
         position: `sincos2d` (fixed), or `learned`, starting from N(0, 1/D).
         checkpoint: recompute every block in the backward pass.
 
@@ -88,7 +88,7 @@ class ImageTransformer(VisionTransformer):
             "num_classes": num_classes,
         }
         for name, size in sizes.items():
-            check_integer(f"model.{name}", size)
+            check_integer(f"model.{name}", size, least=0 if name == "num_classes" else 1)
         check_number("model.mlp_ratio", mlp_ratio, above=0)
         check_flag("model.checkpoint", checkpoint)
         if not callable(layer) or isinstance(layer, nn.Module):
@@ -143,9 +143,9 @@ class ImageTransformer(VisionTransformer):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head: a tanh layer, then logits that start at zero. Fewer than one class: features only."""
+        super().reset_classifier(0, global_pool)
         self.num_classes = num_classes
         if num_classes < 1:
-            self.head = nn.Identity()
             return
         like = {"device": self.patch_embed.proj.weight.device, "dtype": self.patch_embed.proj.weight.dtype}
         pre_logits, logits = (
@@ -156,7 +156,7 @@ class ImageTransformer(VisionTransformer):
         _initialize(head)
         for parameter in logits.parameters():
             nn.init.zeros_(parameter)
-        self.head = head  # type: ignore[assignment]
+        self.head = head.train(self.training)  # type: ignore[assignment]
 
     def no_weight_decay(self) -> set[str]:
         """Names of the position table and of what the layers hold besides kernels: biases and norms per head, gates."""
