@@ -248,6 +248,27 @@ def test_padding_on_either_side_changes_nothing(model: MetaTTTForCausalLM, token
     assert torch.equal(sides["left"], sides["right"])
 
 
+def test_stop_strings(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
+    given = tokenizer("the key", return_tensors="pt")
+    free = model.generate(**given, max_new_tokens=12, do_sample=False)
+    stop = tokenizer.decode(free[0, -9:-8])
+    found = model.generate(**given, max_new_tokens=12, do_sample=False, stop_strings=[stop], tokenizer=tokenizer)
+    assert found.shape[1] < free.shape[1] and torch.equal(found[0], free[0, : found.shape[1]])
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
+def test_masks_of_other_kinds(model: MetaTTTForCausalLM, hidden: float) -> None:
+    ids = torch.randint(257, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :3] = False
+    wanted = model(ids, attention_mask=mask).logits
+    for same in (mask.long(), mask.float(), mask.half()):
+        assert torch.equal(model(ids, attention_mask=same).logits, wanted)
+    for additive in (torch.zeros(2, 9).masked_fill(~mask, hidden), torch.zeros(2, 9)):
+        with pytest.raises(MetaTTTError, match="attention_mask is additive"):
+            model(ids, attention_mask=additive)
+
+
 def test_many_sequences_of_one_prompt(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
     given = tokenizer(PROMPTS[:1], return_tensors="pt")
     found = model.generate(**given, max_new_tokens=9, num_beams=3, num_return_sequences=3)

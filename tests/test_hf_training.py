@@ -115,6 +115,20 @@ def test_the_loss_of_padded_batches_is_that_of_single_texts(model: MetaTTTForCau
     torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(2 * count)).loss, loss / 2)
 
 
+@pytest.mark.parametrize("columns", [(0, 1, 2), (9, 10, 11), (0, 4, 5), (3, 8, 11)], ids=["left", "right", "inside", "mixed"])
+@pytest.mark.parametrize("label", ["ids", -100])
+def test_padding_does_not_change_the_loss(columns: tuple[int, ...], label: Any, model: MetaTTTForCausalLM) -> None:
+    ids = torch.randint(256, (2, 9))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[:, list(columns)] = 0
+    padded = torch.zeros(2, 12, dtype=torch.long).masked_scatter(mask.bool(), ids)
+    labels = padded if label == "ids" else padded.masked_fill(mask == 0, label)
+    wanted = model(ids, labels=ids)
+    found = model(padded, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(found.loss, wanted.loss)
+    torch.testing.assert_close(*(torch.autograd.grad(one.loss, list(model.parameters())) for one in (found, wanted)))
+
+
 @pytest.mark.parametrize("changes", [
     {"gradient_checkpointing": True},
     {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
@@ -181,6 +195,39 @@ def test_only_the_adapter_has_gradients_through_the_inner_loop(model: MetaTTTFor
     for name, parameter in tuned.named_parameters():
         moved = isinstance(parameter.grad, Tensor) and bool(parameter.grad.abs().sum() > 0)
         assert moved == ("lora_" in name), name
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("LoraConfig", {"target_modules": ["embedding"]}, "an adapter on `embedding` cannot be merged"),
+        ("LoraConfig", {"target_modules": ["head"]}, "an adapter on `head` cannot be merged"),
+        ("LoraConfig", {"target_modules": [], "target_parameters": ["learner.init.w1"]}, "learner.init` is not supported"),
+        ("PrefixTuningConfig", {"num_virtual_tokens": 3}, "past_key_values is a DynamicCache.*\n.*prefix tuning"),
+        ("PromptTuningConfig", {"num_virtual_tokens": 3}, "inputs_embeds is not supported.*\n.*prompt tuning"),
+        ("PromptEncoderConfig", {"num_virtual_tokens": 3}, "inputs_embeds is not supported.*\n.*prompt tuning"),
+    ],
+)
+def test_adapters_that_do_not_fit(name: str, settings: dict[str, Any], message: str, model: MetaTTTForCausalLM) -> None:
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(model, getattr(peft, name)(task_type="CAUSAL_LM", **settings))
+    with pytest.raises(MetaTTTError, match=message):
+        tuned(torch.zeros(1, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_on_the_embedding_that_can_be_merged(tied: bool) -> None:
+    peft = pytest.importorskip("peft")
+    base, cfg = made("layer=ttt_linear", "model.num_layers=1", f"model.tie_embeddings={tied}")
+    config = peft.LoraConfig(r=2, target_modules=["embedding", "head"], init_lora_weights=False)
+    config = peft.TrainableTokensConfig(token_indices=[3, 5], target_modules=["embedding"]) if tied else config
+    given = torch.arange(9)[None]
+    tuned = peft.get_peft_model(MetaTTTForCausalLM.of(base, cfg), config).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter += 0.1 * torch.randn_like(parameter) if parameter.requires_grad else 0
+        wanted = tuned(given).logits
+        torch.testing.assert_close(tuned.merge_and_unload()(given).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 # -- the Hub -----------------------------------------------------------------------------------------------------------

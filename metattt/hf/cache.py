@@ -115,6 +115,11 @@ class MetaTTTCache(Cache):
         return self._state is not None
 
     @property
+    def is_linear(self) -> list[bool]:
+        """Not so: then Transformers would hand over tokens again that were read."""
+        return [False]
+
+    @property
     def is_compileable(self) -> bool:
         """False: the state's tensors are new ones after every call."""
         return False

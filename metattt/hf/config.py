@@ -32,6 +32,7 @@ class MetaTTTConfig(PreTrainedConfig):
             (`learner=mlp`). Everything that the model computes is in it.
         vocab_size, hidden_size, num_hidden_layers, tie_word_embeddings: V, D, blocks, whether the head is the
             embedding; read from `metattt`, and there for other programs.
+        num_attention_heads: heads of the layers (1 where they differ or have none), because peft asks for it.
         use_cache: a call returns the state after its last token, for the next one.
 
     Raises:
@@ -39,7 +40,7 @@ class MetaTTTConfig(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "metattt"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     base_model_fsdp_plan: ClassVar[dict[Any, str]] = {}
 
     metattt: dict[str, Any] | None = None
@@ -47,6 +48,7 @@ class MetaTTTConfig(PreTrainedConfig):
     hidden_size: int | None = None
     num_hidden_layers: int | None = None
     tie_word_embeddings: bool | None = None
+    num_attention_heads: int | None = None
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -121,7 +123,9 @@ class MetaTTTConfig(PreTrainedConfig):
         missing = [key for key in OF_RECORD.values() if key not in known]
         if missing:
             raise MetaTTTError(f"config.json has a model without {', '.join(missing)}: it is damaged")
-        return {name: known[key] for name, key in OF_RECORD.items()}
+        layer = plain.get("layer")
+        heads = layer.get("num_heads") if isinstance(layer, dict) else None
+        return {name: known[key] for name, key in OF_RECORD.items()} | {"num_attention_heads": heads or 1}
 
 
 def _plain(node: Any) -> Any:

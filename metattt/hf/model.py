@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
@@ -24,6 +25,9 @@ need("transformers", extra="hf", what="metattt.hf")
 from transformers import GenerationMixin, PreTrainedModel  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 from transformers.utils.generic import can_return_tuple  # noqa: E402
+
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # since Transformers 5.24
+IGNORED = -100  # a label that does not count
 
 
 class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
@@ -80,7 +84,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: MetaTTTCache | None = None,
         labels: Tensor | None = None,
@@ -90,20 +94,25 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds: None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        cache: MetaTTTCache | None = None,
+        tokenizer: Any = None,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token, and the state to go on from.
 
         Args:
             input_ids: `[B, T]` token ids.
             attention_mask: `[B, T]`, or with columns for what the cache has read before; 0 for padding, which may stand
-                anywhere and changes nothing.
-            past_key_values: what an earlier call returned; it is changed in place, as every cache of Transformers.
-            labels: `[B, T]` the same ids, which are shifted here; −100 does not count.
+                anywhere and changes nothing. Booleans, or numbers 0 and 1; additive masks (0 and −∞) are refused.
+            past_key_values, cache: what an earlier call returned, by its old and its new name; it is changed in place, as
+                every cache of Transformers.
+            labels: `[B, T]` the same ids, which are shifted here, from each real token to the next real one; −100 does
+                not count.
             use_cache: return the state; None: as the configuration says, and not while training.
             logits_to_keep: of the last so many columns, or of the columns of a tensor; 0: of all. 1: of the last real
                 token of each sequence.
             num_items_in_batch: labels that count in all batches of a step, over which the loss is a mean.
             inputs_embeds, output_attentions, output_hidden_states: not there; libraries hand them on unasked.
+            tokenizer: not used; `generate(stop_strings=...)` hands it on.
 
         Raises:
             MetaTTTError: a cache of another kind, a mask that does not fit, what is not there, or what the model refuses.
@@ -111,14 +120,21 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         asked = {"inputs_embeds": inputs_embeds is not None}
         asked |= {"output_attentions": bool(output_attentions), "output_hidden_states": bool(output_hidden_states)}
         for name in (name for name, wanted in asked.items() if wanted):
-            raise MetaTTTError(f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out")
-        if past_key_values is not None and not isinstance(past_key_values, MetaTTTCache):
             raise MetaTTTError(
-                f"past_key_values is a {type(past_key_values).__name__}: give a MetaTTTCache of an earlier call, or None"
+                f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out\n"
+                "(prompt tuning of peft gives embeddings in the place of tokens: take LoRA)"
             )
+        if input_ids is None:
+            raise MetaTTTError("input_ids are not given: [B, T] token ids")
+        cache = past_key_values if cache is None else cache
+        if cache is not None and not isinstance(cache, MetaTTTCache):
+            raise MetaTTTError(
+                f"past_key_values is a {type(cache).__name__}: give a MetaTTTCache of an earlier call, or None\n"
+                "(prefix tuning of peft gives keys and values, which no layer of MetaTTT looks up: take LoRA)"
+            )
+        self._check_adapters()
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        cache = past_key_values
         if cache is None and use_cache:
             cache = MetaTTTCache()
         state = None if cache is None else cache.give_up()
@@ -126,16 +142,49 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         if last_only and mask is not None and not mask.any(1).all():
             raise MetaTTTError("attention_mask has a row of padding alone, which no token can follow: leave out that prompt")
-        logits, state = self.model.step(
-            input_ids, state, mask, last_only=last_only, in_place=not torch.is_grad_enabled()
-        )
+        try:
+            logits, state = self.model.step(
+                input_ids, state, mask, last_only=last_only, in_place=not torch.is_grad_enabled()
+            )
+        except AttributeError as error:
+            self._explain_adapters(error)
+            raise
         if cache is not None:
             cache.take(state, input_ids.shape[1])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
+            loss = self.loss_function(
+                logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch, shift_labels=_next(labels, mask)
+            )
         keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep if logits_to_keep else None, None)
-        return CausalLMOutputWithPast(loss=loss, logits=logits[:, keep], past_key_values=cache if use_cache else None)
+        returned: dict[str, Any] = {CACHE: cache if use_cache else None}
+        return CausalLMOutputWithPast(loss=loss, logits=logits[:, keep], **returned)
+
+    def _check_adapters(self) -> None:
+        """Refuses an adapter (peft) on a weight that embeds tokens and predicts them: merged, it would change both.
+
+        Raises:
+            MetaTTTError: such an adapter.
+        """
+        ends = self.model.embedding, self.model.head
+        adapted = [hasattr(one, "base_layer") and not hasattr(one, "trainable_tokens_delta") for one in ends]  # peft ties those
+        if any(adapted):
+            weights = [getattr(one, "base_layer", one).weight for one in ends]
+            name = "embedding" if adapted[0] else "head"
+            if weights[0] is weights[1]:
+                raise MetaTTTError(
+                    f"an adapter on `{name}` cannot be merged: the head is the embedding (model.tie_embeddings).\nLeave it out of "
+                    "target_modules, train it whole (modules_to_save=['embedding']), or make a model with model.tie_embeddings=false"
+                )
+
+    def _explain_adapters(self, error: AttributeError) -> None:
+        """A line where an adapter (peft, `target_parameters`) stands in the place of what is no linear map."""
+        for name, module in self.model.named_modules():
+            if hasattr(module, "base_layer") and not isinstance(module.base_layer, nn.Linear | nn.Embedding):
+                raise MetaTTTError(
+                    f"an adapter on `{name}` is not supported: it is read as it is, and not called as a linear map is; "
+                    "leave it out of target_parameters"
+                ) from error
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -229,7 +278,22 @@ def _columns(mask: Tensor | None, ids: Tensor) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != len(ids) or mask.shape[1] < ids.shape[1]:
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise MetaTTTError(f"attention_mask is {found}, expected [B, T] with 1 for real tokens, of input_ids {list(ids.shape)}")
+    if mask.is_floating_point() and not (((mask == 0) | (mask == 1)).all() and mask.any()):
+        raise MetaTTTError(
+            "attention_mask is additive (0 and −inf, as attention adds it): give 1 for real tokens and 0 for padding, (mask == 0).long()"
+        )
     return mask[:, mask.shape[1] - ids.shape[1] :].bool()
+
+
+def _next(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """The label that each column predicts: that of the next real token; −100 for padding, and where there is none."""
+    labels = F.pad(labels, (0, 1), value=IGNORED)
+    if mask is None:
+        return labels[:, 1:].contiguous()
+    count = mask.shape[1]
+    place = torch.where(mask, torch.arange(count, device=mask.device), count)
+    following = F.pad(place, (0, 1), value=count)[:, 1:].flip(1).cummin(1).values.flip(1)
+    return labels.gather(1, following).masked_fill(~mask, IGNORED)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
