@@ -1,6 +1,8 @@
 """What a launch may take of a device. Where there is no GPU, the answers are those of an H100, as interpreter and compiler
 need them."""
 
+from typing import Any
+
 import torch
 
 MULTIPROCESSORS = 132  #: of an H100 or H200
@@ -18,4 +20,5 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
     if device.type != "cuda":
         return SHARED_MEMORY
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types do not know all of them
+    return int(properties.shared_memory_per_block_optin)
