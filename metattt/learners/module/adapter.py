@@ -129,7 +129,7 @@ class ModuleLearner(Learner):
                     f"{name} has an Embedding with max_norm or scale_grad_by_freq, which act on the table or the batch as a "
                     "whole: leave them out"
                 )
-            if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():  # type: ignore[misc]
+            if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
                 raise MetaTTTError(
                     f"{name} has {type(part).__name__}, whose width is not known yet: call it once on tokens [1, {d_in}], "
                     "or give the width"
