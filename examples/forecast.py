@@ -52,7 +52,7 @@ def make_layer(name: str, dim: int) -> nn.Module:
     if name == "GRU":
         return nn.GRU(dim, dim, batch_first=True)
     layer = "ttt_linear" if name == "TTT-Linear" else "attention"
-    return metattt.build(f"layer={layer}", f"dim={dim}", "num_heads=2", "seed=null")
+    return metattt.build(layer, dim=dim, num_heads=2)
 
 
 def error(model: nn.Module, x: Tensor, length: int = LENGTH) -> float:

@@ -43,7 +43,7 @@ def make_model(replace: bool) -> nn.Module:
         "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=DIM, depth=4, num_heads=HEADS
     )
     for block in model.blocks[1::2] if replace else ():
-        block.attn = Attention(metattt.build("layer=mttt_linear", f"dim={DIM}", f"num_heads={HEADS}", "seed=null"))
+        block.attn = Attention(metattt.build("mttt_linear", dim=DIM, num_heads=HEADS))
     return model
 
 

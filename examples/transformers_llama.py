@@ -45,7 +45,7 @@ def make_model(replace: bool) -> LlamaForCausalLM:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     for block in model.model.layers[1:] if replace else ():
-        block.self_attn = Attention(metattt.build("layer=ttt_linear", f"dim={DIM}", f"num_heads={HEADS}", "seed=null"))
+        block.self_attn = Attention(metattt.build("ttt_linear", dim=DIM, num_heads=HEADS))
     return model
 
 

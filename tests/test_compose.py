@@ -61,9 +61,30 @@ def test_layers_choose_the_parts_and_overrides_win() -> None:
     assert cfg.layer.learner == cfg.learner
 
 
-def test_same_overrides_give_the_same_layer() -> None:
+def test_a_layer_is_drawn_from_the_global_generator() -> None:
+    def first(*overrides: str) -> torch.Tensor:
+        return next(build(*SMALL, *overrides).parameters())
+
+    torch.manual_seed(3)
+    one, two = first(), first()
+    assert not torch.equal(one, two)
+    torch.manual_seed(3)
+    assert torch.equal(first(), one) and torch.equal(first("seed=null"), two)
+
+
+def test_a_layer_by_keywords() -> None:
+    named = {"learner.trainable": ["w2", "b2"], "learner.step_scale": {"w2": 0.5}, "optimizer.base_lr": 1e-5, "optimizer.max_norm": None}
+    one = build("ttt_mlp", dim=16, num_heads=2, seed=0, **{"layer.gate": False} | named)
+    texts = ("layer=ttt_mlp", "dim=16", "num_heads=2", "seed=0", "layer.gate=false", "optimizer.max_norm=null")
+    other = build(*texts, "learner.trainable=[w2,b2]", "learner.step_scale={w2: 0.5}", "optimizer.base_lr=1e-5")
+    a, b = one.state_dict(), other.state_dict()
+    assert repr(one) == repr(other) and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert repr(build(layer="ttt_mlp", learner="linear")) == repr(build("layer=ttt_mlp", "learner=linear"))
+
+
+def test_the_same_seed_gives_the_same_layer() -> None:
     generator = torch.get_rng_state()
-    first, second, other = build(*SMALL), build(*SMALL), build(*SMALL, "seed=1")
+    first, second, other = build(*SMALL, seed=0), build(*SMALL, "seed=0"), build(*SMALL, "seed=1")
     assert torch.equal(torch.get_rng_state(), generator)
     a, b = first.state_dict(), second.state_dict()
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

@@ -1,6 +1,6 @@
 """From overrides to objects: the same composition for the command line, a notebook and a test.
 
-`build("layer=ttt_mlp", "dim=64")` returns one layer. `compose(...)` returns the configuration of a whole job, from
+`build("ttt_mlp", dim=64)` returns one layer. `compose(...)` returns the configuration of a whole job, from
 which `metattt.composition.instantiate` makes what the command line would train. None of them depends on the
 working directory, and all can be called any number of times in one process.
 
@@ -8,6 +8,7 @@ Packages of others take part through two groups of entry points: `metattt.compon
 are decorated with `metattt.registry.register`) and `metattt.configs` (packages with YAML, laid out like ours).
 """
 
+import numbers
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -59,16 +60,21 @@ class ThirdPartyConfigs(SearchPathPlugin):
 Plugins.instance().register(ThirdPartyConfigs)
 
 
-def build(*overrides: str) -> "TTTLayer":
-    """A sequence layer from overrides, e.g. `build("layer=ttt_mlp", "dim=64", "num_heads=4")`.
+def build(*overrides: str, **settings: Any) -> "TTTLayer":
+    """A sequence layer: `build("ttt_mlp", dim=64, num_heads=4)`, or `build("layer=ttt_mlp", "dim=64", "num_heads=4")`.
 
-    Its parameters are drawn from `seed` (0 by default), so that two calls with the same overrides give equal layers;
-    torch's global generator is left as it was. `seed=null` draws from the global generator instead.
+    Its parameters are drawn from torch's global generator, as every module's. With `seed=0` they are drawn from that
+    seed: two such calls give equal layers, and the global generator is left as it was.
+
+    Args:
+        overrides: as for the command line; a name alone is that of a layer.
+        settings: the same by keyword; dotted ones in a dictionary, `**{"optimizer.base_lr": 0.5}`.
 
     Raises:
         MetaTTTError: for an override that is misspelt, of a wrong type or not among the choices.
     """
-    cfg = compose(*overrides, job="build")
+    given = [f"layer={one}" if isinstance(one, str) and one.isidentifier() else one for one in overrides]
+    cfg = compose(*given, *(f"{key}={_in_text(key, value)}" for key, value in settings.items()), job="build")
     import torch  # not before: a mistake in an override need not wait for it
 
     if cfg.seed is None:
@@ -77,6 +83,22 @@ def build(*overrides: str) -> "TTTLayer":
     with torch.random.fork_rng(devices=used):
         torch.manual_seed(cfg.seed)
         return instantiate_layer(cfg)
+
+
+def _in_text(key: str, value: Any) -> str:
+    """A value as one would write it in an override."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, str | numbers.Real):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_in_text(key, one) for one in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}: {_in_text(key, one)}' for name, one in value.items())}}}"
+    raise MetaTTTError(
+        f"{key} is a {type(value).__name__}, which no override can be: give a name or a number, or put objects together with "
+        "metattt.TTTLayer"
+    )
 
 
 def compose(*overrides: str, job: str = "train") -> DictConfig:
