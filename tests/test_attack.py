@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -72,6 +73,11 @@ def _program() -> None:
 )
 def test_what_came_of_a_command_is_seen(tmp_path: Path, command: Callable[[], Any], kind: str) -> None:
     assert run(command, [tmp_path], seconds=2).kind == kind
+
+
+def test_the_trace_of_a_crash_is_in_its_outcome(tmp_path: Path) -> None:
+    """And not in the output of the test runner, which has such traces go past what it captures."""
+    assert faulthandler.is_enabled() and "Fatal Python error: Aborted" in run(_crash, [tmp_path], seconds=5).detail
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -445,6 +445,16 @@ def test_weights_that_are_no_finite_numbers(tmp_path: Path, bad: Callable[[Tenso
     check_numbers([("empty", torch.ones(0))], "run")
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_all_files_have_the_rights_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_model(tmp_path / "one", config(), {"a": torch.ones(2)}, "{}")
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "one").iterdir()} == {0o666 & ~umask}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -85,7 +85,10 @@ def write_tensors(
     ours |= {"pieces": pieces} if pieces else {}
     ours |= {"beside": dict(beside)} if beside else {}
     ours |= {"about": about, "about_xxh3": digest(about.encode())} if about is not None else {}
+    file.touch()
+    mode = file.stat().st_mode  # as the umask and the folder have it; safetensors lets nobody else read what it writes
     save_file(kept, file, metadata={"format": "pt", OURS: json.dumps(ours, sort_keys=True)})
+    file.chmod(mode)
     sync(file)
     return header_checksum(file)
 

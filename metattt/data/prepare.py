@@ -31,7 +31,7 @@ from metattt.data.progress import BytesProgress
 from metattt.data.sources import Divided, Source, is_local, open_source
 from metattt.data.target import begin, check_free, finish
 from metattt.data.tokenizers import load_tokenizer
-from metattt.data.units import Work, cut, digest, finished_units, size, start_worker, write_unit
+from metattt.data.units import Work, cut, digest, finished_units, is_held_out, size, start_worker, write_unit
 from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.locking import FolderLock
@@ -101,6 +101,7 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console) -> int:
         )
         source = Divided(source, held_out)
     check_free(folder)
+    _check_splits(source, chosen)
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder, "metattt prepare"):
         same = {key: getattr(chosen, key) for key in ("text_key", "validation_fraction", "seed", "shard_bytes")}
@@ -112,6 +113,23 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console) -> int:
             manifest = finish(folder, manifest, _write_units(work, chosen, source))
     console.print(_table(_shown(folder), manifest))
     return 0
+
+
+def _check_splits(source: Source, chosen: PrepareSettings) -> None:
+    """Reads documents until each split has one, before any is tokenised.
+
+    Raises:
+        MetaTTTError: a split without documents.
+    """
+    wanted = {True, False} if chosen.validation_fraction > 0 else {False}
+    for document in source.documents():
+        wanted.discard(is_held_out(document, chosen.validation_fraction, chosen.seed))
+        if not wanted:
+            return
+    raise MetaTTTError(
+        f"no document is in the {'train' if False in wanted else 'validation'} split: set validation_fraction "
+        f"(now {chosen.validation_fraction}) or seed, or give files of their own to validate on: validation_source=<files>"
+    )
 
 
 def _table(title: str, manifest: dict[str, Any]) -> Table:

@@ -106,18 +106,8 @@ def _remove_records(folder: Path) -> None:
 
 
 def finish(folder: Path, manifest: dict[str, Any], units: list[dict[str, Any]]) -> dict[str, Any]:
-    """The complete manifest, written; the records of units are in it and go.
-
-    Raises:
-        MetaTTTError: a split without documents.
-    """
+    """The complete manifest, written; the records of units are in it and go."""
     shards = [shard for unit in units for shard in unit["shards"]]
-    fraction = manifest["settings"]["validation_fraction"]
-    for split in SPLITS if fraction > 0 else SPLITS[:1]:
-        if not any(shard["split"] == split for shard in shards):
-            raise MetaTTTError(
-                f"no document is in the {split} split: set validation_fraction (now {fraction}) or seed, and another target"
-            )
     splits = {
         split: {key: sum(shard[key] for shard in shards if shard["split"] == split) for key in COUNTS}
         for split in SPLITS

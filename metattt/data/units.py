@@ -73,6 +73,11 @@ def cut(documents: Iterator[Document], size: int) -> Iterator[list[Document]]:
         yield unit
 
 
+def is_held_out(document: Document, fraction: float, seed: int) -> bool:
+    """Whether a document is in the validation split."""
+    return document.share(seed) < fraction if document.held_out is None else document.held_out
+
+
 def digest(unit: list[Document]) -> str:
     """What tells the text of a unit from any other."""
     found = hashlib.sha256()
@@ -129,11 +134,6 @@ def _die_with_the_main_process() -> None:
     os._exit(1)
 
 
-def _is_held_out(document: Document, work: Work) -> bool:
-    share = document.share(work.seed) < work.validation_fraction
-    return share if document.held_out is None else document.held_out
-
-
 def write_unit(index: int, unit: list[Document]) -> dict[str, Any]:
     """Tokenises a unit, writes its shards, and returns its record.
 
@@ -146,7 +146,7 @@ def write_unit(index: int, unit: list[Document]) -> dict[str, Any]:
     contents: dict[Path, memoryview] = {}
     for split in SPLITS:
         held_out = split == "validation"
-        chosen = [one for one in unit if _is_held_out(one, work) == held_out]
+        chosen = [one for one in unit if is_held_out(one, work.validation_fraction, work.seed) == held_out]
         if not chosen:
             continue
         tokens = _tokens(chosen, tokenizer, work.dtype)

@@ -129,9 +129,9 @@ class ImageTransformer(VisionTransformer):
         """Tells timm how a picture becomes an image for this model (`timm.data.resolve_model_data_config`)."""
         centre = (0.5,) * self.in_chans
         about: dict[str, Any] = {
-            "input_size": (self.in_chans, *self.patch_embed.img_size), "num_classes": self.num_classes, "mean": centre, "std": centre,
-            "crop_pct": crop_pct, "interpolation": interpolation, "first_conv": "patch_embed.proj", "classifier": "head.logits",
-            "architecture": architecture,
+            "input_size": (self.in_chans, *self.patch_embed.img_size), "num_classes": self.num_classes,
+            "mean": centre, "std": centre, "crop_pct": crop_pct, "interpolation": interpolation,
+            "first_conv": "patch_embed.proj", "classifier": "head.logits", "architecture": architecture,
         }  # fmt: skip
         self.__dict__.update(pretrained_cfg=about, default_cfg=about)
 

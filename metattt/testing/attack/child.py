@@ -3,6 +3,7 @@ something that a file must not make it do."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -83,6 +84,8 @@ def _in_child(command: Callable[[], Any], writable: list[str], answer: int, outp
         os.dup2(output, stream)
     # what stands for them in this process may write elsewhere: a test runner keeps what is printed
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    if faulthandler.is_enabled():  # else the trace of a crash goes where the parent's would
+        faulthandler.enable(sys.stderr)
     _watch(faults, writable)
     try:
         found = Outcome("result", str(command()))
