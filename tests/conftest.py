@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import is_left_out
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
@@ -24,8 +25,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests come first, so that no worker is left alone with them at the end."""
+    """Marks what the first tier leaves out (`tiers`). Files with long tests come first, so that no worker is left alone
+    with them at the end."""
+    for item in items:
+        if is_left_out(item.nodeid):
+            item.add_marker(pytest.mark.slow)
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
