@@ -116,14 +116,13 @@ class MetaTTTConfig(PreTrainedConfig):
             plain = OmegaConf.to_container(OmegaConf.create(_plain(self.metattt["config"])), resolve=True)
         except OmegaConfBaseException as error:
             raise MetaTTTError(f"config.json cannot be read as a configuration: {str(error).splitlines()[0]}") from error
-        model = plain.get("model") if isinstance(plain, dict) else None
+        model, layer = (plain.get(key) if isinstance(plain, dict) else None for key in PARTS)
         if not isinstance(model, dict):
             raise MetaTTTError("config.json has a `metattt` without a model: it is damaged")
         known = {"tie_embeddings": True, **model}
         missing = [key for key in OF_RECORD.values() if key not in known]
         if missing:
             raise MetaTTTError(f"config.json has a model without {', '.join(missing)}: it is damaged")
-        layer = plain.get("layer")
         heads = layer.get("num_heads") if isinstance(layer, dict) else None
         return {name: known[key] for name, key in OF_RECORD.items()} | {"num_attention_heads": heads or 1}
 

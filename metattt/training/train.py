@@ -267,6 +267,7 @@ def _quiet_lightning() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     unneeded = (
+        "callbacks used to create the checkpoint",  # of a run that goes on without one of them
         "does not have many workers", "dataloader is not resumable", "exists and is not empty", "isinstance.treespec",
         "IterableDataset.? has",  # a length, which timm knows
     )  # fmt: skip
