@@ -87,7 +87,8 @@ class State(NamedTuple):
         """What is there, without its numbers: names and shapes, a role of the weights or a part a line."""
         roles = self.weights if isinstance(self.weights, Mapping) else {"": self.weights}
         parts = {"task": self.task, "optimizer": self.optimizer, "learner": self.learner}
-        held = [(f"weights: {role} -> ", x) for role, x in roles.items()] + [(f"{name}: ", x) for name, x in parts.items()]
+        held = [(f"weights: {role} -> ", x) for role, x in roles.items()]
+        held += [(f"{name}: ", x) for name, x in parts.items()]
         lines = [f"State(pos={_shown(self.pos, numbers=True)}, phase={self.phase!r:.20}"]
         return ",\n  ".join(lines + [label + _shown(x) for label, x in held if not isinstance(x, Mapping) or x]) + ")"
 
