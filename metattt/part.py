@@ -30,7 +30,8 @@ class Part(nn.Module):
     belongs = False  #: a layer has claimed this part
     changes = 0  #: settings assigned since then
     fixed: tuple[str, ...] = ()  #: settings that `setup` makes use of once: assigned later, they would do nothing
-    _reserved: frozenset[str] = frozenset({"belongs", "changes", "_made_with"})  #: attributes that only the base class sets
+    #: attributes that only the base class sets
+    _reserved: frozenset[str] = frozenset({"belongs", "changes", "_made_with"})
     _made_with: dict[str, Any]
 
     def __init_subclass__(cls, **options: Any) -> None:

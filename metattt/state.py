@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.torch_private import interpreter_stack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +87,8 @@ class State(NamedTuple):
         """What is there, without its numbers: names and shapes, a role of the weights or a part a line."""
         roles = self.weights if isinstance(self.weights, Mapping) else {"": self.weights}
         parts = {"task": self.task, "optimizer": self.optimizer, "learner": self.learner}
-        held = [(f"weights: {role} -> ", x) for role, x in roles.items()] + [(f"{name}: ", x) for name, x in parts.items()]
+        held = [(f"weights: {role} -> ", x) for role, x in roles.items()]
+        held += [(f"{name}: ", x) for name, x in parts.items()]
         lines = [f"State(pos={_shown(self.pos, numbers=True)}, phase={self.phase!r:.20}"]
         return ",\n  ".join(lines + [label + _shown(x) for label, x in held if not isinstance(x, Mapping) or x]) + ")"
 
@@ -152,8 +152,10 @@ def _shown(value: object, numbers: bool = False, most: int = 8) -> str:
         return ", ".join(named) + (f" and {len(value) - most} more" if len(value) > most else "")
     if not isinstance(value, Tensor):
         return f"{value!r:.40}"
-    readable = type(value) is Tensor and not value.is_meta and interpreter_stack() is None
-    return str(value.tolist() if numbers and readable and value.numel() <= most else list(value.shape))
+    try:
+        return str(value.tolist() if numbers and value.numel() <= most else list(value.shape))
+    except RuntimeError:  # without values: on the meta device, or under torch.vmap
+        return str(list(value.shape))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:

@@ -73,7 +73,8 @@ def test_a_layer_is_drawn_from_the_global_generator() -> None:
 
 
 def test_a_layer_by_keywords() -> None:
-    named = {"learner.trainable": ["w2", "b2"], "learner.step_scale": {"w2": 0.5}, "optimizer.base_lr": 1e-5, "optimizer.max_norm": None}
+    named: dict[str, Any] = {"learner.trainable": ["w2", "b2"], "learner.step_scale": {"w2": 0.5}}
+    named |= {"optimizer.base_lr": 1e-5, "optimizer.max_norm": None}
     one = build("ttt_mlp", dim=16, num_heads=2, seed=0, **{"layer.gate": False} | named)
     texts = ("layer=ttt_mlp", "dim=16", "num_heads=2", "seed=0", "layer.gate=false", "optimizer.max_norm=null")
     other = build(*texts, "learner.trainable=[w2,b2]", "learner.step_scale={w2: 0.5}", "optimizer.base_lr=1e-5")

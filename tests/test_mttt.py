@@ -173,7 +173,7 @@ def test_sgd_in_chunks_equals_sgd_at_once() -> None:
     found = []
     for chunk in (3, 10, 2048):
         layer, given = (
-            build(*SGD, "optimizer.seed=0", f"optimizer.compute_chunk={chunk}").double(),
+            build(*SGD, "seed=0", "optimizer.seed=0", f"optimizer.compute_chunk={chunk}").double(),
             x.clone().requires_grad_(),
         )
         y, _ = layer(given)

@@ -129,9 +129,11 @@ def test_a_state_prints_short(name: str) -> None:
     text = repr(state)
     assert text.startswith("State(pos=[5, 5, 5], phase=") and len(text.splitlines()) <= 12
     for role, weights in state.weights.items():
-        assert all(f"{key} {list(x.shape)}" in text for key, x in list(weights.items())[:8]) and f"weights: {role} -> " in text
+        assert f"weights: {role} -> " in text
+        assert all(f"{key} {list(x.shape)}" in text for key, x in list(weights.items())[:8])
     for part in ("task", "optimizer", "learner"):
         assert (f"\n  {part}: " in text) == bool(getattr(state, part))
-    assert "pos=[3]" in repr(state.to("meta")) and "None" in repr(state._replace(pos=None, weights=None))  # type: ignore[arg-type]
+    assert "pos=[3]" in repr(state.to("meta"))
+    assert "None" in repr(state._replace(pos=None, weights=None))  # type: ignore[arg-type]
     wide = state._replace(learner={f"w{i}": state.pos for i in range(100)})
     assert "w7 [3] and 92 more" in repr(wide) and len(repr(wide)) < 2000

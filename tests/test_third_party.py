@@ -53,7 +53,7 @@ USE_FOURIER = """
 import torch, metattt
 from metattt.errors import MetaTTTError
 x = torch.randn(2, 19, 32)
-size = ("dim=32", "num_heads=2", "learner.frequencies=8")
+size = ("dim=32", "num_heads=2", "learner.frequencies=8", "seed=0")
 by_name = metattt.build("learner=fourier", *size)
 by_target = metattt.build("learner=custom", "learner._target_=fourier_learner.Fourier", *size)
 y, state = by_name(x)

@@ -96,8 +96,8 @@ def _in_text(key: str, value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{name}: {_in_text(key, one)}' for name, one in value.items())}}}"
     raise MetaTTTError(
-        f"{key} is a {type(value).__name__}, which no override can be: give a name or a number, or put objects together with "
-        "metattt.TTTLayer"
+        f"{key} is a {type(value).__name__}, which no override can be: give a name or a number, or put objects together "
+        "with metattt.TTTLayer"
     )
 
 

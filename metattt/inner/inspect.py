@@ -368,20 +368,23 @@ def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: 
         grads = torch.autograd.grad(losses.sum(), [k, *weights.values()], allow_unused=True, materialize_grads=True)
         return [x.detach().nan_to_num() for x in (losses, grads[0][:, :, of], *grads[1:])]
 
-    every, first, last = slice(0, 5), slice(0, 3), slice(2, 5)
+    one, two, every, first, last = slice(0, 1), slice(0, 2), slice(0, 5), slice(0, 3), slice(2, 5)
     with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         fast, slow, keys, labels = _tiny(task, learner, num_heads, d_in, batch=2, count=5)
         apart = [seen(slice(row, row + 1), every, every) for row in range(2)]
         pairs = {
-            "chance (two equal calls differ)": (apart[0], seen(slice(0, 1), every, every)),
-            "the other sequences of its batch": ([torch.cat(x) for x in zip(*apart, strict=True)], seen(slice(0, 2), every, every)),
-        }  # fmt: skip
+            "chance (two equal calls differ)": (apart[0], seen(one, every, every)),
+            "the other sequences of its batch": (
+                [torch.cat(rows) for rows in zip(*apart, strict=True)],
+                seen(two, every, every),
+            ),
+        }
         if not whole:
-            pairs["later tokens, or on how many there are"] = seen(slice(0, 1), first, every), seen(slice(0, 1), every, first)
+            pairs["later tokens, or on how many there are"] = seen(one, first, every), seen(one, every, first)
         if not learner.mixes_tokens:
-            pairs["earlier tokens, or on its place among them"] = seen(slice(0, 1), last, every), seen(slice(0, 1), every, last)
+            pairs["earlier tokens, or on its place among them"] = seen(one, last, every), seen(one, every, last)
     for what, (alone, together) in pairs.items():
-        size = max(float(x.abs().max()) for x in alone)  # of one alone that is 0 but for rounding, nothing could be said
+        size = max(float(x.abs().max()) for x in alone)  # of all: a derivative may be 0 but for rounding
         if not all(torch.allclose(a, b, 1e-6, 1e-9 * size) for a, b in zip(alone, together, strict=True)):
             raise MetaTTTError(
                 f"{type(task).__name__}.loss of what {type(learner).__name__} predicts for a token depends on {what}: "

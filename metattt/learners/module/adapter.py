@@ -126,20 +126,20 @@ class ModuleLearner(Learner):
                 )
             if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.scale_grad_by_freq):
                 raise MetaTTTError(
-                    f"{name} has an Embedding with max_norm or scale_grad_by_freq, which act on the table or the batch as a "
-                    "whole: leave them out"
+                    f"{name} has an Embedding with max_norm or scale_grad_by_freq, which act on the table or batch "
+                    "as a whole: leave them out"
                 )
             if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
                 raise MetaTTTError(
-                    f"{name} has {type(part).__name__}, whose width is not known yet: call it once on tokens [1, {d_in}], "
-                    "or give the width"
+                    f"{name} has {type(part).__name__}, whose width is not known yet: call it once on tokens "
+                    f"[1, {d_in}], or give the width"
                 )
         try:
             self.module = copy.deepcopy(self.module)
         except (RuntimeError, TypeError) as error:
             raise MetaTTTError(
-                f"{name} cannot be copied ({str(error).partition('. ')[0].strip()}): after torch.nn.utils.weight_norm, take "
-                "torch.nn.utils.parametrizations.weight_norm instead"
+                f"{name} cannot be copied ({str(error).partition('. ')[0].strip()}): after torch.nn.utils.weight_norm, "
+                "take torch.nn.utils.parametrizations.weight_norm instead"
             ) from error
         self._slots, self._shapes = {}, {}
         found: dict[str, Weight] = {}
@@ -315,8 +315,8 @@ class ModuleLearner(Learner):
         changed = next((name for name, buffer, old in before if not torch.equal(buffer, old)), None)
         if changed is not None:
             raise MetaTTTError(
-                f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm does: leave "
-                "that out, the buffers of a learner stay as they are"
+                f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm does: "
+                "leave that out, the buffers of a learner stay as they are"
             )
 
     def _check_derivative(self, plain: FastWeights, x: Tensor) -> None:
@@ -327,8 +327,8 @@ class ModuleLearner(Learner):
                 torch.autograd.grad(y.sum(), list(weights.values()), allow_unused=True)
         except (RuntimeError, TypeError) as error:
             raise MetaTTTError(
-                f"{type(self.module).__name__} has no derivative by its parameters: {_first_line(error)}. Where it uses "
-                "torch.utils.checkpoint, leave that out: the layer recomputes by itself"
+                f"{type(self.module).__name__} has no derivative by its parameters: {_first_line(error)}. "
+                "Where it uses torch.utils.checkpoint, leave that out: the layer recomputes by itself"
             ) from error
 
     def _check_causal(self, plain: FastWeights, x: Tensor) -> None:
