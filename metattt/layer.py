@@ -16,14 +16,13 @@ from metattt.inner.plan import Plan
 from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
-from metattt.modules import check_finite, draw_xavier, projection
+from metattt.modules import check_finite, draw_xavier, projection, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.output import GATES, check_output, make_gate, make_norm
 from metattt.part import unchanged_on_error
 from metattt.room import check_room
 from metattt.state import Context, DataGates, State, Tensors
 from metattt.tasks.base import Task, Views
-from metattt.torch_private import interpreter_stack
 
 PARTS = ("task", "learner", "optimizer")
 
@@ -299,7 +298,7 @@ class TTTLayer(nn.Module):
         Raises:
             MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
         """
-        if torch.compiler.is_compiling() or interpreter_stack() is not None:  # what is looked at would be a guard
+        if torch.compiler.is_compiling() or transformed():  # what is looked at would be a guard
             return self._plan
         if self._plan.basis != self._basis():
             self.__dict__["_plan"] = self._planned()
@@ -438,7 +437,7 @@ def _for_every_token(views: Views, gates: Gates, shape: tuple[int, ...]) -> tupl
     pairs = views.k.shape[3:-1]
     if views.v.shape[: 3 + len(pairs)] != shape + pairs:
         views = views._replace(v=_spread("the view v", views.v, shape + pairs, views.v.shape[3 + len(pairs) :]))
-    for name, gate in zip(Gates._fields, gates, strict=True):
+    for name, gate in zip(gates._fields, gates, strict=True):  # (DataGates are refused later, by name)
         if gate is None:
             continue
         own = gate.shape[3:] if name in ("rates", "decay") or (name == "eta" and pairs) else ()

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from metattt.errors import NotFinite
 from metattt.room import check_room
@@ -181,6 +182,11 @@ def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
     return padded.gather(1, rows.unsqueeze(-1).expand(-1, -1, padded.shape[2]))
 
 
+def transformed() -> bool:
+    """Whether a transform is running: vmap, grad or jvp of `torch.func`, or a level of `torch.autograd.forward_ad`."""
+    return forward_ad._current_level >= 0 or interpreter_stack() is not None
+
+
 def check_finite(x: Tensor) -> None:
     """Refuses NaN and infinity, where looking is cheap and the values are at hand: on a CPU, and not in a transform (whoever
     differentiates through us sees NaN in the result).
@@ -188,7 +194,7 @@ def check_finite(x: Tensor) -> None:
     Raises:
         NotFinite: there is some.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or interpreter_stack() is not None:
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or transformed():
         return
     # One pass over x as a rule: only a sum that overflows needs a second look.
     if not math.isfinite(x.sum().item()) and not bool(x.isfinite().all()):

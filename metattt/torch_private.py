@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
-
-def interpreter_stack() -> object | None:
-    """The innermost transform (`torch.func`'s vmap, grad, jvp; a level of `torch.autograd.forward_ad`) that is running;
-    None outside of all."""
-    if forward_ad._current_level >= 0:
-        return forward_ad._current_level
-    return torch._C._functorch.peek_interpreter_stack()
+interpreter_stack = torch._C._functorch.peek_interpreter_stack
+"""The innermost `torch.func` transform (vmap, grad, jvp) that is running; None outside of all."""
 
 
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks

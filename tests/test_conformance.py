@@ -275,16 +275,25 @@ def specimen(part: Callable[[], Any]) -> Specimen:
     return Specimen(learner, task, optimizer)
 
 
+CALLS: list[int] = []
+
+
 class CountsItsCalls(Reconstruction):
-    """A loss that grows with every call: what is run again is not what was run."""
+    """A loss that grows with every call once the layer stands, so that no check at build sees it: what is run again is not
+    what was run."""
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
-        self.calls: set[int] = set()
+        CALLS.clear()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # `layer.to(dtype)`
+        CALLS.append(0)
+        return super()._apply(fn, recurse)
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-        self.calls.add(len(self.calls))
-        return super().loss(prediction, v) * (1 + 0.01 * len(self.calls))
+        if CALLS:
+            CALLS.append(0)
+        return super().loss(prediction, v) * (1 + 0.01 * len(CALLS))
 
 
 BROKEN = [

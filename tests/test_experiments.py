@@ -128,7 +128,7 @@ def test_the_inner_learning_rate_rises_with_the_outer_one(
     def watched(self: InnerWarmup, trainer: Trainer, *rest: object) -> None:
         original(self, trainer, *rest)  # type: ignore[arg-type]
         assert len(self.final) == 2
-        seen.extend({rule.scale for rule in self.final})
+        seen.extend({float(rule.scale) for rule in self.final})
 
     monkeypatch.setattr(InnerWarmup, "on_train_batch_start", watched)
     settings = (

@@ -72,10 +72,10 @@ def test_features() -> None:
 
 def asked(spec: Specimen) -> tuple[Run, int]:
     """A run, and how many tokens the learner was asked at."""
-    layer = spec.make()
-    layer(spec.tokens())  # what a layer looks at once
+    layer, x = spec.make(), spec.tokens()
+    layer(x)  # what a layer looks at once
     Counting.asked.clear()
-    found = run(layer, spec.tokens(), grads=True)
+    found = run(layer, x, grads=True)
     return found, sum(Counting.asked)
 
 

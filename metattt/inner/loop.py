@@ -24,11 +24,11 @@ from metattt.inner.replay import tail, with_tail
 from metattt.inner.tokens import Block, Carry, Tokens, rows, where
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
-from metattt.modules import spread
+from metattt.modules import spread, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer, newest
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
-from metattt.torch_private import interpreter_stack, saved_tensor_hooks
+from metattt.torch_private import saved_tensor_hooks
 
 if TYPE_CHECKING:
     from metattt.inner.plan import Plan
@@ -392,7 +392,7 @@ class InnerLoop:
         size = self.group_size
         if torch.compiler.is_exporting() and self.plan.chunks != "solved":
             return recomputed(self, tokens, carry, blocks, read, operand, inlined)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter_stack() is not None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
             return self.forward(tokens, carry, blocks, read, operand)
         if not self._differentiable(
             tokens, carry
@@ -406,7 +406,10 @@ class InnerLoop:
             if tokens.k.shape[2] <= STORED and saved_tensor_hooks(False) is None:
                 return self.forward(tokens, carry, blocks, read, operand)
             size = max(1, round(math.sqrt(len(blocks))))
-        beside = captured(self, tokens, carry, read, operand)
+        key = (read, operand, tuple(carry), *(x is None for x in tokens))
+        if key not in self.plan.beside:
+            self.plan.beside[key] = captured(self, tokens, carry, read, operand)
+        beside = self.plan.beside[key]
         if beside:
             self.plan.say_stored(beside)
             return self.forward(tokens, carry, blocks, read, operand)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from metattt.errors import MetaTTTError
-from metattt.torch_private import interpreter_stack
+from metattt.modules import transformed
 
 if TYPE_CHECKING:
     from metattt.inner.tokens import MiniBatches, Tokens
@@ -41,6 +41,7 @@ class Plan:
         looks_ahead: tokens of a mini-batch see later ones.
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
+        beside: what recomputation would miss (`recompute.captured`), by what a call has; looked at once.
         decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
     """
 
@@ -61,6 +62,7 @@ class Plan:
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
     decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
+    beside: dict[tuple[object, ...], list[str]] = field(default_factory=dict)
     said: set[tuple[str, str, str]] = field(default_factory=set)
     said_cut: bool = False  #: that a call cuts the mini-batches of a `block` read
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
@@ -87,7 +89,7 @@ class Plan:
         if generalised(given.tokens):
             reasons = ["kernels know no erase views, no several pairs a token and no labels of another shape than keys"]
         elif (
-            interpreter_stack() is not None and not torch.compiler.is_compiling()
+            transformed() and not torch.compiler.is_compiling()
         ):  # (to a compiler every call looks like one)
             reasons = ["kernels do not run inside torch.func transforms"]
         else:
@@ -112,7 +114,7 @@ class Plan:
 
     def decoder(self, given: MiniBatches) -> Kernel | None:
         """The first kernel that takes these tokens of an open mini-batch."""
-        if interpreter_stack() is not None or torch.compiler.is_compiling():
+        if transformed() or torch.compiler.is_compiling():
             return None
         if generalised(given.tokens):
             return None

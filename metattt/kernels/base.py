@@ -127,9 +127,10 @@ class Kernel(ABC):
             ("v", tokens.v, shape),
             ("q", tokens.q, shape),
             ("eta", tokens.eta, (batch, heads, count)),
-            *((name, x, (heads, width)) for name, x in given.slow.items()),
             ("tau", tau, (1 if tau is not None and tau.shape[0] == 1 else heads, given.size)),
         ]
+        for name, x in given.slow.items():
+            wanted.append((name, x, (heads, width)))
         for name, own in zip(self.weights, learner, strict=False):
             if name in weights:
                 wanted.append((name, weights[name], (batch, heads, *own)))

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.modules import transformed
 from metattt.state import Tensors
-from metattt.torch_private import interpreter_stack
 
 
 class UnsupportedOperation(MetaTTTError):
@@ -158,7 +158,7 @@ def needs_probes() -> bool:
     `torch.autograd.grad` does not run under compile, inside functorch transforms or in inference mode. So each is used
     where the other fails.
     """
-    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or interpreter_stack() is not None
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or transformed()
 
 
 class Record(FastWeights):

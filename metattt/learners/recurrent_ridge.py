@@ -14,11 +14,10 @@ from metattt.errors import check_choice, check_integer, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
-from metattt.modules import exact
+from metattt.modules import exact, transformed
 from metattt.registry import register
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
-from metattt.torch_private import interpreter_stack
 
 
 @register(group="learner", name="recurrent_ridge")
@@ -139,7 +138,7 @@ class _Solve(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridge: Tensor, iterations: int, tolerance: float
     ) -> Tensor:
-        watched = tolerance > 0 and not torch.compiler.is_compiling() and interpreter_stack() is None
+        watched = tolerance > 0 and not torch.compiler.is_compiling() and not transformed()
         x, residual, direction = torch.zeros_like(q), q, q
         size = q.square().sum(-1, keepdim=True)
         goal = tolerance**2 * size

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metattt.torch_private import interpreter_stack
+from metattt.modules import transformed
 
 log = logging.getLogger("metattt")
 
@@ -34,7 +34,7 @@ def scan_by_fla(
     """
     if x.device.type not in DEVICES or operand not in (torch.bfloat16, torch.float16) or x.shape[1] < SHORTEST:
         return None
-    if torch.compiler.is_compiling() or interpreter_stack() is not None or kernel() is None:
+    if torch.compiler.is_compiling() or transformed() or kernel() is None:
         return None
     key = (x.device, operand, x.shape[-1], b.shape[-1])
     if key not in _AGREES:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.recompute import recompute
-from metattt.modules import exact
-from metattt.torch_private import interpreter_stack
+from metattt.modules import exact, transformed
 
 Step = Callable[..., tuple[Tensor, Tensor]]
 
@@ -48,7 +47,7 @@ def by_chunks(
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), memory
 
     length, size = tokens[0].shape[1], chunk_size * (group_size or 1)
-    plain = not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter_stack() is not None
+    plain = not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed()
     if plain or group_size == 0 or length <= size or not any(x.requires_grad for x in (memory, *tokens, *shared)):
         return run(memory, *tokens, *shared)
     outputs = []
