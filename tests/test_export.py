@@ -37,7 +37,7 @@ class Shifted(nn.Linear):
 def build(name: str) -> TTTLayer:
     small = {name: ["optimizer.mini_batch_size=8"] for name in ("lact", "lact_block", "titans")}
     small["window_attention"] = ["learner.window=4"]
-    return metattt.build(f"layer={name}", "dim=16", "num_heads=2", *small.get(name, []))
+    return metattt.build(f"layer={name}", "dim=16", "num_heads=2", *small.get(name, []), seed=0)
 
 
 LAYERS: dict[str, Callable[[], TTTLayer]] = {
