@@ -152,6 +152,7 @@ def test_versions_of_a_component(registered: None) -> None:
         (lambda record: record["config"]["learner"].update(_target_="os.system"), "must be group=name, and alone"),
         (lambda record: record["config"]["learner"].update(_version_=9), "version 9 of learner=linear"),
         (lambda record: record["config"].pop("layer"), "layer"),
+        (lambda record: record["config"].update(seed="abc"), "has seed='abc', which is no integer: it is damaged"),
         (lambda record: record["config"].update(dim="${nowhere}"), "nowhere"),
         (lambda record: record["config"].update(dim="${"), "."),
     ],

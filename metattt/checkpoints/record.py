@@ -71,6 +71,8 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
     for part in PARTS:
         if not isinstance(record["config"].get(part), dict | None):
             raise MetaTTTError(f"{origin} has a configuration whose `{part}` is no part of one: it is damaged")
+    if type(seed := record["config"].get("seed", 0)) is not int:  # a run that is resumed hands it to random generators
+        raise MetaTTTError(f"{origin} has seed={seed!r:.40}, which is no integer: it is damaged")
     return dict(record)
 
 
