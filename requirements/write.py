@@ -1,7 +1,8 @@
 """Writes the versions of an environment whose tests passed, as constraints for pip.
 
     python requirements/write.py tested    # after `pytest -m ""` with the newest versions
-    python requirements/write.py oldest    # the same with the oldest torch that pyproject.toml allows
+    python requirements/write.py oldest    # the same with the oldest torch that pyproject.toml allows, and numpy<2.4:
+                                           # the interpreter of its Triton, 3.6, fails with NumPy 2.4
 
 Only packages that `pip install -e ".[dev]"` brings are listed, with what they need themselves. Packages that exist on one
 platform alone (Triton, CUDA's libraries) do no harm elsewhere: a constraint installs nothing.
