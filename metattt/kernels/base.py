@@ -129,8 +129,8 @@ class Kernel(ABC):
             ("eta", tokens.eta, (batch, heads, count)),
             ("tau", tau, (1 if tau is not None and tau.shape[0] == 1 else heads, given.size)),
         ]
-        for name, x in given.slow.items():
-            wanted.append((name, x, (heads, width)))
+        for name, affine in given.slow.items():
+            wanted.append((name, affine, (heads, width)))
         for name, own in zip(self.weights, learner, strict=False):
             if name in weights:
                 wanted.append((name, weights[name], (batch, heads, *own)))
