@@ -73,13 +73,9 @@ def _reference(loop: InnerLoop, given: MiniBatches) -> tuple[Tensor, Tensors]:
 def _whole(block: Block, size: int) -> bool:
     """Whether this is one mini-batch of `size` tokens for all sequences, from its first token to its commit."""
     phase = block.phase
-    return (
-        block.length == size
-        and isinstance(phase, int)
-        and phase == 0
-        and block.commit is True
-        and block.restart is None
-    )
+    if block.length != size:  # a branch: under torch.compile the comparison itself is symbolic
+        return False
+    return isinstance(phase, int) and phase == 0 and block.commit is True and block.restart is None
 
 
 def _open(block: Block, padded: bool) -> bool:

@@ -390,7 +390,8 @@ class InnerLoop:
         self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool, operand: torch.dtype
     ) -> tuple[Tensor | None, Carry]:
         size = self.group_size
-        if torch.compiler.is_exporting() and self.plan.chunks != "solved":
+        # not is_exporting(): under torch.compile, torch 2.11 takes it for true
+        if torch.compiler._is_exporting_flag and self.plan.chunks != "solved":
             return recomputed(self, tokens, carry, blocks, read, operand, inlined)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
             return self.forward(tokens, carry, blocks, read, operand)
