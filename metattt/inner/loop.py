@@ -513,11 +513,17 @@ def joined(blocks: Sequence[Block]) -> list[Block]:
 def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
     """Blocks of `length` tokens that stand at the same place of their mini-batch in all sequences, and their place
     after them."""
-    blocks, start = [], 0
-    while start < length:
-        size = min(block - phase, length - start)
-        filled = phase + size
+    blocks = []
+    if phase != 0 and length > 0:
+        size = min(block - phase, length)
         # an explicit branch: under torch.compile the comparison itself is symbolic
-        blocks.append(Block(size, phase, True if filled == block else False, filled))  # noqa: SIM210
-        start, phase = start + size, filled % block
+        blocks.append(Block(size, phase, True if phase + size == block else False, phase + size))  # noqa: SIM210
+        length, phase = length - size, (phase + size) % block
+    whole = length // block  # the one question about an open length, so that torch.compile has a number from here on
+    for _ in range(whole):
+        blocks.append(Block(block, 0, True, block))
+    rest = length - whole * block
+    if rest > 0:
+        blocks.append(Block(rest, 0, False, rest))
+        phase = rest
     return blocks, phase
