@@ -9,18 +9,17 @@ loss (`inner_gradient`).
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import MiniBatches, Scan, Tokens
-from metattt.kernels.base import Kernel
+from metattt.inner.tokens import MiniBatches
+from metattt.kernels.cpu.operator import KernelOnCPU, empty_gradients, empty_like_tokens, state_size
+from metattt.modules import exact
 from metattt.optimizers.base import transition
-from metattt.state import Tensors
 
 EPS = 1e-6  # of `learners.base.standardize`
 
@@ -44,19 +43,19 @@ class Group(NamedTuple):
     shift: Tensor
 
 
-class ClosedForm(Kernel):
+class ClosedForm(KernelOnCPU):
     """Walks over the groups. A subclass computes one group, for weights in the order of the learner's `init`."""
 
-    device = "cpu"
-    largest_group = 64  #: mini-batches; bounds what a group holds while it is computed
+    traceable = True
+    largest_group = 64
 
     @abstractmethod
-    def forward(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def forward_group(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Predictions `[n, N, b, d]` and the weights after the group; weights are `[N, d_in, d_out]`, biases
         `[N, 1, d_out]`."""
 
     @abstractmethod
-    def backward(
+    def backward_group(
         self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]
     ) -> tuple[Group, list[Tensor]]:
         """Cotangents of the group's tensors and of the weights before it, from those of the predictions and the weights
@@ -66,85 +65,64 @@ class ClosedForm(Kernel):
         tokens, dtype = given.tokens, given.tokens.eta.dtype
         if tokens.beta is not None or tokens.rates is not None:
             return "a momentum gate, or a step size for every weight"
+        if given.tau is not None and (tokens.alpha is not None or tokens.kappa is not None):
+            return "token steps beside a gate"
         if given.operand != dtype or dtype not in (torch.float32, torch.float64):
             return f"operands of {str(given.operand).removeprefix('torch.')} on the CPU"
         return None
 
-    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        y, *weights = _Scan.apply(self, reference, given, torch.is_grad_enabled(), *flat(given))
-        return y, dict(zip(given.weights, weights, strict=True))
-
-    def group_size(self, given: MiniBatches) -> int:
-        """Mini-batches per group: √n keeps as many weights between groups as inside one."""
-        count = given.tokens.k.shape[2] // given.size
-        return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, form: ClosedForm, reference: Scan, given: MiniBatches, keep: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        layout = Layout(given, tensors, form.group_size(given))
-        y = layout.empty_like_tokens(layout.tokens.q)
-        kept: list[Tensor] = []
-        weights = layout.start()
-        for place in layout.places():
-            kept += weights if keep and any(ctx.needs_input_grad) else []
-            out, weights = form.forward(layout.group(place), weights)
+    def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        layout = Layout(given, group)
+        y = empty_like_tokens(layout.tokens.q, layout.dtype)
+        weights, places = layout.packed(layout.weights), layout.places()
+        kept = y.new_empty(layout.batch * layout.heads, len(places), state_size(layout.weights)) if keep else None
+        for index, place in enumerate(places):
+            if kept is not None:
+                torch.cat([w.flatten(1) for w in weights], 1, out=kept[:, index, : layout.numbers])
+            out, weights = self.forward_group(layout.group(place), weights)
             layout.put(y, place, out)
-        ctx.form, ctx.reference, ctx.given = form, reference, shell(given)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *kept)
-        return (y, *layout.unpacked(weights))
+        return y, layout.unpacked(weights), kept
 
-    @staticmethod
-    @torch.autocast("cpu", enabled=False)  # a backward pass inside somebody's autocast is as exact as one outside
-    def backward(ctx: Any, dy: Tensor | None, *dweights: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, count = (
-            ctx.saved_tensors,
-            len(ctx.needs_input_grad) - 4,
-        )  # read once: a checkpoint computes them for this
-        tensors, kept = saved[:count], saved[count:]
-        if torch.is_grad_enabled():  # someone differentiates this backward pass again
-            return (None, None, None, None, *by_reference(ctx, tensors, (dy, *dweights)))
-        layout = Layout(ctx.given, tensors, ctx.form.group_size(ctx.given._replace(tokens=_tokens(ctx.given, tensors))))
-        number = len(ctx.given.weights)
-        gradients = layout.gradients()
-        if dy is None:
-            dy = torch.zeros_like(layout.tokens.q, dtype=layout.dtype)
-        moving = layout.packed(
-            [torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=True)]
-        )
-        for index, place in reversed(list(enumerate(layout.places()))):
-            weights = kept[index * number : (index + 1) * number]
-            group = layout.group(place)
-            found, moving = ctx.form.backward(group, weights, layout.take(dy, place), moving)
-            layout.add(gradients, place, found)
-        found = layout.flat(gradients, layout.unpacked(moving))
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(x if need else None for x, need in zip(found, ctx.needs_input_grad[4:], strict=True)),
-        )
+    def backward(
+        self, given: MiniBatches, group: int, kept: Tensor, dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        with exact("cpu"):  # a backward pass inside somebody's autocast is as exact as one outside
+            layout = Layout(given, group)
+            tokens, (scale, shift) = empty_gradients(layout.tokens), map(torch.zeros_like, layout.affine)
+            tau = None if layout.tau is None else layout.tau.new_zeros(layout.tau.shape)
+            if dy is None:
+                dy = torch.zeros_like(layout.tokens.q, dtype=layout.dtype)
+            moving = layout.packed(
+                [torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=True)]
+            )
+            for index, place in reversed(list(enumerate(layout.places()))):
+                weights = layout.split(kept[:, index])
+                found, moving = self.backward_group(layout.group(place), weights, layout.take(dy, place), moving)
+                for x, part in zip(tokens[:3], found[:3], strict=True):
+                    layout.put(x, place, part)
+                for total, part in ((scale, found.scale), (shift, found.shift)):
+                    total += part.unflatten(0, (layout.batch, layout.heads)).sum((0, 2))
+                for name, part in layout.pull_coefficients(place, found.mix, found.rows).items():
+                    if name != "tau":
+                        layout.put(getattr(tokens, name), place, part)
+                    elif tau is not None:
+                        part = part.unflatten(0, (layout.batch, layout.heads)).sum(0)
+                        tau += part if tau.shape[0] == layout.heads else part.sum(0, keepdim=True)
+            rest = [*(() if tau is None else (tau,)), scale, shift, *layout.unpacked(moving)]
+            return [*(x for x in tokens if x is not None), *rest]
 
 
 class Layout:
     """Between the caller's `[B, H, T, d]` and groups `[n, B·H, b, d]`."""
 
-    def __init__(self, given: MiniBatches, tensors: Sequence[Tensor], group_size: int):
-        self.given = given
-        self.tokens = _tokens(given, tensors)
-        present = sum(x is not None for x in self.tokens)
-        rest = list(tensors[present:])
-        self.tau = rest.pop(0) if given.tau is not None else None
-        self.scale, self.shift = rest.pop(0), rest.pop(0)
-        self.weights = rest
-        self.size, self.step = given.size, group_size * given.size
+    def __init__(self, given: MiniBatches, group: int):
+        self.tokens, self.weights, self.size = given.tokens, list(given.weights.values()), given.size
+        self.affine = given.slow["norm_scale"], given.slow["norm_bias"]
+        self.step = group * given.size
         self.batch, self.heads, self.length = self.tokens.k.shape[:3]
         self.dtype = self.tokens.eta.dtype
+        self.tau = given.tau
+        self.numbers = sum([w[0, 0].numel() for w in self.weights])  # of a learner
 
     def places(self) -> list[slice]:
         return [slice(start, min(start + self.step, self.length)) for start in range(0, self.length, self.step)]
@@ -159,47 +137,14 @@ class Layout:
         part = part.unflatten(1, (self.batch, self.heads)).movedim(0, 2)
         x[:, :, place].unflatten(2, (-1, self.size)).copy_(part)
 
-    def empty_like_tokens(self, x: Tensor) -> Tensor:
-        """Memory in which the heads of a token lie side by side, as the layer goes on to use them."""
-        return x.new_empty(self.batch, self.length, self.heads, x.shape[-1], dtype=self.dtype).transpose(1, 2)
-
-    def coefficients(self, gates: Tokens, tau: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """`mix` and `rows` of a group from gates `[n, B·H, b]` and τ `[B·H or 1, b]`."""
-        eta = gates.eta.unsqueeze(-2)
-        if gates.alpha is None and gates.kappa is None:
-            one = eta.new_ones(self.size, 1) if tau is None else tau.unsqueeze(-1)
-            return (one * eta).tril(), None
-        written = eta if gates.kappa is None else eta * gates.kappa.unsqueeze(-2)
-        if gates.alpha is None:
-            return written.expand(*written.shape[:-2], self.size, -1).tril(), None
-        decay = transition(gates.alpha)
-        return decay * written, decay[..., 0] * gates.alpha[..., :1]
-
-    def gates(self, place: slice) -> Tokens:
-        blank = Tokens(*[None] * len(self.tokens))  # type: ignore[arg-type]
-        named = {
-            name: self.take(x, place)
-            for name in ("eta", "alpha", "kappa")
-            if (x := getattr(self.tokens, name)) is not None
-        }
-        return blank._replace(**named)
-
     def for_every_learner(self, x: Tensor) -> Tensor:
         """Numbers of a head `[1 or H, ...]` for every learner: `[B·H, ...]`."""
         return x.to(self.dtype).expand(self.heads, *x.shape[1:]).repeat(self.batch, *(1,) * (x.ndim - 1))
 
     def group(self, place: slice) -> Group:
-        mix, rows = self.coefficients(self.gates(place), None if self.tau is None else self.for_every_learner(self.tau))
         k, v, q = (self.take(x, place) for x in self.tokens[:3])
-        return Group(
-            k,
-            v,
-            q,
-            mix,
-            rows,
-            self.for_every_learner(self.scale).unsqueeze(1),
-            self.for_every_learner(self.shift).unsqueeze(1),
-        )
+        scale, shift = (self.for_every_learner(x).unsqueeze(1) for x in self.affine)
+        return Group(k, v, q, *self.coefficients(place), scale, shift)
 
     def packed(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """`[B, H, *shape]` to `[B·H, d_in, d_out]`, or `[B·H, 1, d]` for biases."""
@@ -208,92 +153,53 @@ class Layout:
     def unpacked(self, weights: Sequence[Tensor]) -> list[Tensor]:
         return [w.reshape(like.shape) for w, like in zip(weights, self.weights, strict=True)]
 
-    def start(self) -> list[Tensor]:
-        return self.packed([w.contiguous() for w in self.weights])
+    def split(self, kept: Tensor) -> list[Tensor]:
+        """The weights, as `packed` gives them, from all numbers of each learner, `[B·H, state]`."""
+        shapes = [w.shape[1:] for w in self.packed(self.weights)]
+        parts = kept[:, : self.numbers].split([shape.numel() for shape in shapes], 1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    # -- gradients -----------------------------------------------------------------------------------------------------
+    # -- coefficients --------------------------------------------------------------------------------------------------
 
-    def gradients(self) -> tuple[Tokens, Tensor | None, Tensor, Tensor]:
-        """Where the gradients of tokens, τ and the affine are collected."""
-        tokens = self.tokens.map(torch.empty_like)
-        tau = None if self.tau is None else torch.zeros_like(self.tau)
-        return tokens, tau, torch.zeros_like(self.scale), torch.zeros_like(self.shift)
+    def gates(self, place: slice) -> tuple[Tensor | None, ...]:
+        """η, α, κ `[n, B·H, b]` of a group and τ `[B·H, b]`."""
+        gates = (self.tokens.eta, self.tokens.alpha, self.tokens.kappa)
+        tau = None if self.tau is None else self.for_every_learner(self.tau)
+        return (*(None if x is None else self.take(x, place) for x in gates), tau)
 
-    def add(self, gradients: tuple[Tokens, Tensor | None, Tensor, Tensor], place: slice, found: Group) -> None:
-        """The share of one group."""
-        tokens, tau, scale, shift = gradients
-        for x, part in zip(tokens[:3], found[:3], strict=True):
-            self.put(x, place, part)
-        for total, part in ((scale, found.scale), (shift, found.shift)):
-            total += part.unflatten(0, (self.batch, self.heads)).sum((0, 2))
-        with torch.enable_grad():  # through a few numbers per token: not through the scan
-            gates = self.gates(place).map(lambda x: x.detach().requires_grad_())
-            steps = None if self.tau is None else self.for_every_learner(self.tau.detach()).requires_grad_()
-            made = [x for x in self.coefficients(gates, steps) if x is not None]
-            inputs = {name: x for name, x in gates._asdict().items() if x is not None} | (
-                {} if steps is None else {"tau": steps}
-            )
-            cotangents = [x for x in (found.mix, found.rows) if x is not None]
-            shares = torch.autograd.grad(
-                made, list(inputs.values()), cotangents, allow_unused=True, materialize_grads=True
-            )
-        for name, share in zip(inputs, shares, strict=True):
-            if name != "tau":
-                self.put(getattr(tokens, name), place, share)
-            elif tau is not None:
-                share = share.unflatten(0, (self.batch, self.heads)).sum(0)
-                tau += share if tau.shape[0] == self.heads else share.sum(0, keepdim=True)
+    def coefficients(self, place: slice) -> tuple[Tensor, Tensor | None]:
+        """`mix` and `rows` of a group."""
+        eta, alpha, kappa, tau = self.gates(place)
+        written = (eta if kappa is None else eta * kappa).unsqueeze(-2)  # type: ignore[operator, union-attr]
+        if alpha is None:
+            one = written.new_ones(self.size, 1) if tau is None else tau.unsqueeze(-1)
+            return (one * written).tril(), None
+        decay = transition(alpha)
+        return decay * written, decay[..., 0] * alpha[..., :1]
 
-    def flat(self, gradients: tuple[Tokens, Tensor | None, Tensor, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """In the order of `flat`."""
-        tokens, tau, scale, shift = gradients
-        return [*(x for x in tokens if x is not None), *(() if tau is None else (tau,)), scale, shift, *weights]
-
-
-def flat(given: MiniBatches) -> list[Tensor]:
-    """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
-    slow = (given.slow["norm_scale"], given.slow["norm_bias"])
-    return [
-        *(x for x in given.tokens if x is not None),
-        *(() if given.tau is None else (given.tau,)),
-        *slow,
-        *given.weights.values(),
-    ]
-
-
-def shell(given: MiniBatches) -> MiniBatches:
-    """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
-    nothing = torch.empty(0)
-    return given._replace(
-        tokens=Tokens(*[None if x is None else nothing for x in given.tokens]),  # type: ignore[arg-type]
-        weights=dict.fromkeys(given.weights, nothing),
-        slow={},
-        tau=None if given.tau is None else nothing,
-    )
-
-
-def _tokens(given: MiniBatches, tensors: Sequence[Tensor]) -> Tokens:
-    rest = iter(tensors)
-    return Tokens(*[None if x is None else next(rest) for x in given.tokens])  # type: ignore[arg-type]
-
-
-def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The backward pass as a graph that can be differentiated, through the generic dual form."""
-    needed = ctx.needs_input_grad[-len(tensors) :]
-    aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
-    layout = Layout(ctx.given, aliases, 1)
-    slow = {"norm_scale": layout.scale, "norm_bias": layout.shift}
-    weights = dict(zip(ctx.given.weights, layout.weights, strict=True))
-    y, after = ctx.reference(ctx.given._replace(tokens=layout.tokens, tau=layout.tau, slow=slow, weights=weights))
-    pairs = [
-        (out, given)
-        for out, given in zip((y, *after.values()), cotangents, strict=True)
-        if given is not None and out.requires_grad
-    ]
-    wanted = [x for x, need in zip(aliases, needed, strict=True) if need]
-    outputs, given = [out for out, _ in pairs], [cotangent for _, cotangent in pairs]
-    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True))
-    return [next(found) if need else None for need in needed]
+    def pull_coefficients(self, place: slice, dmix: Tensor, drows: Tensor | None) -> dict[str, Tensor]:
+        """Cotangents of the gates and of τ, by name, from those of `mix` and `rows`: the transpose of `coefficients`."""
+        eta, alpha, kappa, tau = self.gates(place)
+        assert eta is not None
+        written, found = eta if kappa is None else eta * kappa, {}
+        if alpha is not None:
+            decay = transition(alpha)  # the inverse of 1 − S, where S holds α below the diagonal: dS = decayᵀ d decayᵀ
+            ddecay = dmix * written.unsqueeze(-2)
+            found["alpha"] = torch.zeros_like(alpha)
+            if drows is not None:
+                ddecay[..., 0] += drows * alpha[..., :1]
+                found["alpha"][..., 0] = torch.linalg.vecdot(drows, decay[..., 0])
+            found["alpha"][..., 1:] = (decay.mT @ ddecay @ decay.mT).diagonal(-1, -2, -1)
+            dmix = dmix * decay
+        elif tau is not None:
+            dmix = dmix.tril()
+            found["tau"] = (dmix @ written.unsqueeze(-1)).squeeze(-1).sum(0)
+            dmix = dmix * tau.unsqueeze(-1)
+        else:
+            dmix = dmix.tril()
+        dwritten = dmix.sum(-2)
+        found["eta"] = dwritten if kappa is None else dwritten * kappa
+        return found if kappa is None else found | {"kappa": dwritten * eta}
 
 
 # -- the inner loss ½‖x + LN(z) − v‖² ----------------------------------------------------------------------------------

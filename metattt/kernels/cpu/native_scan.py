@@ -9,7 +9,6 @@ the start of each group.
 from __future__ import annotations
 
 import ctypes
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,25 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import MiniBatches, Scan
-from metattt.kernels.base import Kernel
-from metattt.kernels.cpu.closed_form import Layout, by_reference, flat, shell
+from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_advance import advance
+from metattt.kernels.cpu.operator import KernelOnCPU, empty_gradients, empty_like_tokens, flat
 from metattt.kernels.cpu.threads import divide
 from metattt.state import Tensors
 
 _functions: dict[tuple[Path | None, int, int, int], Any] = {}  # `advance` of libraries, by source and widths
 
 
-class NativeForm(Kernel):
+class NativeForm(KernelOnCPU):
     """A kernel whose C++ source takes one group of mini-batches after the other. A subclass says which source, and its
     macros."""
 
-    device = "cpu"
     source: Path
     source_of_tokens: Path | None = None  #: the one that takes token after token; None: there is none
-    largest_group: int  #: mini-batches; bounds what a thread holds while it computes a group
+    largest_group = 16
 
     @abstractmethod
     def defines(self, given: MiniBatches) -> dict[str, int] | str:
@@ -107,34 +104,42 @@ class NativeForm(Kernel):
         library.advance.argtypes, library.advance.restype = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64), None
         return library.advance
 
-    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        tensors = flat(given)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            y, *weights = _Scan.apply(self, reference, given, *tensors)
-        else:
-            y, weights, _ = self.forward(given, tensors, keep=False)
-        return y, dict(zip(given.weights, weights, strict=True))
-
-    def forward(
-        self, given: MiniBatches, tensors: Sequence[Tensor], keep: bool
-    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Predictions, weights after the sequence, and those at the start of each group as the library lays them
-        out."""
+    def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
         self.check(given, native=True)
-        call = Call(Layout(given, tensors, 1), self.group_size(given))
-        library = self.library(given)
-        y = call.layout.empty_like_tokens(call.layout.tokens.q)
-        after = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in call.layout.weights]
+        call, library = Call(given, group), self.library(given)
+        y = empty_like_tokens(given.tokens.q)
+        after = [w.new_empty(w.shape) for w in given.weights.values()]
         call.views(y=y)
         call.arrays(after=after)
         kept = None
         if keep:
-            kept = y.new_empty(call.learners, -(-call.count // call.passed.group), library.state_size())
+            kept = y.new_empty(call.learners, -(-call.count // group), library.state_size())
             call.array(kept=kept)
             use_large_pages(library, kept)
         use_large_pages(library, y)
         call.run(library.forward)
         return y, after, kept
+
+    def backward(
+        self, given: MiniBatches, group: int, kept: Tensor, dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        call, library = Call(given, group), self.library(given)
+        tokens, tau, scale = given.tokens, given.tau, given.slow["norm_scale"]
+        batch, heads = tokens.k.shape[:2]
+        if dy is None:
+            dy = tokens.q.new_zeros(tokens.q.shape[-1:]).expand_as(tokens.q)
+        found = empty_gradients(tokens)
+        dk, dv, dq, deta = found[:4]
+        use_large_pages(library, dk, dv, dq)
+        dstart = [w.new_empty(w.shape) for w in given.weights.values()]
+        dscale, dshift = (scale.new_zeros(batch, *scale.shape) for _ in range(2))
+        dtau = scale.new_zeros(batch, heads, given.size)
+        call.views(dy=dy, dk=dk, dv=dv, dq=dq, deta=deta)
+        call.arrays(dafter=dweights, dstart=dstart)
+        call.array(kept=kept, dscale=dscale, dshift=dshift, dtau=dtau)
+        call.run(library.backward)
+        steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == heads else dtau.sum((0, 1)).unsqueeze(0)]
+        return [dk, dv, dq, deta, *steps, dscale.sum(0), dshift.sum(0), *dstart]
 
     def library(self, given: MiniBatches) -> ctypes.CDLL:
         key = self.source, *_sizes(given)
@@ -146,11 +151,6 @@ class NativeForm(Kernel):
             library.state_size.restype = ctypes.c_int64
             _libraries[key] = library
         return _libraries[key]
-
-    def group_size(self, given: MiniBatches) -> int:
-        """Mini-batches per group: √n keeps as many weights between groups as inside one."""
-        count = given.tokens.k.shape[2] // given.size
-        return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
 
 def _sizes(given: MiniBatches) -> tuple[int, ...]:
@@ -167,45 +167,6 @@ _answers: dict[tuple[Any, ...], str | None] = {}
 def _macros(defines: dict[str, int], whole: bool) -> dict[str, int]:
     """Those of a source; one that takes token after token takes mini-batches of any size."""
     return defines if whole else {name: value for name, value in defines.items() if name != "TOKENS"}
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, kernel: NativeForm, reference: Scan, given: MiniBatches, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        y, after, kept = kernel.forward(given, tensors, keep=True)
-        ctx.reference, ctx.given, ctx.group = reference, shell(given), kernel.group_size(given)
-        ctx.library = kernel.library(given)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, kept)
-        return (y, *after)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *dweights: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, kept = ctx.saved_tensors
-        if torch.is_grad_enabled():  # someone differentiates this backward pass again
-            return (None, None, None, *by_reference(ctx, tensors, (dy, *dweights)))
-        layout = Layout(ctx.given, tensors, 1)
-        call = Call(layout, ctx.group)
-        tokens, tau = layout.tokens, layout.tau
-        if dy is None:
-            dy = tokens.q.new_zeros(tokens.q.shape[-1:]).expand_as(tokens.q)
-        found = {name: call.empty_like(getattr(tokens, name)) for name in ("k", "v", "q")} | {
-            "eta": torch.empty_like(tokens.eta)
-        }
-        use_large_pages(ctx.library, *found.values())
-        dstart = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in layout.weights]
-        dscale, dshift = (x.new_zeros(layout.batch, *x.shape) for x in (layout.scale, layout.shift))
-        dtau = dscale.new_zeros(layout.batch, layout.heads, layout.size)
-        call.views(dy=dy, **{f"d{name}": x for name, x in found.items()})
-        call.arrays(dafter=dweights, dstart=dstart)
-        call.array(kept=kept, dscale=dscale, dshift=dshift, dtau=dtau)
-        call.run(ctx.library.backward)
-        steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == layout.heads else dtau.sum((0, 1)).unsqueeze(0)]
-        gradients = [*tokens._replace(**found), *steps, dscale.sum(0), dshift.sum(0), *dstart]
-        wanted = zip([x for x in gradients if x is not None], ctx.needs_input_grad[3:], strict=True)
-        return (None, None, None, *(x if need else None for x, need in wanted))
 
 
 def use_large_pages(library: ctypes.CDLL, *made: Tensor) -> None:
@@ -238,21 +199,17 @@ class _Call(ctypes.Structure):
 class Call:
     """One call of a library: fills in the structure and holds on to the tensors whose memory it names."""
 
-    def __init__(self, layout: Layout, group: int):
-        tokens = layout.tokens
-        self.layout, self.learners, self.count = layout, layout.batch * layout.heads, layout.length // layout.size
-        self.passed = _Call(heads=layout.heads, count=self.count, group=group)
+    def __init__(self, given: MiniBatches, group: int):
+        tokens, tau = given.tokens, given.tau
+        batch, heads, length = tokens.k.shape[:3]
+        self.learners, self.count = batch * heads, length // given.size
+        self.passed = _Call(heads=heads, count=self.count, group=group)
         self.alive: list[Tensor] = []
         self.views(k=tokens.k, v=tokens.v, q=tokens.q, eta=tokens.eta)
-        tau = tokens.eta.new_ones(1, layout.size) if layout.tau is None else layout.tau
-        self.passed.tau_head = 0 if tau.shape[0] == 1 else layout.size
-        self.array(tau=tau, scale=layout.scale, shift=layout.shift)
-        self.arrays(start=layout.weights)
-
-    def empty_like(self, x: Tensor) -> Tensor:
-        """Like tokens `x` in memory if rows are contiguous there, which a kernel needs."""
-        made = torch.empty_like(x)
-        return made if made.stride(-1) == 1 else self.layout.empty_like_tokens(x)
+        tau = tokens.eta.new_ones(1, given.size) if tau is None else tau
+        self.passed.tau_head = 0 if tau.shape[0] == 1 else given.size
+        self.array(tau=tau, scale=given.slow["norm_scale"], shift=given.slow["norm_bias"])
+        self.arrays(start=list(given.weights.values()))
 
     def views(self, **tensors: Tensor) -> None:
         for name, x in tensors.items():

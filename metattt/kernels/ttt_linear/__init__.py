@@ -1,9 +1,12 @@
 """TTT-Linear: C++ where there is a compiler and batched products elsewhere on the CPU, Triton on the GPU."""
 
 from metattt.kernels.base import register_kernel
+from metattt.kernels.cpu.operator import register_operator
 from metattt.kernels.ttt_linear.closed_form import TTTLinear
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 
 for kernel in (NativeTTTLinear, TTTLinear, TTTLinearOnGPU):  # the first that takes a call is used
     register_kernel(kernel)
+
+register_operator("ttt_linear_cpu", (NativeTTTLinear, TTTLinear))

@@ -31,19 +31,20 @@ from metattt.tasks.base import Task
 
 class TTTLinear(ClosedForm):
     name = "ttt_linear.closed_form"
+    weights = ("w1", "b1")
 
     function = staticmethod(function)
 
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)
 
-    def forward(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def forward_group(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         walk = _walk(group, weights)
         mixed = group.mix * products(group.q, group.k, walk.b is not None)
         hat = normalize(_read(group, walk, mixed)[0]).hat
         return hat.mul_(group.scale).add_(group.shift).add_(group.q), walk.after
 
-    def backward(
+    def backward_group(
         self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]
     ) -> tuple[Group, list[Tensor]]:
         k, q, mix = group.k, group.q, group.mix

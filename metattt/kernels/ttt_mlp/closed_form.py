@@ -33,6 +33,7 @@ from metattt.tasks.base import Task
 
 class TTTMLP(ClosedForm):
     name = "ttt_mlp.closed_form"
+    weights = ("w1", "b1", "w2", "b2")
     largest_group = 16  # the weights of a mini-batch are as large as 8·d tokens of its hidden layer
 
     function = staticmethod(function)
@@ -40,12 +41,12 @@ class TTTMLP(ClosedForm):
     def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)
 
-    def forward(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def forward_group(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         walk = _walk(group, weights)
         hat = normalize(_read(group, walk).z2).hat
         return hat.mul_(group.scale).add_(group.shift).add_(group.q), walk.after
 
-    def backward(
+    def backward_group(
         self, group: Group, weights: Sequence[Tensor], dy: Tensor, dweights: Sequence[Tensor]
     ) -> tuple[Group, list[Tensor]]:
         k, q, mix, rows = group.k, group.q, group.mix, group.rows

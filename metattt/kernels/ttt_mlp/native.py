@@ -17,7 +17,6 @@ class NativeTTTMLP(NativeForm):
     weights = ("w1", "b1", "w2", "b2")
     source = Path(__file__).with_name("native.cpp")
     source_of_tokens = Path(__file__).with_name("advance.cpp")
-    largest_group = 16
 
     function = staticmethod(function)
 

@@ -1,0 +1,222 @@
+"""The kernels of the CPU as operations of autograd and as operators of `torch.library`.
+
+A call of a layer runs a kernel directly, as one `torch.autograd.Function`: an operator costs more than decoding may.
+`torch.compile` and `torch.export` see an operator instead, one node for all mini-batches of a call, which has fake
+tensors and a derivative. It computes by the first kernel of the operation that takes the tensors, so that a program
+uses C++ wherever it runs and there is a compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.inner.tokens import MiniBatches, Scan, Tokens
+from metattt.kernels.base import Kernel
+from metattt.state import Tensors
+
+
+class KernelOnCPU(Kernel):
+    """Both passes over whole mini-batches in groups, of which the weights at the start are kept for the backward
+    pass."""
+
+    device = "cpu"
+    largest_group: int  #: mini-batches; bounds what is held while a group is computed
+    operator: Callable[..., list[Tensor]]  #: of the operation, by `register_operator`
+
+    @abstractmethod
+    def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Predictions, laid out as `empty_like_tokens` does, the weights after the last mini-batch, and those at the
+        start of each group, `[B·H, groups, state_size(weights)]`, if they are to be kept."""
+
+    @abstractmethod
+    def backward(
+        self, given: MiniBatches, group: int, kept: Tensor, dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Cotangents of the tensors of `given`, in the order of `flat`, laid out as `empty_gradients` does."""
+
+    def group_size(self, given: MiniBatches) -> int:
+        """Mini-batches per group: √n keeps as many weights between groups as inside one."""
+        count = given.tokens.k.shape[2] // given.size
+        return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
+
+    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+        tensors, group = flat(given), self.group_size(given)
+        keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if torch.compiler.is_compiling():
+            tokens = given.tokens
+            gates, slow = (tokens.eta, tokens.alpha, tokens.kappa), (given.slow["norm_scale"], given.slow["norm_bias"])
+            views, weights = (tokens.k, tokens.v, tokens.q), list(given.weights.values())
+            y, *after = self.operator(*views, *gates, given.tau, *slow, weights, given.size, group, keep)[:-1]
+        elif keep:
+            y, *after = _Scan.apply(self, reference, given, group, *tensors)
+        else:
+            y, after, _ = self.forward(given, group, False)
+        return y, dict(zip(given.weights, after, strict=True))
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: KernelOnCPU, reference: Scan, given: MiniBatches, group: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        y, after, kept = kernel.forward(given, group, True)
+        ctx.kernel, ctx.reference, ctx.given, ctx.group = kernel, reference, shell(given), group
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, kept)
+        return (y, *after)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, kept = ctx.saved_tensors
+        if torch.is_grad_enabled():  # someone differentiates this backward pass again
+            return (None, None, None, None, *by_reference(ctx, tensors, cotangents))
+        given = filled(ctx.given, tensors)
+        found = ctx.kernel.backward(given, ctx.group, kept, cotangents[0], cotangents[1:])
+        wanted = zip(found, ctx.needs_input_grad[4:], strict=True)
+        return (None, None, None, None, *(x if need else None for x, need in wanted))
+
+
+def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The backward pass as a graph that can be differentiated, through the generic dual form."""
+    needed = ctx.needs_input_grad[-len(tensors) :]
+    aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
+    y, after = ctx.reference(filled(ctx.given, aliases))
+    pairs = [
+        (out, given)
+        for out, given in zip((y, *after.values()), cotangents, strict=True)
+        if given is not None and out.requires_grad
+    ]
+    wanted = [x for x, need in zip(aliases, needed, strict=True) if need]
+    outputs, given = [out for out, _ in pairs], [cotangent for _, cotangent in pairs]
+    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True))
+    return [next(found) if need else None for need in needed]
+
+
+# -- the tensors of a call, and those that it makes --------------------------------------------------------------------
+
+
+def flat(given: MiniBatches) -> list[Tensor]:
+    """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
+    tokens, slow = [x for x in given.tokens if x is not None], (given.slow["norm_scale"], given.slow["norm_bias"])
+    return [*tokens, *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
+
+
+def shell(given: MiniBatches) -> MiniBatches:
+    """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
+    nothing = torch.empty(0)
+    tokens = Tokens(*[None if x is None else nothing for x in given.tokens])  # type: ignore[arg-type]
+    tau = None if given.tau is None else nothing
+    return given._replace(tokens=tokens, weights=dict.fromkeys(given.weights, nothing), slow={}, tau=tau)
+
+
+def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
+    """A `shell` with tensors in the order of `flat`."""
+    rest = iter(tensors)
+    tokens = Tokens(*[None if x is None else next(rest) for x in given.tokens])  # type: ignore[arg-type]
+    tau = None if given.tau is None else next(rest)
+    slow = {"norm_scale": next(rest), "norm_bias": next(rest)}
+    return given._replace(tokens=tokens, weights=dict(zip(given.weights, rest, strict=True)), slow=slow, tau=tau)
+
+
+def empty_like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for `x` `[B, H, T, d]` in which the heads of a token lie side by side, as the layer goes on to use them."""
+    batch, heads, length, width = x.shape
+    return x.new_empty((batch, length, heads, width), dtype=dtype).transpose(1, 2)
+
+
+def empty_gradients(tokens: Tokens) -> Tokens:
+    """Memory for the cotangents of views and gates, each in the type of its tensor, whatever the strides of that."""
+    return tokens.map(lambda x: empty_like_tokens(x) if x.ndim == 4 else x.new_empty(x.shape))
+
+
+def state_size(weights: Sequence[Tensor]) -> int:
+    """Numbers that a learner keeps at the start of a group: its matrices, each with room for a bias."""
+    return sum([w.shape[-1] * (w.shape[-2] + 1) for w in weights if w.ndim == 4])
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def register_operator(name: str, kernels: Sequence[type[KernelOnCPU]]) -> None:
+    """Makes the operator `metattt::<name>` of an operation, and `metattt::<name>_backward`.
+
+    Args:
+        kernels: those of the operation on the CPU, best first; the last one takes whatever the others do.
+    """
+    made = [kernel() for kernel in kernels]
+
+    def mini_batches(
+        tensors: Sequence[Tensor | None], weights: Sequence[Tensor], size: int, group: int
+    ) -> tuple[KernelOnCPU, MiniBatches]:
+        """The kernel that takes the arguments of an operator, and how it is given them."""
+        k, v, q, eta, alpha, kappa, tau, scale, shift = tensors
+        tokens = Tokens(k, v, q, eta, alpha=alpha, kappa=kappa)  # type: ignore[arg-type]
+        names = made[0].weights if len(weights) == len(made[0].weights) else made[0].weights[::2]
+        slow = {"norm_scale": scale, "norm_bias": shift}
+        named = dict(zip(names, weights, strict=True))
+        given = MiniBatches(tokens, named, slow, tau, size, tokens.eta.dtype, group)  # type: ignore[arg-type]
+        return next(kernel for kernel in made if kernel.accepts(given) is None), given
+
+    @torch.library.custom_op(f"metattt::{name}", mutates_args=(), device_types="cpu")
+    def forward(
+        k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, keep: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """Predictions, the weights after the last mini-batch, and what is kept for the backward pass (or nothing)."""
+        kernel, given = mini_batches((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
+        y, after, kept = kernel.forward(given, group, keep)
+        return [y, *after, eta.new_empty(0) if kept is None else kept]
+
+    @forward.register_fake
+    def _(k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, keep):  # type: ignore[no-untyped-def]
+        learners, groups = k.shape[0] * k.shape[1], -(-k.shape[2] // (size * group))
+        kept = eta.new_empty((learners, groups, state_size(weights)) if keep else (0,))
+        return [empty_like_tokens(q, eta.dtype), *(w.new_empty(w.shape) for w in weights), kept]
+
+    @torch.library.custom_op(f"metattt::{name}_backward", mutates_args=(), device_types="cpu")
+    def backward(
+        dy: Tensor | None, dweights: Sequence[Tensor | None], kept: Tensor,
+        k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int,
+    ) -> list[Tensor]:  # fmt: skip
+        """Cotangents of the tensors at hand, in this order."""
+        kernel, given = mini_batches((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
+        return kernel.backward(given, group, kept, dy, dweights)
+
+    @backward.register_fake
+    def _(dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group):  # type: ignore[no-untyped-def]
+        tokens = empty_gradients(Tokens(k, v, q, eta, alpha=alpha, kappa=kappa))
+        others = [x for x in (tau, scale, shift, *weights) if x is not None]
+        return [*(x for x in tokens if x is not None), *(x.new_empty(x.shape) for x in others)]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        *tensors, weights, size, group, keep = inputs
+        ctx.set_materialize_grads(False)
+        ctx.sizes = size, group, keep
+        ctx.save_for_backward(output[-1], *tensors, *weights)
+
+    def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        (kept, *saved), (size, group, keep) = ctx.saved_tensors, ctx.sizes
+        tensors, weights = saved[:9], saved[9:]
+        if not keep:  # a program that was exported without derivatives
+            kept = forward(*tensors, weights, size, group, True)[-1]
+        found = iter(backward(cotangents[0], cotangents[1:-1], kept, *tensors, weights, size, group))
+        return (*(None if x is None else next(found) for x in tensors), list(found), None, None, None)
+
+    def refuse(ctx: Any, *cotangents: Any) -> None:
+        raise MetaTTTError(
+            f"{name} has first derivatives only when compiled or exported: for derivatives of its gradients "
+            "(create_graph=True) set layer.form=dual, or do not compile the layer"
+        )
+
+    forward.register_autograd(differentiate, setup_context=setup)
+    backward.register_autograd(refuse)
+    for kernel in kernels:
+        kernel.operator = getattr(torch.ops.metattt, name).default

@@ -1,0 +1,131 @@
+"""The operators of the CPU's kernels: shapes and derivatives as torch checks them, and one node in what is compiled or
+exported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+import metattt
+from metattt.errors import MetaTTTError
+from metattt.kernels.base import kernels
+from metattt.layer import TTTLayer
+
+OPERATIONS = ["ttt_linear", "ttt_mlp"]
+
+
+def arguments(name: str, gates: Sequence[str] = (), bias: bool = True, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """Two sequences of two heads, two mini-batches of 16 tokens, in the order of the operator."""
+    kernels()  # registers the operators
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 0.3) -> Tensor:
+        return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+
+    def gate() -> Tensor:
+        return torch.rand(2, 2, 32, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    k, v, q = (draw(2, 32, 2, 16, scale=1.0).detach().transpose(1, 2).requires_grad_() for _ in range(3))
+    alpha, kappa = (gate() if wanted in gates else None for wanted in ("alpha", "kappa"))
+    tau = draw(2, 16) if "tau" in gates else None
+    shapes = [(16, 16), (16,)] if name == "ttt_linear" else [(16, 32), (32,), (32, 16), (16,)]
+    weights = [draw(2, 2, *shape) for shape in (shapes if bias else shapes[::2])]
+    return [k, v, q, gate(), alpha, kappa, tau, draw(2, 16), draw(2, 16), weights, 16, 1, True]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    ("gates", "bias", "dtype"),
+    [((), True, torch.float32), (("tau",), False, torch.float32), (("alpha", "kappa"), True, torch.float64)],
+)
+def test_shapes_and_derivatives(name: str, gates: Sequence[str], bias: bool, dtype: torch.dtype) -> None:
+    given = arguments(name, gates, bias, dtype)
+    operator = getattr(torch.ops.metattt, f"{name}_cpu").default
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(operator, given, test_utils=tests)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("gates", [("tau",), ("kappa",), ("alpha", "kappa"), ("alpha",)])
+def test_derivatives_in_numbers(name: str, gates: Sequence[str]) -> None:
+    given = arguments(name, gates, True, torch.float64)
+    weights, *rest = given[9:]
+    leaves = [*given[:9], *weights]
+    wanted = [x for x in leaves if x is not None]
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        found = iter(values)
+        tensors = [None if x is None else next(found) for x in leaves]
+        return tuple(getattr(torch.ops.metattt, f"{name}_cpu")(*tensors[:9], tensors[9:], *rest)[:-1])
+
+    assert torch.autograd.gradcheck(function, wanted, fast_mode=True)
+
+
+def small(name: str) -> TTTLayer:
+    return metattt.build(f"layer={name}", "dim=32", "num_heads=2", seed=0)
+
+
+def results(call: Any, layer: TTTLayer, x: Tensor) -> dict[str, Tensor]:
+    y = call(x)[0]
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y.square().sum(), parameters), strict=True))}
+
+
+def nodes(graph: GraphModule) -> list[str]:
+    return [
+        str(node.target)
+        for part in graph.modules()
+        if isinstance(part, GraphModule)
+        for node in part.graph.nodes
+        if str(node.target).startswith("metattt")
+    ]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_compiled_layer_has_one_node_of_the_operator_for_all_whole_mini_batches(name: str) -> None:
+    graphs: list[list[str]] = []
+
+    def keep(graph: GraphModule, _: Any) -> Any:
+        graphs.append(nodes(graph))
+        return make_boxed_func(graph.forward)
+
+    layer = small(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    for length in (64, 96, 37):  # the second time compile leaves the length open; the last one has a rest
+        x = torch.randn(2, length, 32)
+        found, expected = results(compiled, layer, x), results(layer, layer, x)
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+    assert graphs == [[f"metattt.{name}_cpu.default"], [f"metattt.{name}_cpu_backward.default"]] * 3
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_exported_layer_has_it_too_and_can_be_trained(name: str, trained: bool) -> None:
+    layer, x = small(name), torch.randn(2, 37, 32)
+    with torch.set_grad_enabled(trained):
+        program = torch.export.export(layer, (x,)).module()
+    assert nodes(program) == [f"metattt.{name}_cpu.default"]
+    parameters = dict(program.named_parameters())
+    y = program(x)[0]
+    expected = results(layer, layer, x)
+    torch.testing.assert_close(y, expected.pop("y"))
+    found = torch.autograd.grad(y.square().sum(), [parameters[key] for key in expected])
+    for gradient, (key, wanted) in zip(found, expected.items(), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_second_derivatives_of_an_operator_are_refused() -> None:
+    given = arguments("ttt_linear")
+    y = torch.ops.metattt.ttt_linear_cpu(*given)[0]
+    (gradient,) = torch.autograd.grad(y.square().sum(), given[0], create_graph=True)
+    with pytest.raises(MetaTTTError, match=r"layer\.form=dual"):
+        gradient.sum().backward()
