@@ -117,7 +117,7 @@ def test_a_rule_that_carries_weights_in_place_of_an_update(by: str) -> None:
     if by == "native":
         layer.plan.kernels = [NativeTTTLinear(), *layer.plan.kernels]
     else:
-        assert kernel.advances(one_token("linear", tau=None)) is None  # the kernel itself has no need of them
+        assert kernel.reason_not_decoded(one_token("linear", tau=None)) is None  # the kernel itself has no need of them
     x = tokens(12)
     expected = go_on(dual, x, None, [], False)
     with_graph = layer(x[:, :3])[1]
@@ -350,16 +350,17 @@ def test_no_token_steps_are_steps_of_one(name: str) -> None:
 def test_what_is_not_accepted(name: str) -> None:
     _, _, kernel = pair(name)
     given = one_token(name)
-    assert kernel.advances(given) is None and kernel.advances(given._replace(size=5)) is None
+    assert kernel.reason_not_decoded(given) is None and kernel.reason_not_decoded(given._replace(size=5)) is None
     gated = given._replace(tokens=given.tokens._replace(alpha=given.tokens.eta))
-    assert "gates" in str(kernel.advances(gated))
-    assert "fp32" in str(kernel.advances(given._replace(weights={key: w.double() for key, w in given.weights.items()})))
+    assert "gates" in str(kernel.reason_not_decoded(gated))
+    doubled = given._replace(weights={key: w.double() for key, w in given.weights.items()})
+    assert "fp32" in str(kernel.reason_not_decoded(doubled))
     wide = given.tokens._replace(k=given.tokens.k.double())
-    assert "float64" in str(kernel.advances(given._replace(tokens=wide)))
-    assert "width 24" in str(kernel.advances(one_token(name, 24)))
+    assert "float64" in str(kernel.reason_not_decoded(given._replace(tokens=wide)))
+    assert "width 24" in str(kernel.reason_not_decoded(one_token(name, 24)))
     if name == "mlp":
         odd = {key: w[..., :40] if key in ("w1", "b1") else w for key, w in given.weights.items()}
-        assert "40 hidden" in str(kernel.advances(given._replace(weights=odd)))
+        assert "40 hidden" in str(kernel.reason_not_decoded(given._replace(weights=odd)))
 
 
 @pytest.mark.parametrize("name", KERNELS)

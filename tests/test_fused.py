@@ -307,14 +307,14 @@ def test_a_kernel_of_ones_own() -> None:
     class Borrowed(Kernel):
         name, device = "borrowed", "cpu"
 
-        def covers(self, task: Any, learner: Any, optimizer: Any) -> str | None:
+        def reason_not_covered(self, task: Any, learner: Any, optimizer: Any) -> str | None:
             return None
 
         @staticmethod
         def function(weights: Any, slow: Any, x: Tensor) -> Tensor:
             return x
 
-        def accepts(self, given: MiniBatches) -> str | None:
+        def reason_rejected(self, given: MiniBatches) -> str | None:
             return None
 
         def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:

@@ -90,7 +90,7 @@ def results(
 
 def check(kind: str, x: dict[str, Tensor], b: int, group_size: int | None = None) -> None:
     kernel = KERNELS[kind]
-    assert kernel.accepts(given_of(x, b)) is None
+    assert kernel.reason_rejected(given_of(x, b)) is None
     found = results(kernel, x, b, group_size)
     expected = results(REFERENCES[kind], {name: value.double() for name, value in x.items()}, b)
     for name, value in expected.items():
@@ -230,12 +230,13 @@ def test_what_is_not_accepted() -> None:
     kernel = KERNELS["linear"]
     x = inputs("linear", 16, 16, True, "none")
     given = given_of(x, 16)
-    assert "gate" in str(kernel.accepts(given._replace(tokens=given.tokens._replace(alpha=given.tokens.eta))))
-    assert "fp32" in str(kernel.accepts(given_of({name: value.double() for name, value in x.items()}, 16)))
-    assert "fp32" in str(kernel.accepts(given._replace(operand=torch.bfloat16)))
-    assert "width of 24" in str(kernel.accepts(given_of(inputs("linear", 24, 16, True, "none"), 16)))
-    assert "8 tokens" in str(kernel.accepts(given_of(x, 8)))
-    assert "hidden width of 40" in str(KERNELS["mlp"].accepts(given_of(inputs("mlp", 16, 16, True, "none", 40), 16)))
+    assert "gate" in str(kernel.reason_rejected(given._replace(tokens=given.tokens._replace(alpha=given.tokens.eta))))
+    assert "fp32" in str(kernel.reason_rejected(given_of({name: value.double() for name, value in x.items()}, 16)))
+    assert "fp32" in str(kernel.reason_rejected(given._replace(operand=torch.bfloat16)))
+    assert "width of 24" in str(kernel.reason_rejected(given_of(inputs("linear", 24, 16, True, "none"), 16)))
+    assert "8 tokens" in str(kernel.reason_rejected(given_of(x, 8)))
+    odd = given_of(inputs("mlp", 16, 16, True, "none", 40), 16)
+    assert "hidden width of 40" in str(KERNELS["mlp"].reason_rejected(odd))
 
 
 # -- what a user's own part may give ----------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ def test_without_a_compiler_another_form_is_taken(
     x = inputs("linear", 16, 16, True, "none")
     with caplog.at_level(logging.DEBUG, logger="metattt"):
         for _ in range(2):
-            assert "compiler" in str(KERNELS["linear"].accepts(given_of(x, 16)))
+            assert "compiler" in str(KERNELS["linear"].reason_rejected(given_of(x, 16)))
         layer("linear")(torch.randn(1, 32, 32))
     (line,) = [record.message for record in caplog.records if "is not compiled" in record.message]
     assert command in line

@@ -112,7 +112,7 @@ def close(found: Tensor, expected: Tensor, bound: float = BOUND) -> None:
 def check(kind: str, x: MiniBatches, phase: int | Tensor, update: Weights | None, own: bool) -> None:
     """Against float64; what is not given up stays as it is."""
     kernel, batch = KERNELS[kind], x.tokens.k.shape[0]
-    assert kernel.advances(x) is None
+    assert kernel.reason_not_decoded(x) is None
     y, w, m = written_out(x, update, phase if isinstance(phase, Tensor) else torch.full((batch,), phase))
     passed = copy.deepcopy((x, update))
     found, after, moved = kernel.advance(*passed, phase, own)
@@ -286,17 +286,19 @@ def test_what_was_loaded_is_no_part_of_the_kernel(kind: str) -> None:
 
 def test_what_is_not_accepted() -> None:
     kernel, x = KERNELS["linear"], given("linear")
-    assert "gate" in str(kernel.advances(x._replace(tokens=x.tokens._replace(alpha=x.tokens.eta))))
-    assert "fp32" in str(kernel.advances(x._replace(operand=torch.bfloat16)))
-    assert "fp32" in str(kernel.advances(x._replace(weights={name: w.double() for name, w in x.weights.items()})))
-    assert "width of 24" in str(kernel.advances(given("linear", 24)))
-    assert "hidden width of 40" in str(KERNELS["mlp"].advances(given("mlp", hidden=40)))
-    assert kernel.accepts(given("linear", b=5, n=5)) is not None and kernel.advances(given("linear", b=5)) is None
+    assert "gate" in str(kernel.reason_not_decoded(x._replace(tokens=x.tokens._replace(alpha=x.tokens.eta))))
+    assert "fp32" in str(kernel.reason_not_decoded(x._replace(operand=torch.bfloat16)))
+    doubled = x._replace(weights={name: w.double() for name, w in x.weights.items()})
+    assert "fp32" in str(kernel.reason_not_decoded(doubled))
+    assert "width of 24" in str(kernel.reason_not_decoded(given("linear", 24)))
+    assert "hidden width of 40" in str(KERNELS["mlp"].reason_not_decoded(given("mlp", hidden=40)))
+    assert kernel.reason_rejected(given("linear", b=5, n=5)) is not None
+    assert kernel.reason_not_decoded(given("linear", b=5)) is None
 
     class Whole(NativeTTTLinear):
         source_of_tokens = None
 
-    assert "whole mini-batches" in str(Whole().advances(x))
+    assert "whole mini-batches" in str(Whole().reason_not_decoded(x))
 
 
 def test_a_state_of_another_type_is_not_misread() -> None:

@@ -217,7 +217,7 @@ class Problem:
         count = length // size
         self.blocks = [Block(size, 0, True, size)] * count
         self.kernel: Kernel = next(
-            x for x in self.layer.plan.kernels if x.device == "cpu" and x.accepts(self.given()) is None
+            x for x in self.layer.plan.kernels if x.device == "cpu" and x.reason_rejected(self.given()) is None
         )
 
     def given(self) -> MiniBatches:

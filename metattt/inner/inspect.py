@@ -141,9 +141,11 @@ def covering(
     evaluated."""
     covered, reasons = [], {}
     for kernel in kernels:
-        why = rescaled(learner) or kernel.covers(task, learner, optimizer) or hooked(learner) or gated_by_state(optimizer)
         why = (
-            why
+            rescaled(learner)
+            or kernel.reason_not_covered(task, learner, optimizer)
+            or hooked(learner)
+            or gated_by_state(optimizer)
             or other_loss(task, kernel.loss, num_heads, width)
             or other_function(learner, kernel.function, num_heads, width)
         )

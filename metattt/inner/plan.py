@@ -99,7 +99,7 @@ class Plan:
                 elif torch.compiler.is_compiling() and not kernel.traceable:
                     reason = "not under torch.compile"
                 else:
-                    reason = kernel.accepts(given)
+                    reason = kernel.reason_rejected(given)
                 if reason is None:
                     self._say("fused", device, kernel.name)
                     return kernel
@@ -121,8 +121,8 @@ class Plan:
         key = decided_by(given)
         if key not in self.decoders:
             device = given.tokens.k.device.type
-            taking = (kernel for kernel in self.kernels if kernel.device == device and kernel.advances(given) is None)
-            self.decoders[key] = next(taking, None)
+            here = (kernel for kernel in self.kernels if kernel.device == device)
+            self.decoders[key] = next((kernel for kernel in here if kernel.reason_not_decoded(given) is None), None)
         return self.decoders[key]
 
     def say_stored(self, beside: list[str]) -> None:
@@ -151,8 +151,8 @@ def generalised(tokens: Tokens) -> bool:
 
 
 def decided_by(given: MiniBatches) -> tuple[object, ...]:
-    """What a kernel's `advances` may depend on: types, widths, gates and the device, but not the number of tokens or
-    sequences."""
+    """What a kernel's `reason_not_decoded` may depend on: types, widths, gates and the device, but not the number of
+    tokens or sequences."""
     k, v, q, eta, *rest = given.tokens
     types = [x.dtype for x in (*given.weights.values(), *given.slow.values())]
     tau = None if given.tau is None else given.tau.dtype

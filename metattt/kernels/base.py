@@ -2,10 +2,9 @@
 kernels.
 
 A kernel lives in a folder of its own under `metattt/kernels`, whose `__init__.py` registers it; nothing else names it.
-It is asked
-twice: when a layer is built whether it computes this combination of task, learner and optimizer (`covers`), and in
-    every call whether
-it takes these tensors (`accepts`). Where no kernel says yes, the generic dual form computes the same.
+It is asked twice for a reason against it: when a layer is built, of this combination of task, learner and optimizer
+(`reason_not_covered`), and in every call, of these tensors (`reason_rejected`). Where every kernel has one, the generic
+dual form computes the same.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Kernel(ABC):
     )
 
     @abstractmethod
-    def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         """Why this combination cannot be computed (a few words), or None if it can.
 
         Called when a layer is built, and again when a setting of a part has changed. What it says of the learner's
@@ -68,7 +67,7 @@ class Kernel(ABC):
         return 0.5 * (prediction - v).square().sum(-1)
 
     @abstractmethod
-    def accepts(self, given: MiniBatches) -> str | None:
+    def reason_rejected(self, given: MiniBatches) -> str | None:
         """Why these tensors cannot be taken (types, widths, gates), or None if they can. Called in every call on the
         kernel's device."""
 
@@ -80,8 +79,8 @@ class Kernel(ABC):
         the kernel does not have (of its backward pass).
         """
 
-    def advances(self, given: MiniBatches) -> str | None:
-        """As `accepts`, for `advance`; by types, widths and gates alone, since the answer is kept."""
+    def reason_not_decoded(self, given: MiniBatches) -> str | None:
+        """As `reason_rejected`, for `advance`; by types, widths and gates alone, since the answer is kept."""
         return "whole mini-batches only"
 
     def advance(

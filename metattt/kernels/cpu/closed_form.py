@@ -61,7 +61,7 @@ class ClosedForm(KernelOnCPU):
         """Cotangents of the group's tensors and of the weights before it, from those of the predictions and the weights
         after it."""
 
-    def accepts(self, given: MiniBatches) -> str | None:
+    def reason_rejected(self, given: MiniBatches) -> str | None:
         tokens, dtype = given.tokens, given.tokens.eta.dtype
         if tokens.beta is not None or tokens.rates is not None:
             return "a momentum gate, or a step size for every weight"

@@ -39,13 +39,13 @@ class NativeForm(KernelOnCPU):
     def defines(self, given: MiniBatches) -> dict[str, int] | str:
         """The macros of the source for these tensors, all of them sizes or flags; or why there are none."""
 
-    def accepts(self, given: MiniBatches) -> str | None:
+    def reason_rejected(self, given: MiniBatches) -> str | None:
         width = given.tokens.k.shape[-1]
         fits = width % 16 == 0 and 16 <= width <= 128 and given.size % 16 == 0 and 16 <= given.size <= 64
         misfit = None if fits else f"a head width of {width} with {given.size} tokens per mini-batch"
         return self._refused(given, misfit, self.source)
 
-    def advances(self, given: MiniBatches) -> str | None:
+    def reason_not_decoded(self, given: MiniBatches) -> str | None:
         """Why `advance` cannot take these tensors, or None if it can: a matter of types, widths and gates, not of
         lengths."""
         width = given.tokens.k.shape[-1]
@@ -73,7 +73,7 @@ class NativeForm(KernelOnCPU):
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """Tokens of an open mini-batch, without gradients; only what `advances` accepts.
+        """Tokens of an open mini-batch, without gradients, where `reason_not_decoded` has nothing against it.
 
         `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`, and place `b − 1` ends a mini-batch:
         `W_a ← W_t`, `M ← 0`.
@@ -98,7 +98,7 @@ class NativeForm(KernelOnCPU):
 
     def _function(self, given: MiniBatches) -> Any:
         defines = self.defines(given)
-        assert self.source_of_tokens is not None and not isinstance(defines, str)  # `advances` saw it
+        assert self.source_of_tokens is not None and not isinstance(defines, str)  # `reason_not_decoded` saw it
         library = load(self.source_of_tokens, _macros(defines, False))
         assert library is not None
         library.advance.argtypes, library.advance.restype = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64), None
@@ -147,7 +147,7 @@ class NativeForm(KernelOnCPU):
             defines = self.defines(given)
             assert not isinstance(defines, str)
             library = load(self.source, defines)
-            assert library is not None  # `accepts` saw it
+            assert library is not None  # `reason_rejected` saw it
             library.state_size.restype = ctypes.c_int64
             _libraries[key] = library
         return _libraries[key]

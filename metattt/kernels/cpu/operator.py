@@ -162,7 +162,7 @@ def register_operator(name: str, kernels: Sequence[type[KernelOnCPU]]) -> None:
         slow = {"norm_scale": scale, "norm_bias": shift}
         named = dict(zip(names, weights, strict=True))
         given = MiniBatches(tokens, named, slow, tau, size, tokens.eta.dtype, group)  # type: ignore[arg-type]
-        return next(kernel for kernel in made if kernel.accepts(given) is None), given
+        return next(kernel for kernel in made if kernel.reason_rejected(given) is None), given
 
     @torch.library.custom_op(f"metattt::{name}", mutates_args=(), device_types="cpu")
     def forward(

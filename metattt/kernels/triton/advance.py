@@ -39,7 +39,7 @@ class AdvancesOnGPU(Kernel):
     ) -> None:  # fmt: skip
         """Launches the operation's `decode.launch_token`, which says what it takes."""
 
-    def advances(self, given: MiniBatches) -> str | None:
+    def reason_not_decoded(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
         width = tokens.k.shape[-1]
         if any(gate is not None for gate in (tokens.alpha, tokens.beta, tokens.kappa, tokens.rates)):

@@ -33,7 +33,7 @@ class OnGPU(Kernel):
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         """Most bytes of shared memory that a program of the launches for these shapes takes, forward or backward.
 
-        Compared with the device's limit in `accepts`; 0 where no launch comes near one.
+        Compared with the device's limit in `reason_rejected`; 0 where no launch comes near one.
 
         Args:
             width: d, features of a head.
@@ -42,7 +42,7 @@ class OnGPU(Kernel):
         """
         return 0
 
-    def accepts(self, given: MiniBatches) -> str | None:
+    def reason_rejected(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
         width = tokens.k.shape[-1]
         if any(gate is not None for gate in (tokens.alpha, tokens.beta, tokens.kappa, tokens.rates)):

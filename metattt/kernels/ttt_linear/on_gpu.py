@@ -23,7 +23,7 @@ class TTTLinearOnGPU(AdvancesOnGPU, OnGPU):
 
     function = staticmethod(function)
 
-    def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:

@@ -38,7 +38,7 @@ class TTTMLP(ClosedForm):
 
     function = staticmethod(function)
 
-    def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)
 
     def forward_group(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

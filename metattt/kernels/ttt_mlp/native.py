@@ -20,7 +20,7 @@ class NativeTTTMLP(NativeForm):
 
     function = staticmethod(function)
 
-    def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)
 
     def defines(self, given: MiniBatches) -> dict[str, int] | str:

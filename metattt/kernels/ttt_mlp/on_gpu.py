@@ -23,12 +23,14 @@ class TTTMLPOnGPU(AdvancesOnGPU, OnGPU):
 
     function = staticmethod(function)
 
-    def covers(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
         return uncovered(task, learner, optimizer)
 
-    def accepts(self, given: MiniBatches) -> str | None:
+    def reason_rejected(self, given: MiniBatches) -> str | None:
         width, hidden = given.weights["w1"].shape[-2:]
-        return f"learner of {hidden} hidden units, not {4 * width}" if hidden != 4 * width else super().accepts(given)
+        if hidden != 4 * width:
+            return f"learner of {hidden} hidden units, not {4 * width}"
+        return super().reason_rejected(given)
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         return shared_bytes(width, size, dtype)
@@ -48,9 +50,9 @@ class TTTMLPOnGPU(AdvancesOnGPU, OnGPU):
         assert final is not None
         return o, [x for x in (final.w1, final.b1, final.w2, final.b2) if x is not None]
 
-    def advances(self, given: MiniBatches) -> str | None:
+    def reason_not_decoded(self, given: MiniBatches) -> str | None:
         hidden = given.weights["w1"].shape[-1]
-        return f"{hidden} hidden units, not a multiple of 32" if hidden % 32 else super().advances(given)
+        return f"{hidden} hidden units, not a multiple of 32" if hidden % 32 else super().reason_not_decoded(given)
 
     def launch(self, *given: Any) -> None:
         from metattt.kernels.ttt_mlp.decode import launch_token
