@@ -20,17 +20,11 @@ WIDTHS = (32, 64, 96, 128)
 VIEWS = (torch.bfloat16, torch.float16, torch.float32)
 
 Part = tuple[Tensor | None, ...]
-"""Weights, or what is summed up for them, in the order of `AdvancesOnGPU.weights`."""
+"""Weights, or what is summed up for them, in the order of `Kernel.weights`."""
 
 
 class AdvancesOnGPU(Kernel):
-    """The half of a Triton operation that decodes.
-
-    Attributes:
-        weights: names of the fast weights in the order of the kernel; a learner may be without some of them.
-    """
-
-    weights: tuple[str, ...]
+    """The half of a Triton operation that decodes."""
 
     @abstractmethod
     def launch(

@@ -23,20 +23,11 @@ from metattt.kernels.cpu.closed_form import (
     pull_norm,
     transposed,
 )
-from metattt.kernels.ttt_linear.covers import function, uncovered
-from metattt.learners.base import Learner
-from metattt.optimizers.base import InnerOptimizer
-from metattt.tasks.base import Task
+from metattt.kernels.ttt_linear.learner import TTTLinearKernel
 
 
-class TTTLinear(ClosedForm):
+class TTTLinear(TTTLinearKernel, ClosedForm):
     name = "ttt_linear.closed_form"
-    weights = ("w1", "b1")
-
-    function = staticmethod(function)
-
-    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        return uncovered(task, learner, optimizer)
 
     def forward_group(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         walk = _walk(group, weights)

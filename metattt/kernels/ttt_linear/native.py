@@ -6,22 +6,13 @@ from pathlib import Path
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native_scan import NativeForm
-from metattt.kernels.ttt_linear.covers import function, uncovered
-from metattt.learners.base import Learner
-from metattt.optimizers.base import InnerOptimizer
-from metattt.tasks.base import Task
+from metattt.kernels.ttt_linear.learner import TTTLinearKernel
 
 
-class NativeTTTLinear(NativeForm):
+class NativeTTTLinear(TTTLinearKernel, NativeForm):
     name = "ttt_linear.native"
-    weights = ("w1", "b1")
     source = Path(__file__).with_name("native.cpp")
     source_of_tokens = Path(__file__).with_name("advance.cpp")
-
-    function = staticmethod(function)
-
-    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        return uncovered(task, learner, optimizer)
 
     def defines(self, given: MiniBatches) -> dict[str, int] | str:
         return {"WIDTH": given.tokens.k.shape[-1], "TOKENS": given.size, "BIAS": int(len(given.weights) > 1)}

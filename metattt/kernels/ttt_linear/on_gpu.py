@@ -11,20 +11,11 @@ from metattt.inner.tokens import MiniBatches
 from metattt.kernels.triton.advance import AdvancesOnGPU
 from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear import tuning
-from metattt.kernels.ttt_linear.covers import function, uncovered
-from metattt.learners.base import Learner
-from metattt.optimizers.base import InnerOptimizer
-from metattt.tasks.base import Task
+from metattt.kernels.ttt_linear.learner import TTTLinearKernel
 
 
-class TTTLinearOnGPU(AdvancesOnGPU, OnGPU):
+class TTTLinearOnGPU(TTTLinearKernel, AdvancesOnGPU, OnGPU):
     name = "ttt_linear.triton"
-    weights = ("w1", "b1")
-
-    function = staticmethod(function)
-
-    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        return uncovered(task, learner, optimizer)
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         return min(tuning.shared_bytes(width, size, dtype.itemsize, form) for form in tuning.FORMS)

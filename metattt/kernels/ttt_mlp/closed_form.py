@@ -25,21 +25,12 @@ from metattt.kernels.cpu.closed_form import (
     pull_norm,
     transposed,
 )
-from metattt.kernels.ttt_mlp.covers import function, uncovered
-from metattt.learners.base import Learner
-from metattt.optimizers.base import InnerOptimizer
-from metattt.tasks.base import Task
+from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 
 
-class TTTMLP(ClosedForm):
+class TTTMLP(TTTMLPKernel, ClosedForm):
     name = "ttt_mlp.closed_form"
-    weights = ("w1", "b1", "w2", "b2")
     largest_group = 16  # the weights of a mini-batch are as large as 8·d tokens of its hidden layer
-
-    function = staticmethod(function)
-
-    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        return uncovered(task, learner, optimizer)
 
     def forward_group(self, group: Group, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         walk = _walk(group, weights)

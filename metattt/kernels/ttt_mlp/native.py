@@ -6,22 +6,13 @@ from pathlib import Path
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native_scan import NativeForm
-from metattt.kernels.ttt_mlp.covers import function, uncovered
-from metattt.learners.base import Learner
-from metattt.optimizers.base import InnerOptimizer
-from metattt.tasks.base import Task
+from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 
 
-class NativeTTTMLP(NativeForm):
+class NativeTTTMLP(TTTMLPKernel, NativeForm):
     name = "ttt_mlp.native"
-    weights = ("w1", "b1", "w2", "b2")
     source = Path(__file__).with_name("native.cpp")
     source_of_tokens = Path(__file__).with_name("advance.cpp")
-
-    function = staticmethod(function)
-
-    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        return uncovered(task, learner, optimizer)
 
     def defines(self, given: MiniBatches) -> dict[str, int] | str:
         width, hidden = next(iter(given.weights.values())).shape[-2:]

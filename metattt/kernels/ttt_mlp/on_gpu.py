@@ -10,21 +10,12 @@ from torch import Tensor
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.triton.advance import AdvancesOnGPU
 from metattt.kernels.triton.on_gpu import OnGPU
-from metattt.kernels.ttt_mlp.covers import function, uncovered
+from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 from metattt.kernels.ttt_mlp.tuning import shared_bytes
-from metattt.learners.base import Learner
-from metattt.optimizers.base import InnerOptimizer
-from metattt.tasks.base import Task
 
 
-class TTTMLPOnGPU(AdvancesOnGPU, OnGPU):
+class TTTMLPOnGPU(TTTMLPKernel, AdvancesOnGPU, OnGPU):
     name = "ttt_mlp.triton"
-    weights = ("w1", "b1", "w2", "b2")
-
-    function = staticmethod(function)
-
-    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
-        return uncovered(task, learner, optimizer)
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         width, hidden = given.weights["w1"].shape[-2:]

@@ -1,0 +1,46 @@
+"""What the kernels of `f(x) = x + LN(z(x))` with squared error have in common, on every device: which combinations they
+compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from metattt.kernels.base import Kernel, linear_rule
+from metattt.learners.base import Learner
+from metattt.optimizers.base import InnerOptimizer
+from metattt.tasks.base import Task
+
+OWN = ("forward", "predict", "wrap", "mixes_tokens")  # what makes a learner the function that it is
+
+
+class ResidualKernel(Kernel):
+    """One operation on every device; a subclass says which."""
+
+    learner: type[Learner]  #: whose `forward` and the rest of `OWN` must be unchanged
+    formula: str  #: of the learner, as messages show it
+
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:
+        same = all(getattr(type(learner), name) is getattr(self.learner, name) for name in OWN)
+        if not (isinstance(learner, self.learner) and same and learner.residual and learner.norm):
+            return f"the learner is not {self.formula}"
+        names = set(learner.init)
+        if names not in (set(self.weights), set(self.weights[::2])) or set(learner.slow) != {"norm_scale", "norm_bias"}:
+            return "the learner has other weights"
+        if not task.squared_error:
+            return "the loss is not ½‖f(k) − v‖²"
+        return linear_rule(optimizer)
+
+
+def affine(x: Tensor, weights: Mapping[str, Tensor], layer: int) -> Tensor:
+    """`xW + b` of a layer, with or without b."""
+    z = x @ weights[f"w{layer}"]
+    return z + weights[f"b{layer}"].unsqueeze(2) if f"b{layer}" in weights else z
+
+
+def residual(x: Tensor, z: Tensor, slow: Mapping[str, Tensor]) -> Tensor:
+    """`x + LN(z)`."""
+    scale, shift = slow["norm_scale"].unsqueeze(1), slow["norm_bias"].unsqueeze(1)
+    return x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * scale + shift
