@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from metattt.bench.compiled import SM_90, _NoDevice
-from metattt.kernels.triton.on_gpu import SIZES, WIDTHS
+from metattt.kernels.triton.device import SIZES, WIDTHS
 from metattt.kernels.ttt_linear import backward, forward, tuning
 
 

@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 import triton
 
 from metattt.bench.compiled import Compiled
-from metattt.kernels.triton.device import SHARED_MEMORY
-from metattt.kernels.triton.on_gpu import SIZES, WIDTHS
+from metattt.kernels.triton.device import SHARED_MEMORY, SIZES, WIDTHS
 from metattt.kernels.ttt_linear import tuning
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from metattt.bench.compiled import SHARED_LIMIT, Compiled, compiled
-from metattt.kernels.triton.on_gpu import OPERANDS, SIZES, WIDTHS
+from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.kernels.ttt_mlp.tuning import TABLE, Config, config, key, shared_bytes, variants
 

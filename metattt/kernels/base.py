@@ -37,9 +37,7 @@ class Kernel(ABC):
 
     name: str  #: as messages show it: `<folder>.<implementation>`
     device: str  #: `cpu` or `cuda`
-    traceable = (
-        False  #: whether `torch.compile` can look through it (a `torch.library` operation with its own derivative)
-    )
+    traceable = False  #: whether `torch.compile` sees an operator of `torch.library` with a derivative in it
 
     @abstractmethod
     def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None:

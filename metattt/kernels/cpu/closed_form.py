@@ -246,10 +246,9 @@ def inner_gradient(z: Tensor, offset: Tensor, squared_scale: Tensor) -> InnerGra
 def transposed(u: Tensor, gradient: InnerGradient, overlap: Tensor, squared_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Cotangents of `error` (as a function of `offset`) and of z, from that of G: the second-order terms.
 
-    With P the projection of `pull_norm`, `G = r P e`, `e = γ² x̂ + offset`: `de = r P u`; x̂ enters through e and P, r
-    through z:
-    `dx̂ = γ² de − r (u mean(x̂ e) + e mean(x̂ u))`, `dz = r (P dx̂ − x̂ mean(u G))`. `overlap` is `mean(x̂ e)·r`,
-    `[N, b, 1]`.
+    With P the projection of `pull_norm`, `G = r P e` and `e = γ² x̂ + offset`: `de = r P u`. x̂ enters through e and P,
+    r through z: `dx̂ = γ² de − r (u mean(x̂ e) + e mean(x̂ u))`, `dz = r (P dx̂ − x̂ mean(u G))`. `overlap` is
+    `mean(x̂ e)·r`, `[N, b, 1]`.
     """
     hat, rstd = gradient.normed.hat, gradient.normed.rstd
     width = u.shape[-1]
@@ -271,10 +270,8 @@ def label_cotangents(group: Group, derror: Tensor, steps: Sequence[InnerGradient
     `error`."""
     dv = -group.scale * derror
     hats = torch.stack([step.normed.hat for step in steps])
-    dscale = (
-        (derror * torch.addcmul(group.k - group.v + group.shift, hats, group.scale, value=2)).sum((0, 2)).unsqueeze(1)
-    )
-    return dv, dscale, -dv.sum((0, 2)).unsqueeze(1)
+    slope = torch.addcmul(group.k - group.v + group.shift, hats, group.scale, value=2)
+    return dv, (derror * slope).sum((0, 2)).unsqueeze(1), -dv.sum((0, 2)).unsqueeze(1)
 
 
 # -- batched over mini-batches and learners ----------------------------------------------------------------------------

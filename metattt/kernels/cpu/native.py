@@ -1,9 +1,8 @@
 """C++ sources compiled on first use by the system's compiler, for the processor at hand, and loaded with ctypes.
 
 What was compiled stays in a folder of the user's cache under a name that depends on the sources, the compiler, its
-options and the
-processor: another process loads it again, and nothing stale is ever loaded. Where nothing can be compiled, `load`
-    returns None.
+options and the processor: another process loads it again, and nothing stale is ever loaded. Where nothing can be
+compiled, `load` returns None.
 """
 
 from __future__ import annotations

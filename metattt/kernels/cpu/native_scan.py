@@ -1,5 +1,4 @@
-"""A kernel in C++ as an operation of autograd: what the kernels of `native.h` are passed, and what their gradients
-mean.
+"""Kernels in C++: what the functions of `native.h` are passed, and what their gradients mean.
 
 Every learner (one head of one sequence) is computed on its own, so that its weights stay in the cache; the learners are
 divided among as many threads as torch may use. Nothing is kept for the backward pass but the inputs and the weights at

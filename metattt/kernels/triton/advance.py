@@ -14,10 +14,8 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.base import Kernel
+from metattt.kernels.triton.device import OPERANDS, WIDTHS
 from metattt.state import Tensors
-
-WIDTHS = (32, 64, 96, 128)
-VIEWS = (torch.bfloat16, torch.float16, torch.float32)
 
 Part = tuple[Tensor | None, ...]
 """Weights, or what is summed up for them, in the order of `Kernel.weights`."""
@@ -38,7 +36,7 @@ class AdvancesOnGPU(Kernel):
         width = tokens.k.shape[-1]
         if any(gate is not None for gate in (tokens.alpha, tokens.beta, tokens.kappa, tokens.rates)):
             return "gates other than the step size"
-        if any(x.dtype not in VIEWS for x in (tokens.k, tokens.v, tokens.q)):
+        if any(x.dtype not in OPERANDS for x in (tokens.k, tokens.v, tokens.q)):
             return f"views of {str(tokens.k.dtype).removeprefix('torch.')}"
         if any(x.dtype != torch.float32 for x in (tokens.eta, *given.weights.values())):
             return "a state that is not fp32"

@@ -1,9 +1,13 @@
-"""What a launch may take of a device. Where there is no GPU, the answers are those of an H100, as interpreter and compiler
-need them."""
+"""What the operations and their launches may take. Where there is no GPU, the answers about a device are those of an
+H100, as interpreter and compiler need them."""
 
 from typing import Any
 
 import torch
+
+WIDTHS = (32, 64, 96, 128)  #: of a head
+SIZES = (8, 16, 32, 64)  #: tokens of a mini-batch
+OPERANDS = (torch.bfloat16, torch.float16, torch.float32)  #: types of the operands of products
 
 MULTIPROCESSORS = 132  #: of an H100 or H200
 SHARED_MEMORY = 232_448  #: bytes that one program may have on compute capability 9.0

@@ -9,12 +9,8 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Scan
 from metattt.kernels.base import Kernel
-from metattt.kernels.triton.device import shared_memory
+from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS, shared_memory
 from metattt.state import Tensors
-
-WIDTHS = (32, 64, 96, 128)
-SIZES = (8, 16, 32, 64)
-OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class OnGPU(Kernel):

@@ -1,5 +1,5 @@
-"""TTT-Linear in closed form on the CPU: `f(x) = x + LN(xW + b)` with squared error (arXiv 2407.04620, Sec. 2.5 and
-2.7)."""
+"""TTT-Linear in closed form on the CPU: `f(x) = x + LN(xW + b)` with squared error (arXiv 2407.04620, Sec. 2.5
+and 2.7)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class TTTLinear(TTTLinearKernel, ClosedForm):
     ) -> tuple[Group, list[Tensor]]:
         k, q, mix = group.k, group.q, group.mix
         walk = _walk(group, weights)
-        # The reads, all mini-batches at once: y = q + γ x̂(z̄) + β, z̄_t = γ_t (q_t W + b) − Σ_s mix_ts (q_t·k_s + 1)
-        # g_s.
+        # The reads, all mini-batches at once: y = q + γ x̂(z̄) + β with
+        # z̄_t = γ_t (q_t W + b) − Σ_s mix_ts (q_t·k_s + 1) g_s.
         inner = products(q, k, walk.b is not None)
         mixed = mix * inner
         z, before = _read(group, walk, mixed)
@@ -126,9 +126,7 @@ def _walk(group: Group, weights: Sequence[Tensor]) -> Walk:
             torch.baddbmm(
                 b[i] if decay is None else decay * b[i], last[i].unsqueeze(1), step.value, alpha=-1, out=b[i + 1]
             )
-    after = (
-        [w[count].clone()] if b is None else [w[count].clone(), b[count].clone()]
-    )  # not to keep the whole stack alive
+    after = [stack[count].clone() for stack in (w, b) if stack is not None]  # not to keep the whole stacks alive
     return Walk(w[:count], None if b is None else b[:count], torch.stack([step.value for step in steps]), steps, after)
 
 

@@ -5,13 +5,9 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.kernels.triton.device import shared_memory
+from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS, shared_memory
 from metattt.kernels.ttt_linear import backward, decode, forward, tuning
 from metattt.kernels.ttt_linear.naive import LinearState
-
-WIDTHS = (32, 64, 96, 128)
-SIZES = (8, 16, 32, 64)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def ttt_linear(
@@ -35,11 +31,10 @@ def ttt_linear(
     For the tokens t of a mini-batch, with G_s = ∂ ½‖f(k_s) − v_s‖² / ∂(k_s W + b) at the W, b before it:
 
         z_t = q_t W + b − τ_t Σ_{s≤t} η_s (q_t·k_s + 1) G_s,    o_t = q_t + γ norm(z_t) + β,
-        W ← W − τ_{b−1} Σ_s η_s k_sᵀ G_s,                       b ← b − τ_{b−1} Σ_s η_s G_s     (after whole
-        mini-batches).
+        W ← W − τ_{b−1} Σ_s η_s k_sᵀ G_s,                       b ← b − τ_{b−1} Σ_s η_s G_s,
 
-    Without bias the `+ 1` and b are absent. Differentiable once in every tensor, cotangents of every part of the final
-    state included.
+    the last line after whole mini-batches. Without bias the `+ 1` and b are absent. Differentiable once in every tensor,
+    cotangents of every part of the final state included.
 
     Args:
         q, k, v: views `[B, T, H, d]`, bf16, fp16 or fp32 (all alike), any strides whose last is 1. d: 32, 64, 96 or
@@ -187,9 +182,9 @@ def _check(
             f"ttt_linear: mini-batches of {mini_batch_size} tokens are not among {SIZES}: "
             "set optimizer.mini_batch_size to one of them, or layer.form=dual."
         )
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+    if q.dtype not in OPERANDS or k.dtype != q.dtype or v.dtype != q.dtype:
         raise MetaTTTError(
-            f"ttt_linear: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one type of {DTYPES} for all."
+            f"ttt_linear: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one type of {OPERANDS} for all."
         )
     needed = min(tuning.shared_bytes(width, mini_batch_size, q.dtype.itemsize, form) for form in tuning.FORMS)
     if needed > shared_memory(q.device):

@@ -1,5 +1,5 @@
-"""TTT-MLP in closed form on the CPU: `f(x) = x + LN(gelu(xW₁ + b₁)W₂ + b₂)` with squared error (arXiv 2407.04620, Sec.
-2.7)."""
+"""TTT-MLP in closed form on the CPU: `f(x) = x + LN(gelu(xW₁ + b₁)W₂ + b₂)` with squared error (arXiv 2407.04620,
+Sec. 2.7)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class TTTMLP(TTTMLPKernel, ClosedForm):
         read = _read(group, walk)
         count, size = k.shape[0], k.shape[2]
         biased = walk.b1 is not None
-        # The reads, all mini-batches at once. z̄ₗ_t = γ_t (x̄_t Wₗ + bₗ) − Σ_s mix_ts (x̄_t·x_s + 1) gₗ_s, x̄ = q,
-        # gelu(z̄₁).
+        # The reads, all mini-batches at once: z̄ₗ_t = γ_t (x̄_t Wₗ + bₗ) − Σ_s mix_ts (x̄_t·x_s + 1) gₗ_s, where x̄ is q
+        # for the first layer and gelu(z̄₁) for the second.
         normed = normalize(read.z2)
         dscale, dshift = (dy * normed.hat).sum((0, 2)).unsqueeze(1), dy.sum((0, 2)).unsqueeze(1)
         dz2 = pull_norm(dy * group.scale, normed)
@@ -66,8 +66,8 @@ class TTTMLP(TTTMLPKernel, ClosedForm):
             dz1 = dz1 * rows.unsqueeze(-1)
         dq = baddbmm(baddbmm(dy, dz1, walk.w1.mT), dinner, k)
         dk = bmm(dinner.mT, q)
-        # The walk, backwards: wₗ' = γ_b wₗ − (mix_b ∘ xₗ)ᵀ gₗ; g₂ depends on z₂ = gelu(z₁)W₂ + b₂, g₁ = (g₂W₂ᵀ) ∘
-        # gelu'(z₁).
+        # The walk, backwards: wₗ' = γ_b wₗ − (mix_b ∘ xₗ)ᵀ gₗ, where g₂ depends on z₂ = gelu(z₁)W₂ + b₂, and
+        # g₁ = (g₂W₂ᵀ) ∘ gelu'(z₁).
         dw1, dw2 = dweights[0], dweights[2 if biased else 1]
         db1, db2 = (dweights[1], dweights[3]) if biased else (None, None)
         last = mix[:, :, -1, :, None]

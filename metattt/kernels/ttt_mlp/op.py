@@ -17,16 +17,14 @@ import triton
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.kernels.triton.device import multiprocessors
+from metattt.kernels.triton.device import OPERANDS, SIZES, multiprocessors
 from metattt.kernels.ttt_mlp.backward import backward
 from metattt.kernels.ttt_mlp.decode import decode
 from metattt.kernels.ttt_mlp.forward import forward, forward_kernel, sequences, slots
 from metattt.kernels.ttt_mlp.naive import FinalState, Weights
 from metattt.kernels.ttt_mlp.tuning import SEGMENT, Config, config
 
-MINI_BATCHES = (8, 16, 32, 64)
 WIDTHS = range(32, 129, 16)
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)  # TRITON_INTERPRET=1: the kernels run on the CPU
 
 
@@ -300,7 +298,7 @@ def _check(
 ) -> None:
     _refuse(q.dim() != 4, f"q has the shape {list(q.shape)}: expected [B, T, H, d]")
     _check_common(q, k, v, eta, scale, bias)
-    _refuse(b not in MINI_BATCHES, f"mini_batch_size={b} is not among {MINI_BATCHES}: choose one, or form=dual")
+    _refuse(b not in SIZES, f"mini_batch_size={b} is not among {SIZES}: choose one, or form=dual")
     if tau is not None:
         _check_tau(tau, q.shape[2], b)
     if cu_seqlens is not None:
@@ -325,7 +323,7 @@ def _check_common(q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, b
     for name, x in (("k", k), ("v", v)):
         same = x.shape == q.shape and x.dtype == q.dtype
         _refuse(not same, f"{name} is {list(x.shape)}, {x.dtype}; q is {list(q.shape)}, {q.dtype}: expected the same")
-    _refuse(q.dtype not in TYPES, f"q has the type {q.dtype}: expected bfloat16, float16 or float32")
+    _refuse(q.dtype not in OPERANDS, f"q has the type {q.dtype}: expected bfloat16, float16 or float32")
     _refuse(
         q.shape[-1] not in WIDTHS,
         f"head width d={q.shape[-1]} is not a multiple of 16 from 32 to 128: choose another, or form=dual",
