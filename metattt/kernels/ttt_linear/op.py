@@ -258,22 +258,7 @@ def ttt_linear_forward(
 
 
 @ttt_linear_forward.register_fake
-def _forward_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    tau: Tensor | None,
-    cu_seqlens: Tensor | None,
-    size: int,
-    segment: int,
-    save: bool,
-    final: bool,
-) -> tuple[Tensor, ...]:
+def _(q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, size, segment, save, final):  # type: ignore[no-untyped-def]
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return forward.allocate(q, k, sequences, size, segment, save, final)
 
@@ -333,26 +318,10 @@ def ttt_linear_backward(
 
 
 @ttt_linear_backward.register_fake
-def _backward_fake(
-    d_o: Tensor,
-    d_w: Tensor | None,
-    d_b: Tensor | None,
-    d_update_w: Tensor | None,
-    d_update_b: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    tau: Tensor | None,
-    cu_seqlens: Tensor | None,
-    weighted: Tensor,
-    anchors: Tensor,
-    bias: bool,
-    size: int,
-    segment: int,
-) -> tuple[Tensor, ...]:
+def _(  # type: ignore[no-untyped-def]
+    d_o, d_w, d_b, d_update_w, d_update_b, q, k, v, eta, scale, shift, tau, cu_seqlens, weighted, anchors, bias,
+    size, segment,
+):  # fmt: skip
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return backward.allocate(q, k, v, eta, sequences, bias, tau is not None, size)
 
@@ -435,19 +404,5 @@ def ttt_linear_decode_inplace(
 
 
 @ttt_linear_decode_inplace.register_fake
-def _decode_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    update_w: Tensor,
-    update_b: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    tau: Tensor | None,
-    phase: Tensor,
-    size: int,
-) -> Tensor:
+def _(q, k, v, eta, w, b, update_w, update_b, scale, shift, tau, phase, size):  # type: ignore[no-untyped-def]
     return torch.empty_like(q)
