@@ -399,7 +399,7 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"the state is from another layer: it stands at token {state.phase} of {self.optimizer.mini_batch_size}"
             )
-        if bool(state.weights) != self.learner.has_weights:
+        if (len(state.weights) > 0) != self.learner.has_weights:
             raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
 
     def _check_kept(self, given: State, task_state: Tensors, rule_state: Tensors) -> None:

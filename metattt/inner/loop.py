@@ -313,7 +313,7 @@ class InnerLoop:
             raise MetaTTTError(
                 f"{type(self.learner).__name__} mixes the tokens of a mini-batch, and would mix the pairs of a token: set another learner"
             )
-        if tokens.pairs is not None and rule.state_dependent:
+        if tokens.pairs is not None and self.plan.sees_weights:
             raise MetaTTTError(
                 f"{type(rule).__name__} looks at the weights for every token, and this task gives several pairs a token: set another task"
             )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -159,6 +160,16 @@ def needs_probes() -> bool:
     where the other fails.
     """
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or transformed()
+
+
+def for_probes() -> AbstractContextManager[Any]:
+    """Around `torch.func.vjp` and what it returns: in inference mode, torch 2.11 differentiates to zeros."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    outside = ExitStack()
+    outside.enter_context(torch.inference_mode(False))
+    outside.enter_context(torch.no_grad())
+    return outside
 
 
 class Record(FastWeights):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import Carry, Tokens, rated
-from metattt.learners.fast_weights import ReadRows, Record, Site, matmul, needs_probes
+from metattt.learners.fast_weights import ReadRows, Record, Site, for_probes, matmul, needs_probes
 from metattt.modules import spread
 from metattt.optimizers.base import Coefficients, Gates, clip_factor
 from metattt.state import Tensors
@@ -43,7 +43,8 @@ def record(
     """
     k, v, constant = tokens.k, tokens.v, work.plan.outer == "first_order"
     if needs_probes():
-        sites, deltas = _probed(work, anchor, k, v, totals)
+        with for_probes():
+            sites, deltas = _probed(work, anchor, k, v, totals)
         return (_constant(sites), [[x.detach() for x in row] for row in deltas]) if constant else (sites, deltas)
     keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():
