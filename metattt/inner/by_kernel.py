@@ -36,7 +36,7 @@ def scan(
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
     outputs: list[Tensor] = []
     runs = _runs(blocks, size, set(carry) == {"commit"}, decoding)
-    parts = [tokens] if len(runs) == 1 else loop.split(tokens, [sum([block.length for block in run]) for run in runs])
+    parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.length for block in run]) for run in runs])
     for run, part in zip(runs, parts, strict=True):
         given, first, y = (
             MiniBatches(part, carry.get("commit", {}), slow, tau, size, operand, loop.group_size),

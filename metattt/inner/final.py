@@ -37,7 +37,7 @@ def steps(
                 "optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full"
             )
         size = tokens.k.shape[2] // rule.steps
-        for part in loop.split(tokens.map(lambda x: _permuted(x, order)), size):
+        for part in tokens.map(lambda x: _permuted(x, order)).split(size):
             _, carry = loop.grouped(part, carry, [Block(size, 0, True, size)], False, operand)
             yield carry
         return

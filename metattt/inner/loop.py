@@ -115,7 +115,7 @@ class Work:
         y: Tensor | None = None
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
-            for piece in [tokens] if size >= block.length else InnerLoop.split(tokens, size):
+            for piece in [tokens] if size >= block.length else tokens.split(size):
                 if self.plan.sees_weights:
                     piece = self.gated(piece, carry["commit"])
                 carry = self.rule.observe(carry, Gates(*piece[3:9]))
@@ -417,7 +417,7 @@ class InnerLoop:
         groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
         outputs: list[Tensor] = []
         for group, piece in zip(
-            groups, self.split(tokens, [sum([b.length for b in group]) for group in groups]), strict=True
+            groups, tokens.split([sum([b.length for b in group]) for group in groups]), strict=True
         ):
             y, carry = recomputed(self, piece, carry, group, read, operand)
             outputs += [] if y is None else [y]
@@ -467,7 +467,7 @@ class InnerLoop:
             work = Work(self.task, self.learner, rule, self.plan, wide, operand)
             if tokens.decay is not None and self.plan.chunks == "solved" and rule.period is None:
                 blocks = joined(blocks)
-            parts = [tokens] if len(blocks) == 1 else self.split(tokens, [block.length for block in blocks])
+            parts = [tokens] if len(blocks) == 1 else tokens.split([block.length for block in blocks])
             for block, part in zip(blocks, parts, strict=True):
                 if block.restart is not None:
                     carry = self._restarted(carry, block.restart, dtype)
@@ -486,13 +486,6 @@ class InnerLoop:
             role: where(restart, fresh.get(role, newest) if role in STARTS_AT_W0 else None, weights)
             for role, weights in carry.items()
         }
-
-    @staticmethod
-    def split(tokens: Tokens, lengths: Sequence[int] | int) -> list[Tokens]:
-        """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in
-        T."""
-        parts = [None if x is None else x.split(lengths, dim=2) for x in tokens]
-        return [Tokens(*[None if part is None else part[i] for part in parts]) for i in range(len(parts[0]))]  # type: ignore[arg-type]
 
     def with_parts(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> InnerLoop:
         """The same loop over copies of the parts that hold other parameters."""

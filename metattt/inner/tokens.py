@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,9 +43,39 @@ class Tokens(NamedTuple):
         return cls(*views[:3], *gates, views.p, views.b)  # type: ignore[arg-type]
 
     @property
+    def views(self) -> Views:
+        """The views alone."""
+        return Views(self.k, self.v, self.q, self.p, self.b)
+
+    @property
     def gates(self) -> Gates:
         """The gates alone."""
         return Gates(*self[3:9])
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Views and gates in a row, as `from_tensors` takes them."""
+        return (*self.views, *self.gates)
+
+    @classmethod
+    def from_tensors(cls, tensors: Iterable[Tensor | None]) -> Tokens:
+        """The inverse of `tensors`."""
+        row = list(tensors)
+        return cls.of(Views(*row[:6]), Gates(*row[6:]))  # type: ignore[arg-type]
+
+    def with_views(self, **views: Tensor | None) -> Tokens:
+        """Tokens with other views, by name."""
+        return self._replace(**views)  # type: ignore[arg-type]
+
+    def with_gates(self, **gates: Tensor | None) -> Tokens:
+        """Tokens with other gates, by name."""
+        return self._replace(**gates)  # type: ignore[arg-type]
+
+    def split(self, lengths: Sequence[int] | int) -> list[Tokens]:
+        """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in
+        T."""
+        parts = [None if x is None else x.split(lengths, dim=2) for x in self]
+        return [Tokens(*[None if part is None else part[i] for part in parts]) for i in range(len(parts[0]))]  # type: ignore[arg-type]
 
     @property
     def erases(self) -> bool:

@@ -50,7 +50,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     losses = []
     blocks, _ = consecutive(count, 0, layer.plan.block)
     sizes = [block.length for block in blocks] if learner.mixes_tokens else rule.compute_chunk or 2048
-    pieces = loop.split(tokens, sizes)
+    pieces = tokens.split(sizes)
     for carry in steps(loop, tokens, loop.start(batch, wide), blocks, None, after, operand):
         accessor = FastWeights(rule.current(carry, after % rule.mini_batch_size), slow, operand)
         with torch.autocast(x.device.type, enabled=False):
