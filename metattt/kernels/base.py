@@ -126,7 +126,7 @@ class Kernel(ABC):
             ("k", tokens.k, shape),
             ("v", tokens.v, shape),
             ("q", tokens.q, shape),
-            ("eta", tokens.eta, (batch, heads, count)),
+            ("eta", tokens.gates.eta, (batch, heads, count)),
             ("tau", tau, (1 if tau is not None and tau.shape[0] == 1 else heads, given.size)),
         ]
         for name, affine in given.slow.items():

@@ -119,7 +119,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
 def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`before`, `after`, `rising` and `worse` of `Health`, of `TOKENS` tokens of every sequence."""
     rule, loop = layer.optimizer, layer.inner
-    wide, operand = tokens.eta.dtype, tokens.k.dtype
+    wide, operand = tokens.gates.eta.dtype, tokens.k.dtype
     slow = {name: value.to(wide) for name, value in layer.learner.slow.items()}
     work = Work(layer.task, layer.learner, rule, layer.plan, slow, operand)
     batch, count = tokens.k.shape[0], tokens.k.shape[2]

@@ -67,13 +67,13 @@ class Scan:
         self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
     ) -> tuple[Tokens, State]:
         """The weights that the process before leaves; this one's go on before anything is read."""
-        origin = layer.inner.start(len(state.pos), tokens.eta.dtype)
+        origin = layer.inner.start(len(state.pos), tokens.gates.eta.dtype)
         fresh = {} if self.line.last else left_by(layer, tokens, state._replace(weights=origin), ctx, packing)
         q, taken = self.take((self.number, "weights"), tokens.q)
         weights: Carry = origin if taken is None else {**origin, **taken}
         if not self.line.last:
             q = self.hand_on((self.number, "weights"), q, moved(fresh, kept(tokens, ctx), weights, origin))
-        return tokens._replace(q=q), state._replace(weights=weights)
+        return tokens.with_views(q=q), state._replace(weights=weights)
 
 
 def left_by(layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None) -> Carry:
@@ -84,7 +84,7 @@ def left_by(layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing
 
 def kept(tokens: Tokens, ctx: Context) -> Tensor:
     """A `[B, H]`: what a segment keeps of the weights before it; nothing, where a document starts in it."""
-    factor = torch.ones_like(tokens.eta[..., 0]) if tokens.alpha is None else tokens.alpha.prod(-1)
+    factor = torch.ones_like(tokens.gates.eta[..., 0]) if tokens.gates.alpha is None else tokens.gates.alpha.prod(-1)
     return factor if ctx.first is None else factor.masked_fill(ctx.first.any(1, keepdim=True), 0)
 
 
@@ -183,7 +183,7 @@ def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     if rule or task.keys() != state.task.keys():
         return False
     tokens = Tokens.of(views, gates)
-    origin = layer.inner.start(len(x), tokens.eta.dtype)
+    origin = layer.inner.start(len(x), tokens.gates.eta.dtype)
     found = left_by(layer, tokens, state, ctx, None)
     fresh = left_by(layer, tokens, state._replace(weights=origin), ctx, None)
     expected = moved(fresh, kept(tokens, ctx), state.weights, origin)

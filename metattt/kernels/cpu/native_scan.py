@@ -59,7 +59,7 @@ class NativeForm(Kernel):
 
     def _refused(self, given: MiniBatches, misfit: str | None, source: Path) -> str | None:
         tokens = given.tokens
-        if any(x is not None for x in (tokens.alpha, tokens.kappa, tokens.beta, tokens.rates)):
+        if any(x is not None for x in tokens.gates[1:]):
             return "a gate besides the step size"
         if given.operand != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
             return "numbers other than fp32"
@@ -192,7 +192,7 @@ class _Scan(torch.autograd.Function):
         if dy is None:
             dy = tokens.q.new_zeros(tokens.q.shape[-1:]).expand_as(tokens.q)
         found = {name: call.empty_like(getattr(tokens, name)) for name in ("k", "v", "q")} | {
-            "eta": torch.empty_like(tokens.eta)
+            "eta": torch.empty_like(tokens.gates.eta)
         }
         use_large_pages(ctx.library, *found.values())
         dstart = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in layout.weights]
@@ -203,8 +203,8 @@ class _Scan(torch.autograd.Function):
         call.array(kept=kept, dscale=dscale, dshift=dshift, dtau=dtau)
         call.run(ctx.library.backward)
         steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == layout.heads else dtau.sum((0, 1)).unsqueeze(0)]
-        gradients = [*tokens._replace(**found), *steps, dscale.sum(0), dshift.sum(0), *dstart]
-        wanted = zip([x for x in gradients if x is not None], ctx.needs_input_grad[3:], strict=True)
+        gradients = [*found.values(), *steps, dscale.sum(0), dshift.sum(0), *dstart]
+        wanted = zip(gradients, ctx.needs_input_grad[3:], strict=True)
         return (None, None, None, *(x if need else None for x, need in wanted))
 
 
@@ -243,8 +243,8 @@ class Call:
         self.layout, self.learners, self.count = layout, layout.batch * layout.heads, layout.length // layout.size
         self.passed = _Call(heads=layout.heads, count=self.count, group=group)
         self.alive: list[Tensor] = []
-        self.views(k=tokens.k, v=tokens.v, q=tokens.q, eta=tokens.eta)
-        tau = tokens.eta.new_ones(1, layout.size) if layout.tau is None else layout.tau
+        self.views(k=tokens.k, v=tokens.v, q=tokens.q, eta=tokens.gates.eta)
+        tau = tokens.gates.eta.new_ones(1, layout.size) if layout.tau is None else layout.tau
         self.passed.tau_head = 0 if tau.shape[0] == 1 else layout.size
         self.array(tau=tau, scale=layout.scale, shift=layout.shift)
         self.arrays(start=layout.weights)
