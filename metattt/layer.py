@@ -248,7 +248,7 @@ class TTTLayer(nn.Module):
                     f"{type(self.optimizer).__name__}.gates returned {type(gates).__name__}: a rule that updates weights must "
                     "return Gates"
                 )
-            tokens = Tokens.of(views, gates)
+            tokens = Tokens(views, gates)
             if early is not None:
                 tokens, state = early.weights(self, tokens, state, ctx, packing)
             read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
@@ -280,7 +280,7 @@ class TTTLayer(nn.Module):
             views, gates = _for_every_token(views, gates, (x.shape[0], self.num_heads, x.shape[1]))
         if views.weight is not None and self.learner.has_weights:
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
-            views, gates = views._replace(weight=None), gates._replace(eta=eta * views.weight)
+            gates, views = gates._replace(eta=eta * views.weight), views._replace(weight=None)
         wide = torch.promote_types(views.k.dtype, torch.float32)
         if gates[0].dtype != wide or [gate for gate in gates[1:] if gate is not None]:
             gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]

@@ -189,7 +189,7 @@ def test_nan_is_not_lost(name: str, view: str) -> None:
     """It reaches all that depends on it, and no other head or sequence."""
     _, _, kernel = pair(name)
     given = one_token(name)
-    getattr(given.tokens, view)[0, 1] = float("nan")
+    getattr(given.tokens.gates if view == "eta" else given.tokens, view)[0, 1] = float("nan")
     y, _, m = kernel.advance(given, None, 0, False)
     assert m is not None
     assert y[0, 1].isnan().all() and not y[0, 0].isnan().any() and not y[1].isnan().any()
@@ -212,7 +212,7 @@ def one_token(name: str, d: int = 32, **changed: Any) -> MiniBatches:
     weights = {key: normal(2, 2, *shape) / shape[0] ** 0.5 for key, shape in shapes.items()}
     slow = {"norm_scale": 1 + 0.1 * normal(2, d), "norm_bias": 0.1 * normal(2, d)}
     tau = 1 / torch.arange(1.0, SIZE + 1).unsqueeze(0)
-    made = MiniBatches(Tokens.of(Views(k, v, q), Gates(torch.full((2, 2, 1), 0.5 / d))), weights, slow, tau, SIZE, k.dtype, None)
+    made = MiniBatches(Tokens(Views(k, v, q), Gates(torch.full((2, 2, 1), 0.5 / d))), weights, slow, tau, SIZE, k.dtype, None)
     return made._replace(**changed)
 
 

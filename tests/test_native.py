@@ -68,7 +68,7 @@ def given_of(x: dict[str, Tensor], b: int, group_size: int | None = None) -> Min
     weights = {name: w for name, w in x.items() if name in ("w1", "b1", "w2", "b2")}
     slow = {"norm_scale": x["scale"], "norm_bias": x["shift"]}
     return MiniBatches(
-        Tokens.of(Views(x["k"], x["v"], x["q"]), Gates(x["eta"])), weights, slow, x.get("tau"), b, x["eta"].dtype, group_size
+        Tokens(Views(x["k"], x["v"], x["q"]), Gates(x["eta"])), weights, slow, x.get("tau"), b, x["eta"].dtype, group_size
     )
 
 

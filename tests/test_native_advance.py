@@ -58,7 +58,7 @@ def given(
         if bias or name[0] == "w"
     }
     slow = {"norm_scale": 1 + 0.1 * normal(heads, d), "norm_bias": 0.1 * normal(heads, d)}
-    return MiniBatches(Tokens.of(Views(k, v, q), Gates(eta)), weights, slow, steps, b, torch.float32, None)
+    return MiniBatches(Tokens(Views(k, v, q), Gates(eta)), weights, slow, steps, b, torch.float32, None)
 
 
 def part(x: MiniBatches, first: int, last: int, weights: Weights | None = None) -> MiniBatches:
@@ -211,7 +211,7 @@ def test_any_strides(kind: str) -> None:
         t.v[:1].expand(2, -1, -1, -1),
         torch.cat([t.q, t.q], -1)[..., 16:],  # rows with gaps
     )
-    tokens = Tokens.of(views, Gates(t.gates.eta[..., :1].expand(-1, -1, 3)))
+    tokens = Tokens(views, Gates(t.gates.eta[..., :1].expand(-1, -1, 3)))
     weights = {name: w[:1].expand_as(w) for name, w in x.weights.items()}
     update = {name: w.transpose(-1, -2).contiguous().transpose(-1, -2) for name, w in x.weights.items()}
     slow = {name: w.T.contiguous().T for name, w in x.slow.items()}
@@ -252,7 +252,7 @@ def test_nothing_is_read_that_was_not_written(kind: str, monkeypatch: pytest.Mon
 def test_nan_is_not_lost(kind: str, name: str) -> None:
     """It reaches all that depends on it, and no other head or sequence."""
     x = given(kind)
-    getattr(x.tokens, name)[0, 1] = float("nan")
+    getattr(x.tokens.gates if name == "eta" else x.tokens, name)[0, 1] = float("nan")
     y, _, m = KERNELS[kind].advance(x, None, 0, False)
     assert m is not None
     assert y[0, 1].isnan().all() and not y[0, 0].isnan().any() and not y[1].isnan().any()

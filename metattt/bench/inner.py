@@ -212,7 +212,7 @@ class Problem:
 
         k, v, q = tokens(head_dim**-0.5), tokens(), tokens(head_dim**-0.5)
         eta = torch.rand(1, num_heads, length, generator=generator) * ((1.0 if learner == "linear" else 0.1) / head_dim)
-        self.tokens = Tokens.of(Views(k, v, q), Gates(eta.requires_grad_()))
+        self.tokens = Tokens(Views(k, v, q), Gates(eta.requires_grad_()))
         self.cotangent = torch.randn(q.shape, generator=generator)
         inner = [*self.layer.learner.parameters(), *self.layer.optimizer.parameters()]
         self.leaves = [x for x in (*self.tokens.tensors, *inner) if x is not None and x.requires_grad]

@@ -30,7 +30,7 @@ class Committed:
     """
 
     def __init__(self, work: Work, weights: Tensors, tokens: Tokens):
-        self.weights, self.k, self.v, self.q = weights, tokens.k, tokens.v, tokens.q
+        self.weights, self.k, self.v, self.q = weights, tokens.views.k, tokens.views.v, tokens.views.q
         self._work, self._tokens = work, tokens
 
     def predict(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Committed:
             accessor = FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand)
             return work.losses(accessor, self.k, self.v)
 
-        like = self._tokens.eta
+        like = self._tokens.gates.eta
         each = torch.eye(like.shape[2], dtype=like.dtype, device=like.device).unbind(0)
         constant = work.plan.outer == "first_order"
         found = vjp(losses, list(self.weights.values()), [row.expand_as(like) for row in each], constant)

@@ -29,14 +29,14 @@ def steps(
 ) -> Iterator[Carry]:
     """The carry before the first inner step of a `final` read and after each of them."""
     rule, filled = loop.optimizer, after % loop.optimizer.mini_batch_size
-    order = rule.permutation(tokens.k.shape[2], tokens.k.device)
+    order = rule.permutation(tokens.views.k.shape[2], tokens.views.k.device)
     yield carry
     if order is not None:
         if live is not None:
             raise MetaTTTError(
                 "optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full"
             )
-        size = tokens.k.shape[2] // rule.steps
+        size = tokens.views.k.shape[2] // rule.steps
         for part in tokens.map(lambda x: _permuted(x, order)).split(size):
             _, carry = loop.grouped(part, carry, [Block(size, 0, True, size)], False, operand)
             yield carry
@@ -63,7 +63,7 @@ def answers(
 ) -> Tensor:
     """All queries answered by one set of weights, in pieces that are recomputed in the backward pass: mini-batches
     where their tokens see each other."""
-    count, size = tokens.q.shape[2], loop.optimizer.compute_chunk or 2048
+    count, size = tokens.views.q.shape[2], loop.optimizer.compute_chunk or 2048
     if not loop.learner.mixes_tokens:
         blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
     y, _ = loop.grouped(tokens, carry, blocks, True, operand)

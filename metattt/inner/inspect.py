@@ -102,7 +102,7 @@ def make_plan(
     )
     if isinstance(found, Gates):
         k = torch.empty(1, num_heads, 1, d_in)
-        InnerLoop(task, learner, optimizer, plan, None).check_generalised(Tokens.of(Views(k, k, k), found))
+        InnerLoop(task, learner, optimizer, plan, None).check_generalised(Tokens(Views(k, k, k), found))
     return plan
 
 

@@ -27,14 +27,13 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.modules import spread, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer, newest
 from metattt.state import Context, State, Tensors
-from metattt.tasks.base import Task
+from metattt.tasks.base import Task, Views
 from metattt.torch_private import saved_tensor_hooks
 
 if TYPE_CHECKING:
     from metattt.inner.plan import Plan
 
 STARTS_AT_W0 = ("commit", "anchor", "origin", "dual", "weights")  # of W0; all other roles start from zero
-VIEWS = ("k", "v", "q", "p", "b")  # of a token, in the type that the task makes them
 JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
 
@@ -99,7 +98,7 @@ class Work:
                 )
             if after is not None and after is not before:
                 changed[name] = torch.where(spread(live, after), after.to(before), before)  # type: ignore[arg-type]
-        return tokens._replace(**changed)
+        return tokens.with_gates(**changed)
 
     def learn(
         self, tokens: Tokens, carry: Carry, block: Block, rows: str | None = None
@@ -110,15 +109,15 @@ class Work:
         steps = self.rule.steps if self.rule.read != "final" else 1
         size = self.plan.chunk or block.length
         in_common = self.task.together and self.plan.chunks in SHARE and tokens.in_common
-        size = size if tokens.k.ndim == 4 or in_common else max(1, size // tokens.k.shape[3])
-        size = size if tokens.decay is None or self.plan.chunks != "solved" else block.length  # it splits them itself
+        size = size if tokens.views.k.ndim == 4 or in_common else max(1, size // tokens.views.k.shape[3])
+        size = size if tokens.gates.decay is None or self.plan.chunks != "solved" else block.length  # it splits them itself
         y: Tensor | None = None
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
             for piece in [tokens] if size >= block.length else tokens.split(size):
                 if self.plan.sees_weights:
                     piece = self.gated(piece, carry["commit"])
-                carry = self.rule.observe(carry, Gates(*piece[3:9]))
+                carry = self.rule.observe(carry, piece.gates)
                 piece = piece if piece.k.ndim == 4 else piece.apart(in_common and piece.in_common)
                 y, carry = CHUNKS[self.plan.chunks](self, piece, carry, phase, rows)
                 phase = phase + piece.q.shape[2]
@@ -145,10 +144,10 @@ class Work:
 
 def decayed(weights: Tensors, tokens: Tokens, at: int) -> Tensors:
     """The weights after the decay of a token."""
-    if tokens.alpha is not None:
-        weights = {name: spread(tokens.alpha[:, :, at], x) * x for name, x in weights.items()}
-    if tokens.decay is not None:
-        weights = {name: tokens.decay[:, :, at].exp().unsqueeze(-1) * x for name, x in weights.items()}
+    if tokens.gates.alpha is not None:
+        weights = {name: spread(tokens.gates.alpha[:, :, at], x) * x for name, x in weights.items()}
+    if tokens.gates.decay is not None:
+        weights = {name: tokens.gates.decay[:, :, at].exp().unsqueeze(-1) * x for name, x in weights.items()}
     return weights
 
 
@@ -165,7 +164,7 @@ def _per_token(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[
 
 def _previous(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
     """The last commit before the mini-batch."""
-    y = work.read(carry["commit"], tokens.q)
+    y = work.read(carry["commit"], tokens.views.q)
     if work.plan.replays and block.commit is False:
         return y, carry
     return y, work.learn(tokens, carry, block)[2]
@@ -173,21 +172,21 @@ def _previous(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[T
 
 def _committed(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
     """The last commit, also one that the block's last token completes."""
-    ys = [work.read(carry["commit"], tokens.q)[:, :, :-1]] if block.length > 1 else []
+    ys = [work.read(carry["commit"], tokens.views.q)[:, :, :-1]] if block.length > 1 else []
     after = work.learn(tokens, carry, block)[2]
-    last = tokens.q if work.learner.mixes_tokens else tokens.q[:, :, -1:]
+    last = tokens.views.q if work.learner.mixes_tokens else tokens.views.q[:, :, -1:]
     return torch.cat([*ys, work.read(after["commit"], last)[:, :, -1:]], dim=2), after
 
 
 def _at_the_end(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
     """The weights after the block (not causal, but for blocks of one token)."""
     _, before, after = work.learn(tokens, carry, block)
-    return work.read(work.rule.current(before, block.filled), tokens.q), after
+    return work.read(work.rule.current(before, block.filled), tokens.views.q), after
 
 
 def _answered(work: Work, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor | None, Carry]:
     """`final`: nothing is learned any more."""
-    return work.read(carry["commit"], tokens.q), carry
+    return work.read(carry["commit"], tokens.views.q), carry
 
 
 READS: dict[str, Callable[[Work, Tokens, Carry, Block], tuple[Tensor | None, Carry]]] = {
@@ -250,9 +249,9 @@ class InnerLoop:
             after: `[B]` tokens since the start of the document, after the call.
             own: the state's weights may be written over.
         """
-        plan, operand = self.plan, tokens.k.dtype
-        self.optimizer.check(tokens)  # type: ignore[arg-type]  # which have the gates by the same names
-        if tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5:
+        plan, operand = self.plan, tokens.views.k.dtype
+        self.optimizer.check(tokens.gates)
+        if tokens.erases or tokens.views.k.ndim == 5:
             self.check_generalised(tokens)
         if plan.looks_ahead and (ctx.valid is not None or ctx.first is not None or state.phase is None):
             raise MetaTTTError(
@@ -265,7 +264,7 @@ class InnerLoop:
             )
         carry = state.weights
         if not carry:
-            carry, own = self.start(tokens.k.shape[0], tokens.eta.dtype), True
+            carry, own = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
         if plan.replays:
             return self._replay(tokens, carry, state, after, ctx)
         plain: list[Block] = []
@@ -276,7 +275,7 @@ class InnerLoop:
                 "of sequences that are inside different places of a mini-batch: give state=None, or sequences of one length"
             )
         if phase is not None and ctx.first is None:
-            plain, end = consecutive(tokens.k.shape[2], phase, plan.block)
+            plain, end = consecutive(tokens.views.k.shape[2], phase, plan.block)
             if ctx.valid is None:
                 self._say_cut(phase, end, plain, tokens)
                 y, carry = self.run(tokens, carry, plain, None, after, operand, own)
@@ -290,7 +289,7 @@ class InnerLoop:
 
     def check_generalised(self, tokens: Tokens) -> None:
         """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss."""
-        rule, what = self.optimizer, "decays for every channel" if tokens.decay is not None else "an erase view"
+        rule, what = self.optimizer, "decays for every channel" if tokens.gates.decay is not None else "an erase view"
         if tokens.erases and not self.plan.linear:
             why = self.plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")
             raise MetaTTTError(
@@ -299,15 +298,16 @@ class InnerLoop:
             )
         if tokens.erases and self.learner.linear_map is not None and self.learner.linear_map[1] is not None:
             raise MetaTTTError(f"{what} has no meaning for a bias: set learner.bias=false")
-        if tokens.decay is not None and tokens.decay.shape[-1] != tokens.k.shape[-1]:
+        if tokens.gates.decay is not None and tokens.gates.decay.shape[-1] != tokens.views.k.shape[-1]:
             raise MetaTTTError(
-                f"decays for every channel are {tokens.decay.shape[-1]} wide and keys {tokens.k.shape[-1]}: they must be equal"
+                f"decays for every channel are {tokens.gates.decay.shape[-1]} wide and keys {tokens.views.k.shape[-1]}: they must be equal"
             )
-        if tokens.decay is not None and (tokens.alpha is not None or tokens.beta is not None or rule.pull or self.task.together):
+        alone = tokens.gates.alpha is None and tokens.gates.beta is None and not rule.pull and not self.task.together
+        if tokens.gates.decay is not None and not alone:
             raise MetaTTTError(
                 "decays for every channel stand alone: no decay per head, momentum, pull to W0 or window beside them"
             )
-        if (tokens.p is not None or tokens.b is not None) and self.plan.linear != "squared":
+        if (tokens.views.p is not None or tokens.views.b is not None) and self.plan.linear != "squared":
             raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
         if tokens.pairs is not None and self.learner.mixes_tokens:
             raise MetaTTTError(
@@ -323,7 +323,7 @@ class InnerLoop:
             )
         if tokens.pairs is not None and rule.nesterov:
             raise MetaTTTError("several pairs a token have no look-ahead along the momentum: set optimizer.nesterov=false")
-        if tokens.pairs is not None and not self.task.together and (not self.plan.linear or tokens.beta is not None):
+        if tokens.pairs is not None and not self.task.together and (not self.plan.linear or tokens.gates.beta is not None):
             raise MetaTTTError(
                 "pairs that are learned one after the other need a linear learner, optimizer.anchor=online and no momentum: "
                 "set learner=linear_map and optimizer=online"
@@ -356,9 +356,9 @@ class InnerLoop:
     def _replay(self, tokens: Tokens, carry: Carry, state: State, after: Tensor, ctx: Context) -> Result:
         """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read
         again."""
-        size, count, operand = self.optimizer.mini_batch_size, tokens.k.shape[2], tokens.k.dtype
+        size, count, operand = self.optimizer.mini_batch_size, tokens.views.k.shape[2], tokens.views.k.dtype
         given, (tokens, ctx) = tokens, with_tail(tokens, ctx, state, size)
-        start, length = torch.zeros_like(state.pos), tokens.k.shape[2]
+        start, length = torch.zeros_like(state.pos), tokens.views.k.shape[2]
         lead = start if state.phase is not None else state.pos % size - (size - 1)
         begin = state._replace(phase=None if state.phase is None else 0)
         frame = make_frame(
@@ -379,7 +379,7 @@ class InnerLoop:
         warnings.warn(
             "optimizer.read=block answers a mini-batch of "
             f"optimizer.mini_batch_size={self.optimizer.mini_batch_size} tokens by what all of them teach, and this "
-            f"call of T={tokens.q.shape[2]} tokens cuts one: set mini_batch_size to a divisor of the length of every "
+            f"call of T={tokens.views.q.shape[2]} tokens cuts one: set mini_batch_size to a divisor of the length of every "
             "call and document, or optimizer.read=previous",
             stacklevel=2,
         )
@@ -404,10 +404,10 @@ class InnerLoop:
             return self.forward(tokens, carry, blocks, read, operand)
         if size is None:
             # (not under a checkpoint of somebody's: every gradient inside the forward pass would run it again)
-            if tokens.k.shape[2] <= STORED and saved_tensor_hooks(False) is None:
+            if tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None:
                 return self.forward(tokens, carry, blocks, read, operand)
             size = max(1, round(math.sqrt(len(blocks))))
-        key = (read, operand, tuple(carry), *(x is None for x in tokens))
+        key = (read, operand, tuple(carry), *(x is None for x in tokens.tensors))
         if key not in self.plan.beside:
             self.plan.beside[key] = captured(self, tokens, carry, read, operand)
         beside = self.plan.beside[key]
@@ -425,7 +425,7 @@ class InnerLoop:
 
     def _differentiable(self, tokens: Tokens, carry: Carry) -> bool:
         """Whether the outer loop wants a derivative by anything here."""
-        for x in tokens:
+        for x in tokens.tensors:
             if x is not None and x.requires_grad:
                 return True
         weights = [x for named in carry.values() for x in named.values()]
@@ -453,19 +453,18 @@ class InnerLoop:
         rule, given = self.optimizer if rule is None else rule, self.learner.slow if slow is None else slow
         if rule.has_token_steps and not torch.compiler.is_compiling():
             rule = rule.with_token_steps(rule.token_steps())
-        dtype, outputs, policy = tokens.eta.dtype, [], READS[rule.read]
-        with torch.autocast(tokens.k.device.type, enabled=False):
+        dtype, outputs, policy = tokens.gates.eta.dtype, [], READS[rule.read]
+        with torch.autocast(tokens.views.k.device.type, enabled=False):
             if operand != dtype:
                 alike = tokens.in_common  # stays so: a window of rows, not of copies
-                views = {
-                    name: rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if alike and x.ndim == 5 else x.to(dtype)
-                    for name in VIEWS
-                    if (x := getattr(tokens, name)) is not None
-                }
-                tokens = tokens._replace(**views)
+                views = [
+                    None if x is None else rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if alike and x.ndim == 5 else x.to(dtype)
+                    for x in tokens.views
+                ]
+                tokens = Tokens(Views(*views), tokens.gates)  # type: ignore[arg-type]
             wide = {name: value.to(dtype) for name, value in given.items()}
             work = Work(self.task, self.learner, rule, self.plan, wide, operand)
-            if tokens.decay is not None and self.plan.chunks == "solved" and rule.period is None:
+            if tokens.gates.decay is not None and self.plan.chunks == "solved" and rule.period is None:
                 blocks = joined(blocks)
             parts = [tokens] if len(blocks) == 1 else tokens.split([block.length for block in blocks])
             for block, part in zip(blocks, parts, strict=True):

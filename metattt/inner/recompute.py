@@ -162,13 +162,13 @@ def _as_function(
     parameters: Tensors = dict(parts.named_parameters())
     if buffers:
         parameters |= dict(parts.named_buffers())
-    present = [x is not None for x in tokens]
+    present = [x is not None for x in tokens.tensors]
     keys = [(role, name) for role, weights in carry.items() for name in weights]
     after: list[tuple[str, str]] = []
 
     def body(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
-        given = Tokens(*(next(rest) if here else None for here in present))  # type: ignore[arg-type]
+        given = Tokens.from_tensors([next(rest) if here else None for here in present])
         entering: Carry = {}
         for role, name in keys:
             entering.setdefault(role, {})[name] = next(rest)
@@ -179,4 +179,4 @@ def _as_function(
         return ([y] if y is not None else []) + [leaving[role][name] for role, name in after]
 
     entering = [carry[role][name] for role, name in keys]
-    return body, [*(x for x in tokens if x is not None), *entering, *parameters.values()], after
+    return body, [*[x for x in tokens.tensors if x is not None], *entering, *parameters.values()], after

@@ -111,7 +111,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
         before, after = losses[0], losses[-1]
         rising, worse = (after > before).to(after.dtype), torch.zeros_like(after)
     else:
-        before, after, rising, worse = _by_place(layer, Tokens.of(views, gates), context)
+        before, after, rising, worse = _by_place(layer, Tokens(views, gates), context)
     largest = eta.abs().amax((0, 2)), None if alpha is None else alpha.amax((0, 2))
     return Health(before, after, rising, worse, *largest, rule.token_steps(), x.shape[1])
 

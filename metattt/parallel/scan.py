@@ -182,7 +182,7 @@ def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     views, gates, task, rule = layer.observe(x, state, ctx)
     if rule or task.keys() != state.task.keys():
         return False
-    tokens = Tokens.of(views, gates)
+    tokens = Tokens(views, gates)
     origin = layer.inner.start(len(x), tokens.gates.eta.dtype)
     found = left_by(layer, tokens, state, ctx, None)
     fresh = left_by(layer, tokens, state._replace(weights=origin), ctx, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from metattt.inner.tokens import Carry, Tokens, rated
 from metattt.learners.fast_weights import ReadRows, Record, Site, matmul, needs_probes
 from metattt.modules import spread
-from metattt.optimizers.base import Coefficients, Gates, clip_factor
+from metattt.optimizers.base import Coefficients, clip_factor
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def record(
     `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs
     themselves. With `layer.outer=first_order` the inputs and the derivatives are constants.
     """
-    k, v, constant = tokens.k, tokens.v, work.plan.outer == "first_order"
+    k, v, constant = tokens.views.k, tokens.views.v, work.plan.outer == "first_order"
     if needs_probes():
         sites, deltas = _probed(work, anchor, k, v, totals)
         return (_constant(sites), [[x.detach() for x in row] for row in deltas]) if constant else (sites, deltas)
@@ -118,40 +118,40 @@ def finish(
     Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
     """
     rule, band, y = work.rule, band_of(tokens), None
-    how = rule.coefficients(Gates(*tokens[3:9]), phase, carry, read)  # type: ignore[arg-type]
+    how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     if read is not None:
         if rule.max_norm is not None:
-            how = _clipped(how, gradients, tokens.eta, carry.get("update"), read, rule.max_norm)
+            how = _clipped(how, gradients, tokens.gates.eta, carry.get("update"), read, rule.max_norm)
         how = _of_tokens(how, tokens, read)
         assert how.mix is not None
         mix = how.mix if band is None else how.mix @ band
         bases = [(row, carry[base]) for base, row in how.rows.items()]
-        y = work.learner.predict(ReadRows(bases, mix, gradients, work.slow, work.operand), tokens.q)
+        y = work.learner.predict(ReadRows(bases, mix, gradients, work.slow, work.operand), tokens.views.q)
     after = dict(carry)
     for base, (factors, weight) in how.carry.items():
         after[base] = moved = {}
         for i, (name, value) in enumerate(anchor.items()):
-            factor = weight if tokens.rates is None else rated(weight, tokens.rates, i)
+            factor = weight if tokens.gates.rates is None else rated(weight, tokens.gates.rates, i)
             factor = factor if band is None else factor @ band
             moved[name] = combine(carry, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
-    if rule.in_token_space(phase, tokens.q.shape[2], carry) and not work.learner.mixes_tokens:
+    if rule.in_token_space(phase, tokens.views.q.shape[2], carry) and not work.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
 
 
 def band_of(tokens: Tokens) -> Tensor | None:
     """`[T·n, T + n − 1]`, 1 where a pair of a token is a row of k and v; None: every pair is a row of its own."""
-    count, pairs = tokens.k.shape[2], tokens.eta.shape[2]
+    count, pairs = tokens.views.k.shape[2], tokens.gates.eta.shape[2]
     if count == pairs:
         return None
-    place, size = torch.arange(pairs, device=tokens.k.device), pairs // tokens.q.shape[2]
+    place, size = torch.arange(pairs, device=tokens.views.k.device), pairs // tokens.views.q.shape[2]
     row = place // size + place % size
-    return (row.unsqueeze(1) == torch.arange(count, device=row.device)).to(tokens.eta.dtype)
+    return (row.unsqueeze(1) == torch.arange(count, device=row.device)).to(tokens.gates.eta.dtype)
 
 
 def _of_tokens(how: Coefficients, tokens: Tokens, read: str) -> Coefficients:
     """The rows that queries read, where a token has several pairs: after the last of them, or before the first."""
-    pairs = tokens.eta.shape[2] // tokens.q.shape[2]
+    pairs = tokens.gates.eta.shape[2] // tokens.views.q.shape[2]
     if pairs == 1:
         return how
     start = pairs - 1 if read == "inclusive" else 0
@@ -175,8 +175,8 @@ def _factors(gradients: PerTokenGradients, tokens: Tokens, anchor: Tensors) -> T
     found, band = {}, band_of(tokens)
     for i, (name, weight) in enumerate(anchor.items()):
         pair = gradients.factors(name)
-        if pair is not None and tokens.k.shape[2] < min(weight.shape[2:]):
-            eta = rated(tokens.eta, tokens.rates, i)
+        if pair is not None and tokens.views.k.shape[2] < min(weight.shape[2:]):
+            eta = rated(tokens.gates.eta, tokens.gates.rates, i)
             eta = eta if band is None else eta @ band
             found[f"{name}.left"] = -pair[0] * eta.unsqueeze(-1)
             found[f"{name}.right"] = pair[1]

@@ -12,7 +12,6 @@ from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
 from metattt.inner.tokens import Carry, Tokens
 from metattt.learners.fast_weights import FastWeights, Site, matmul
-from metattt.optimizers.base import Gates
 
 if TYPE_CHECKING:
     from metattt.inner.loop import Work
@@ -22,7 +21,7 @@ def chunk(
     work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`."""
-    if tokens.decay is not None:
+    if tokens.gates.decay is not None:
         return channels.chunk(work, tokens, carry, read)
     gradients = solve(work, tokens, carry, phase)
     return finish(work, tokens, carry, phase, read, work.rule.current(carry, phase), gradients)
@@ -40,13 +39,13 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
     """
     assert work.learner.linear_map is not None
     weight, bias = work.learner.linear_map
-    k, v, p, b = tokens.k, tokens.v, tokens.p, tokens.b
+    k, v, _, p, b, _ = tokens.views
     if work.plan.linear == "dot":  # the gradient −kᵀv of −⟨v, kW⟩ does not depend on the weights
         return _gradients(work, (k, -v))
-    how = work.rule.coefficients(Gates(*tokens[3:9]), phase, carry, "exclusive")
+    how = work.rule.coefficients(tokens.gates, phase, carry, "exclusive")
     assert how.mix is not None
-    before, rows, alpha = how.mix, how.rows, tokens.alpha if work.rule.gradient_at == "decayed" else None
-    pairs = k.shape[2] // tokens.q.shape[2]
+    before, rows, alpha = how.mix, how.rows, tokens.gates.alpha if work.rule.gradient_at == "decayed" else None
+    pairs = k.shape[2] // tokens.views.q.shape[2]
     if work.task.together and pairs > 1:  # all pairs of a token meet the weights before its first one
         before = before[..., ::pairs, :].repeat_interleave(pairs, -2)
         rows = {

@@ -76,7 +76,7 @@ class ClosedForm(Kernel):
 
     def group_size(self, given: MiniBatches) -> int:
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
-        count = given.tokens.k.shape[2] // given.size
+        count = given.tokens.views.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
 
@@ -86,7 +86,7 @@ class _Scan(torch.autograd.Function):
         ctx: Any, form: ClosedForm, reference: Scan, given: MiniBatches, keep: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         layout = Layout(given, tensors, form.group_size(given))
-        y = layout.empty_like_tokens(layout.tokens.q)
+        y = layout.empty_like_tokens(layout.tokens.views.q)
         kept: list[Tensor] = []
         weights = layout.start()
         for place in layout.places():
@@ -112,7 +112,7 @@ class _Scan(torch.autograd.Function):
         number = len(ctx.given.weights)
         gradients = layout.gradients()
         if dy is None:
-            dy = torch.zeros_like(layout.tokens.q, dtype=layout.dtype)
+            dy = torch.zeros_like(layout.tokens.views.q, dtype=layout.dtype)
         moving = layout.packed(
             [torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=True)]
         )
@@ -137,13 +137,13 @@ class Layout:
     def __init__(self, given: MiniBatches, tensors: Sequence[Tensor], group_size: int):
         self.given = given
         self.tokens = _tokens(given, tensors)
-        present = sum(x is not None for x in self.tokens.tensors)
+        present = len([x for x in self.tokens.tensors if x is not None])
         rest = list(tensors[present:])
         self.tau = rest.pop(0) if given.tau is not None else None
         self.scale, self.shift = rest.pop(0), rest.pop(0)
         self.weights = rest
         self.size, self.step = given.size, group_size * given.size
-        self.batch, self.heads, self.length = self.tokens.k.shape[:3]
+        self.batch, self.heads, self.length = self.tokens.views.k.shape[:3]
         self.dtype = self.tokens.gates.eta.dtype
 
     def places(self) -> list[slice]:
@@ -248,7 +248,7 @@ def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
     slow = (given.slow["norm_scale"], given.slow["norm_bias"])
     return [
-        *(x for x in given.tokens.tensors if x is not None),
+        *[x for x in given.tokens.tensors if x is not None],
         *(() if given.tau is None else (given.tau,)),
         *slow,
         *given.weights.values(),
@@ -259,7 +259,7 @@ def shell(given: MiniBatches) -> MiniBatches:
     """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
     nothing = torch.empty(0)
     return given._replace(
-        tokens=Tokens.from_tensors(None if x is None else nothing for x in given.tokens.tensors),
+        tokens=Tokens.from_tensors([None if x is None else nothing for x in given.tokens.tensors]),
         weights=dict.fromkeys(given.weights, nothing),
         slow={},
         tau=None if given.tau is None else nothing,
@@ -268,7 +268,7 @@ def shell(given: MiniBatches) -> MiniBatches:
 
 def _tokens(given: MiniBatches, tensors: Sequence[Tensor]) -> Tokens:
     rest = iter(tensors)
-    return Tokens.from_tensors(None if x is None else next(rest) for x in given.tokens.tensors)
+    return Tokens.from_tensors([None if x is None else next(rest) for x in given.tokens.tensors])
 
 
 def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
