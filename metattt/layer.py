@@ -251,7 +251,7 @@ class TTTLayer(nn.Module):
             tokens = Tokens(views, gates)
             if early is not None:
                 tokens, state = early.weights(self, tokens, state, ctx, packing)
-            read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
+            read = self.inner.run(tokens, state, pos, ctx, packing, in_place)
         y = read.y.transpose(1, 2).flatten(2).to(x.dtype)
         if self.norm is not None:
             y = self.norm(y)

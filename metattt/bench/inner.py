@@ -233,7 +233,7 @@ class Problem:
         group_size = None if plan.kernels else 0  # the dual form keeps everything, as the published style does
         loop = InnerLoop(self.layer.task, self.layer.learner, self.layer.optimizer, plan, group_size)
         after = torch.zeros(1, dtype=torch.long)
-        return loop.run(self.tokens, loop.start(1, torch.float32), self.blocks, None, after, torch.float32, True)[0]
+        return loop.columns(self.tokens, loop.start(1, torch.float32), self.blocks, None, after, True)[0]
 
     def _published(self) -> Tensor:
         weights, slow = self.layer.inner.start(1, torch.float32)["commit"], self.layer.learner.slow

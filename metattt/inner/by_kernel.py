@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
+from metattt.inner.execution import in_groups, plainly
 from metattt.inner.tokens import Block, Carry, MiniBatches, Tokens
 from metattt.modules import transformed
 from metattt.state import Tensors
@@ -28,7 +29,6 @@ def scan(
     carry: Carry,
     blocks: Sequence[Block],
     padded: bool,
-    operand: torch.dtype,
     own: bool,
 ) -> tuple[Tensor, Carry]:
     """The blocks one after the other, each by a kernel where one takes it and by the forms elsewhere.
@@ -37,7 +37,7 @@ def scan(
         padded: some columns are unfilled.
         own: the weights of `carry` may be written over.
     """
-    size, tau, decoding = loop.optimizer.mini_batch_size, loop.optimizer.token_steps(), not torch.is_grad_enabled()
+    size, tau, decoding = loop.rule.mini_batch_size, loop.rule.token_steps(), not torch.is_grad_enabled()
     sums = "update" in loop.plan.roles  # a rule without token steps carries W_t of an open mini-batch, not M as kernels do
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
     outputs: list[Tensor] = []
@@ -45,7 +45,7 @@ def scan(
     parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.length for block in run]) for run in runs])
     for run, part in zip(runs, parts, strict=True):
         given, first, y = (
-            MiniBatches(part, carry.get("commit", {}), slow, tau, size, operand, loop.group_size),
+            MiniBatches(part, carry.get("commit", {}), slow, tau, size, loop.operand, loop.group_size),
             run[0],
             None,
         )
@@ -61,7 +61,7 @@ def scan(
                 y, weights, update = kernel.advance(given, carry.get("update"), first.phase, own)
                 carry = {"commit": weights} if update is None else {"commit": weights, "update": update}
         if y is None:
-            y, carry = loop.grouped(part, carry, run, True, operand)
+            y, carry = in_groups(loop, part, carry, run, True)
         own = True  # what follows was made in this call
         outputs.append(y)  # type: ignore[arg-type]
     return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry
@@ -131,8 +131,8 @@ def _decided_by(given: MiniBatches) -> tuple[object, ...]:
 def _reference(loop: InnerLoop, given: MiniBatches) -> tuple[Tensor, Tensors]:
     """What a kernel computes, by the dual form."""
     blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.views.k.shape[2] // given.size)
-    rule = loop.optimizer.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
-    y, carry = loop.forward(given.tokens, {"commit": given.weights}, blocks, True, given.operand, rule, given.slow)
+    rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
+    y, carry = plainly(loop.but(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
     assert y is not None
     return y, carry["commit"]
 

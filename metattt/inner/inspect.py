@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.inner.checks import check_generalised
 from metattt.inner.claims import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.inner.implicit import check_outer
 from metattt.inner.loop import InnerLoop
@@ -46,7 +47,7 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form`, `check_outer` and `InnerLoop.check_generalised`, or labels that a learner
+        MetaTTTError: as `choose_form`, `check_outer` and `check_generalised`, or labels that a learner
             without weights cannot answer with.
     """
     found = gates_of(optimizer, dim, num_heads, d_in)
@@ -102,7 +103,7 @@ def make_plan(
     )
     if isinstance(found, Gates):
         k = torch.empty(1, num_heads, 1, d_in)
-        InnerLoop(task, learner, optimizer, plan, None).check_generalised(Tokens(Views(k, k, k), found))
+        check_generalised(InnerLoop(task, learner, optimizer, plan), Tokens(Views(k, k, k), found))
     return plan
 
 

@@ -154,6 +154,19 @@ class Block(NamedTuple):
     restart: Tensor | None = None
 
 
+def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
+    """Blocks of `length` tokens that stand at the same place of their mini-batch in all sequences, and their place
+    after them."""
+    blocks, start = [], 0
+    while start < length:
+        size = min(block - phase, length - start)
+        filled = phase + size
+        # an explicit branch: under torch.compile the comparison itself is symbolic
+        blocks.append(Block(size, phase, True if filled == block else False, filled))  # noqa: SIM210
+        start, phase = start + size, filled % block
+    return blocks, phase
+
+
 class MiniBatches(NamedTuple):
     """What a kernel reads: whole mini-batches of `b` tokens one after the other, from committed weights to committed
     weights.

@@ -160,7 +160,7 @@ class _Recorder:
         for tokens, positions in zip(pieces[:count], context.positions.split(lengths, dim=1), strict=False):
             before = rule.current(inner.weights, 0) if inner.weights else first
             after = inner.pos + size
-            read = loop.read(tokens, inner, after, context._replace(positions=positions), None)
+            read = loop.run(tokens, inner, after, context._replace(positions=positions), None)
             inner = State(after, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(inner.weights, 0)
             self._record(

@@ -79,7 +79,7 @@ class Scan:
 def left_by(layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None) -> Carry:
     """The weights after a segment that begins at `state`."""
     after = state.pos + tokens.q.shape[2] if packing is None else packing.positions(state.pos)[1]
-    return layer.inner.read(tokens, state, after, ctx, packing).weights
+    return layer.inner.run(tokens, state, after, ctx, packing).weights
 
 
 def kept(tokens: Tokens, ctx: Context) -> Tensor:

@@ -16,17 +16,17 @@ from metattt.optimizers.base import Coefficients, clip_factor
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
+    loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`."""
-    anchor = work.anchor(tokens, carry, phase)
-    sites, deltas = record(work, anchor, tokens, _sum)
-    gradients = PerTokenGradients(sites, deltas[0], work.operand, work.learner.step_scales)
-    return finish(work, tokens, carry, phase, read, anchor, gradients)
+    anchor = loop.anchor(tokens, carry, phase)
+    sites, deltas = record(loop, anchor, tokens, _sum)
+    gradients = PerTokenGradients(sites, deltas[0], loop.operand, loop.learner.step_scales)
+    return finish(loop, tokens, carry, phase, read, anchor, gradients)
 
 
 def _sum(losses: Tensor) -> list[Tensor]:
@@ -34,21 +34,21 @@ def _sum(losses: Tensor) -> list[Tensor]:
 
 
 def record(
-    work: Work, anchor: Tensors, tokens: Tokens, totals: Callable[[Tensor], list[Tensor]]
+    loop: InnerLoop, anchor: Tensors, tokens: Tokens, totals: Callable[[Tensor], list[Tensor]]
 ) -> tuple[list[Site], list[Sequence[Tensor]]]:
     """The uses of the fast weights at the anchor, and by their outputs the derivatives of each of `totals(losses)`.
 
     `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs
     themselves. With `layer.outer=first_order` the inputs and the derivatives are constants.
     """
-    k, v, constant = tokens.views.k, tokens.views.v, work.plan.outer == "first_order"
+    k, v, constant = tokens.views.k, tokens.views.v, loop.plan.outer == "first_order"
     if needs_probes():
-        sites, deltas = _probed(work, anchor, k, v, totals)
+        sites, deltas = _probed(loop, anchor, k, v, totals)
         return (_constant(sites), [[x.detach() for x in row] for row in deltas]) if constant else (sites, deltas)
     keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():
-        weights = Record(anchor, work.slow, work.operand)
-        wanted = totals(work.losses(weights, k, v))
+        weights = Record(anchor, loop.slow, loop.operand)
+        wanted = totals(loop.losses(weights, k, v))
         found: list[Sequence[Tensor]] = []
         for total in wanted:
             retain = keep or len(wanted) > 1
@@ -72,40 +72,40 @@ def _constant(sites: list[Site]) -> list[Site]:
 
 
 def _probed(
-    work: Work, anchor: Tensors, k: Tensor, v: Tensor, totals: Callable[[Tensor], list[Tensor]]
+    loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor, totals: Callable[[Tensor], list[Tensor]]
 ) -> tuple[list[Site], list[Sequence[Tensor]]]:
     sites: list[Site] = []
 
     def recorded(*probes: Tensor) -> tuple[Tensor, list[Tensor]]:
-        weights = Record(anchor, work.slow, work.operand, probes)
-        wanted = torch.stack(totals(work.losses(weights, k, v)))
+        weights = Record(anchor, loop.slow, loop.operand, probes)
+        wanted = torch.stack(totals(loop.losses(weights, k, v)))
         sites[:] = weights.sites
         return wanted, [site.input for site in weights.sites if site.input is not None]
 
-    probes = [k.new_zeros(shape) for shape in probe_shapes(work, anchor, k, v)]
+    probes = [k.new_zeros(shape) for shape in probe_shapes(loop, anchor, k, v)]
     wanted, pull, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
     rest = iter(inputs)
     sites = [site if site.input is None else site._replace(input=next(rest)) for site in sites]
     return sites, [pull(row) for row in torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)]
 
 
-def probe_shapes(work: Work, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
+def probe_shapes(loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
     """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the
     pass away."""
-    key = (k.shape, v.shape, k.dtype, work.operand)
-    if torch.compiler.is_compiling() or key not in work.plan.shapes:
+    key = (k.shape, v.shape, k.dtype, loop.operand)
+    if torch.compiler.is_compiling() or key not in loop.plan.shapes:
         with torch.no_grad():
-            weights = Record(anchor, work.slow, work.operand, probes=itertools.repeat(0.0))
-            work.losses(weights, k, v)
+            weights = Record(anchor, loop.slow, loop.operand, probes=itertools.repeat(0.0))
+            loop.losses(weights, k, v)
         shapes = [z.shape for z in weights.outputs]
         if torch.compiler.is_compiling():
             return shapes
-        work.plan.shapes[key] = shapes
-    return work.plan.shapes[key]
+        loop.plan.shapes[key] = shapes
+    return loop.plan.shapes[key]
 
 
 def finish(
-    work: Work,
+    loop: InnerLoop,
     tokens: Tokens,
     carry: Carry,
     phase: int | Tensor,
@@ -117,7 +117,7 @@ def finish(
 
     Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
     """
-    rule, band, y = work.rule, band_of(tokens), None
+    rule, band, y = loop.rule, band_of(tokens), None
     how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     if read is not None:
         if rule.max_norm is not None:
@@ -126,7 +126,7 @@ def finish(
         assert how.mix is not None
         mix = how.mix if band is None else how.mix @ band
         bases = [(row, carry[base]) for base, row in how.rows.items()]
-        y = work.learner.predict(ReadRows(bases, mix, gradients, work.slow, work.operand), tokens.views.q)
+        y = loop.learner.predict(ReadRows(bases, mix, gradients, loop.slow, loop.operand), tokens.views.q)
     after = dict(carry)
     for base, (factors, weight) in how.carry.items():
         after[base] = moved = {}
@@ -134,7 +134,7 @@ def finish(
             factor = weight if tokens.gates.rates is None else rated(weight, tokens.gates.rates, i)
             factor = factor if band is None else factor @ band
             moved[name] = combine(carry, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
-    if rule.in_token_space(phase, tokens.views.q.shape[2], carry) and not work.learner.mixes_tokens:
+    if rule.in_token_space(phase, tokens.views.q.shape[2], carry) and not loop.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
 

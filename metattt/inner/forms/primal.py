@@ -16,29 +16,29 @@ from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
+    loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Carry]:
     """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
     `CHUNKS`."""
-    rule, pairs = work.rule, tokens.views.k.shape[2] // tokens.views.q.shape[2]
+    rule, pairs = loop.rule, tokens.views.k.shape[2] // tokens.views.q.shape[2]
     if (
-        pairs > 1 and not work.task.together
+        pairs > 1 and not loop.task.together
     ):  # one after the other: each pair is a step of its own, and one of them is read
         y, seen_at = None, pairs - 1 if read == "inclusive" else 0
         for i in range(pairs):
             pair = tokens.map(lambda x, i=i: x[:, :, i : i + 1]).with_views(q=tokens.views.q)  # type: ignore[misc]
-            answer, carry = chunk(work, pair, carry, phase, read if i == seen_at else None)
+            answer, carry = chunk(loop, pair, carry, phase, read if i == seen_at else None)
             y = answer if i == seen_at else y
         return y, carry
-    anchor = work.anchor(tokens, carry, phase)
+    anchor = loop.anchor(tokens, carry, phase)
     names, bases = list(anchor), rule.bases
     batch, _, count = tokens.gates.eta.shape
-    scales = work.learner.step_scales
-    found = {name: scaled(g, scales.get(name)) for name, g in gradients(work, tokens, anchor).items()}
+    scales = loop.learner.step_scales
+    found = {name: scaled(g, scales.get(name)) for name, g in gradients(loop, tokens, anchor).items()}
     seen = []
     for t in range(count):
         step = {}
@@ -68,33 +68,33 @@ def chunk(
     if read is None:
         return None, carry
     rows = {name: torch.stack([w[name] for w in seen], dim=1).flatten(0, 1) for name in names}
-    y = work.learner.predict(FastWeights(rows, work.slow, work.operand), _alone(tokens.views.q))
+    y = loop.learner.predict(FastWeights(rows, loop.slow, loop.operand), _alone(tokens.views.q))
     return y.squeeze(2).unflatten(0, (batch, count // pairs)).transpose(1, 2), carry
 
 
-def gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
+def gradients(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> Tensors:
     """∇ℓ_t of every token, `[B, n, H, *shape]` by name."""
     names = list(anchor)
     batch, heads, count = tokens.gates.eta.shape
     if tokens.views.p is not None or tokens.views.b is not None:
-        return _generalised(work, tokens, names[0], anchor[names[0]])
+        return _generalised(loop, tokens, names[0], anchor[names[0]])
 
     def losses(*weights: Tensor) -> Tensor:
-        accessor = FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand)
-        return work.losses(accessor, _alone(tokens.views.k), _alone(tokens.views.v))
+        accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.operand)
+        return loop.losses(accessor, _alone(tokens.views.k), _alone(tokens.views.v))
 
     copies = [anchor[name].unsqueeze(1).expand(-1, count, *anchor[name].shape[1:]).flatten(0, 1) for name in names]
-    constant = work.plan.outer == "first_order"
+    constant = loop.plan.outer == "first_order"
     found = vjp(losses, copies, [tokens.gates.eta.new_ones(batch * count, heads, 1)], constant)[0]
     return {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}
 
 
-def _generalised(work: Work, tokens: Tokens, name: str, weight: Tensor) -> Tensors:
+def _generalised(loop: InnerLoop, tokens: Tokens, name: str, weight: Tensor) -> Tensors:
     """`b_tᵀ(p_t W) − k_tᵀ v_t` of every token, for a linear learner: see `metattt.tasks.base.Views`."""
     k, v, _, p, b, _ = tokens.views
     made, erased = (k if p is None else p) @ weight, k if b is None else b
     change = erased.unsqueeze(-1) * made.unsqueeze(-2) - k.unsqueeze(-1) * v.unsqueeze(-2)
-    change = change.detach() if work.plan.outer == "first_order" else change
+    change = change.detach() if loop.plan.outer == "first_order" else change
     return {name: change.transpose(1, 2)}
 
 

@@ -16,22 +16,22 @@ from metattt.replica import with_values
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
+    loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Carry]:
     """See `CHUNKS`; no row is read."""
-    anchor = work.anchor(tokens, carry, phase)
-    how = work.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
+    anchor = loop.anchor(tokens, carry, phase)
+    how = loop.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     names, count = list(anchor), len(anchor)
-    if work.plan.outer == "first_order":
-        work, tokens, anchor = _as_constants(work, tokens, anchor)
+    if loop.plan.outer == "first_order":
+        loop, tokens, anchor = _as_constants(loop, tokens, anchor)
 
     def losses(*weights: Tensor) -> Tensor:
-        return work.losses(
-            FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand), tokens.views.k, tokens.views.v
+        return loop.losses(
+            FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.operand), tokens.views.k, tokens.views.v
         )
 
     weights, band = [anchor[name] for name in names], band_of(tokens)
@@ -45,7 +45,7 @@ def chunk(
         factors = [of_losses(rated(weight, tokens.gates.rates, i)) for _, weight in how.carry.values() for i in range(count)]
         each = vjp(losses, weights, factors)
         found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
-    scales = work.learner.step_scales
+    scales = loop.learner.step_scales
     moved = {
         base: {
             name: combine(carry, factors, name, scaled(g, scales.get(name)))
@@ -56,14 +56,14 @@ def chunk(
     return None, carry | moved
 
 
-def _as_constants(work: Work, tokens: Tokens, anchor: Tensors) -> tuple[Work, Tokens, Tensors]:
+def _as_constants(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> tuple[InnerLoop, Tokens, Tensors]:
     """What gradients are computed from, without derivatives: then `Σ_s η_s G_s` has those by η alone.
 
     Its graph is one of second order, of which the outer loop sees no more than these.
     """
-    parts = nn.ModuleList((work.task, work.learner))
+    parts = nn.ModuleList((loop.task, loop.learner))
     task, learner = with_values(parts, {name: x.detach() for name, x in parts.named_parameters()})
-    slow = {name: x.detach() for name, x in work.slow.items()}
+    slow = {name: x.detach() for name, x in loop.slow.items()}
     views = tokens.with_views(k=tokens.views.k.detach(), v=tokens.views.v.detach())
-    fixed = replace(work, task=task, learner=learner, slow=slow)  # type: ignore[arg-type]
+    fixed = replace(loop, task=task, learner=learner, slow=slow)  # type: ignore[arg-type]
     return fixed, views, {name: x.detach() for name, x in anchor.items()}
