@@ -16,6 +16,7 @@ from metattt.inner.plan import Plan
 from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
+from metattt.memory import fits
 from metattt.modules import check_finite, draw_xavier, projection, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.output import GATES, check_output, make_gate, make_norm
@@ -378,7 +379,7 @@ class TTTLayer(nn.Module):
         plan = self.plan
         wanted = {name: (batch, *shape) for name, shape in plan.weights.items()}
         for role, weights in state.weights.items():
-            if role not in plan.roles or (role != "pool" and {name: w.shape for name, w in weights.items()} != wanted):
+            if role not in plan.roles or not fits(role, weights, wanted):
                 found = {name: tuple(w.shape) for name, w in weights.items()}
                 raise MetaTTTError(
                     f"the state is from another layer: it carries {role} {found}, this layer {plan.roles} {wanted}"

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups, plainly
-from metattt.inner.tokens import Block, Carry, MiniBatches, Tokens
+from metattt.inner.tokens import Block, MiniBatches, Tokens
+from metattt.memory import Memory
 from metattt.modules import transformed
 from metattt.state import Tensors
 
@@ -26,11 +27,11 @@ log = logging.getLogger("metattt")
 def scan(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     padded: bool,
     own: bool,
-) -> tuple[Tensor, Carry]:
+) -> tuple[Tensor, Memory]:
     """The blocks one after the other, each by a kernel where one takes it and by the forms elsewhere.
 
     Args:

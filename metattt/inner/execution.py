@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from metattt.inner.export import inlined
 from metattt.inner.recompute import random_state, recompute, replay
-from metattt.inner.tokens import Block, Carry, Tokens, rows
+from metattt.inner.tokens import Block, Tokens, rows
+from metattt.memory import Memory
 from metattt.modules import transformed
 from metattt.replica import with_values
 from metattt.state import Tensors
@@ -32,8 +33,8 @@ STORED = 128  # tokens: a call no longer than this keeps everything for its back
 
 
 def in_groups(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool
-) -> tuple[Tensor | None, Carry]:
+    loop: InnerLoop, tokens: Tokens, carry: Memory, blocks: Sequence[Block], read: bool
+) -> tuple[Tensor | None, Memory]:
     """`InnerLoop.mini_batches`, in groups of `layer.group_size` that are run again in the backward pass."""
     size = loop.group_size
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
@@ -65,7 +66,7 @@ def in_groups(
     return (torch.cat(outputs, dim=2) if outputs else None), carry
 
 
-def _differentiable(loop: InnerLoop, tokens: Tokens, carry: Carry) -> bool:
+def _differentiable(loop: InnerLoop, tokens: Tokens, carry: Memory) -> bool:
     """Whether the outer loop wants a derivative by anything here."""
     for x in tokens.tensors:
         if x is not None and x.requires_grad:
@@ -79,11 +80,11 @@ def _differentiable(loop: InnerLoop, tokens: Tokens, carry: Carry) -> bool:
 def plainly(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     read: bool,
     slow: Mapping[str, Tensor] | None = None,
-) -> tuple[Tensor | None, Carry]:
+) -> tuple[Tensor | None, Memory]:
     """`InnerLoop.mini_batches` with autocast off: `loop.operand` says where rounding is allowed.
 
     `slow` stands for the learner's slow weights, where these are not the module's own.
@@ -106,11 +107,11 @@ def plainly(
 def recomputed(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     read: bool,
     through: Callable[..., Sequence[Tensor]] = recompute,
-) -> tuple[Tensor | None, Carry]:
+) -> tuple[Tensor | None, Memory]:
     """`plainly`, recomputed in the backward pass. Parameters travel as inputs, and are put into copies of the
     parts.
 
@@ -120,13 +121,13 @@ def recomputed(
     body, given, after = _as_function(loop, tokens, carry, blocks, read, buffers=through is not recompute)
     outputs = iter(through(body, *given))
     y = next(outputs) if read else None
-    leaving: Carry = {}
+    leaving: Memory = {}
     for role, name in after:
         leaving.setdefault(role, {})[name] = next(outputs)
     return y, leaving
 
 
-def captured(loop: InnerLoop, tokens: Tokens, carry: Carry, read: bool) -> list[str]:
+def captured(loop: InnerLoop, tokens: Tokens, carry: Memory, read: bool) -> list[str]:
     """Names of tensors that a derivative must reach and recomputation would miss: those that the inner loop comes to by
     a way of its own (a closure, a partial, what `views` made and `loss` uses), not as a token, weight or parameter.
 
@@ -157,7 +158,7 @@ def captured(loop: InnerLoop, tokens: Tokens, carry: Carry, read: bool) -> list[
 def _as_function(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     read: bool,
     buffers: bool = False,
@@ -175,7 +176,7 @@ def _as_function(
     def body(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         given = Tokens.from_tensors([next(rest) if here else None for here in present])
-        entering: Carry = {}
+        entering: Memory = {}
         for role, name in keys:
             entering.setdefault(role, {})[name] = next(rest)
         values = dict(zip(parameters, rest, strict=True))

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups
-from metattt.inner.tokens import Block, Carry, Tokens, where
-from metattt.optimizers.base import newest
-from metattt.state import Tensors
+from metattt.inner.tokens import Block, Tokens
+from metattt.memory import Memory, choose
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 def steps(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     live: Tensor | None,
     after: Tensor,
-) -> Iterator[Carry]:
+) -> Iterator[Memory]:
     """The carry before the first inner step of a `final` read and after each of them."""
     rule, filled = loop.rule, after % loop.rule.mini_batch_size
     order = rule.permutation(tokens.views.k.shape[2], tokens.views.k.device)
@@ -45,20 +44,11 @@ def steps(
         yield carry
         if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
             again = rule.again(carry, filled)
-            carry = again if live is None else _moved(live.any(1), again, carry)
-
-
-def _moved(seen: Tensor, after: Carry, before: Carry) -> Carry:
-    """`after` for sequences that have tokens in the call `[B]`, else `before`; absent weights have not moved."""
-
-    def at(carry: Carry, role: str) -> Tensors | None:
-        return carry.get(role, carry[newest(carry)] if role == "weights" else None)
-
-    return {role: where(seen, at(after, role), at(before, role)) for role in {**before, **after}}
+            carry = again if live is None else choose(live.any(1), again, carry, {**carry, **again})
 
 
 def answers(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block]
+    loop: InnerLoop, tokens: Tokens, carry: Memory, blocks: Sequence[Block]
 ) -> Tensor:
     """All queries answered by one set of weights, in pieces that are recomputed in the backward pass: mini-batches
     where their tokens see each other."""

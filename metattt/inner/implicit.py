@@ -22,7 +22,8 @@ from torch import Tensor
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.execution import in_groups
 from metattt.inner.final import steps
-from metattt.inner.tokens import Block, Carry, Tokens
+from metattt.inner.tokens import Block, Tokens
+from metattt.memory import Memory
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 
@@ -78,11 +79,11 @@ def check_outer(outer: str, learner: Learner, optimizer: InnerOptimizer) -> None
 def converged(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     live: Tensor | None,
     after: Tensor,
-) -> tuple[Tensors, Carry]:
+) -> tuple[Tensors, Memory]:
     """W* with its implicit derivative, and the carry after the inner steps, which has none.
 
     Raises:

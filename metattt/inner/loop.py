@@ -39,18 +39,18 @@ from metattt.inner.forms import CHUNKS, SHARE
 from metattt.inner.implicit import converged
 from metattt.inner.packing import Packing, make_frame, mask_gates
 from metattt.inner.replay import tail, with_tail
-from metattt.inner.tokens import Block, Carry, Tokens, consecutive, where
+from metattt.inner.tokens import Block, Tokens, consecutive
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
+from metattt.memory import Memory, at_start, choose
 from metattt.modules import spread
-from metattt.optimizers.base import Gates, InnerOptimizer, newest
+from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
 
 if TYPE_CHECKING:
     from metattt.inner.plan import Plan
 
-STARTS_AT_W0 = ("commit", "anchor", "origin", "dual", "weights")  # of W0; all other roles start from zero
 JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 
 
@@ -58,7 +58,7 @@ class Result(NamedTuple):
     """Predictions `[B, H, T, d]`, and what the next call needs."""
 
     y: Tensor
-    weights: Carry
+    weights: Memory
     phase: int | None
     learner: Tensors
 
@@ -104,19 +104,9 @@ class InnerLoop:
             self.slow if slow is None else slow,
         )
 
-    def start(self, batch: int, dtype: torch.dtype) -> Carry:
-        """W0 in every role that a fresh sequence carries, each a copy of its own: what is handed out is the
-        caller's."""
-        roles = [role for role in self.plan.roles if role in STARTS_AT_W0 and role != "weights"]
-        if "commit" not in roles and "anchor" not in roles:
-            roles.append("weights")
-        carry: Carry = {role: {} for role in roles}
-        for name, value in self.learner.init.items():
-            for role in roles:
-                carry[role][name] = (
-                    value.to(dtype).expand(batch, *value.shape).clone(memory_format=torch.contiguous_format)
-                )
-        return self.rule.begin(carry)
+    def start(self, batch: int, dtype: torch.dtype) -> Memory:
+        """What a fresh sequence carries: W0, or what the rule makes of it."""
+        return self.rule.begin(at_start(self.plan.roles, self.learner.init.items(), batch, dtype))
 
     def run(
         self, tokens: Tokens, state: State, after: Tensor, ctx: Context, packing: Packing | None, own: bool = False
@@ -150,7 +140,7 @@ class InnerLoop:
         y, carry = loop.columns(placed, carry, frame.blocks, frame.live, after, own)
         return Result(frame.take(y), carry, frame.phase, {})
 
-    def _replay(self, tokens: Tokens, carry: Carry, state: State, after: Tensor, ctx: Context) -> Result:
+    def _replay(self, tokens: Tokens, carry: Memory, state: State, after: Tensor, ctx: Context) -> Result:
         """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read
         again."""
         size, count = self.rule.mini_batch_size, tokens.views.k.shape[2]
@@ -168,8 +158,8 @@ class InnerLoop:
         return Result(y[:, :, y.shape[2] - count :], carry, frame.phase, tail(placed, frame, after, size))
 
     def columns(
-        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], live: Tensor | None, after: Tensor, own: bool
-    ) -> tuple[Tensor, Carry]:
+        self, tokens: Tokens, carry: Memory, blocks: Sequence[Block], live: Tensor | None, after: Tensor, own: bool
+    ) -> tuple[Tensor, Memory]:
         """All columns of a call: predictions `[B, H, columns, d]` and the new carry. `live` `[B, columns]`: filled
         columns."""
         if self.rule.read != "final":
@@ -184,8 +174,8 @@ class InnerLoop:
         return answers(self, tokens, {"commit": now}, blocks), carry
 
     def mini_batches(
-        self, tokens: Tokens, carry: Carry, blocks: Sequence[Block], read: bool
-    ) -> tuple[Tensor | None, Carry]:
+        self, tokens: Tokens, carry: Memory, blocks: Sequence[Block], read: bool
+    ) -> tuple[Tensor | None, Memory]:
         """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the carry."""
         if tokens.gates.decay is not None and self.plan.chunks == "solved" and self.rule.period is None:
             blocks = joined(blocks)
@@ -193,7 +183,8 @@ class InnerLoop:
         parts = [tokens] if len(blocks) == 1 else tokens.split([block.length for block in blocks])
         for block, part in zip(blocks, parts, strict=True):
             if block.restart is not None:
-                carry = self._restarted(carry, block.restart, tokens.gates.eta.dtype)
+                fresh = self.start(len(block.restart), tokens.gates.eta.dtype)
+                carry = choose(block.restart, fresh, carry, carry)
             if read:
                 y, carry = self.mini_batch(part, carry, block)
                 outputs.append(y)
@@ -201,7 +192,7 @@ class InnerLoop:
                 carry = self.learn(part, carry, block)[2]
         return (None if not read else torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry
 
-    def mini_batch(self, tokens: Tokens, carry: Carry, block: Block) -> tuple[Tensor, Carry]:
+    def mini_batch(self, tokens: Tokens, carry: Memory, block: Block) -> tuple[Tensor, Memory]:
         """What the queries of a mini-batch, or of a part of one, read, and the carry after it."""
         read, q = self.rule.read, tokens.views.q
         if read in ("inclusive", "exclusive") and self.rule.steps == 1:
@@ -220,8 +211,8 @@ class InnerLoop:
         return self.predict(self.rule.current(before, block.filled), q), after
 
     def learn(
-        self, tokens: Tokens, carry: Carry, block: Block, read: str | None = None
-    ) -> tuple[Tensor | None, Carry, Carry]:
+        self, tokens: Tokens, carry: Memory, block: Block, read: str | None = None
+    ) -> tuple[Tensor | None, Memory, Memory]:
         """The inner steps on one block: what queries see if `read` says which weights, the carry before the commit and
         after it."""
         entering, rule, y = carry, self.rule, None
@@ -262,7 +253,7 @@ class InnerLoop:
         """ℓ per token, `[B, H, T]`."""
         return self.task.loss(self.learner.predict(weights, k), v)
 
-    def anchor(self, tokens: Tokens, carry: Carry, phase: int | Tensor) -> Tensors:
+    def anchor(self, tokens: Tokens, carry: Memory, phase: int | Tensor) -> Tensors:
         """The weights at which the chunk's gradients are taken."""
         if self.rule.anchor != "online":
             return carry["anchor" if self.rule.anchor == "batch" else "commit"]
@@ -290,26 +281,13 @@ class InnerLoop:
                 changed[name] = torch.where(spread(live, after), after.to(before), before)  # type: ignore[arg-type]
         return tokens.with_gates(**changed)
 
-    def _commit(self, carry: Carry, block: Block, last: bool) -> Carry:
+    def _commit(self, carry: Memory, block: Block, last: bool) -> Memory:
         """`W_a ← W_t` where the mini-batch is complete."""
         after = self.rule.commit(carry, block.filled)
         if not last or block.commit is True:
             return after
         assert isinstance(block.commit, Tensor)
-        return {
-            role: carry[role] if role == "weights" else where(block.commit, after.get(role), carry.get(role))
-            for role in {**carry, **after}
-            if role != "factors"  # those of a mini-batch that is complete
-        }
-
-    def _restarted(self, carry: Carry, restart: Tensor, dtype: torch.dtype) -> Carry:
-        """The state that sequences start with, where `restart` `[B]` says so."""
-        fresh = self.start(len(restart), dtype)
-        newest = next(iter(fresh.values()))
-        return {
-            role: where(restart, fresh.get(role, newest) if role in STARTS_AT_W0 else None, weights)
-            for role, weights in carry.items()
-        }
+        return choose(block.commit, after, carry, [slot for slot in {**carry, **after} if slot != "factors"])
 
 
 def decayed(weights: Tensors, tokens: Tokens, at: int) -> Tensors:
@@ -321,13 +299,12 @@ def decayed(weights: Tensors, tokens: Tokens, at: int) -> Tensors:
     return weights
 
 
-def _only_complete(before: Carry, after: Carry, complete: bool | Tensor) -> Carry:
+def _only_complete(before: Memory, after: Memory, complete: bool | Tensor) -> Memory:
     """What a mini-batch leaves behind that is replayed when it goes on, or has no token: nothing, until complete."""
     if isinstance(complete, bool):
         return after if complete else before
     left_out = {"update", *(("weights",) if "commit" in after else ())}  # the newest weights are the commit then
-    entered = {"weights": before[newest(before)], **before}
-    return {role: where(complete, x, entered.get(role)) for role, x in after.items() if role not in left_out}
+    return choose(complete, after, before, [slot for slot in after if slot not in left_out])
 
 
 def joined(blocks: Sequence[Block]) -> list[Block]:

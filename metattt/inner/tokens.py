@@ -8,13 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.modules import spread
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 from metattt.tasks.base import Views
-
-Carry = dict[str, Tensors]
-"""Weights by role (`commit`, `anchor`, `weights`, `update`, `momentum`, ...) and name, `[B, H, *shape]`."""
 
 
 class Tokens(NamedTuple):
@@ -198,11 +194,3 @@ Scan = Callable[[MiniBatches], tuple[Tensor, Tensors]]
 def rated(factor: Tensor, rates: Tensor | None, index: int) -> Tensor:
     """`factor` `[B, H, n]` of the tokens' gradients as it is for fast weight number `index`."""
     return factor if rates is None else factor * rates[..., index]
-
-
-def where(condition: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
-    """`a` where `condition` `[B]`, else `b`; None stands for zeros."""
-    return {
-        name: torch.where(spread(condition, x), 0 if a is None else a[name], 0 if b is None else b[name])
-        for name, x in (a or b or {}).items()
-    }

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.inner.forms.dual import scaled
-from metattt.inner.tokens import Carry, Tokens
+from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import matmul
+from metattt.memory import Memory
 from metattt.optimizers.base import newest
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Rows(NamedTuple):
     before: bool
 
 
-def chunk(loop: InnerLoop, tokens: Tokens, carry: Carry, read: str | None) -> tuple[Tensor | None, Carry]:
+def chunk(loop: InnerLoop, tokens: Tokens, carry: Memory, read: str | None) -> tuple[Tensor | None, Memory]:
     """Predictions and the carry after the tokens: the solved form (`metattt.inner.forms.solved`) with channel decays.
 
     With predictions `F_t = p_t W'_t` (W' is W_{t−1}, before or after its decay as the rule says), what is erased along

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import Carry, Tokens, rated
+from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import ReadRows, Record, Site, matmul, needs_probes
+from metattt.memory import Memory
 from metattt.modules import spread
 from metattt.optimizers.base import Coefficients, clip_factor
 from metattt.state import Tensors
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
     """See `CHUNKS`."""
     anchor = loop.anchor(tokens, carry, phase)
     sites, deltas = record(loop, anchor, tokens, _sum)
@@ -107,12 +108,12 @@ def probe_shapes(loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor) -> list
 def finish(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     phase: int | Tensor,
     read: str | None,
     anchor: Tensors,
     gradients: PerTokenGradients,
-) -> tuple[Tensor | None, Carry]:
+) -> tuple[Tensor | None, Memory]:
     """What queries read and what is carried on, from the gradients of the chunk's tokens.
 
     Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
@@ -160,7 +161,7 @@ def _of_tokens(how: Coefficients, tokens: Tokens, read: str) -> Coefficients:
     return how._replace(rows=rows, mix=how.mix[..., start::pairs, :])
 
 
-def combine(carry: Carry, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:
+def combine(carry: Memory, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:
     """`Σ_A factor_A · A − moved` for one weight."""
     total = -moved
     for base, factor in factors.items():

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from metattt.inner.forms.dual import NO_SCALES, PerTokenGradients, finish, record, scaled
-from metattt.inner.tokens import Carry, Tokens
+from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import Site
+from metattt.memory import Memory
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
     """See `CHUNKS`."""
     anchor = loop.anchor(tokens, carry, phase)
     sites, each = record(loop, anchor, tokens, _one_by_one)

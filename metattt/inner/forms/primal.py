@@ -9,8 +9,9 @@ from torch import Tensor
 
 from metattt.inner.forms.dual import scaled
 from metattt.inner.gradients import vjp
-from metattt.inner.tokens import Carry, Tokens, rated
+from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import FastWeights
+from metattt.memory import Memory
 from metattt.modules import spread
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
     """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
     `CHUNKS`."""
     rule, pairs = loop.rule, tokens.views.k.shape[2] // tokens.views.q.shape[2]

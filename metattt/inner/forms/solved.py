@@ -10,16 +10,17 @@ from torch import Tensor
 
 from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
-from metattt.inner.tokens import Carry, Tokens
+from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import FastWeights, Site, matmul
+from metattt.memory import Memory
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
     """See `CHUNKS`."""
     if tokens.gates.decay is not None:
         return channels.chunk(loop, tokens, carry, read)
@@ -27,7 +28,7 @@ def chunk(
     return finish(loop, tokens, carry, phase, read, loop.rule.current(carry, phase), gradients)
 
 
-def solve(loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerTokenGradients:
+def solve(loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor) -> PerTokenGradients:
     """Gradients at the newest weights, with errors `E_s = p_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`; p is k where no
     erase view is given.
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from metattt.inner.forms.dual import band_of, combine, scaled
 from metattt.inner.gradients import vjp
-from metattt.inner.tokens import Carry, Tokens, rated
+from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import FastWeights
+from metattt.memory import Memory
 from metattt.replica import with_values
 from metattt.state import Tensors
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
     """See `CHUNKS`; no row is read."""
     anchor = loop.anchor(tokens, carry, phase)
     how = loop.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
