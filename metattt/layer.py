@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
 from metattt.inner.faults import FAILURES, explain
-from metattt.inner.inspect import make_plan
 from metattt.inner.loop import InnerLoop, Result
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.inner.plan import Plan
+from metattt.inner.planning import make_plan
 from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
@@ -309,7 +309,7 @@ class TTTLayer(nn.Module):
     def form(self) -> str:
         """How the inner loop is computed: `primal`, `dual`, `summed`, `fused`, or `scan` for a learner without
         weights."""
-        return self.plan.form
+        return self.plan.shown
 
     def _planned(self) -> Plan:
         with torch.inference_mode(False):  # the parts are looked at with derivatives

@@ -140,7 +140,7 @@ TASKS = {
 @pytest.mark.parametrize("form", ["auto", "primal"])
 def test_equals_a_loop(task: str, rule: str, form: str) -> None:
     layer = build(TASKS[task](), RULES[rule](), form)
-    assert (layer.plan.chunks, layer.plan.linear) == (
+    assert (layer.plan.form, layer.plan.linear) == (
         "primal" if form == "primal" else "solved",
         "dot" if task == "dot" else "squared",
     )

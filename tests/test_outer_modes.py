@@ -97,7 +97,7 @@ def test_first_order_of_an_online_rule(form: str) -> None:
     layer = make(
         Linear(residual=False, norm=False), descent(anchor="online", mini_batch_size=16), form=form, outer="first_order"
     )
-    assert layer.plan.chunks == ("primal" if form == "primal" else "solved")
+    assert layer.plan.form == ("primal" if form == "primal" else "solved")
     assert compare(run(layer, tokens(), grads=True), plain(layer, tokens(), online=True)) < BOUND
 
 

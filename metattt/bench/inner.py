@@ -204,7 +204,7 @@ class Problem:
         self.learner, self.size = learner, size
         parts = (Reconstruction(), LEARNERS[learner](), GradientDescent(size, token_steps="shared"))
         self.layer = TTTLayer(num_heads * head_dim, num_heads, *parts, form="fused")
-        self.dual = replace(self.layer.plan, form="dual", kernels=[])
+        self.dual = replace(self.layer.plan, kernels=[])
 
         def tokens(scale: float = 1.0) -> Tensor:
             x = torch.randn(1, length, num_heads, head_dim, generator=generator) * scale

@@ -44,7 +44,7 @@ class Committed:
     def gradient_norms(self) -> Tensor:
         """‖∇ℓ_t(W_a)‖ over all fast weights, `[B, H, n]`."""
         loop = self._work
-        if loop.plan.chunks == "dual":
+        if loop.plan.form == "dual":
             sites, deltas = dual.record(loop, self.weights, self._tokens, lambda losses: [losses.sum()])
             gram = dual.PerTokenGradients(sites, deltas[0], loop.operand).gram()
             squared = gram.diagonal(dim1=-2, dim2=-1)

@@ -38,7 +38,7 @@ def in_groups(
     """`InnerLoop.mini_batches`, in groups of `layer.group_size` that are run again in the backward pass."""
     size = loop.group_size
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
-    if torch.compiler._is_exporting_flag and loop.plan.chunks != "solved":
+    if torch.compiler._is_exporting_flag and loop.plan.form != "solved":
         return recomputed(loop, tokens, carry, blocks, read, inlined)
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return plainly(loop, tokens, carry, blocks, read)

@@ -35,7 +35,7 @@ from metattt.inner.checks import check_call, say_cut
 from metattt.inner.committed import Committed
 from metattt.inner.execution import in_groups
 from metattt.inner.final import answers, steps
-from metattt.inner.forms import CHUNKS, SHARE
+from metattt.inner.forms import FORMS, SHARE
 from metattt.inner.implicit import converged
 from metattt.inner.packing import Packing, make_frame, mask_gates
 from metattt.inner.replay import tail, with_tail
@@ -177,7 +177,7 @@ class InnerLoop:
         self, tokens: Tokens, carry: Memory, blocks: Sequence[Block], read: bool
     ) -> tuple[Tensor | None, Memory]:
         """Consecutive mini-batches, or parts of them, one after the other: predictions if `read`, and the carry."""
-        if tokens.gates.decay is not None and self.plan.chunks == "solved" and self.rule.period is None:
+        if tokens.gates.decay is not None and self.plan.form == "solved" and self.rule.period is None:
             blocks = joined(blocks)
         outputs: list[Tensor] = []
         parts = [tokens] if len(blocks) == 1 else tokens.split([block.length for block in blocks])
@@ -217,7 +217,7 @@ class InnerLoop:
         after it."""
         entering, rule, y = carry, self.rule, None
         steps = rule.steps if rule.read != "final" else 1
-        in_common = self.task.together and self.plan.chunks in SHARE and tokens.in_common
+        in_common = self.task.together and self.plan.form in SHARE and tokens.in_common
         size = self._chunk_size(tokens, block, in_common)
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
@@ -226,7 +226,7 @@ class InnerLoop:
                     piece = self.gated(piece, carry["commit"])
                 carry = rule.observe(carry, piece.gates)
                 piece = piece if piece.views.k.ndim == 4 else piece.apart(in_common and piece.in_common)
-                y, carry = CHUNKS[self.plan.chunks](self, piece, carry, phase, read)
+                y, carry = FORMS[self.plan.form](self, piece, carry, phase, read)
                 phase = phase + piece.views.q.shape[2]
                 ys.append(y)
             before = carry
@@ -238,7 +238,7 @@ class InnerLoop:
 
     def _chunk_size(self, tokens: Tokens, block: Block, in_common: bool) -> int:
         """Tokens whose gradients are taken together."""
-        if tokens.gates.decay is not None and self.plan.chunks == "solved":
+        if tokens.gates.decay is not None and self.plan.form == "solved":
             return block.length  # it splits them itself
         size = self.plan.chunk or block.length
         return size if tokens.views.k.ndim == 4 or in_common else max(1, size // tokens.views.k.shape[3])

@@ -20,8 +20,8 @@ class Plan:
     they change.
 
     Attributes:
-        form: one of `metattt.inner.inspect.FORMS`, or `scan` for a learner without weights.
-        chunks: how the forms compute what no kernel does: a key of `metattt.inner.forms.CHUNKS`.
+        form: how a chunk is computed that no kernel takes, of `metattt.inner.forms.FORMS`; nothing for a learner without
+            weights.
         linear: the loss of an online rule of a linear learner, whose gradients are known in closed form: `squared`, `dot`,
             or nothing.
         kernels: those that compute this combination; the first one that takes a call is used.
@@ -42,7 +42,6 @@ class Plan:
     """
 
     form: str
-    chunks: str = ""
     linear: str = ""
     kernels: list[Kernel] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -62,6 +61,13 @@ class Plan:
     said: set[tuple[str, str, str]] = field(default_factory=set)
     said_cut: bool = False  #: that a call cuts the mini-batches of a `block` read
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
+
+    @property
+    def shown(self) -> str:
+        """The form as `layer.form` names it: `fused` where kernels are tried first, and `scan` for a learner without
+        weights."""
+        asked = "dual" if self.form in ("solved", "mixed") else self.form
+        return "fused" if self.kernels else asked or "scan"
 
     def __reduce__(self) -> tuple[object, ...]:
         return Plan, ("",)  # not written to disk: a layer that was makes its plan again

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from metattt.inner.forms import dual, mixed, primal, solved, summed
 
-CHUNKS = {
+FORMS = {
     "primal": primal.chunk,
     "dual": dual.chunk,
     "solved": solved.chunk,

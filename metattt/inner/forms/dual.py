@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def chunk(
     loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
-    """See `CHUNKS`."""
+    """See `FORMS`."""
     anchor = loop.anchor(tokens, carry, phase)
     sites, deltas = record(loop, anchor, tokens, _sum)
     gradients = PerTokenGradients(sites, deltas[0], loop.operand, loop.learner.step_scales)

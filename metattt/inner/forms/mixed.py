@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def chunk(
     loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
-    """See `CHUNKS`."""
+    """See `FORMS`."""
     anchor = loop.anchor(tokens, carry, phase)
     sites, each = record(loop, anchor, tokens, _one_by_one)
     columns = [torch.stack(column) for column in zip(*each, strict=True)]

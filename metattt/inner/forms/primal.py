@@ -24,7 +24,7 @@ def chunk(
     loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
-    `CHUNKS`."""
+    `FORMS`."""
     rule, pairs = loop.rule, tokens.views.k.shape[2] // tokens.views.q.shape[2]
     if (
         pairs > 1 and not loop.task.together

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def chunk(
     loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
-    """See `CHUNKS`."""
+    """See `FORMS`."""
     if tokens.gates.decay is not None:
         return channels.chunk(loop, tokens, carry, read)
     gradients = solve(loop, tokens, carry, phase)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def chunk(
     loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
-    """See `CHUNKS`; no row is read."""
+    """See `FORMS`; no row is read."""
     anchor = loop.anchor(tokens, carry, phase)
     how = loop.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     names, count = list(anchor), len(anchor)
