@@ -45,7 +45,11 @@ def check_call(loop: InnerLoop, tokens: Tokens, state: State, ctx: Context) -> N
 
 
 def check_generalised(loop: InnerLoop, tokens: Tokens) -> None:
-    """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss."""
+    """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss.
+
+    Asked when a layer is built, with what its parts give for one token, and again in every call that has such views or
+    gates: parts of one's own may give something else then.
+    """
     rule, what = loop.rule, "decays for every channel" if tokens.gates.decay is not None else "an erase view"
     if tokens.erases and not loop.plan.linear:
         why = loop.plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")

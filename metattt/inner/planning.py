@@ -99,9 +99,21 @@ def make_plan(
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
     if isinstance(found, Gates):
-        k = torch.empty(1, num_heads, 1, d_in)
-        check_generalised(InnerLoop(task, learner, optimizer, plan), Tokens(Views(k, k, k), found))
+        views = views_of(task, dim, optimizer.mini_batch_size)
+        if views is None:
+            views = Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
+        check_generalised(InnerLoop(task, learner, optimizer, plan), Tokens(views, found))
     return plan
+
+
+def views_of(task: Task, dim: int, mini_batch_size: int) -> Views | None:
+    """What a task gives for one random token, as far as it can be known when a layer is built; None if it cannot be asked."""
+    views: Views | None = None
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
+        dtype = next((x.dtype for x in task.parameters() if x.is_floating_point()), None)
+        x = torch.randn(1, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+        views = task.views(x, {}, Context(torch.zeros(1, 1, dtype=torch.long), None, None, mini_batch_size))[0]
+    return views
 
 
 def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object | None:
