@@ -249,7 +249,7 @@ class TTTLayer(nn.Module):
                     f"{type(self.optimizer).__name__}.gates returned {type(gates).__name__}: a rule that updates weights must "
                     "return Gates"
                 )
-            tokens = Tokens(views, gates)
+            tokens = Tokens(views if views.weight is None else views._replace(weight=None), gates)  # it is in η
             if early is not None:
                 tokens, state = early.weights(self, tokens, state, ctx, packing)
             read = self.inner.run(tokens, state, pos, ctx, packing, in_place)
@@ -281,7 +281,7 @@ class TTTLayer(nn.Module):
             views, gates = _for_every_token(views, gates, (x.shape[0], self.num_heads, x.shape[1]))
         if views.weight is not None and self.learner.has_weights:
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
-            gates, views = gates._replace(eta=eta * views.weight), views._replace(weight=None)
+            gates = gates._replace(eta=eta * views.weight)
         wide = torch.promote_types(views.k.dtype, torch.float32)
         if gates[0].dtype != wide or [gate for gate in gates[1:] if gate is not None]:
             gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
