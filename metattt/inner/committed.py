@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.inner.forms import dual, primal
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import spread
+from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
@@ -69,3 +72,23 @@ class Committed:
         found = vjp(losses, list(self.weights.values()), [row.expand_as(like) for row in each], constant)
         norms = [torch.stack([g.flatten(2).square().sum(-1) for g in one]).sum(0) for one in found]
         return torch.stack(norms, dim=-1)
+
+
+def gated(loop: InnerLoop, tokens: Tokens, commit: Tensors) -> Tokens:
+    """Tokens with the gates that the rule gives them in sight of the last commit.
+
+    Raises:
+        MetaTTTError: the rule gives a gate that it does not give without, or the other way round.
+    """
+    given = tokens.gates
+    found = loop.rule.gates_at(given, Committed(loop, commit, tokens))
+    live, changed = given.eta != 0, {}
+    for name, before, after in zip(Gates._fields, given, found, strict=True):
+        if (before is None) != (after is None):
+            raise MetaTTTError(
+                f"{type(loop.rule).__name__}.gates_at must return the gates that it was given, and {name} was "
+                f"{'not' if before is None else 'one'} of them: give the same gates in `gates`"
+            )
+        if after is not None and after is not before:
+            changed[name] = torch.where(spread(live, after), after.to(before), before)  # type: ignore[arg-type]
+    return tokens.with_gates(**changed)

@@ -29,29 +29,27 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
 from metattt.inner.by_kernel import scan
 from metattt.inner.checks import check_call, say_cut
-from metattt.inner.committed import Committed
+from metattt.inner.committed import gated
 from metattt.inner.execution import in_groups
 from metattt.inner.final import answers, steps
 from metattt.inner.forms import FORMS, SHARE
 from metattt.inner.implicit import converged
 from metattt.inner.packing import Packing, make_frame, mask_gates
-from metattt.inner.replay import tail, with_tail
-from metattt.inner.tokens import Block, Tokens, consecutive
+from metattt.inner.replay import begun_again, tail
+from metattt.inner.tokens import Block, Tokens, consecutive, joined
 from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory, at_start, choose
 from metattt.modules import spread
-from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Task
 
 if TYPE_CHECKING:
     from metattt.inner.plan import Plan
 
-JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 
 
 class Result(NamedTuple):
@@ -124,7 +122,12 @@ class InnerLoop:
         if not carry:
             carry, own = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
         if plan.replays:
-            return loop._replay(tokens, carry, state, after, ctx)
+            size, count = self.rule.mini_batch_size, tokens.views.k.shape[2]
+            placed, frame = begun_again(plan, tokens, state, ctx, size)
+            say_cut(self, state.phase, frame.phase, frame.blocks, tokens)
+            y, carry = loop.columns(placed, carry, frame.blocks, frame.live, after, False)
+            y = frame.take(y)
+            return Result(y[:, :, y.shape[2] - count :], carry, frame.phase, tail(placed, frame, after, size))
         plain: list[Block] = []
         phase = 0 if plan.period is None else state.phase
         if phase is not None and ctx.first is None:
@@ -139,23 +142,6 @@ class InnerLoop:
         placed = mask_gates(tokens if frame.source is None else tokens.map(frame.place), frame.live)
         y, carry = loop.columns(placed, carry, frame.blocks, frame.live, after, own)
         return Result(frame.take(y), carry, frame.phase, {})
-
-    def _replay(self, tokens: Tokens, carry: Memory, state: State, after: Tensor, ctx: Context) -> Result:
-        """A call of a learner that mixes tokens: the raw tokens of the open mini-batch come first and are read
-        again."""
-        size, count = self.rule.mini_batch_size, tokens.views.k.shape[2]
-        given, (tokens, ctx) = tokens, with_tail(tokens, ctx, state, size)
-        start, length = torch.zeros_like(state.pos), tokens.views.k.shape[2]
-        lead = start if state.phase is not None else state.pos % size - (size - 1)
-        begin = state._replace(phase=None if state.phase is None else 0)
-        frame = make_frame(
-            ctx, begin, self.plan.period, self.plan.block, consecutive(length, 0, size)[0], None, start, lead
-        )
-        placed = mask_gates(tokens.map(frame.place), frame.live)
-        say_cut(self, state.phase, frame.phase, frame.blocks, given)
-        y, carry = self.columns(placed, carry, frame.blocks, frame.live, after, False)
-        y = frame.take(y)
-        return Result(y[:, :, y.shape[2] - count :], carry, frame.phase, tail(placed, frame, after, size))
 
     def columns(
         self, tokens: Tokens, carry: Memory, blocks: Sequence[Block], live: Tensor | None, after: Tensor, own: bool
@@ -223,7 +209,7 @@ class InnerLoop:
             phase, ys = block.phase, []
             for piece in [tokens] if size >= block.length else tokens.split(size):
                 if self.plan.sees_weights:
-                    piece = self.gated(piece, carry["commit"])
+                    piece = gated(self, piece, carry["commit"])
                 carry = rule.observe(carry, piece.gates)
                 piece = piece if piece.views.k.ndim == 4 else piece.apart(in_common and piece.in_common)
                 y, carry = FORMS[self.plan.form](self, piece, carry, phase, read)
@@ -262,25 +248,6 @@ class InnerLoop:
             return decayed(weights, tokens, 0)
         return weights
 
-    def gated(self, tokens: Tokens, commit: Tensors) -> Tokens:
-        """Tokens with the gates that the rule gives them in sight of the last commit.
-
-        Raises:
-            MetaTTTError: the rule gives a gate that it does not give without, or the other way round.
-        """
-        given = tokens.gates
-        found = self.rule.gates_at(given, Committed(self, commit, tokens))
-        live, changed = given.eta != 0, {}
-        for name, before, after in zip(Gates._fields, given, found, strict=True):
-            if (before is None) != (after is None):
-                raise MetaTTTError(
-                    f"{type(self.rule).__name__}.gates_at must return the gates that it was given, and {name} was "
-                    f"{'not' if before is None else 'one'} of them: give the same gates in `gates`"
-                )
-            if after is not None and after is not before:
-                changed[name] = torch.where(spread(live, after), after.to(before), before)  # type: ignore[arg-type]
-        return tokens.with_gates(**changed)
-
     def _commit(self, carry: Memory, block: Block, last: bool) -> Memory:
         """`W_a ← W_t` where the mini-batch is complete."""
         after = self.rule.commit(carry, block.filled)
@@ -305,14 +272,3 @@ def _only_complete(before: Memory, after: Memory, complete: bool | Tensor) -> Me
         return after if complete else before
     left_out = {"update", *(("weights",) if "commit" in after else ())}  # the newest weights are the commit then
     return choose(complete, after, before, [slot for slot in after if slot not in left_out])
-
-
-def joined(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks of a rule that looks at no phase together, up to `JOINED` tokens, as far as no document starts between."""
-    found: list[Block] = []
-    for block in blocks:
-        if found and block.restart is None and found[-1].length + block.length <= JOINED:
-            found[-1] = found[-1]._replace(length=found[-1].length + block.length)
-        else:
-            found.append(block)
-    return found

@@ -3,16 +3,21 @@ on."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.packing import Frame
-from metattt.inner.tokens import NAMES, Tokens
+from metattt.inner.packing import Frame, make_frame, mask_gates
+from metattt.inner.tokens import NAMES, Tokens, consecutive
 from metattt.state import Context, State, Tensors
 
+if TYPE_CHECKING:
+    from metattt.inner.plan import Plan
 
-def with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[Tokens, Context]:
+
+def _with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[Tokens, Context]:
     """The raw tokens of the open mini-batch in front of the new ones."""
     stored = state.learner
     slots = state.phase if state.phase is not None else size - 1
@@ -31,6 +36,17 @@ def with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[To
     first = None if ctx.first is None else torch.cat([filled.new_zeros(batch, slots), ctx.first], dim=1)
     context = ctx._replace(positions=F.pad(ctx.positions, (slots, 0)), valid=valid, first=first)
     return Tokens.from_tensors(joined), context
+
+
+def begun_again(plan: Plan, tokens: Tokens, state: State, ctx: Context, size: int) -> tuple[Tokens, Frame]:
+    """The tokens of a call after those of the open mini-batch, in the columns of a frame."""
+    tokens, ctx = _with_tail(tokens, ctx, state, size)
+    start = torch.zeros_like(state.pos)
+    lead = start if state.phase is not None else state.pos % size - (size - 1)
+    begin = state._replace(phase=None if state.phase is None else 0)
+    blocks, _ = consecutive(tokens.views.k.shape[2], 0, size)
+    frame = make_frame(ctx, begin, plan.period, plan.block, blocks, None, start, lead)
+    return mask_gates(tokens.map(frame.place), frame.live), frame
 
 
 def tail(placed: Tokens, frame: Frame, after: Tensor, size: int) -> Tensors:

@@ -12,6 +12,8 @@ from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 from metattt.tasks.base import Views
 
+JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
+
 
 class Tokens(NamedTuple):
     """Views `[B, H, T, ·]` and gates `[B, H, T]` of consecutive tokens.
@@ -161,6 +163,17 @@ def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
         blocks.append(Block(size, phase, True if filled == block else False, filled))  # noqa: SIM210
         start, phase = start + size, filled % block
     return blocks, phase
+
+
+def joined(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of a rule that looks at no phase together, up to `JOINED` tokens, as far as no document starts between."""
+    found: list[Block] = []
+    for block in blocks:
+        if found and block.restart is None and found[-1].length + block.length <= JOINED:
+            found[-1] = found[-1]._replace(length=found[-1].length + block.length)
+        else:
+            found.append(block)
+    return found
 
 
 class MiniBatches(NamedTuple):
