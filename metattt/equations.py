@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from metattt.combined import Combined
-from metattt.inner.inspect import explain
+from metattt.inner.planning import explain
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
@@ -320,14 +320,14 @@ def _output(layer: TTTLayer) -> str:
 def _computed(layer: TTTLayer) -> list[str]:
     """The form, and what is known of why."""
     plan = layer.plan
-    if plan.form == "scan":
+    if layer.form == "scan":
         return ["form=scan: the learner answers from its data"]
-    line = f"form={plan.form}"
+    line = f"form={layer.form}"
     if plan.kernels:
         line += ", by the kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in plan.kernels)
-    if plan.chunks == "solved":
+    if plan.form == "solved":
         line += ", solved as one triangular system"
-    elif layer.optimizer.anchor == "online" and plan.chunks == "dual":
+    elif layer.optimizer.anchor == "online" and plan.form == "dual":
         line += f", token by token: {plan.reasons.get('solved', 'it is not solved')}"
     others = {name: why for name, why in plan.reasons.items() if name != "solved"}
     return [line, *([f"no kernel: {explain(others)}"] if others and not plan.kernels else [])]

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
 from metattt.inner.faults import FAILURES, explain
-from metattt.inner.inspect import make_plan
 from metattt.inner.loop import InnerLoop, Result
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.inner.plan import Plan
+from metattt.inner.planning import make_plan
 from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
 from metattt.learners.base import Learner, NonParametric
+from metattt.memory import fits
 from metattt.modules import check_finite, draw_xavier, projection, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.output import GATES, check_output, make_gate, make_norm
@@ -248,10 +249,10 @@ class TTTLayer(nn.Module):
                     f"{type(self.optimizer).__name__}.gates returned {type(gates).__name__}: a rule that updates weights must "
                     "return Gates"
                 )
-            tokens = Tokens(*views[:3], *gates, views.p, views.b)  # type: ignore[arg-type]
+            tokens = Tokens(views if views.weight is None else views._replace(weight=None), gates)  # it is in η
             if early is not None:
                 tokens, state = early.weights(self, tokens, state, ctx, packing)
-            read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
+            read = self.inner.run(tokens, state, pos, ctx, packing, in_place)
         y = read.y.transpose(1, 2).flatten(2).to(x.dtype)
         if self.norm is not None:
             y = self.norm(y)
@@ -308,7 +309,7 @@ class TTTLayer(nn.Module):
     def form(self) -> str:
         """How the inner loop is computed: `primal`, `dual`, `summed`, `fused`, or `scan` for a learner without
         weights."""
-        return self.plan.form
+        return self.plan.shown
 
     def _planned(self) -> Plan:
         with torch.inference_mode(False):  # the parts are looked at with derivatives
@@ -378,7 +379,7 @@ class TTTLayer(nn.Module):
         plan = self.plan
         wanted = {name: (batch, *shape) for name, shape in plan.weights.items()}
         for role, weights in state.weights.items():
-            if role not in plan.roles or (role != "pool" and {name: w.shape for name, w in weights.items()} != wanted):
+            if role not in plan.roles or not fits(role, weights, wanted):
                 found = {name: tuple(w.shape) for name, w in weights.items()}
                 raise MetaTTTError(
                     f"the state is from another layer: it carries {role} {found}, this layer {plan.roles} {wanted}"

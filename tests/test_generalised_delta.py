@@ -140,7 +140,7 @@ TASKS = {
 @pytest.mark.parametrize("form", ["auto", "primal"])
 def test_equals_a_loop(task: str, rule: str, form: str) -> None:
     layer = build(TASKS[task](), RULES[rule](), form)
-    assert (layer.plan.chunks, layer.plan.linear) == (
+    assert (layer.plan.form, layer.plan.linear) == (
         "primal" if form == "primal" else "solved",
         "dot" if task == "dot" else "squared",
     )
@@ -300,3 +300,9 @@ def test_runs_again_in_the_backward_pass() -> None:
     whole = outcome(layer, x, lambda tokens: layer(tokens)[0])
     layer.group_size = 1
     assert compare(outcome(layer, x, lambda tokens: layer(tokens)[0]), whole) < 1e-9
+
+
+def test_views_are_looked_at_when_the_layer_is_built() -> None:
+    """An erase view beside a learner that is no linear map: nothing has to be called."""
+    with pytest.raises(MetaTTTError, match="an erase view needs a linear learner"):
+        TTTLayer(DIM, 2, Generalised(direction=True), MLP(), GradientDescent(4))

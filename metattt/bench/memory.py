@@ -148,10 +148,10 @@ def _measure(part: str, preset: str, layer: str, length: int, overrides: Sequenc
         ctx, after = module.context(x, start)
         with torch.no_grad():
             views, gates, *_ = module.observe(x, start, ctx)
-        tokens = Tokens.of(views, gates).map(lambda one: one.detach().requires_grad_())
+        tokens = Tokens(views, gates).map(lambda one: one.detach().requires_grad_())
 
         def step() -> None:
-            module.inner.read(tokens, start, after, ctx, None).y.square().sum().backward()
+            module.inner.run(tokens, start, after, ctx, None).y.square().sum().backward()
     else:
         model = instantiate_model(config)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.memory import Memory, newest
 from metattt.modules import transition as transition
 from metattt.part import Part
 from metattt.state import Context, DataGates, Tensors
@@ -169,7 +170,7 @@ class InnerOptimizer(Part, ABC):
     whole = False  #: all tokens of a call are one mini-batch, whatever `mini_batch_size` is
     gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
 
-    def begin(self, carry: dict[str, Tensors]) -> dict[str, Tensors]:
+    def begin(self, carry: Memory) -> Memory:
         """What a sequence starts with, from W0 in every role that holds weights."""
         return carry
 
@@ -297,7 +298,7 @@ class InnerOptimizer(Part, ABC):
         """Tokens per compute step, at most a block. (An online rule that is not solved goes token by token.)"""
         return min(self.compute_chunk or 128, self.block)
 
-    def current(self, carry: dict[str, Tensors], filled: int | Tensor) -> Tensors:
+    def current(self, carry: Memory, filled: int | Tensor) -> Tensors:
         """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a plain
         integer)."""
         base = carry[newest(carry)]
@@ -327,18 +328,18 @@ class InnerOptimizer(Part, ABC):
             return shifted[:, first : first + count].unsqueeze(0)
         return shifted[:, first].mT.unsqueeze(-1)  # one place per sequence: count is 1
 
-    def commit(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+    def commit(self, carry: Memory, filled: int | Tensor) -> Memory:
         """The carry after a mini-batch is complete: `W_a ← W_t`, and a new one begins."""
         kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", "momentum")}
         return {"commit": self.current(carry, filled), **kept}
 
-    def again(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+    def again(self, carry: Memory, filled: int | Tensor) -> Memory:
         """What the next pass of a `final` read begins with, from the carry after one: all weights are the newest."""
         now = self.current(carry, filled)
         kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
         return kept | ({role: now for role in carry if role in ("commit", "anchor")} or {"weights": now})
 
-    def observe(self, carry: dict[str, Tensors], gates: Gates) -> dict[str, Tensors]:
+    def observe(self, carry: Memory, gates: Gates) -> Memory:
         """The carry with whatever the rule collects from the gates of `n` tokens for its next commit."""
         return carry
 
@@ -347,7 +348,7 @@ class InnerOptimizer(Part, ABC):
         takes all."""
         return None
 
-    def in_token_space(self, phase: int | Tensor, count: int, carry: dict[str, Tensors]) -> bool:
+    def in_token_space(self, phase: int | Tensor, count: int, carry: Memory) -> bool:
         """Whether `commit` can use the step of a whole mini-batch in factored form (role `factors`), which then must be
         one chunk."""
         return False
@@ -429,12 +430,6 @@ class InnerOptimizer(Part, ABC):
 def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
     """`min(1, c/‖M‖)` from `‖M‖²`, with a derivative everywhere."""
     return max_norm * torch.as_tensor(squared_norm).clamp(min=max_norm**2).rsqrt()
-
-
-def newest(carried: Collection[str]) -> str:
-    """The role that holds the newest weights: an absent `weights` has not moved since the commit, or since the
-    start."""
-    return "weights" if "weights" in carried else "commit" if "commit" in carried else "anchor"
 
 
 def _lower(like: Tensor, read: str) -> Tensor:

@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
+from metattt.memory import Memory, where, zeros
 from metattt.modules import spread
 from metattt.optimizers.base import Anchor, Coefficients, Gates, InnerOptimizer, Read
 from metattt.optimizers.gradient_descent import SHARING, StepSize
 from metattt.optimizers.momentum import Gate, check_gates
 from metattt.registry import register
 from metattt.state import Context, Tensors
-
-Carry = dict[str, Tensors]
 
 
 class BlockRule(StepSize):
@@ -71,7 +70,7 @@ class BlockRule(StepSize):
         return abs(self.scale)
 
     @abstractmethod
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         """New `commit` (and `roles`) from the carry, whose `update` holds `−Σ_s η_s G_s`; pooled gates are `[B, H]`."""
 
     def equations(self) -> list[str]:
@@ -91,35 +90,29 @@ class BlockRule(StepSize):
         origin = ("origin",) if self.pull else ()
         return ("commit", *anchor, *origin, "update", *self.roles, "pool")
 
-    def current(self, carry: Carry, filled: int | Tensor) -> Tensors:
+    def current(self, carry: Memory, filled: int | Tensor) -> Tensors:
         if "update" not in carry:
             return carry["commit"]
         now = self.commit(carry, filled)["commit"]
         if isinstance(filled, int):
             return now
-        return self._where(filled > 0, now, carry["commit"])
+        return where(filled > 0, now, carry["commit"])
 
-    def commit(self, carry: Carry, filled: int | Tensor) -> Carry:
+    def commit(self, carry: Memory, filled: int | Tensor) -> Memory:
         pool = carry.get("pool", {})
         alpha, beta = (pool[name] / pool["count"].clamp(min=1) if name in pool else None for name in ("alpha", "beta"))
         kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", *self.roles)}
-        absent = [role for role in self.roles if role not in carry]
-        zeros = {role: {name: torch.zeros_like(x) for name, x in carry["commit"].items()} for role in absent}
-        return kept | self.move(carry | zeros, alpha, beta)
+        begun = {role: zeros(role, carry["commit"]) for role in self.roles if role not in carry}
+        return kept | self.move(carry | begun, alpha, beta)
 
-    def again(self, carry: Carry, filled: int | Tensor) -> Carry:
+    def again(self, carry: Memory, filled: int | Tensor) -> Memory:
         """All that the rule carries goes on. A mini-batch that the end of the call cuts off is a commit of its pass."""
         after = self.commit(carry, filled) if "update" in carry else carry
         if isinstance(filled, Tensor) and after is not carry:
-            after = {role: self._where(filled > 0, after[role], carry.get(role)) for role in after}
+            after = {role: where(filled > 0, after[role], carry.get(role)) for role in after}
         return after | {role: after["commit"] for role in ("anchor",) if role in after}
 
-    @staticmethod
-    def _where(some: Tensor, new: Tensors, old: Tensors | None) -> Tensors:
-        """`new` in the sequences of `some` `[B]`, else `old`; None stands for zeros."""
-        return {name: torch.where(spread(some, x), x, 0 if old is None else old[name]) for name, x in new.items()}
-
-    def observe(self, carry: Carry, gates: Gates) -> Carry:
+    def observe(self, carry: Memory, gates: Gates) -> Memory:
         if gates.alpha is None and gates.beta is None:
             return carry
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
@@ -272,11 +265,11 @@ class BlockMomentum(BlockRule):
             else mean
         )
 
-    def in_token_space(self, phase: int | Tensor, count: int, carry: Carry) -> bool:
+    def in_token_space(self, phase: int | Tensor, count: int, carry: Memory) -> bool:
         whole = isinstance(phase, int) and phase == 0 and count == self.mini_batch_size and "update" not in carry
         return self.orthogonalize and self.momentum == "none" and whole
 
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
         memory = dict(carry["update"])
         if beta is not None:
@@ -305,7 +298,7 @@ class Sign(BlockRule):
     def equations(self) -> list[str]:
         return [*super().equations(), f"W_j = W_{{j−1}} + {self.size:g} sign(U_j)"]
 
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         return {"commit": {name: x + self.size * carry["update"][name].sign() for name, x in carry["commit"].items()}}
 
 
@@ -352,7 +345,7 @@ class Adam(BlockRule):
             f"W_j = W_{{j−1}} + {self.size:g} m̂_j/(√n̂_j + {self.eps:g}), m̂_j = m_j/(1 − {one:g}^j), n̂_j = n_j/(1 − {two:g}^j)",
         ]
 
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         first: Tensors = {}
         second: Tensors = {}
         age: Tensors = {}
@@ -362,9 +355,10 @@ class Adam(BlockRule):
             first[name] = self.beta1 * old["momentum"] + (1 - self.beta1) * x
             second[name] = self.beta2 * old["second"] + (1 - self.beta2) * x.square()
             age[name] = old["age"] + 1
-            mean = first[name] / (1 - self.beta1 ** age[name])
+            count = spread(age[name], x)
+            mean = first[name] / (1 - self.beta1**count)
             # The root has no derivative at 0, where Adam stands still: the floor keeps the outer gradient finite.
-            root = (second[name] / (1 - self.beta2 ** age[name])).clamp(min=self.eps**2).sqrt()
+            root = (second[name] / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
             after[name] = carry["commit"][name] + self.size * mean / (root + self.eps)
         return {"commit": after, "momentum": first, "second": second, "age": age}
 

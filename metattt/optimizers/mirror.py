@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import check_choice, check_number
+from metattt.memory import Memory
 from metattt.modules import spread
 from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
-from metattt.optimizers.block import BlockRule, Carry
+from metattt.optimizers.block import BlockRule
 from metattt.optimizers.gradient_descent import StepSize
 from metattt.optimizers.momentum import Gate, check_gates
 from metattt.registry import register
@@ -133,7 +134,7 @@ class MirrorDescent(BlockRule):
             return dual.log_softmax(-2)
         return dual.flatten(2).log_softmax(-1).view_as(dual)
 
-    def begin(self, carry: Carry) -> Carry:
+    def begin(self, carry: Memory) -> Memory:
         if not self.roles:
             return carry
         return {
@@ -141,14 +142,14 @@ class MirrorDescent(BlockRule):
             for role, values in carry.items()
         }
 
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         dual = self._dual(carry)
         after = {"commit": {name: self.weights(x) for name, x in dual.items()}}
         if self.retention == "softmax":
             dual = {name: self._log_softmax(x) for name, x in dual.items()}
         return after | ({"dual": dual} if self.roles else {})
 
-    def _dual(self, carry: Carry) -> Tensors:
+    def _dual(self, carry: Memory) -> Tensors:
         """A after the tokens of the open mini-batch."""
         before = carry["dual"] if self.roles else carry["commit"]
         if "update" not in carry:
@@ -158,7 +159,7 @@ class MirrorDescent(BlockRule):
             name: (x if lost is None else spread(1 - lost, x) * x) + carry["update"][name] for name, x in before.items()
         }
 
-    def observe(self, carry: Carry, gates: Gates) -> Carry:
+    def observe(self, carry: Memory, gates: Gates) -> Memory:
         """Collects `1 − Π_t α_t`, what the dual state of the last commit loses."""
         if gates.alpha is None:
             return carry

@@ -193,7 +193,7 @@ def _answers(layer: TTTLayer, x: Tensor) -> Tensor:
         if not layer.learner.has_weights:
             y: Tensor = layer.learner.scan(views, {}, ctx, gates)[0]  # type: ignore[operator]
             return y
-        return layer.inner.read(Tokens.of(views, gates), state, after, ctx, None).y
+        return layer.inner.run(Tokens(views, gates), state, after, ctx, None).y
 
 
 # -- into the region where processes have different heads, and out of it -----------------------------------------------

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import same
 from metattt.inner.packing import Packing
-from metattt.inner.tokens import Carry, Tokens
+from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
+from metattt.memory import Memory
 from metattt.models.language_model import LanguageModel
 from metattt.modules import CausalConv, spread
 from metattt.parallel.line import Line
@@ -67,28 +68,28 @@ class Scan:
         self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
     ) -> tuple[Tokens, State]:
         """The weights that the process before leaves; this one's go on before anything is read."""
-        origin = layer.inner.start(len(state.pos), tokens.eta.dtype)
+        origin = layer.inner.start(len(state.pos), tokens.gates.eta.dtype)
         fresh = {} if self.line.last else left_by(layer, tokens, state._replace(weights=origin), ctx, packing)
         q, taken = self.take((self.number, "weights"), tokens.q)
-        weights: Carry = origin if taken is None else {**origin, **taken}
+        weights: Memory = origin if taken is None else {**origin, **taken}
         if not self.line.last:
             q = self.hand_on((self.number, "weights"), q, moved(fresh, kept(tokens, ctx), weights, origin))
-        return tokens._replace(q=q), state._replace(weights=weights)
+        return tokens.with_views(q=q), state._replace(weights=weights)
 
 
-def left_by(layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None) -> Carry:
+def left_by(layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None) -> Memory:
     """The weights after a segment that begins at `state`."""
     after = state.pos + tokens.q.shape[2] if packing is None else packing.positions(state.pos)[1]
-    return layer.inner.read(tokens, state, after, ctx, packing).weights
+    return layer.inner.run(tokens, state, after, ctx, packing).weights
 
 
 def kept(tokens: Tokens, ctx: Context) -> Tensor:
     """A `[B, H]`: what a segment keeps of the weights before it; nothing, where a document starts in it."""
-    factor = torch.ones_like(tokens.eta[..., 0]) if tokens.alpha is None else tokens.alpha.prod(-1)
+    factor = torch.ones_like(tokens.gates.eta[..., 0]) if tokens.gates.alpha is None else tokens.gates.alpha.prod(-1)
     return factor if ctx.first is None else factor.masked_fill(ctx.first.any(1, keepdim=True), 0)
 
 
-def moved(fresh: Carry, factor: Tensor, weights: Carry, origin: Carry) -> Carry:
+def moved(fresh: Memory, factor: Tensor, weights: Memory, origin: Memory) -> Memory:
     """`W'₀ + A (W − W₀)`, of every tensor that moves; `origin` are those of a fresh sequence."""
     first = next(iter(origin.values()))
     return {
@@ -182,8 +183,8 @@ def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     views, gates, task, rule = layer.observe(x, state, ctx)
     if rule or task.keys() != state.task.keys():
         return False
-    tokens = Tokens.of(views, gates)
-    origin = layer.inner.start(len(x), tokens.eta.dtype)
+    tokens = Tokens(views, gates)
+    origin = layer.inner.start(len(x), tokens.gates.eta.dtype)
     found = left_by(layer, tokens, state, ctx, None)
     fresh = left_by(layer, tokens, state._replace(weights=origin), ctx, None)
     expected = moved(fresh, kept(tokens, ctx), state.weights, origin)
@@ -193,6 +194,6 @@ def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     return alike and all(same(w, expected[role][n]) for role, named in found.items() for n, w in named.items())
 
 
-def _carried(weights: Carry, role: str) -> dict[str, Tensor]:
+def _carried(weights: Memory, role: str) -> dict[str, Tensor]:
     """The tensors of a role; at the start all roles are W0, and `weights` is not yet there."""
     return weights[role] if role in weights else next(iter(weights.values()))

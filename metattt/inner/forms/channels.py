@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.inner.forms.dual import scaled
-from metattt.inner.tokens import Carry, Tokens
+from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import matmul
+from metattt.memory import Memory
 from metattt.optimizers.base import newest
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 CHUNK = {"cpu": 32}  # tokens by device, where the plan leaves it open: on a CPU, levels of joining cost more than products
@@ -35,7 +36,7 @@ class Rows(NamedTuple):
     before: bool
 
 
-def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[Tensor | None, Carry]:
+def chunk(loop: InnerLoop, tokens: Tokens, carry: Memory, read: str | None) -> tuple[Tensor | None, Memory]:
     """Predictions and the carry after the tokens: the solved form (`metattt.inner.forms.solved`) with channel decays.
 
     With predictions `F_t = p_t W'_t` (W' is W_{t−1}, before or after its decay as the rule says), what is erased along
@@ -43,29 +44,29 @@ def chunk(work: Work, tokens: Tokens, carry: Carry, read: str | None) -> tuple[T
     `(I + tril(p D b) η) F = p D₀ W₀ + tril(p D k) η v`, where D are the decays from one token to another. All but the
     products with W₀ is done for many chunks together.
     """
-    assert work.learner.linear_map is not None
-    assert tokens.decay is not None
-    name, rule, operand, read_before = work.learner.linear_map[0], work.rule, work.operand, read == "exclusive"
-    base, count = carry[newest(carry)][name], tokens.k.shape[2]
-    pairs = count // tokens.q.shape[2]
-    size = min(count, max(1, (rule.compute_chunk or CHUNK.get(tokens.k.device.type, LARGE_CHUNK)) // pairs) * pairs)
+    assert loop.learner.linear_map is not None
+    assert tokens.gates.decay is not None
+    name, rule, operand, read_before = loop.learner.linear_map[0], loop.rule, loop.operand, read == "exclusive"
+    base, count = carry[newest(carry)][name], tokens.views.k.shape[2]
+    pairs = count // tokens.views.q.shape[2]
+    size = min(count, max(1, (rule.compute_chunk or CHUNK.get(tokens.views.k.device.type, LARGE_CHUNK)) // pairs) * pairs)
 
     def split(x: Tensor, fill: float = 0.0) -> Tensor:
         """`[B, H, T, ·]` to `[B, H, chunks, size, ·]`."""
         return F.pad(x, (0, 0, 0, -count % size), value=fill).unflatten(2, (-1, size))
 
-    written = tokens.eta if tokens.kappa is None else tokens.eta * tokens.kappa  # there is no momentum here
-    step = scaled(written, work.learner.step_scales.get(name))
-    k, v, eta = split(tokens.k), split(tokens.v), split(step.unsqueeze(-1))
-    b, erases = None if tokens.b is None else split(tokens.b), work.plan.linear == "squared"
-    constant = work.plan.outer == "first_order"
+    written = tokens.gates.eta if tokens.gates.kappa is None else tokens.gates.eta * tokens.gates.kappa  # there is no momentum here
+    step = scaled(written, loop.learner.step_scales.get(name))
+    k, v, eta = split(tokens.views.k), split(tokens.views.v), split(step.unsqueeze(-1))
+    b, erases = None if tokens.views.b is None else split(tokens.views.b), loop.plan.linear == "squared"
+    constant = loop.plan.outer == "first_order"
     if constant:  # the outer loop takes every G = bᵀF − kᵀv for a constant, but not how far it decays
         k, v, b = k.detach(), v.detach(), None if b is None else b.detach()
-    q = split(tokens.q if pairs == 1 else tokens.q.repeat_interleave(pairs, 2))
-    rows = [Rows(k if tokens.p is None else split(tokens.p), rule.gradient_at == "previous")] if erases else []
+    q = split(tokens.views.q if pairs == 1 else tokens.views.q.repeat_interleave(pairs, 2))
+    rows = [Rows(k if tokens.views.p is None else split(tokens.views.p), rule.gradient_at == "previous")] if erases else []
     rows += [] if read is None else [Rows(q, read_before)]
     columns = [k] if b is None or not erases else [k, b]
-    scores, until, left = decayed_scores(rows, columns, split(tokens.decay.exp(), 1.0), operand)
+    scores, until, left = decayed_scores(rows, columns, split(tokens.gates.decay.exp(), 1.0), operand)
     reached = [row.value * (_before(until) if row.before else until) for row in rows]
     # What the weights lose is Σ columnᵀ (η made), with made = `fixed + met W₀` of the erased column.
     fixed, met = -v, None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.kernels.base import Kernel
-from metattt.optimizers.base import transition
+from metattt.optimizers.base import Gates, transition
 from metattt.state import Tensors
 
 EPS = 1e-6  # of `learners.base.standardize`
@@ -63,8 +63,8 @@ class ClosedForm(Kernel):
         after it."""
 
     def accepts(self, given: MiniBatches) -> str | None:
-        tokens, dtype = given.tokens, given.tokens.eta.dtype
-        if tokens.beta is not None or tokens.rates is not None:
+        tokens, dtype = given.tokens, given.tokens.gates.eta.dtype
+        if tokens.gates.beta is not None or tokens.gates.rates is not None:
             return "a momentum gate, or a step size for every weight"
         if given.operand != dtype or dtype not in (torch.float32, torch.float64):
             return f"operands of {str(given.operand).removeprefix('torch.')} on the CPU"
@@ -76,7 +76,7 @@ class ClosedForm(Kernel):
 
     def group_size(self, given: MiniBatches) -> int:
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
-        count = given.tokens.k.shape[2] // given.size
+        count = given.tokens.views.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
 
@@ -86,7 +86,7 @@ class _Scan(torch.autograd.Function):
         ctx: Any, form: ClosedForm, reference: Scan, given: MiniBatches, keep: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         layout = Layout(given, tensors, form.group_size(given))
-        y = layout.empty_like_tokens(layout.tokens.q)
+        y = layout.empty_like_tokens(layout.tokens.views.q)
         kept: list[Tensor] = []
         weights = layout.start()
         for place in layout.places():
@@ -112,7 +112,7 @@ class _Scan(torch.autograd.Function):
         number = len(ctx.given.weights)
         gradients = layout.gradients()
         if dy is None:
-            dy = torch.zeros_like(layout.tokens.q, dtype=layout.dtype)
+            dy = torch.zeros_like(layout.tokens.views.q, dtype=layout.dtype)
         moving = layout.packed(
             [torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=True)]
         )
@@ -137,14 +137,14 @@ class Layout:
     def __init__(self, given: MiniBatches, tensors: Sequence[Tensor], group_size: int):
         self.given = given
         self.tokens = _tokens(given, tensors)
-        present = sum(x is not None for x in self.tokens)
+        present = len([x for x in self.tokens.tensors if x is not None])
         rest = list(tensors[present:])
         self.tau = rest.pop(0) if given.tau is not None else None
         self.scale, self.shift = rest.pop(0), rest.pop(0)
         self.weights = rest
         self.size, self.step = given.size, group_size * given.size
-        self.batch, self.heads, self.length = self.tokens.k.shape[:3]
-        self.dtype = self.tokens.eta.dtype
+        self.batch, self.heads, self.length = self.tokens.views.k.shape[:3]
+        self.dtype = self.tokens.gates.eta.dtype
 
     def places(self) -> list[slice]:
         return [slice(start, min(start + self.step, self.length)) for start in range(0, self.length, self.step)]
@@ -163,7 +163,7 @@ class Layout:
         """Memory in which the heads of a token lie side by side, as the layer goes on to use them."""
         return x.new_empty(self.batch, self.length, self.heads, x.shape[-1], dtype=self.dtype).transpose(1, 2)
 
-    def coefficients(self, gates: Tokens, tau: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def coefficients(self, gates: Gates, tau: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """`mix` and `rows` of a group from gates `[n, B·H, b]` and τ `[B·H or 1, b]`."""
         eta = gates.eta.unsqueeze(-2)
         if gates.alpha is None and gates.kappa is None:
@@ -175,14 +175,8 @@ class Layout:
         decay = transition(gates.alpha)
         return decay * written, decay[..., 0] * gates.alpha[..., :1]
 
-    def gates(self, place: slice) -> Tokens:
-        blank = Tokens(*[None] * len(self.tokens))  # type: ignore[arg-type]
-        named = {
-            name: self.take(x, place)
-            for name in ("eta", "alpha", "kappa")
-            if (x := getattr(self.tokens, name)) is not None
-        }
-        return blank._replace(**named)
+    def gates(self, place: slice) -> Gates:
+        return Gates(*(None if x is None else self.take(x, place) for x in self.tokens.gates))  # type: ignore[arg-type]
 
     def for_every_learner(self, x: Tensor) -> Tensor:
         """Numbers of a head `[1 or H, ...]` for every learner: `[B·H, ...]`."""
@@ -190,7 +184,7 @@ class Layout:
 
     def group(self, place: slice) -> Group:
         mix, rows = self.coefficients(self.gates(place), None if self.tau is None else self.for_every_learner(self.tau))
-        k, v, q = (self.take(x, place) for x in self.tokens[:3])
+        k, v, q = (self.take(x, place) for x in self.tokens.views[:3])
         return Group(
             k,
             v,
@@ -222,12 +216,12 @@ class Layout:
     def add(self, gradients: tuple[Tokens, Tensor | None, Tensor, Tensor], place: slice, found: Group) -> None:
         """The share of one group."""
         tokens, tau, scale, shift = gradients
-        for x, part in zip(tokens[:3], found[:3], strict=True):
+        for x, part in zip(tokens.views[:3], found[:3], strict=True):
             self.put(x, place, part)
         for total, part in ((scale, found.scale), (shift, found.shift)):
             total += part.unflatten(0, (self.batch, self.heads)).sum((0, 2))
         with torch.enable_grad():  # through a few numbers per token: not through the scan
-            gates = self.gates(place).map(lambda x: x.detach().requires_grad_())
+            gates = Gates(*(x if x is None else x.detach().requires_grad_() for x in self.gates(place)))  # type: ignore[arg-type]
             steps = None if self.tau is None else self.for_every_learner(self.tau.detach()).requires_grad_()
             made = [x for x in self.coefficients(gates, steps) if x is not None]
             inputs = {name: x for name, x in gates._asdict().items() if x is not None} | (
@@ -239,7 +233,7 @@ class Layout:
             )
         for name, share in zip(inputs, shares, strict=True):
             if name != "tau":
-                self.put(getattr(tokens, name), place, share)
+                self.put(getattr(tokens.gates, name), place, share)
             elif tau is not None:
                 share = share.unflatten(0, (self.batch, self.heads)).sum(0)
                 tau += share if tau.shape[0] == self.heads else share.sum(0, keepdim=True)
@@ -247,14 +241,14 @@ class Layout:
     def flat(self, gradients: tuple[Tokens, Tensor | None, Tensor, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """In the order of `flat`."""
         tokens, tau, scale, shift = gradients
-        return [*(x for x in tokens if x is not None), *(() if tau is None else (tau,)), scale, shift, *weights]
+        return [*(x for x in tokens.tensors if x is not None), *(() if tau is None else (tau,)), scale, shift, *weights]
 
 
 def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
     slow = (given.slow["norm_scale"], given.slow["norm_bias"])
     return [
-        *(x for x in given.tokens if x is not None),
+        *[x for x in given.tokens.tensors if x is not None],
         *(() if given.tau is None else (given.tau,)),
         *slow,
         *given.weights.values(),
@@ -265,7 +259,7 @@ def shell(given: MiniBatches) -> MiniBatches:
     """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
     nothing = torch.empty(0)
     return given._replace(
-        tokens=Tokens(*[None if x is None else nothing for x in given.tokens]),  # type: ignore[arg-type]
+        tokens=Tokens.from_tensors([None if x is None else nothing for x in given.tokens.tensors]),
         weights=dict.fromkeys(given.weights, nothing),
         slow={},
         tau=None if given.tau is None else nothing,
@@ -274,7 +268,7 @@ def shell(given: MiniBatches) -> MiniBatches:
 
 def _tokens(given: MiniBatches, tensors: Sequence[Tensor]) -> Tokens:
     rest = iter(tensors)
-    return Tokens(*[None if x is None else next(rest) for x in given.tokens])  # type: ignore[arg-type]
+    return Tokens.from_tensors([None if x is None else next(rest) for x in given.tokens.tensors])
 
 
 def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:

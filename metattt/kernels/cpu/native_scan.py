@@ -43,7 +43,7 @@ class NativeForm(Kernel):
         """The macros of the source for these tensors, all of them sizes or flags; or why there are none."""
 
     def accepts(self, given: MiniBatches) -> str | None:
-        width = given.tokens.k.shape[-1]
+        width = given.tokens.views.k.shape[-1]
         fits = width % 16 == 0 and 16 <= width <= 128 and given.size % 16 == 0 and 16 <= given.size <= 64
         misfit = None if fits else f"a head width of {width} with {given.size} tokens per mini-batch"
         return self._refused(given, misfit, self.source)
@@ -51,7 +51,7 @@ class NativeForm(Kernel):
     def advances(self, given: MiniBatches) -> str | None:
         """Why `advance` cannot take these tensors, or None if it can: a matter of types, widths and gates, not of
         lengths."""
-        width = given.tokens.k.shape[-1]
+        width = given.tokens.views.k.shape[-1]
         if self.source_of_tokens is None:
             return "whole mini-batches only"
         misfit = None if width % 16 == 0 and 16 <= width <= 128 else f"a head width of {width}"
@@ -59,7 +59,7 @@ class NativeForm(Kernel):
 
     def _refused(self, given: MiniBatches, misfit: str | None, source: Path) -> str | None:
         tokens = given.tokens
-        if any(x is not None for x in (tokens.alpha, tokens.kappa, tokens.beta, tokens.rates)):
+        if tokens.gates[1:].count(None) != len(tokens.gates) - 1:
             return "a gate besides the step size"
         if given.operand != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
             return "numbers other than fp32"
@@ -93,7 +93,7 @@ class NativeForm(Kernel):
         """
         self.check(given, update, phase, native=True)
         first = next(iter(given.weights.values()))
-        key = self.source_of_tokens, given.tokens.k.shape[-1], first.shape[-1], len(given.weights)
+        key = self.source_of_tokens, given.tokens.views.k.shape[-1], first.shape[-1], len(given.weights)
         function = _functions.get(key)
         if function is None:
             function = _functions[key] = self._function(given)
@@ -123,7 +123,7 @@ class NativeForm(Kernel):
         self.check(given, native=True)
         call = Call(Layout(given, tensors, 1), self.group_size(given))
         library = self.library(given)
-        y = call.layout.empty_like_tokens(call.layout.tokens.q)
+        y = call.layout.empty_like_tokens(call.layout.tokens.views.q)
         after = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in call.layout.weights]
         call.views(y=y)
         call.arrays(after=after)
@@ -149,14 +149,14 @@ class NativeForm(Kernel):
 
     def group_size(self, given: MiniBatches) -> int:
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
-        count = given.tokens.k.shape[2] // given.size
+        count = given.tokens.views.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
 
 def _sizes(given: MiniBatches) -> tuple[int, ...]:
     """What a library is compiled for."""
     weights = given.weights
-    return given.size, given.tokens.k.shape[-1], next(iter(weights.values())).shape[-1], len(weights)
+    return given.size, given.tokens.views.k.shape[-1], next(iter(weights.values())).shape[-1], len(weights)
 
 
 _libraries: dict[tuple[Any, ...], ctypes.CDLL] = {}
@@ -190,9 +190,9 @@ class _Scan(torch.autograd.Function):
         call = Call(layout, ctx.group)
         tokens, tau = layout.tokens, layout.tau
         if dy is None:
-            dy = tokens.q.new_zeros(tokens.q.shape[-1:]).expand_as(tokens.q)
+            dy = tokens.views.q.new_zeros(tokens.views.q.shape[-1:]).expand_as(tokens.views.q)
         found = {name: call.empty_like(getattr(tokens, name)) for name in ("k", "v", "q")} | {
-            "eta": torch.empty_like(tokens.eta)
+            "eta": torch.empty_like(tokens.gates.eta)
         }
         use_large_pages(ctx.library, *found.values())
         dstart = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in layout.weights]
@@ -203,8 +203,8 @@ class _Scan(torch.autograd.Function):
         call.array(kept=kept, dscale=dscale, dshift=dshift, dtau=dtau)
         call.run(ctx.library.backward)
         steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == layout.heads else dtau.sum((0, 1)).unsqueeze(0)]
-        gradients = [*tokens._replace(**found), *steps, dscale.sum(0), dshift.sum(0), *dstart]
-        wanted = zip([x for x in gradients if x is not None], ctx.needs_input_grad[3:], strict=True)
+        gradients = [*found.values(), *steps, dscale.sum(0), dshift.sum(0), *dstart]
+        wanted = zip(gradients, ctx.needs_input_grad[3:], strict=True)
         return (None, None, None, *(x if need else None for x, need in wanted))
 
 
@@ -243,8 +243,8 @@ class Call:
         self.layout, self.learners, self.count = layout, layout.batch * layout.heads, layout.length // layout.size
         self.passed = _Call(heads=layout.heads, count=self.count, group=group)
         self.alive: list[Tensor] = []
-        self.views(k=tokens.k, v=tokens.v, q=tokens.q, eta=tokens.eta)
-        tau = tokens.eta.new_ones(1, layout.size) if layout.tau is None else layout.tau
+        self.views(k=tokens.views.k, v=tokens.views.v, q=tokens.views.q, eta=tokens.gates.eta)
+        tau = tokens.gates.eta.new_ones(1, layout.size) if layout.tau is None else layout.tau
         self.passed.tau_head = 0 if tau.shape[0] == 1 else layout.size
         self.array(tau=tau, scale=layout.scale, shift=layout.shift)
         self.arrays(start=layout.weights)

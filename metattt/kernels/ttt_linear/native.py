@@ -25,4 +25,4 @@ class NativeTTTLinear(NativeForm):
         return uncovered(task, learner, optimizer)
 
     def defines(self, given: MiniBatches) -> dict[str, int] | str:
-        return {"WIDTH": given.tokens.k.shape[-1], "TOKENS": given.size, "BIAS": int(len(given.weights) > 1)}
+        return {"WIDTH": given.tokens.views.k.shape[-1], "TOKENS": given.size, "BIAS": int(len(given.weights) > 1)}
