@@ -162,8 +162,6 @@ class TTTLayer(SequenceLayer):
             gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
         return views, gates, task_state, rule_state
 
-    observe = tokens
-
     def learn(self, views: Views, gates: Gates | DataGates, state: State, call: Call) -> tuple[Tensor, State]:
         """Learns the tokens and answers their queries: `[B, H, T, d]`, and the state after them without what the task and
         the optimizer carry."""
