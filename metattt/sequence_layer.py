@@ -82,13 +82,7 @@ class SequenceLayer(nn.Module, ABC):
             raise
 
     def _packed(
-        self,
-        x: Tensor,
-        state: Any,
-        mask: Tensor | None,
-        reset: Tensor | None,
-        packing: Packing | None,
-        in_place: bool,
+        self, x: Tensor, state: Any, mask: Tensor | None, reset: Tensor | None, packing: Packing | None, in_place: bool
     ) -> tuple[Tensor, Any]:
         """`run` on tokens whose padding stands last, with what it returns in the order of the caller."""
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:

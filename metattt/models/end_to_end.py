@@ -49,7 +49,7 @@ class EndToEndBlock(Block):
         self.memory_norm = None if memory is None else nn.RMSNorm(dim, eps=norm_eps)
         self.memory_post = None if memory is None else post()
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         state: Any,

@@ -112,14 +112,8 @@ class Block(nn.Module):
         self.ffn = SwiGLU(dim, ffn_dim)
 
     def forward(
-        self,
-        x: Tensor,
-        state: Any,
-        tail: Tensor | None,
-        ctx: Context,
-        packing: Packing | None = None,
-        in_place: bool = False,
-    ) -> tuple[Tensor, Any, Tensor | None]:
+        self, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None = None, in_place: bool = False
+    ) -> tuple[Tensor, Any, Any]:
         """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later.
 
         `packing`: of the model's call; `in_place`: the state may be written over.
@@ -402,34 +396,21 @@ class LanguageModel(nn.Module):
         return self._through(len(self.blocks), self.embedding(ids), before, ctx, packing, in_place)
 
     def _through(
-        self,
-        count: int,
-        x: Tensor,
-        before: LanguageModelState,
-        ctx: Context,
-        packing: Packing | None,
-        in_place: bool,
+        self, count: int, x: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, in_place: bool
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """`x` `[B, T, D]` after the first `count` blocks, with their states and tails."""
         layers, tails = [], []
-        for number in range(count):
-            state, tail = before.layers[number], before.tails[number]
+        for number, (state, tail) in enumerate(zip(before.layers[:count], before.tails, strict=False)):
             x, state, tail = self.run_block(number, x, state, tail, ctx, packing, in_place)
             layers.append(state)
             tails.append(tail)
         return x, layers, tails
 
     def run_block(
-        self,
-        number: int,
-        x: Tensor,
-        state: Any,
-        tail: Tensor | None,
-        ctx: Context,
-        packing: Packing | None,
-        in_place: bool,
-    ) -> tuple[Tensor, Any, Tensor | None]:
-        """One block as `Block.forward`; it is run again in the backward pass with `checkpoint_blocks`."""
+        self, number: int, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None, in_place: bool
+    ) -> tuple[Tensor, Any, Any]:
+        """The block of this number, called as `Block.forward` says; with `checkpoint_blocks` it is run again in the backward
+        pass."""
         block = self.blocks[number]
         if self.checkpoint_blocks and torch.is_grad_enabled():
             return checkpoint(block, x, state, tail, ctx, packing, use_reentrant=False)

@@ -25,7 +25,6 @@ from metattt.inner.packing import Packing
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.line import Line, Slot, fill
 from metattt.parallel.scan import Scan
-from metattt.state import Context
 
 
 @contextmanager
@@ -64,30 +63,21 @@ class Relay:
         self._positions: Tensor | None = None
 
     def run_block(
-        self,
-        model: LanguageModel,
-        run_block: Callable[..., Any],
-        number: int,
-        x: Tensor,
-        state: None,
-        tail: None,
-        ctx: Context,
-        packing: Packing | None,
-        in_place: bool,
-    ) -> tuple[Tensor, Any, Tensor | None]:
-        """As `LanguageModel.run_block`, which is handed in, with what the process before knows: None where this one reads
-        the beginning."""
+        self, model: LanguageModel, run_block: Callable[..., Any], number: int, x: Tensor, _: None, __: None, *call: Any
+    ) -> tuple[Tensor, Any, Any]:
+        """As `LanguageModel.run_block`, which is handed in, from the state and the tail of the process before: None where
+        this one reads the beginning."""
         if number not in self.scanned:
             x, found = self.take(number, x)
-            x, *after = run_block(number, x, *(found or (None, None)), ctx, packing, in_place)
+            x, *after = run_block(number, x, *(found or (None, None)), *call)
             return self.hand_on(number, x, tuple(after)), *after
         block: Any = model.blocks[number]
-        scan = Scan(self.line, self.take, self.hand_on, number, self._pos(x, packing))
+        scan = Scan(self, number, self._pos(x, packing=call[1]))
         with ExitStack() as stack:
             stack.enter_context(instead(block.layer, "run", partial(scan.run, block.layer)))
             if block.conv is not None:
                 stack.enter_context(instead(block.conv, "forward", partial(scan.convolve, block.conv)))
-            return run_block(number, x, None, None, ctx, packing, in_place)
+            return run_block(number, x, None, None, *call)
 
     def take(self, key: object, anchor: Tensor) -> tuple[Tensor, Any]:
         """What the process before hands on under this key; None where there is none.

@@ -8,8 +8,7 @@ processes read their segments at the same time. The price is the inner loop of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,12 @@ from metattt.models.language_model import LanguageModel
 from metattt.modules import CausalConv, spread
 from metattt.optimizers.base import Gates
 from metattt.parallel.heads import DividedLayer, runs_alike
-from metattt.parallel.line import Line
 from metattt.sequence_layer import Call
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Views
+
+if TYPE_CHECKING:
+    from metattt.parallel.relay import Relay
 
 COUNT, BEFORE = 9, 5  # tokens that the layer is tried on, and tokens read before them
 FIXED = ("anchor", "origin")  # roles that hold W0 from the first token to the last
@@ -36,27 +37,22 @@ class Scan:
     """What one block goes on from, found while it runs.
 
     Args:
-        line: the processes of the sequences.
-        take, hand_on: of the relay.
+        relay: of the call.
         number: of the block.
         pos: `[B]` tokens that were read before.
     """
 
-    def __init__(
-        self,
-        line: Line,
-        take: Callable[[object, Tensor], tuple[Tensor, Any]],
-        hand_on: Callable[[object, Tensor, Any], Tensor],
-        number: int,
-        pos: Tensor,
-    ):
-        self.line, self.take, self.hand_on, self.number, self.pos = line, take, hand_on, number, pos
+    def __init__(self, relay: Relay, number: int, pos: Tensor):
+        self.relay, self.number, self.pos = relay, number, pos
+
+    def pass_on(self, what: str, anchor: Tensor, value: Any) -> tuple[Tensor, Any]:
+        """Hands on what this process's tokens leave, and takes what those before have left (`Relay.take`)."""
+        return self.relay.take((self.number, what), self.relay.hand_on((self.number, what), anchor, value))
 
     def convolve(self, conv: CausalConv, x: Tensor, tail: None, ctx: Context) -> tuple[Tensor, Tensor]:
         """The convolution before the layer, after the last tokens of the process before; this one's go to the next at
         once."""
-        x = self.hand_on((self.number, "tail"), x, conv.tail(conv.pad(x, None), ctx))
-        return CausalConv.forward(conv, *self.take((self.number, "tail"), x), ctx)
+        return CausalConv.forward(conv, *self.pass_on("tail", x, conv.tail(conv.pad(x, None), ctx)), ctx)
 
     def run(
         self, layer: TTTLayer, x: Tensor, state: State, packing: Packing | None, in_place: bool
@@ -80,8 +76,7 @@ class Scan:
             return {}, None
         q, *others = layer.task.project(x)
         fresh = layer.task.views(x, {}, ctx, (q, *others))[1]  # type: ignore[call-arg]
-        q = self.hand_on((self.number, "task"), q, fresh)
-        q, taken = self.take((self.number, "task"), q)
+        q, taken = self.pass_on("task", q, fresh)
         return taken or {}, (q, *others)
 
     def _weights(
@@ -90,11 +85,12 @@ class Scan:
         """The views, through whose queries derivatives come back, and the weights that the process before leaves; this
         one's go on before anything is read."""
         origin = layer.inner.start(len(state.pos), gates.eta.dtype)
-        fresh = {} if self.line.last else left_by(layer, views, gates, state._replace(weights=origin), call)
-        q, taken = self.take((self.number, "weights"), views.q)
+        last, key = self.relay.line.last, (self.number, "weights")
+        fresh = {} if last else left_by(layer, views, gates, state._replace(weights=origin), call)
+        q, taken = self.relay.take(key, views.q)
         weights: Carry = origin if taken is None else {**origin, **taken}
-        if not self.line.last:
-            q = self.hand_on((self.number, "weights"), q, moved(fresh, kept(gates, call.ctx), weights, origin))
+        if not last:
+            q = self.relay.hand_on(key, q, moved(fresh, kept(gates, call.ctx), weights, origin))
         return views._replace(q=q), weights
 
 
