@@ -190,9 +190,9 @@ class Combined(SequenceLayer):
             else:
                 layer.check_state(x, before)
             call = layer.call(x, before, packing, in_place)
-            views, gates, task, rule = layer.tokens(x, before, call.ctx, projected)
-            y, after = layer.learn(views, gates, before, call)
-            found.append((layer.output(x, y), after._replace(task=task, optimizer=rule)))
+            views, gates, *carried = layer.tokens(x, before, call.ctx, projected)
+            y, after = layer.learn(views, gates, before, call, carried)
+            found.append((layer.output(x, y), after))
         (one, first), (two, second) = found
         return self.out(one + self._by_head(x, two)), CombinedState(first, second)
 

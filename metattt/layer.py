@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -126,9 +127,9 @@ class TTTLayer(SequenceLayer):
     ) -> tuple[Tensor, State]:
         """What the three parts make of the tokens; see `SequenceLayer.run`."""
         call = self.call(x, state, packing, in_place)
-        views, gates, task_state, rule_state = self.tokens(x, state, call.ctx)
-        y, after = self.learn(views, gates, state, call)
-        return self.output(x, y), after._replace(task=task_state, optimizer=rule_state)
+        views, gates, *carried = self.tokens(x, state, call.ctx)
+        y, state = self.learn(views, gates, state, call, carried)
+        return self.output(x, y), state
 
     def tokens(
         self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
@@ -162,15 +163,18 @@ class TTTLayer(SequenceLayer):
             gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
         return views, gates, task_state, rule_state
 
-    def learn(self, views: Views, gates: Gates | DataGates, state: State, call: Call) -> tuple[Tensor, State]:
-        """Learns the tokens and answers their queries: `[B, H, T, d]`, and the state after them without what the task and
-        the optimizer carry."""
+    def learn(
+        self, views: Views, gates: Gates | DataGates, state: State, call: Call, carried: Sequence[Tensors] = ({}, {})
+    ) -> tuple[Tensor, State]:
+        """Learns the tokens and answers their queries: `[B, H, T, d]`, and the state after them, with what the task and the
+        optimizer have `carried`."""
+        task, rule = carried
         if isinstance(self.learner, NonParametric):
             y, data = self.learner.scan(views, state.learner, call.ctx, gates.masked(call.ctx.valid))  # type: ignore[union-attr]
-            return y, State(call.after, 0, {}, {}, {}, data)
+            return y, State(call.after, 0, {}, task, rule, data)
         tokens = Tokens(*views[:3], *gates, views.p, views.b)  # type: ignore[call-arg]
         y, weights, phase, data = self.inner.read(tokens, state, call.after, call.ctx, call.packing, call.in_place)
-        return y, State(call.after, phase, weights, {}, {}, data)
+        return y, State(call.after, phase, weights, task, rule, data)
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """The outputs `[B, T, D]`: the answers `y` `[B, H, T, d]` of all heads after the norm, the gate of the tokens `x`

@@ -122,7 +122,7 @@ def check_memory(layer: TTTLayer, x: Tensor, state: State) -> None:
         )
     if state.phase is not None and state.phase >= size:
         raise MetaTTTError(f"the state is from another layer: it stands at token {state.phase} of {size}")
-    if bool(state.weights) != layer.learner.has_weights:
+    if (len(state.weights) > 0) != layer.learner.has_weights:
         raise MetaTTTError(f"the state is from another layer: this one's learner is {type(layer.learner).__name__}")
 
 

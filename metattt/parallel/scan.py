@@ -64,10 +64,10 @@ class Scan:
         state = state._replace(pos=self.pos)
         call = layer.call(x, state, packing)
         taken, projected = self._tails(layer, x, call.ctx)
-        views, gates, task, rule = layer.tokens(x, state._replace(task=taken), call.ctx, projected)
+        views, gates, *carried = layer.tokens(x, state._replace(task=taken), call.ctx, projected)
         views, weights = self._weights(layer, views, gates, state, call)
-        y, after = layer.learn(views, gates, state._replace(weights=weights), call)
-        return layer.output(x, y), after._replace(task=task, optimizer=rule)
+        y, after = layer.learn(views, gates, state._replace(weights=weights), call, carried)
+        return layer.output(x, y), after
 
     def _tails(self, layer: TTTLayer, x: Tensor, ctx: Context) -> tuple[Tensors, tuple[Tensor, ...] | None]:
         """The tails of the task's convolutions, and the projections of `x`, through which derivatives come back; None
