@@ -143,7 +143,7 @@ def _seen(layer: TTTLayer, lender: Any) -> Seen:
     x = torch.randn(1, 2, layer.dim, generator=torch.Generator().manual_seed(0)).to(next(layer.parameters()))
     state = State(torch.zeros(1, dtype=torch.long, device=x.device), 0, {}, {}, {}, {})
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        views, gates, *_ = layer.observe(
+        views, gates, *_ = layer.tokens(
             x, state, layer.context(x, state)[0], None if lender is None else lender.project(x)
         )
     given = {name: gate for name, gate in gates._asdict().items() if gate is not None}

@@ -237,7 +237,7 @@ def test_a_window_with_momentum(form: str) -> None:
 
     def plain(tokens: Tensor) -> Tensor:
         start = State(torch.zeros(2, dtype=torch.long), 0, {}, {}, {}, {})
-        views, gates, *_ = layer.observe(tokens, start, layer.context(tokens, start)[0])
+        views, gates, *_ = layer.tokens(tokens, start, layer.context(tokens, start)[0])
         weight = layer.learner.init["w1"].expand(2, -1, -1, -1)
         memory, rows = torch.zeros_like(weight), []
         for t in range(70):

@@ -50,7 +50,7 @@ def tokens(length: int = 11, scale: float = 1.0) -> Tensor:
 def observed(layer: TTTLayer, x: Tensor) -> tuple[Any, Any]:
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
     ctx, _ = layer.context(x, start)
-    return layer.observe(x, start, ctx)[:2]
+    return layer.tokens(x, start, ctx)[:2]
 
 
 def plain(layer: TTTLayer, x: Tensor, *, online: bool, first_order: bool = True) -> Run:

@@ -41,7 +41,7 @@ def plain(layer: TTTLayer, x: Tensor, scales: Mapping[str, float], max_norm: flo
     x = x.detach().requires_grad_()
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
     ctx, _ = layer.context(x, start)
-    views, gates, *_ = layer.observe(x, start, ctx)
+    views, gates, *_ = layer.tokens(x, start, ctx)
     learner, size = layer.learner, layer.optimizer.mini_batch_size
     slow = {name: value.unsqueeze(0) for name, value in learner.slow.items()}
 

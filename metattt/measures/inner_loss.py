@@ -150,7 +150,7 @@ class _Recorder:
         if state is None:
             state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
         context, _ = layer.context(x, state)
-        views, gates, *_ = layer.observe(x, state, context)
+        views, gates, *_ = layer.tokens(x, state, context)
         operand, wide, loop = views.k.dtype, gates.eta.dtype, layer.inner
         first = rule.current(loop.start(x.shape[0], wide), 0)
         count, rest = divmod(x.shape[1], size)

@@ -43,7 +43,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     batch, count = x.shape[:2]
     state = State(x.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
     ctx, after = layer.context(x, state)
-    views, gates, *_ = layer.observe(x, state, ctx)
+    views, gates, *_ = layer.tokens(x, state, ctx)
     tokens, operand, wide = Tokens(views, gates), views.k.dtype, gates.eta.dtype
     loop = layer.inner.but(operand=operand)
     slow = {name: value.to(wide) for name, value in learner.slow.items()}
