@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
 from metattt.inner.faults import FAILURES, explain
 from metattt.inner.inspect import make_plan
@@ -19,7 +20,6 @@ from metattt.learners.base import Learner, NonParametric
 from metattt.modules import check_finite, draw_xavier, projection, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.output import GATES, check_output, make_gate, make_norm
-from metattt.part import unchanged_on_error
 from metattt.room import check_room
 from metattt.state import Context, DataGates, State, Tensors
 from metattt.tasks.base import Task, Views

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metattt.component import Component
 from metattt.errors import MetaTTTError, check_flag, check_number
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import standardize
-from metattt.part import Part
 from metattt.registry import for_every
 from metattt.room import check_room
 from metattt.state import Context, DataGates, Tensors
@@ -59,7 +59,7 @@ class LearnerClass(ABCMeta):
         return learner
 
 
-class Learner(Part, ABC, metaclass=LearnerClass):
+class Learner(Component, ABC, metaclass=LearnerClass):
     """A model whose weights are the hidden state: `f(x; W)`.
 
     A subclass names its weights in `weights` and computes `f` in `forward`, reaching weights only through the accessor
@@ -90,7 +90,7 @@ class Learner(Part, ABC, metaclass=LearnerClass):
     trainable: list[str] | None = None
     step_scale: Mapping[str, float] | float | None = None
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
-    _reserved = Part._reserved | {"init", "slow", "shapes", "step_scales"}
+    _reserved = Component._reserved | {"init", "slow", "shapes", "step_scales"}
     init: nn.ParameterDict  #: W0, by name: [H, *shape]
     slow: nn.ParameterDict  #: outer-loop weights of f: [H, *shape]
     shapes: dict[str, tuple[int, ...]]  #: of both, by name, with the axis of heads

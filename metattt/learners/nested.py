@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner
 from metattt.learners.module.adapter import ModuleLearner
-from metattt.part import unchanged_on_error
 from metattt.registry import register
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metattt.component import Component
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.modules import transition as transition
-from metattt.part import Part
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
@@ -56,7 +56,7 @@ class Coefficients(NamedTuple):
     carry: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
 
 
-class InnerOptimizer(Part, ABC):
+class InnerOptimizer(Component, ABC):
     """A linear update rule with its knobs; subclasses define `build` and `gates`.
 
     Args:
@@ -73,7 +73,7 @@ class InnerOptimizer(Part, ABC):
         MetaTTTError: a value that is not allowed, or more than one step where a query would see the future.
     """
 
-    _reserved = Part._reserved | {"weight_names", "has_token_steps"}
+    _reserved = Component._reserved | {"weight_names", "has_token_steps"}
     updates = True  #: False for the rule that learns nothing itself: the learner keeps the data
     #: of a rule with `updates = False`, the gates that it gives (`write`, `keep`, `levels`), each with the override that
     #: turns it off

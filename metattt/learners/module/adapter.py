@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError, check_flag
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
 from metattt.learners.module.composed import Normalize
 from metattt.learners.module.standin import StandIn
 from metattt.learners.module.translation import Translation
-from metattt.part import unchanged_on_error
 from metattt.registry import register
 from metattt.replica import replica
 

@@ -19,7 +19,7 @@ DESCRIBED = (
 REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a torch module, each a dictionary of its own
 
 
-class Part(nn.Module):
+class Component(nn.Module):
     """A module that a layer builds: its constructor takes hyper-parameters, its `setup` creates parameters, once.
 
     What it was made with (numbers, texts and None) is kept by name for `print(layer)`. What a layer finds out about its
@@ -102,12 +102,12 @@ class Part(nn.Module):
 
 def _base(kind: type) -> type:
     """Task, Learner or InnerOptimizer, of whichever `kind` is one."""
-    return kind.__mro__[kind.__mro__.index(Part) - 1]
+    return kind.__mro__[kind.__mro__.index(Component) - 1]
 
 
 def _shadows(kind: type, name: str, value: Any) -> bool:
     """Whether an attribute would take the place of a method or property of the base class (a function may)."""
-    there = getattr(kind, name, None) if name in vars(_base(kind)) or name in vars(Part) else None
+    there = getattr(kind, name, None) if name in vars(_base(kind)) or name in vars(Component) else None
     unset = isinstance(there, property) and there.fset is None
     return unset or (callable(there) and (isinstance(value, nn.Module) or not callable(value)))
 
@@ -117,7 +117,7 @@ def _taken(kind: type, name: str) -> str:
     return f"{kind.__name__} sets an attribute called {name!r}, which {base} has for its own use: choose another name"
 
 
-def says(part: Part, method: str = "equations", about: Iterable[str] = DESCRIBED) -> bool:
+def says(part: Component, method: str = "equations", about: Iterable[str] = DESCRIBED) -> bool:
     """Whether what a class says of its parts in `method` holds for this one: no subclass of it has changed one of the
     methods that it is about."""
     kinds = type(part).__mro__
