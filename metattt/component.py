@@ -1,48 +1,98 @@
-"""What tasks, learners and inner optimizers have in common: built once, for one layer, and printed by their
-settings."""
+"""What tasks, learners and inner optimizers have in common: made from declared settings, built once, for one layer, and
+printed by their settings."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar, dataclass_transform
 
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
+from metattt.setting import REQUIRED, Setting, declared, parameters, setting, with_always
 
 DESCRIBED = (
     *("views", "loss", "forward", "predict", "wrap", "scan"),
     *("gates", "gates_at", "prepare", "token_steps", "coefficients", "current", "commit", "move"),
 )  # methods that equations are about
+SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a torch module, each a dictionary of its own
 
 
+@dataclass_transform(field_specifiers=(setting,))
 class Component(nn.Module):
-    """A module that a layer builds: its constructor takes hyper-parameters, its `setup` creates parameters, once.
+    """A module that a layer builds: its constructor takes settings, its `setup` creates parameters, once.
+
+    A class declares its settings in its body, each as `name: type = setting(default=...)`; the constructor is made from
+    these lines, unless the class writes an `__init__` of its own. A plain attribute of a subclass with the name of a
+    setting is its default there. `class Mine(Momentum, takes=("read", "base_lr"))` has a constructor that takes these
+    two and what Mine declares itself; the other settings have their values on the class.
 
     What it was made with (numbers, texts and None) is kept by name for `print(layer)`. What a layer finds out about its
-    parts when it is built (which form is exact, which kernel computes them) rests on their settings: one that is
+    components when it is built (which form is exact, which kernel computes them) rests on their settings: one that is
     assigned later raises `changes`, and the layer asks again.
     """
 
-    belongs = False  #: a layer has claimed this part
+    _group: ClassVar[str] = ""  #: of configurations: `task`, `learner` or `optimizer`
+    belongs = False  #: a layer has claimed this component
     changes = 0  #: settings assigned since then
-    fixed: tuple[str, ...] = ()  #: settings that `setup` makes use of once: assigned later, they would do nothing
+    #: settings that `setup` makes use of once: assigned later, they would do nothing
+    fixed: tuple[str, ...] = ()
     #: attributes that only the base class sets
-    _reserved: frozenset[str] = frozenset({"belongs", "changes", "_made_with"})
+    _reserved: ClassVar[frozenset[str]] = frozenset({"belongs", "changes", "_made_with"})
     _made_with: dict[str, Any]
+    _settings: ClassVar[dict[str, Setting]] = {}  #: by attribute, those of base classes first
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, takes: Sequence[str] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in set().union(*(getattr(base, "_reserved", ()) for base in cls.__bases__)) & vars(cls).keys():
+        own = dict(vars(cls))
+        for name in set().union(*(getattr(base, "_reserved", ()) for base in cls.__bases__)) & own.keys():
             raise MetaTTTError(_taken(cls, name))
+        inherited: dict[str, Setting] = {}
+        for base in reversed(cls.__bases__):
+            inherited |= getattr(base, "_settings", {})
+        cls._settings = declared(inherited, own, functools.partial(_hint, cls), takes)
+        for name, one in own.items():
+            if isinstance(one, Setting):
+                if one.default is REQUIRED:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, one.default)
+                if one.fixed:
+                    cls.fixed = (*cls.fixed, name, *([one.alias] if one.alias else []))
+        if "__init__" in own:
+            cls.__init__ = _written(cls, own["__init__"])  # type: ignore[method-assign]
+        elif cls.__init__ is nn.Module.__init__ or hasattr(cls.__init__, "made_of_settings"):
+            cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
+        elif names := [name for name, one in own.items() if isinstance(one, Setting)]:
+            raise MetaTTTError(
+                f"{cls.__name__} declares {', '.join(names)}, and inherits an __init__ that does not take them: "
+                "write one that does, or declare its parameters as settings"
+            )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        part = super().__new__(cls)
-        part.__dict__["_made_with"] = _settings(cls, args, kwargs)
-        return part
+        component = super().__new__(cls)
+        component.__dict__["_made_with"] = _shown(cls, args, kwargs)
+        return component
+
+    def configure(self) -> None:
+        """Sets the attributes that follow from the settings. The constructor calls it before it checks them."""
+
+    def check_settings(self) -> None:
+        """Refuses values that are not allowed, or do not fit each other: asked by the constructor, and of a rule again
+        when one has been assigned.
+
+        Raises:
+            MetaTTTError: naming the value, and what is allowed.
+        """
+        for name, one in self._settings.items():
+            if (value := getattr(self, name, REQUIRED)) is not REQUIRED:
+                one.check(f"{self._group}.{one.alias or name}", value)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -77,8 +127,10 @@ class Component(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings that differ from the constructor's defaults, as one would write them."""
-        defaults = _parameters(type(self))
-        changed = {name: value for name, value in self._made_with.items() if not _same(value, defaults[name].default)}
+        defaults = inspect.signature(type(self).__init__).parameters
+        always = {name: getattr(self, name) for name, one in self._settings.items() if one.always}
+        made = {**self._made_with, **always}
+        changed = {name: value for name, value in made.items() if not _same(value, defaults[name].default)}
         return ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
     def equations(self) -> list[str]:
@@ -151,12 +203,60 @@ def _snapshot(module: nn.Module) -> dict[str, Any]:
     return {name: dict(value) if name in REGISTRIES else value for name, value in module.__dict__.items()}
 
 
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The parameters of a class's constructor by name, without `self`."""
-    return dict(list(inspect.signature(cls.__init__).parameters.items())[1:])  # type: ignore[misc]
+def _constructor(cls: type[Component]) -> Callable[..., None]:
+    """The `__init__` of a class whose body declares its settings."""
+    attributes = {one.alias or name: name for name, one in cls._settings.items() if one.init}
+    for name in attributes.values():  # of several bases, the first that sets it
+        if hasattr(cls, name) and getattr(cls, name) is not cls._settings[name].default:
+            cls._settings[name] = replace(cls._settings[name], default=getattr(cls, name))
+    signature = inspect.Signature([SELF, *parameters(cls._settings)])
+
+    def __init__(self: Component, *args: Any, **kwargs: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{cls.__qualname__}.__init__() {error}") from None
+        super(Component, self).__init__()
+        for key, name in attributes.items():
+            setattr(self, name, given[key] if key in given else getattr(type(self), name))
+        self.configure()
+        self.check_settings()
+
+    __init__.__annotations__ = {one.name: one.annotation for one in signature.parameters.values() if one is not SELF}
+    __init__.__signature__, __init__.made_of_settings = signature, True  # type: ignore[attr-defined]
+    return __init__
 
 
-def _settings(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _written(cls: type[Component], init: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__` that a class writes itself; it takes the settings of every subclass, whatever it names."""
+    own = inspect.signature(init)
+    every = with_always(list(own.parameters.values()), cls._settings)
+    added = {one.name: one.annotation for one in every if one.name not in own.parameters}
+    if not added:
+        return init
+
+    @functools.wraps(init)
+    def __init__(self: Component, *args: Any, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in added.keys() & kwargs.keys()}
+        init(self, *args, **kwargs)
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    __init__.__annotations__ = {**init.__annotations__, **added}
+    __init__.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
+    return __init__
+
+
+def _hint(cls: type, name: str) -> Any:
+    """The annotation of an attribute as a type; Any for one that is imported under TYPE_CHECKING only."""
+    annotation = inspect.get_annotations(cls).get(name, Any)
+    try:
+        return eval(annotation, vars(sys.modules[cls.__module__])) if isinstance(annotation, str) else annotation
+    except NameError:
+        return Any
+
+
+def _shown(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that can be shown; none where they do not fit, which the constructor itself will say."""
     try:
         given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]

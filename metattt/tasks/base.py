@@ -48,6 +48,7 @@ class Task(Component, ABC):
     Constructors take hyper-parameters only; `setup` creates the parameters once the layer knows its widths.
     """
 
+    _group = "task"
     squared_error = (
         False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
     )
