@@ -65,15 +65,14 @@ class Component(nn.Module):
                     setattr(cls, name, one.default)
                 if one.fixed:
                     cls.fixed = (*cls.fixed, name, *([one.alias] if one.alias else []))
-        if "__init__" in own:
-            cls.__init__ = _written(cls, own["__init__"])  # type: ignore[method-assign]
-        elif cls.__init__ is nn.Module.__init__ or hasattr(cls.__init__, "made_of_settings"):
-            cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
-        elif names := [name for name, one in own.items() if isinstance(one, Setting)]:
+        made = cls.__init__ is nn.Module.__init__ or hasattr(cls.__init__, "made_of_settings")
+        names = [name for name, one in own.items() if isinstance(one, Setting)]
+        if names and not made and "__init__" not in own:
             raise MetaTTTError(
                 f"{cls.__name__} declares {', '.join(names)}, and inherits an __init__ that does not take them: "
                 "write one that does, or declare its parameters as settings"
             )
+        cls.__init__ = _constructor(cls) if made else _written(cls, cls.__init__)  # type: ignore[method-assign]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         component = super().__new__(cls)
@@ -129,7 +128,7 @@ class Component(nn.Module):
         """The settings that differ from the constructor's defaults, as one would write them."""
         defaults = inspect.signature(type(self).__init__).parameters
         always = {name: getattr(self, name) for name, one in self._settings.items() if one.always}
-        made = {**self._made_with, **always}
+        made = {name: value for name, value in self._made_with.items() if name not in always} | always
         changed = {name: value for name, value in made.items() if not _same(value, defaults[name].default)}
         return ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
