@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from metattt.combined import Combined
+from metattt.component import Component, says
 from metattt.inner.planning import explain
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.output import in_symbols
-from metattt.part import Part, says
 from metattt.state import State
 from metattt.tasks.base import Task
 
@@ -96,12 +96,12 @@ def _of_two(layer: Combined) -> list[Section]:
     return [*parts, Section("output", [f"y_t = θO (first(x)_t + {answer}){by_head}", shared])]
 
 
-def _said(part: Part, kind: type[Part]) -> list[str]:
+def _said(part: Component, kind: type[Component]) -> list[str]:
     """What a part says of itself, or its kind of it where a subclass has changed what the words are about."""
     return part.equations() if says(part) else kind.equations(part)
 
 
-def _own(part: Part, kind: type[Part]) -> bool:
+def _own(part: Component, kind: type[Component]) -> bool:
     """Whether a part has equations of its own that hold for it."""
     return type(part).equations is not kind.equations and says(part)
 

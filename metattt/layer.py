@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError, check_choice, check_flag
 from metattt.inner.loop import InnerLoop
 from metattt.inner.packing import Packing
@@ -20,7 +21,6 @@ from metattt.learners.base import Learner, NonParametric
 from metattt.modules import draw_xavier, projection, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.output import GATES, check_output, make_gate, make_norm
-from metattt.part import unchanged_on_error
 from metattt.sequence_layer import Call, SequenceLayer
 from metattt.state import Context, DataGates, State, Tensors
 from metattt.tasks.base import Task, Views

@@ -7,12 +7,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.errors import MetaTTTError
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
@@ -28,7 +29,7 @@ class Linear(NamedTuple):
 
 
 @register(group="learner", name="log_linear")
-class LogLinear(NonParametric):
+class LogLinear(NonParametric, takes=("residual", "norm")):
     """`o_t = Σ_ℓ λ_t^ℓ q_t S_t^ℓ`: S^ℓ is the memory of the tokens in bucket ℓ alone (arXiv 2506.04761).
 
     Token s is in bucket `ℓ(t, s)` of token t: the number of bits of `t xor s`, positions in the document counted from 0
@@ -56,13 +57,9 @@ class LogLinear(NonParametric):
 
     gates = frozenset({"write", "keep", "levels"})
 
-    def __init__(
-        self, update: Literal["sum", "delta"] = "sum", chunk: int = 64, residual: bool = False, norm: bool = False
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=False)
-        check_choice("learner.update", update, ("sum", "delta"))
-        check_integer("learner.chunk", chunk)
-        self.update, self.chunk = update, chunk
+    learn_init = False
+    update: Literal["sum", "delta"] = setting(default="sum")
+    chunk: int = setting(default=64)
 
     def equations(self) -> list[str]:
         value = f"{self.wrapped('y_t', 'q_t')}, y_t = Σ_ℓ λ_t^ℓ q_t S_t^ℓ" if self.residual or self.norm else "Σ_ℓ λ_t^ℓ q_t S_t^ℓ"

@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.component import Component
+from metattt.errors import MetaTTTError
 from metattt.memory import Memory, newest
 from metattt.modules import transition as transition
-from metattt.part import Part
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
@@ -57,7 +58,7 @@ class Coefficients(NamedTuple):
     carry: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
 
 
-class InnerOptimizer(Part, ABC):
+class InnerOptimizer(Component, ABC):
     """A linear update rule with its knobs; subclasses define `build` and `gates`.
 
     Args:
@@ -74,38 +75,21 @@ class InnerOptimizer(Part, ABC):
         MetaTTTError: a value that is not allowed, or more than one step where a query would see the future.
     """
 
-    _reserved = Part._reserved | {"weight_names", "has_token_steps"}
+    _group = "optimizer"
+    _reserved = Component._reserved | {"weight_names", "has_token_steps"}
+    mini_batch_size: int = setting(default=16, most=2**31 - 1)
+    anchor: Anchor = setting(default="minibatch")
+    read: Read = setting(default="inclusive")
+    steps: int = setting(default=1, most=MAX_STEPS)
+    compute_chunk: int | None = setting(default=None, most=2**31 - 1, kw_only=True)
     updates = True  #: False for the rule that learns nothing itself: the learner keeps the data
     #: of a rule with `updates = False`, the gates that it gives (`write`, `keep`, `levels`), each with the override that
     #: turns it off
-    data_gates: Mapping[str, str] = MappingProxyType({})
-
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "inclusive",
-        steps: int = 1,
-        compute_chunk: int | None = None,
-    ):
-        super().__init__()
-        self.mini_batch_size, self.anchor, self.read, self.steps = mini_batch_size, anchor, read, steps
-        self.compute_chunk = compute_chunk
-        self.check_settings()
+    data_gates: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def check_settings(self) -> None:
-        """Refuses settings that do not fit each other: asked by the constructor, and again when one has been assigned.
-
-        Raises:
-            MetaTTTError: naming the value, and what is allowed.
-        """
+        super().check_settings()
         anchor, read, steps = self.anchor, self.read, self.steps
-        check_choice("optimizer.anchor", anchor, get_args(Anchor))
-        check_choice("optimizer.read", read, get_args(Read))
-        check_choice("optimizer.gradient_at", self.gradient_at, ("previous", "decayed"))
-        for key in ("mini_batch_size", "steps", "compute_chunk"):
-            if (value := getattr(self, key)) is not None or key != "compute_chunk":
-                check_integer(f"optimizer.{key}", value, most=MAX_STEPS if key == "steps" else 2**31 - 1)
         if steps > 1 and not (
             read in ("previous", "committed", "block", "final") or (self.mini_batch_size == 1 and read == "inclusive")
         ):
@@ -156,19 +140,19 @@ class InnerOptimizer(Part, ABC):
         steps."""
         return None
 
-    weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
+    weight_names: ClassVar[tuple[str, ...]] = ()  #: the learner's fast weights, known when `build` is called
     has_token_steps = False  #: whether `token_steps` gives any, known once the parameters are made
     #: the rule carries S between tokens: found out from its gates when a layer is built. Only a rule whose gates have a β in
     #: some calls and none in others must say so itself
     has_momentum = False
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
-    max_norm: float | None = (
-        None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
-    )
+    #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
+    max_norm: float | None = setting(default=None, init=False, above=0)
     scale_free = False  #: a step stays the same when all gradients of a weight are multiplied by a number
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     whole = False  #: all tokens of a call are one mini-batch, whatever `mini_batch_size` is
-    gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
+    #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
+    gradient_at: Literal["previous", "decayed"] = setting(default="previous", init=False)
 
     def begin(self, carry: Memory) -> Memory:
         """What a sequence starts with, from W0 in every role that holds weights."""

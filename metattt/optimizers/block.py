@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
+from metattt.errors import MetaTTTError
 from metattt.memory import Memory, where, zeros
 from metattt.modules import spread
-from metattt.optimizers.base import Anchor, Coefficients, Gates, InnerOptimizer, Read
+from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer, Read
 from metattt.optimizers.gradient_descent import SHARING, StepSize
-from metattt.optimizers.momentum import Gate, check_gates
+from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 
 
@@ -29,20 +30,10 @@ class BlockRule(StepSize):
     mini-batch, weighted by `kappa` where the rule gives one.
     """
 
-    roles: tuple[str, ...] = ()  #: what `move` carries on; zeros in the first mini-batch, but for what `begin` makes
+    #: what `move` carries on; zeros in the first mini-batch, but for what `begin` makes
+    roles: tuple[str, ...] = setting(default=(), init=False)
 
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "previous",
-        steps: int = 1,
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "head_dim",
-        compute_chunk: int | None = None,
-    ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
+    read: Read = "previous"
 
     def check_settings(self) -> None:
         super().check_settings()
@@ -147,58 +138,36 @@ class BlockMomentum(BlockRule):
             rows of its matrices, which are `(d_out, d_in)`).
     """
 
-    fixed: tuple[str, ...] = (*StepSize.fixed, "momentum", "momentum_init", "decay", "decay_init", "row_norm")
+    mini_batch_size = 64
+    lr: Literal["per_head", "shared", "constant", "per_weight"] = setting(  # type: ignore[assignment]
+        default="per_head", fixed=True
+    )
+    momentum: Literal["none", "constant", "shared", "per_head"] = setting(default="per_head", fixed=True)
+    momentum_init: float = setting(default=0.9, fixed=True)
+    decay: Literal["none", "constant", "shared", "per_head"] = setting(default="none", fixed=True)
+    decay_init: float = setting(default=0.99, fixed=True)
+    pool: Literal["logits", "gates"] = setting(default="logits")
+    orthogonalize: bool = setting(default=False)
+    row_norm: bool = setting(default=False, fixed=True)
+    newton_schulz: Literal["constant", "scheduled"] = setting(default="constant", kw_only=True)
 
-    def __init__(
-        self,
-        mini_batch_size: int = 64,
-        anchor: Anchor = "minibatch",
-        read: Read = "previous",
-        steps: int = 1,
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant", "per_weight"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "head_dim",
-        momentum: Literal["none", "constant", "shared", "per_head"] = "per_head",
-        momentum_init: float = 0.9,
-        decay: Literal["none", "constant", "shared", "per_head"] = "none",
-        decay_init: float = 0.99,
-        pool: Literal["logits", "gates"] = "logits",
-        orthogonalize: bool = False,
-        row_norm: bool = False,
-        compute_chunk: int | None = None,
-        newton_schulz: Literal["constant", "scheduled"] = "constant",
-    ):
-        check_choice("optimizer.newton_schulz", newton_schulz, SCHEDULES)
-        check_choice("optimizer.lr", lr, ("per_head", "shared", "constant", "per_weight"))
-        super().__init__(
-            mini_batch_size,
-            anchor,
-            read,
-            steps,
-            base_lr,
-            "constant" if lr == "per_weight" else lr,
-            lr_scale,
-            compute_chunk,
-        )
-        if lr == "per_weight" and not base_lr > 0:
+    def configure(self) -> None:
+        super().configure()
+        self.per_weight = self.lr == "per_weight"
+        self.lr = "constant" if self.per_weight else self.lr
+        self.roles = ("momentum",) if self.momentum != "none" else ()
+        self.pull = self.row_norm  # W0 is carried, for its norms
+        self.scale_free = self.orthogonalize
+
+    def check_settings(self) -> None:
+        check_gate("momentum_init", self.momentum, self.momentum_init)
+        check_gate("decay_init", self.decay, self.decay_init)
+        super().check_settings()
+        if self.per_weight and not self.base_lr > 0:
             raise MetaTTTError(
-                f"optimizer.base_lr={base_lr} has no meaning with optimizer.lr=per_weight, whose softplus is positive: "
-                "set it above 0, or optimizer.lr=per_head"
+                f"optimizer.base_lr={self.base_lr} has no meaning with optimizer.lr=per_weight, whose softplus is "
+                "positive: set it above 0, or optimizer.lr=per_head"
             )
-        self.per_weight = lr == "per_weight"
-        sources = ("none", "constant", "shared", "per_head")
-        check_choice("optimizer.momentum", momentum, sources)
-        check_choice("optimizer.decay", decay, sources)
-        check_choice("optimizer.pool", pool, ("logits", "gates"))
-        check_gates(momentum, momentum_init, decay, decay_init)
-        for key, flag in (("orthogonalize", orthogonalize), ("row_norm", row_norm)):
-            check_flag(f"optimizer.{key}", flag)
-        self.momentum, self.momentum_init, self.decay, self.decay_init = momentum, momentum_init, decay, decay_init
-        self.pool, self.orthogonalize, self.row_norm = pool, orthogonalize, row_norm
-        self.newton_schulz = newton_schulz
-        self.roles = ("momentum",) if momentum != "none" else ()
-        self.pull = row_norm  # W0 is carried, for its norms
-        self.scale_free = orthogonalize
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -316,25 +285,12 @@ class Adam(BlockRule):
     roles = ("momentum", "second", "age")
     scale_free = True
 
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "previous",
-        steps: int = 1,
-        base_lr: float = 0.01,
-        lr: Literal["per_head", "shared", "constant"] = "constant",
-        lr_scale: Literal["head_dim", "none"] = "none",
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        eps: float = 1e-8,
-        compute_chunk: int | None = None,
-    ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
-        for key, value in (("beta1", beta1), ("beta2", beta2)):
-            check_number(f"optimizer.{key}", value, least=0, below=1)
-        check_number("optimizer.eps", eps, above=0)
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+    base_lr = 0.01
+    lr = "constant"
+    lr_scale = "none"
+    beta1: float = setting(default=0.9, least=0, below=1)
+    beta2: float = setting(default=0.99, least=0, below=1)
+    eps: float = setting(default=1e-8, above=0)
 
     def equations(self) -> list[str]:
         one, two = self.beta1, self.beta2
