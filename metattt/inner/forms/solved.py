@@ -11,7 +11,8 @@ from torch import Tensor
 from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
 from metattt.inner.tokens import Carry, Tokens
-from metattt.learners.fast_weights import FastWeights, Site, matmul
+from metattt.learners.fast_weights import FastWeights, Site
+from metattt.ops import matmul, solve_unit_lower
 from metattt.optimizers.base import Gates
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
     factor, own = scales.get(weight), 0 if bias is None else scales.get(bias, 1)
     gram = scaled(matmul(asked, k.mT, work.operand), factor) + own
     if b is None:
-        return _gradients(work, (k, channels.solve(before * gram, right - v)))
+        return _gradients(work, (k, solve_unit_lower(before * gram, right - v)))
     erased = scaled(matmul(asked, b.mT, work.operand), factor)
-    made = channels.solve(before * erased, right + matmul(before * gram, v, work.operand))
+    made = solve_unit_lower(before * erased, right + matmul(before * gram, v, work.operand))
     return _gradients(work, (b, made), (k, -v))
 
 
