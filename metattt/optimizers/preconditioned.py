@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_number
-from metattt.optimizers.base import Gates, Read, transition
+from metattt.ops import running_sum
+from metattt.optimizers.base import Gates, Read
 from metattt.optimizers.momentum import Gate, Momentum
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -103,22 +104,9 @@ class Preconditioned(Momentum):
         if ctx.first is not None:
             gamma = torch.where(ctx.first.unsqueeze(1), 0.0, gamma)
         k = views.k.to(gamma.dtype)
-        curvature = running_sums(gamma, beta.unsqueeze(-1) * k.square(), state.get("curvature"))
+        curvature = running_sum(gamma, beta.unsqueeze(-1) * k.square(), state.get("curvature"), CHUNK)
         distance = torch.log(curvature + EPS) - self.centre.to(k.dtype).view(-1, 1, 1)
         factor = torch.exp(-torch.log(k.new_tensor(self.squash)) * distance / (1 + distance.abs()))
         erased = views.k if views.p is None else views.p
         views = views._replace(k=(k * factor).to(views.k.dtype), p=erased)
         return views, gates, {**state, "curvature": curvature[:, :, -1]}
-
-
-def running_sums(decay: Tensor, value: Tensor, start: Tensor | None) -> Tensor:
-    """`A_t = decay_t A_{t−1} + value_t`: `[B, H, T]` and `[B, H, T, d]` to `[B, H, T, d]`, from `start` `[B, H, d]`
-    (None: zero)."""
-    carried = torch.zeros_like(value[:, :, 0]) if start is None else start.to(value.dtype)
-    found = []
-    for gates, new in zip(decay.split(CHUNK, 2), value.split(CHUNK, 2), strict=True):
-        between = transition(gates)
-        whole = (between[..., 0] * gates[..., :1]).unsqueeze(-1) * carried.unsqueeze(2) + between @ new
-        carried = whole[:, :, -1]
-        found.append(whole)
-    return torch.cat(found, 2)
