@@ -12,6 +12,7 @@ from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact
+from metattt.ops import solve_unit_lower
 from metattt.registry import register
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
@@ -99,11 +100,9 @@ class LogLinear(NonParametric):
 
 def decayed_sum(part: Chunk) -> Linear:
     """`S_t = keep_t S_{t−1} + write_t k_tᵀ v_t`."""
-    mix = part.decay * part.write.unsqueeze(-2)
-    onward = torch.eye(part.k.shape[-1], dtype=mix.dtype, device=mix.device) * part.kept[..., -1:, None]
-    return Linear(
-        (part.q @ part.k.mT) * mix, part.kept.unsqueeze(-1) * part.q, part.left.unsqueeze(-1) * part.k, onward
-    )
+    mix, kept = part.mix, part.kept.unsqueeze(-1)
+    onward = torch.eye(part.k.shape[-1], dtype=mix.dtype, device=mix.device) * kept[..., -1:, :]
+    return Linear((part.q @ part.k.mT) * mix, kept * part.q, mix[..., -1, :, None] * part.k, onward)
 
 
 def delta_rule(part: Chunk) -> Linear:
@@ -111,14 +110,13 @@ def delta_rule(part: Chunk) -> Linear:
 
     The errors solve `(I + T) e = write ∘ (v − kept ∘ k S_0)` with `T_ts = write_t decay_ts k_t·k_s`, s < t.
     """
-    k, decay = part.k, part.decay
+    k, decay, kept = part.k, part.decay, part.kept.unsqueeze(-1)
     write = part.write.expand(k.shape[:3])
-    system = (write.unsqueeze(-1) * decay * (k @ k.mT)).tril(-1)  # its diagonal is taken for 1
-    solved = torch.linalg.solve_triangular(system, torch.diag_embed(write), upper=False, unitriangular=True)
-    from_past = (solved * part.kept.unsqueeze(-2)) @ k  # e = solved v − from_past S_0
+    solved = solve_unit_lower(write.unsqueeze(-1) * decay * (k @ k.mT), torch.diag_embed(write))
+    from_past = solved @ (kept * k)  # e = solved v − from_past S_0
     score, end = (part.q @ k.mT) * decay, decay[..., -1, :, None] * k
-    onward = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * part.kept[..., -1:, None] - end.mT @ from_past
-    return Linear(score @ solved, part.kept.unsqueeze(-1) * part.q - score @ from_past, solved.mT @ end, onward)
+    onward = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * kept[..., -1:, :] - end.mT @ from_past
+    return Linear(score @ solved, kept * part.q - score @ from_past, solved.mT @ end, onward)
 
 
 def level(a: Tensor, b: Tensor, count: int) -> Tensor:
