@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.ops import decays
+from metattt.ops.chunk import decays
 from metattt.state import Context, DataGates
 from metattt.tasks.base import Views
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.modules import transformed
-from metattt.ops import matmul
+from metattt.ops.chunk import matmul
 from metattt.state import Tensors
 
 

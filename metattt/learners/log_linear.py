@@ -12,7 +12,7 @@ from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact
-from metattt.ops import solve_unit_lower
+from metattt.ops.chunk import solve_unit_lower
 from metattt.registry import register
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views

@@ -15,7 +15,7 @@ from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact, transformed
-from metattt.ops import chunk_read, chunk_state
+from metattt.ops.chunk import chunk_read, chunk_state
 from metattt.registry import register
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views

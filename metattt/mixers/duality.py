@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metattt.mixers.by_fla import scan_by_fla
 from metattt.mixers.chunks import by_chunks
-from metattt.ops import chunk_read, chunk_state, decays_of_logs
+from metattt.ops.chunk import chunk_read, chunk_state, decays_of_logs
 
 
 def duality(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice, check_integer
-from metattt.ops import decays
+from metattt.ops.chunk import decays
 from metattt.part import Part
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_number
-from metattt.ops import running_sum
+from metattt.ops.chunk import running_sum
 from metattt.optimizers.base import Gates, Read
 from metattt.optimizers.momentum import Gate, Momentum
 from metattt.registry import register

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt import ops
+from metattt.ops import channel_decays
+from metattt.ops import chunk as ops
 
 LENGTHS = (1, 2, 5, 7)  # tokens; but for 1 and 2 no powers of two
 
@@ -142,8 +143,8 @@ def test_scores_with_a_decay_for_every_channel(count: int) -> None:
     """Strictly lower triangular scores of rows before and after the decay of their token with two kinds of columns."""
 
     def at_once(p: Tensor, q: Tensor, k: Tensor, b: Tensor, decay: Tensor) -> list[Tensor]:
-        rows = [ops.Rows(p, True), ops.Rows(q, False)]
-        scores, until, left = ops.decayed_scores(rows, [k, b], decay, decay.dtype)
+        rows = [channel_decays.Rows(p, True), channel_decays.Rows(q, False)]
+        scores, until, left = channel_decays.decayed_scores(rows, [k, b], decay, decay.dtype)
         return [*scores[0], *scores[1], until, left, *(row.decayed(until) for row in rows)]
 
     def entry_by_entry(p: Tensor, q: Tensor, k: Tensor, b: Tensor, decay: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Decay for every input channel of a linear map, `W_t = Diag(a_t) W_{t−1} − η_t G_t`, for many tokens at once.
 
 What token s has written reaches token t as `Diag(Π_{r=s+1..t} a_r) k_sᵀ`, so `q_t·k_s` becomes
-`Σ_c q_tc k_sc Π_{r=s+1..t} a_rc` (`metattt.ops.decayed_scores`).
+`Σ_c q_tc k_sc Π_{r=s+1..t} a_rc` (`metattt.ops.channel_decays`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from metattt.inner.forms.dual import scaled
 from metattt.inner.tokens import Carry, Tokens
-from metattt.ops import Rows, decayed_scores, matmul, solve_unit_lower
+from metattt.ops.channel_decays import Rows, decayed_scores
+from metattt.ops.chunk import matmul, solve_unit_lower
 from metattt.optimizers.base import newest
 
 if TYPE_CHECKING:

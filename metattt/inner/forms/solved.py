@@ -12,7 +12,7 @@ from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
 from metattt.inner.tokens import Carry, Tokens
 from metattt.learners.fast_weights import FastWeights, Site
-from metattt.ops import matmul, solve_unit_lower
+from metattt.ops.chunk import matmul, solve_unit_lower
 from metattt.optimizers.base import Gates
 
 if TYPE_CHECKING:
