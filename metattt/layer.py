@@ -172,7 +172,8 @@ class TTTLayer(SequenceLayer):
         if isinstance(self.learner, NonParametric):
             y, data = self.learner.scan(views, state.learner, call.ctx, gates.masked(call.ctx.valid))  # type: ignore[union-attr]
             return y, State(call.after, 0, {}, task, rule, data)
-        tokens = Tokens(views if views.weight is None else views._replace(weight=None), gates)  # it is in η
+        alone = views if views.weight is None else views._replace(weight=None)  # which is in η
+        tokens = Tokens(alone, cast(Gates, gates))
         y, weights, phase, data = self.inner.run(tokens, state, call.after, call.ctx, call.packing, call.in_place)
         return y, State(call.after, phase, weights, task, rule, data)
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.inner.forms.channels import Rows, decayed_scores
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelRidge, Linear
 from metattt.optimizers import Append, GradientDescent, Momentum
@@ -168,22 +167,6 @@ def test_constant_gradients_and_factors_of_steps(task: str, rule: str, form: str
 def test_laws(task: str, rule: str, law: str) -> None:
     spec = Specimen(lambda: Linear(**LINEAR), TASKS[task], RULES[rule], DIM, HEADS, {})
     assert LAWS[law].worst_error(spec) <= LAWS[law].bound
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 64, 100])
-@pytest.mark.parametrize("before", [False, True])
-def test_decayed_scores(count: int, before: bool) -> None:
-    row, column, decay = (torch.randn(2, count, 3, dtype=torch.float64) for _ in range(3))
-    decay = torch.where(decay > 1.5, 0.0, (-decay.abs() * 5).exp())
-    scores, until, left = decayed_scores([Rows(row, before)], [column], decay, torch.float64)
-    found = scores[0][0]
-    for t in range(count):
-        for s in range(t):
-            kept = decay[:, s + 1 : t if before else t + 1].prod(1)
-            assert torch.allclose(found[:, t, s], (row[:, t] * column[:, s] * kept).sum(-1), atol=1e-12)
-        assert torch.allclose(until[:, t], decay[:, : t + 1].prod(1))
-        assert torch.allclose(left[:, t], decay[:, t + 1 :].prod(1))
-    assert not found.triu().any()
 
 
 @pytest.mark.parametrize("rate", [1e-4, 0.5, 0.999, 1.0])

@@ -23,17 +23,12 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.modules import transformed
+from metattt.ops.chunk import matmul
 from metattt.state import Tensors
 
 
 class UnsupportedOperation(MetaTTTError):
     """A fast weight was used outside the primitives, so that its per-token gradient has no factored form."""
-
-
-def matmul(a: Tensor, b: Tensor, operand: torch.dtype) -> Tensor:
-    """`a @ b` with operands rounded to `operand`; the result keeps the (wider) type of `a`, as the inner loop's sums
-    do."""
-    return a @ b if a.dtype == operand else (a.to(operand) @ b.to(operand)).to(a.dtype)
 
 
 def per_token(vector: Tensor, like: Tensor) -> Tensor:

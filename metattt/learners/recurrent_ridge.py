@@ -15,6 +15,7 @@ from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact, transformed
+from metattt.ops.chunk import chunk_read, chunk_state
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
@@ -89,16 +90,15 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
             )
             ys = []
             for part in chunks(views, ctx, gates, self.chunk):
-                ys.append(self._answer(part, gram, moment, ridge))
-                last, kept = (part.left.unsqueeze(-1) * part.k).mT, part.kept[..., -1:, None]
-                gram, moment = kept * gram + last @ part.k, kept * moment + last @ part.v
+                mix = part.mix  # ζ
+                ys.append(self._answer(part, mix, gram, moment, ridge))
+                gram, moment = (chunk_state(part.k, x, mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment)))
             y = torch.cat(ys, dim=2)
             y = self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), views.q, y)
         return y, {"gram": gram, "moment": moment}
 
-    def _answer(self, part: Chunk, gram: Tensor, moment: Tensor, ridge: Tensor) -> Tensor:
+    def _answer(self, part: Chunk, mix: Tensor, gram: Tensor, moment: Tensor, ridge: Tensor) -> Tensor:
         """`G_t (H_t + Λ)⁻¹ q_t` of a chunk's tokens, `[B, H, c, d]`, from G and H before it."""
-        mix = part.decay * part.write.unsqueeze(-2)  # ζ
         if self.solver == "exact":
             outer = part.k.unsqueeze(-1) * part.k.unsqueeze(-2)  # [B, H, c, d, d]
             full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer.flatten(3)).unflatten(
@@ -109,12 +109,12 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         else:
             operator = part.k, mix.expand(*part.k.shape[:2], *mix.shape[2:]), part.kept.expand(part.k.shape[:3])
             x = _Solve.apply(part.q, *operator, gram, ridge.expand_as(part.q), self.iterations, self.tolerance)
-        return part.kept.unsqueeze(-1) * (x @ moment) + ((x @ part.k.mT) * mix) @ part.v
+        return chunk_read(x, part.k, part.v, mix, part.kept, moment)
 
 
 def _applied(x: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
     """`(kept_t H_0 + Σ_s mix_ts k_s k_sᵀ + Λ) x_t` for a vector of every token, `[B, H, c, d]`."""
-    return kept.unsqueeze(-1) * (x @ gram) + ((x @ k.mT) * mix) @ k + ridge * x
+    return chunk_read(x, k, k, mix, kept, gram) + ridge * x
 
 
 class _Solve(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor
 from metattt.component import Component
 from metattt.errors import MetaTTTError
 from metattt.memory import Memory, newest
-from metattt.modules import transition as transition
+from metattt.ops.chunk import decays
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
@@ -370,45 +370,43 @@ class InnerOptimizer(Component, ABC):
         if read is not None:
             first = phase + 1 if read == "inclusive" else phase
             tau = self._token_steps_at(first, eta.shape[-1], eta)
-            mix = tau.unsqueeze(-1) * _lower(eta, read) * eta.unsqueeze(-2)
+            mix = (tau.unsqueeze(-1) * eta.unsqueeze(-2)).tril(0 if read == "inclusive" else -1)
             if started:
                 rows["update"] = tau
         return Coefficients(rows, mix, {"update": ({"update": None} if started else {}, eta)})
 
     def _plain_coefficients(self, eta: Tensor, base: str, read: str | None) -> Coefficients:
-        mix = None if read is None else _lower(eta, read) * eta.unsqueeze(-2)
+        mix = None
+        if read is not None:
+            mix = eta.unsqueeze(-2).expand(*eta.shape, eta.shape[-1]).tril(0 if read == "inclusive" else -1)
         return Coefficients({base: None}, mix, {"weights": ({base: None}, eta)})
 
     def _general_coefficients(self, gates: Gates, base: str, momentum: bool, read: str | None) -> Coefficients:
         eta = gates.eta
         alpha = torch.ones_like(eta) if gates.alpha is None else gates.alpha
-        kappa = torch.ones_like(eta) if gates.kappa is None else gates.kappa
-        decay = transition(alpha)  # A
-        written = decay * kappa.unsqueeze(-2)  # A diag(κ)
-        rows: dict[str, Tensor | None] = {base: decay[..., 0] * alpha[..., :1]}  # c0
+        decay, start = decays(alpha)  # A, c0
+        written = decay if gates.kappa is None else decay * gates.kappa.unsqueeze(-2)  # A diag(κ)
+        rows = {base: start}
         if self.pull:
             rows["origin"] = (decay @ (1 - alpha).unsqueeze(-1)).squeeze(-1)
         carry: dict[str, tuple[dict[str, Tensor | None], Tensor]] = {}
-        if gates.beta is None:
-            mix = written * eta.unsqueeze(-2)
-        else:
-            memory = transition(gates.beta)  # P
-            kept = memory[..., 0] * gates.beta[..., :1]  # p
-            if self.nesterov:
-                written = written * gates.beta.unsqueeze(-2)  # what is written is diag(β) S − diag(η) G
-                mix = (written @ memory + decay * kappa.unsqueeze(-2)) * eta.unsqueeze(-2)
+        mix = written
+        if gates.beta is not None:
+            memory, kept = decays(gates.beta)  # P, p
+            if self.nesterov:  # what is written is diag(β) S − diag(η) G
+                ahead = written * gates.beta.unsqueeze(-2)
+                mix, written = ahead @ memory + written, ahead
             else:
-                mix = (written @ memory) * eta.unsqueeze(-2)
+                mix = written @ memory
             if momentum:
                 rows["momentum"] = (written @ kept.unsqueeze(-1)).squeeze(-1)  # cS
             carry["momentum"] = ({"momentum": kept[..., -1]} if momentum else {}, memory[..., -1, :] * eta)
-        carry["weights"] = ({name: row[..., -1] for name, row in rows.items() if row is not None}, mix[..., -1, :])
-        if read is None:
-            return Coefficients(rows, None, carry)
-        if read == "exclusive":
-            rows = {name: _shift(row, 1.0 if name == base else 0.0) for name, row in rows.items()}
-            mix = torch.cat([torch.zeros_like(mix[..., :1, :]), mix[..., :-1, :]], dim=-2)
-        return Coefficients(rows, mix, carry)
+        mix = mix * eta.unsqueeze(-2)
+        carry["weights"] = ({name: row[..., -1] for name, row in rows.items()}, mix[..., -1, :])
+        if read == "exclusive":  # row t − 1 for query t
+            rows = {name: F.pad(row[..., :-1], (1, 0), value=float(name == base)) for name, row in rows.items()}
+            mix = F.pad(mix[..., :-1, :], (0, 0, 1, 0))
+        return Coefficients({**rows}, None if read is None else mix, carry)
 
 
 def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
@@ -416,11 +414,3 @@ def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
     return max_norm * torch.as_tensor(squared_norm).clamp(min=max_norm**2).rsqrt()
 
 
-def _lower(like: Tensor, read: str) -> Tensor:
-    size = like.shape[-1]
-    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(0 if read == "inclusive" else -1)
-
-
-def _shift(row: Tensor | None, start: float) -> Tensor:
-    assert row is not None
-    return torch.cat([torch.full_like(row[..., :1], start), row[..., :-1]], dim=-1)

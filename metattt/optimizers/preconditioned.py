@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.optimizers.base import Gates, transition
+from metattt.ops.chunk import running_sum
+from metattt.optimizers.base import Gates
 from metattt.optimizers.momentum import Gate, Momentum
 from metattt.registry import register
 from metattt.setting import setting
@@ -73,30 +74,17 @@ class Preconditioned(Momentum, takes=TAKEN):
                 "optimizer=preconditioned sums the curvature of one key a token, and this task gives several pairs a token: "
                 "set another task, or another optimizer"
             )
-        gamma, beta = self.curvature_decay(x), self.curvature_step(x)
+        gamma, omega = self.curvature_decay(x), self.curvature_step(x)
         if ctx.valid is not None:
-            gamma, beta = (
-                torch.where(ctx.valid.unsqueeze(1), gate, still) for gate, still in ((gamma, 1.0), (beta, 0.0))
-            )
+            real = ctx.valid.unsqueeze(1)
+            gamma, omega = torch.where(real, gamma, 1.0), torch.where(real, omega, 0.0)
         if ctx.first is not None:
             gamma = torch.where(ctx.first.unsqueeze(1), 0.0, gamma)
         k = views.k.to(gamma.dtype)
-        curvature = running_sums(gamma, beta.unsqueeze(-1) * k.square(), state.get("curvature"))
+        curvature = running_sum(gamma, omega.unsqueeze(-1) * k.square(), state.get("curvature"), CHUNK)
         distance = torch.log(curvature + EPS) - self.centre.to(k.dtype).view(-1, 1, 1)
-        factor = torch.exp(-torch.log(k.new_tensor(self.squash)) * distance / (1 + distance.abs()))
+        factor = self.squash ** (-distance / (1 + distance.abs()))
         erased = views.k if views.p is None else views.p
         views = views._replace(k=(k * factor).to(views.k.dtype), p=erased)
-        return views, gates, {**state, "curvature": curvature[:, :, -1]}
-
-
-def running_sums(decay: Tensor, value: Tensor, start: Tensor | None) -> Tensor:
-    """`A_t = decay_t A_{t−1} + value_t`: `[B, H, T]` and `[B, H, T, d]` to `[B, H, T, d]`, from `start` `[B, H, d]`
-    (None: zero)."""
-    carried = torch.zeros_like(value[:, :, 0]) if start is None else start.to(value.dtype)
-    found = []
-    for gates, new in zip(decay.split(CHUNK, 2), value.split(CHUNK, 2), strict=True):
-        between = transition(gates)
-        whole = (between[..., 0] * gates[..., :1]).unsqueeze(-1) * carried.unsqueeze(2) + between @ new
-        carried = whole[:, :, -1]
-        found.append(whole)
-    return torch.cat(found, 2)
+        last = curvature[:, :, -1].clone()  # a state must not hold on to a whole call
+        return views, gates, {**state, "curvature": last}

@@ -11,8 +11,9 @@ from torch import Tensor
 from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
 from metattt.inner.tokens import Tokens
-from metattt.learners.fast_weights import FastWeights, Site, matmul
+from metattt.learners.fast_weights import FastWeights, Site
 from metattt.memory import Memory
+from metattt.ops.chunk import matmul, solve_unit_lower
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
@@ -64,9 +65,9 @@ def solve(loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor) -
     factor, own = scales.get(weight), 0 if bias is None else scales.get(bias, 1)
     gram = scaled(matmul(asked, k.mT, loop.operand), factor) + own
     if b is None:
-        return _gradients(loop, (k, channels.solve(before * gram, right - v)))
+        return _gradients(loop, (k, solve_unit_lower(before * gram, right - v)))
     erased = scaled(matmul(asked, b.mT, loop.operand), factor)
-    made = channels.solve(before * erased, right + matmul(before * gram, v, loop.operand))
+    made = solve_unit_lower(before * erased, right + matmul(before * gram, v, loop.operand))
     return _gradients(loop, (b, made), (k, -v))
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.kernels.base import Kernel
-from metattt.optimizers.base import Gates, transition
+from metattt.ops.chunk import decay_matrix as transition
+from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
 EPS = 1e-6  # of `learners.base.standardize`
