@@ -68,7 +68,7 @@ def main() -> float:
         _, state = layer(x)
         lengths[type(task).__name__] = state.weights["weights"]["w1"].norm().item()
         print(
-            f"{type(task).__name__}: form {layer.form} ({layer.plan.chunks}), ‖W‖ = {lengths[type(task).__name__]:.3f}"
+            f"{type(task).__name__}: form {layer.form} ({layer.plan.form}), ‖W‖ = {lengths[type(task).__name__]:.3f}"
         )
     return lengths["EraseTheLast"] / lengths["Reconstruction"]
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
-from metattt.inner.faults import FAILURES, explain
-from metattt.inner.packing import Packing, check_flags, pack
+from metattt.inner.packing import Packing
 from metattt.layer import TTTLayer
-from metattt.mixers.base import Mixer
-from metattt.modules import projection, rms_norm
+from metattt.modules import check_finite, projection, rms_norm
+from metattt.sequence_layer import SequenceLayer
 from metattt.state import count_bytes, map_tensors, move_tensors
 
 HOW = ("sum", "gate", "serial")
@@ -58,7 +57,7 @@ class CombinedState(NamedTuple):
 torch.serialization.add_safe_globals([CombinedState])
 
 
-class Combined(nn.Module):
+class Combined(SequenceLayer):
     """Two layers in the place of one, called like each of them: `y, state = layer(x, state, mask=..., reset=...)`.
 
     | how | y |
@@ -71,7 +70,7 @@ class Combined(nn.Module):
 
     Args:
         dim: model width D, that of both layers.
-        first, second: a `TTTLayer`, a `Combined` or a `Mixer` each.
+        first, second: a `TTTLayer`, a `Combined` or a `Mixer` each (any `SequenceLayer`).
         how: see the table.
         shared: with `sum`, of two `TTTLayer`: q, k and v are projected once, by the task of the first layer, and the
             sum has one output projection, the first layer's (LaCT, arXiv 2505.23884, in its language models).
@@ -82,6 +81,9 @@ class Combined(nn.Module):
     Raises:
         MetaTTTError: layers of other widths or kinds, or switches that do not go together.
     """
+
+    refuse_nan = False  #: both layers look themselves
+    _without_group_size = "leaves those of the layers"
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Combined(nn.Module):
         for name, flag in (("shared", shared), ("head_norm", head_norm), ("head_scale", head_scale)):
             check_flag(f"layer.{name}", flag)
         for name, layer in (("first", first), ("second", second)):
-            if not isinstance(layer, TTTLayer | Combined | Mixer):
+            if not isinstance(layer, SequenceLayer):
                 raise MetaTTTError(
                     f"layer.{name} is a {type(layer).__name__}: it must be a TTTLayer, a Combined or a Mixer"
                 )
@@ -129,11 +131,9 @@ class Combined(nn.Module):
             self._share(head_norm, head_scale)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "group_size" and value is not None:
-            advice = " (0 stores everything, null leaves those of the layers)"
-            check_integer("layer.group_size", value, 0, advice=advice)
-            self.first.group_size = self.second.group_size = value
         super().__setattr__(name, value)
+        if name == "group_size" and value is not None:
+            self.first.group_size = self.second.group_size = value
 
     def _share(self, head_norm: bool, head_scale: bool) -> None:
         first: Any = self.first
@@ -145,75 +145,56 @@ class Combined(nn.Module):
         self.head_scale = projection(self.dim, heads, True) if head_scale else None
 
     @property
-    def causal(self) -> bool:
+    def causal(self) -> bool:  # type: ignore[override]
         """Whether no output depends on a later token, as the parts of both layers declare it."""
         return bool(self.first.causal and self.second.causal)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: CombinedState | None = None,
-        *,
-        mask: Tensor | None = None,
-        reset: Tensor | None = None,
-        packing: Packing | None = None,
-        in_place: bool = False,
+    def start(self, x: Tensor, packing: Packing | None = None) -> CombinedState:
+        return CombinedState(None, None)
+
+    def check_state(self, x: Tensor, state: Any) -> None:
+        """Looks at its kind: both layers look at theirs."""
+        if not isinstance(state, CombinedState):
+            kind = type(state).__name__
+            raise MetaTTTError(f"the state is from another layer: it is a {kind}, expected a CombinedState, or None")
+
+    def run(
+        self, x: Tensor, state: CombinedState, packing: Packing | None = None, in_place: bool = False
     ) -> tuple[Tensor, CombinedState]:
-        """As `TTTLayer.forward`.
-
-        Args:
-            x: `[B, T, D]`.
-            state: what the previous call returned; None at the start.
-            mask, reset, packing, in_place: as there.
-
-        Returns:
-            Outputs `[B, T, D]` and the new state.
-
-        Raises:
-            MetaTTTError: as there, and a state that is none of this layer.
-        """
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
-            shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise MetaTTTError(f"x has shape {shape}, expected [B, T, {self.dim}] with at least one token")
-        if state is not None and not isinstance(state, CombinedState):
-            raise MetaTTTError(
-                f"the state is from another layer: it is a {type(state).__name__}, expected a CombinedState, or None"
-            )
-        placed = packing is not None
-        if packing is not None:
-            x = packing.clear(x)
-        elif mask is not None or reset is not None:
-            check_flags(x, mask, reset)
-            packing = pack(mask, reset, x.device)
-            x = x if packing is None else packing.sort(x)
-        before = CombinedState(None, None) if state is None else state
-        options: dict[str, Any] = {"packing": packing, "in_place": in_place}
-        try:
-            y, after = self._combined(x, before, options)
-        except FAILURES as error:
-            explain(error, x, self.parameters(), state, {})
-            raise
-        if packing is not None:
-            y = packing.blank(y) if placed else packing.restore(packing.blank(y))
-        return y, after
-
-    def _combined(self, x: Tensor, state: CombinedState, options: dict[str, Any]) -> tuple[Tensor, CombinedState]:
-        if self.how == "serial":
-            y, first = self.first(x, state.first, **options)
-            y, second = self.second(y, state.second, **options)
-            return y, CombinedState(first, second)
+        """See the table, and `SequenceLayer.run`."""
         if self.out is not None:
-            task: Any = self.first.task
-            options = {**options, "projected": task.project(x)}
-        one, first = self.first(x, state.first, **options)
-        two, second = self.second(x, state.second, **options)
-        if self.norms is not None:
+            return self._shared(x, state, packing, in_place)
+        one, first = self.first(x, state.first, packing=packing, in_place=in_place)
+        given = one if self.how == "serial" else x
+        two, second = self.second(given, state.second, packing=packing, in_place=in_place)
+        if self.how == "serial":
+            y = two
+        elif self.norms is not None:
             y = rms_norm(self.norms[0], one) * torch.sigmoid(rms_norm(self.norms[1], two))  # type: ignore[arg-type]
-        elif self.out is None:
-            y = one + two
         else:
-            y = self.out(one + self._by_head(x, two))
+            y = one + two
         return y, CombinedState(first, second)
+
+    def _shared(
+        self, x: Tensor, state: CombinedState, packing: Packing | None, in_place: bool
+    ) -> tuple[Tensor, CombinedState]:
+        """The sum of both layers, whose views are made of the first one's projections."""
+        assert self.out is not None
+        if self.first.refuse_nan:
+            check_finite(x)
+        layers, found = cast(tuple[TTTLayer, TTTLayer], (self.first, self.second)), []
+        projected = layers[0].task.project(x)
+        for layer, before in zip(layers, state, strict=True):
+            if before is None:
+                before = layer.start(x, packing)
+            else:
+                layer.check_state(x, before)
+            call = layer.call(x, before, packing, in_place)
+            views, gates, *carried = layer.tokens(x, before, call.ctx, projected)
+            y, after = layer.learn(views, gates, before, call, carried)
+            found.append((layer.output(x, y), after))
+        (one, first), (two, second) = found
+        return self.out(one + self._by_head(x, two)), CombinedState(first, second)
 
     def _by_head(self, x: Tensor, y: Tensor) -> Tensor:
         """The answers of the second layer's heads, `[B, T, D]`, normed and scaled."""

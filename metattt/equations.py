@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from metattt.combined import Combined
-from metattt.inner.inspect import explain
+from metattt.component import Component, says
+from metattt.inner.planning import explain
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.output import in_symbols
-from metattt.part import Part, says
 from metattt.state import State
 from metattt.tasks.base import Task
 
@@ -96,12 +96,12 @@ def _of_two(layer: Combined) -> list[Section]:
     return [*parts, Section("output", [f"y_t = θO (first(x)_t + {answer}){by_head}", shared])]
 
 
-def _said(part: Part, kind: type[Part]) -> list[str]:
+def _said(part: Component, kind: type[Component]) -> list[str]:
     """What a part says of itself, or its kind of it where a subclass has changed what the words are about."""
     return part.equations() if says(part) else kind.equations(part)
 
 
-def _own(part: Part, kind: type[Part]) -> bool:
+def _own(part: Component, kind: type[Component]) -> bool:
     """Whether a part has equations of its own that hold for it."""
     return type(part).equations is not kind.equations and says(part)
 
@@ -143,7 +143,7 @@ def _seen(layer: TTTLayer, lender: Any) -> Seen:
     x = torch.randn(1, 2, layer.dim, generator=torch.Generator().manual_seed(0)).to(next(layer.parameters()))
     state = State(torch.zeros(1, dtype=torch.long, device=x.device), 0, {}, {}, {}, {})
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        views, gates, *_ = layer.observe(
+        views, gates, *_ = layer.tokens(
             x, state, layer.context(x, state)[0], None if lender is None else lender.project(x)
         )
     given = {name: gate for name, gate in gates._asdict().items() if gate is not None}
@@ -320,14 +320,14 @@ def _output(layer: TTTLayer) -> str:
 def _computed(layer: TTTLayer) -> list[str]:
     """The form, and what is known of why."""
     plan = layer.plan
-    if plan.form == "scan":
+    if layer.form == "scan":
         return ["form=scan: the learner answers from its data"]
-    line = f"form={plan.form}"
+    line = f"form={layer.form}"
     if plan.kernels:
         line += ", by the kernels " + ", ".join(f"{kernel.name} ({kernel.device})" for kernel in plan.kernels)
-    if plan.chunks == "solved":
+    if plan.form == "solved":
         line += ", solved as one triangular system"
-    elif layer.optimizer.anchor == "online" and plan.chunks == "dual":
+    elif layer.optimizer.anchor == "online" and plan.form == "dual":
         line += f", token by token: {plan.reasons.get('solved', 'it is not solved')}"
     others = {name: why for name, why in plan.reasons.items() if name != "solved"}
     return [line, *([f"no kernel: {explain(others)}"] if others and not plan.kernels else [])]

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
-from metattt.inner.faults import FAILURES, explain
-from metattt.inner.inspect import make_plan
-from metattt.inner.loop import InnerLoop, Result
-from metattt.inner.packing import Packing, check_flags, pack
+from metattt.component import unchanged_on_error
+from metattt.errors import MetaTTTError, check_choice, check_flag
+from metattt.inner.loop import InnerLoop
+from metattt.inner.packing import Packing
 from metattt.inner.plan import Plan
+from metattt.inner.planning import make_plan
 from metattt.inner.tokens import Tokens
 from metattt.kernels.base import kernels
+from metattt.layer_checks import check_kept, check_memory, check_parts, fitted
 from metattt.learners.base import Learner, NonParametric
-from metattt.modules import check_finite, draw_xavier, projection, transformed
+from metattt.modules import draw_xavier, projection, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.output import GATES, check_output, make_gate, make_norm
-from metattt.part import unchanged_on_error
-from metattt.room import check_room
+from metattt.sequence_layer import Call, SequenceLayer
 from metattt.state import Context, DataGates, State, Tensors
 from metattt.tasks.base import Task, Views
 
 PARTS = ("task", "learner", "optimizer")
 
 
-class Early(Protocol):
-    """Finds what a layer goes on from while the layer reads: where its states need not wait for each other."""
-
-    def views(
-        self, layer: TTTLayer, x: Tensor, state: State, ctx: Context
-    ) -> tuple[State, tuple[Tensor, ...] | None]:
-        """The state with what the task goes on from, and the projections of `x` `[B, T, D]` where they are made already."""
-
-    def weights(
-        self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
-    ) -> tuple[Tokens, State]:
-        """What the inner loop reads, and the state with the weights to go on from."""
-
-
-class TTTLayer(nn.Module):
+class TTTLayer(SequenceLayer):
     """A sequence layer whose hidden state is a learner, trained on every token it reads; called like `torch.nn.GRU`.
 
     ```
@@ -101,25 +88,10 @@ class TTTLayer(nn.Module):
         init: Literal["normal", "xavier"] = "normal",
     ):
         super().__init__()
-        check_integer("dim", dim)
-        check_integer("num_heads", num_heads)
-        check_room(dim * dim, f"a layer of dim={dim}", "lower dim")
+        check_parts(dim, num_heads, task, learner, optimizer)
         check_flag("layer.output_bias", output_bias)
         check_output(output_norm, gate, gate_rank, norm_eps, norm_eps_scale)
         check_choice("layer.init", init, ("normal", "xavier"))
-        for key, part, kind in (("task", task, Task), ("learner", learner, Learner), ("optimizer", optimizer, InnerOptimizer)):
-            if not isinstance(part, kind):
-                raise MetaTTTError(f"layer.{key} is a {type(part).__name__}: it must be a {kind.__name__}, set {key}=<name>")
-        if dim % num_heads:
-            raise MetaTTTError(
-                f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {_divisors(dim)}"
-            )
-        if learner.has_weights != optimizer.updates:
-            wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
-            right = "minibatch" if learner.has_weights else "append"
-            raise MetaTTTError(
-                f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}"
-            )
         head = dim // num_heads
         self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
         self._form, self.outer = form, outer
@@ -148,125 +120,29 @@ class TTTLayer(nn.Module):
     gate: nn.Module | None
     _plan: Plan
 
-    refuse_nan = (
-        True  #: NaN in `x` is a mistake; False where somebody looks at what comes out (a training run at its loss)
-    )
+    # -- one call ------------------------------------------------------------------------------------------------------
 
-    @property
-    def causal(self) -> bool:
-        """Whether no output depends on a later token, as the parts declare it."""
-        return self.task.causal and self.learner.causal and self.optimizer.causal
-
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        *,
-        mask: Tensor | None = None,
-        reset: Tensor | None = None,
-        packing: Packing | None = None,
-        in_place: bool = False,
-        early: Early | None = None,
-        projected: tuple[Tensor, ...] | None = None,
+    def run(
+        self, x: Tensor, state: State, packing: Packing | None = None, in_place: bool = False
     ) -> tuple[Tensor, State]:
-        """Reads the tokens `x` and returns the outputs and the state to go on from.
+        """What the three parts make of the tokens; see `SequenceLayer.run`."""
+        call = self.call(x, state, packing, in_place)
+        views, gates, *carried = self.tokens(x, state, call.ctx)
+        y, state = self.learn(views, gates, state, call, carried)
+        return self.output(x, y), state
 
-        Args:
-            x: `[B, T, D]`.
-            state: what the previous call returned; None starts from W0. Calls may cut a sequence anywhere.
-            mask: `[B, T]` bool, True for real tokens. Padding may stand anywhere and changes nothing; its outputs are
-                0.
-            reset: `[B, T]` bool, True where a packed document starts: the state begins again from W0.
-            packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is
-                the output.
-            in_place: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
-            early: finds what to go on from while the layer reads (another process may have it); `state` then only says
-                where the tokens stand.
-            projected: what the task would project `x` to, where another layer has done it (`Task.borrow`).
-
-        Returns:
-            Outputs `[B, T, D]` and the new state.
-
-        Raises:
-            MetaTTTError: shapes, types or devices that do not fit, a state of another layer or batch size, or NaN in
-                `x` (checked on CPU, if `refuse_nan`).
-        """
-        try:
-            return self._read(x, state, mask, reset, packing, in_place, early, projected)
-        except FAILURES as error:
-            explain(error, x, self.parameters(), state, {"mask": mask, "reset": reset})
-            raise
-
-    def _read(
-        self,
-        x: Tensor,
-        state: State | None,
-        mask: Tensor | None,
-        reset: Tensor | None,
-        packing: Packing | None,
-        in_place: bool,
-        early: Early | None,
-        projected: tuple[Tensor, ...] | None,
-    ) -> tuple[Tensor, State]:
-        self._check_tokens(x, mask, reset)
-        placed = packing is not None
-        if packing is not None:
-            x = packing.clear(x)
-        elif mask is not None or reset is not None:
-            packing = pack(mask, reset, x.device)
-            x = x if packing is None else packing.sort(x)
-        if self.refuse_nan:
-            check_finite(x)
-        given = state
-        if state is None:
-            pos = x.new_zeros(x.shape[0], dtype=torch.long) if packing is None else packing.start
-            state = State(pos, 0, {}, {}, {}, {})
-        elif early is None:
-            self._check_state(x, state)
-        ctx, pos = self.context(x, state, packing)
-        if early is not None:
-            state, projected = early.views(self, x, state, ctx)
-        views, gates, task_state, rule_state = self.observe(x, state, ctx, projected)
-        if given is not None and early is None:
-            self._check_kept(given, task_state, rule_state)
-        if isinstance(self.learner, NonParametric):
-            if views.p is not None or views.b is not None or views.k.ndim != 4:
-                raise MetaTTTError(
-                    f"{type(self.learner).__name__} keeps its data, and has no weights that an erase view or several pairs "
-                    "a token could change: set learner=linear_map"
-                )
-            if not isinstance(gates, DataGates):
-                raise MetaTTTError(
-                    f"{type(self.optimizer).__name__}.gates returned {type(gates).__name__}: a rule with updates = False "
-                    "must return DataGates"
-                )
-            y, data = self.learner.scan(views, state.learner, ctx, gates.masked(ctx.valid))
-            read = Result(y, {}, 0, data)
-        else:
-            if not isinstance(gates, Gates):
-                raise MetaTTTError(
-                    f"{type(self.optimizer).__name__}.gates returned {type(gates).__name__}: a rule that updates weights must "
-                    "return Gates"
-                )
-            tokens = Tokens(*views[:3], *gates, views.p, views.b)  # type: ignore[arg-type]
-            if early is not None:
-                tokens, state = early.weights(self, tokens, state, ctx, packing)
-            read = self.inner.read(tokens, state, pos, ctx, packing, in_place)
-        y = read.y.transpose(1, 2).flatten(2).to(x.dtype)
-        if self.norm is not None:
-            y = self.norm(y)
-        if self.gate is not None:
-            y = y * GATES[self.gate_function](self.gate(x))
-        y = self.out(y)
-        if packing is not None:
-            y = packing.blank(y) if placed else packing.restore(packing.blank(y))
-        return y, State(pos, read.phase, read.weights, task_state, rule_state, read.learner)
-
-    def observe(
+    def tokens(
         self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
     ) -> tuple[Views, Gates, Tensors, Tensors]:
-        """Views and gates (`Gates`, or `DataGates` for a learner that keeps data) of the tokens, gates in fp32 or wider,
-        and what the task and the optimizer carry on."""
+        """What the layer learns of the tokens `x` `[B, T, D]`, before any of it is learned.
+
+        Args:
+            projected: what `task.project(x)` returns, where a caller has it already (see `Task.borrow`).
+
+        Returns:
+            Views; gates (`Gates`, or `DataGates` for a learner that keeps data) in fp32 or wider; and what the task and
+            the optimizer carry on.
+        """
         given = {} if projected is None else {"projected": projected}  # tasks that share nothing do not take it
         views, task_state = self.task.views(x, state.task, ctx, **given)
         if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:
@@ -275,9 +151,10 @@ class TTTLayer(nn.Module):
         gates = cast(Gates, found)
         if self.learner.has_weights:
             views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
-        _check_views(views)
-        if self.learner.has_weights:
-            views, gates = _for_every_token(views, gates, (x.shape[0], self.num_heads, x.shape[1]))
+        views, gates = fitted(self, views, gates, (x.shape[0], self.num_heads, x.shape[1]))
+        if any(state[2:]):  # an earlier call has returned it
+            check_kept(self.task, state.task, task_state)
+            check_kept(self.optimizer, state.optimizer, rule_state)
         if views.weight is not None and self.learner.has_weights:
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
             gates = gates._replace(eta=eta * views.weight)
@@ -285,6 +162,46 @@ class TTTLayer(nn.Module):
         if gates[0].dtype != wide or [gate for gate in gates[1:] if gate is not None]:
             gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
         return views, gates, task_state, rule_state
+
+    def learn(
+        self, views: Views, gates: Gates | DataGates, state: State, call: Call, carried: Sequence[Tensors] = ({}, {})
+    ) -> tuple[Tensor, State]:
+        """Learns the tokens and answers their queries: `[B, H, T, d]`, and the state after them, with what the task and the
+        optimizer have `carried`."""
+        task, rule = carried
+        if isinstance(self.learner, NonParametric):
+            y, data = self.learner.scan(views, state.learner, call.ctx, gates.masked(call.ctx.valid))  # type: ignore[union-attr]
+            return y, State(call.after, 0, {}, task, rule, data)
+        alone = views if views.weight is None else views._replace(weight=None)  # which is in η
+        tokens = Tokens(alone, cast(Gates, gates))
+        y, weights, phase, data = self.inner.run(tokens, state, call.after, call.ctx, call.packing, call.in_place)
+        return y, State(call.after, phase, weights, task, rule, data)
+
+    def output(self, x: Tensor, y: Tensor) -> Tensor:
+        """The outputs `[B, T, D]`: the answers `y` `[B, H, T, d]` of all heads after the norm, the gate of the tokens `x`
+        and the projection."""
+        y = y.transpose(1, 2).flatten(2).to(x.dtype)
+        if self.norm is not None:
+            y = self.norm(y)
+        if self.gate is not None:
+            y = y * GATES[self.gate_function](self.gate(x))
+        return self.out(y)
+
+    def check_state(self, x: Tensor, state: Any) -> None:
+        super().check_state(x, state)
+        check_memory(self, x, state)
+
+    # -- what is known of the parts ------------------------------------------------------------------------------------
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        """Whether no output depends on a later token, as the parts declare it."""
+        return self.task.causal and self.learner.causal and self.optimizer.causal
+
+    @property
+    def mini_batch_size(self) -> int:  # type: ignore[override]
+        """b of the inner optimizer (tokens)."""
+        return self.optimizer.mini_batch_size
 
     @property
     def inner(self) -> InnerLoop:
@@ -298,9 +215,9 @@ class TTTLayer(nn.Module):
         Raises:
             MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
         """
-        if torch.compiler.is_compiling() or transformed():  # what is looked at would be a guard
+        if torch.compiler.is_compiling():  # what is looked at would be a guard
             return self._plan
-        if self._plan.basis != self._basis():
+        if self._plan.basis != self._basis() and not transformed():
             self.__dict__["_plan"] = self._planned()
         return self._plan
 
@@ -308,7 +225,7 @@ class TTTLayer(nn.Module):
     def form(self) -> str:
         """How the inner loop is computed: `primal`, `dual`, `summed`, `fused`, or `scan` for a learner without
         weights."""
-        return self.plan.form
+        return self.plan.shown
 
     def _planned(self) -> Plan:
         with torch.inference_mode(False):  # the parts are looked at with derivatives
@@ -338,121 +255,12 @@ class TTTLayer(nn.Module):
             raise MetaTTTError(
                 f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer"
             )
-        if name == "group_size" and value is not None:
-            check_integer("layer.group_size", value, 0, advice=" (0 stores everything, null chooses)")
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["_plan"] = self._planned()  # a plan is not written to disk
 
-    def context(self, x: Tensor, state: State, packing: Packing | None = None) -> tuple[Context, Tensor]:
-        """What the parts are told of the tokens, and `[B]` tokens since the start of the document after the call."""
-        count, size = x.shape[1], self.optimizer.mini_batch_size
-        if packing is not None:
-            positions, pos = packing.positions(state.pos)
-            return Context(positions, packing.valid, packing.first, size), pos
-        positions = state.pos.unsqueeze(1)
-        if count > 1:
-            positions = torch.arange(count, device=x.device) + positions
-        return Context(positions, None, None, size), state.pos + count
-
     def extra_repr(self) -> str:
         outer = "" if self.outer == "exact" else f", outer={self.outer!r}"
         return f"dim={self.dim}, num_heads={self.num_heads}, form={self.form!r}{outer}"
-
-    # -- what a caller can get wrong -----------------------------------------------------------------------------------
-
-    def _check_tokens(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
-        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
-            raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
-        if mask is not None or reset is not None:
-            check_flags(x, mask, reset)
-
-    def _check_state(self, x: Tensor, state: State) -> None:
-        batch = x.shape[0]
-        if state.pos.shape[0] != batch:
-            raise MetaTTTError(
-                f"the state is for {state.pos.shape[0]} sequences, x holds {batch}: start with state=None"
-            )
-        plan = self.plan
-        wanted = {name: (batch, *shape) for name, shape in plan.weights.items()}
-        for role, weights in state.weights.items():
-            if role not in plan.roles or (role != "pool" and {name: w.shape for name, w in weights.items()} != wanted):
-                found = {name: tuple(w.shape) for name, w in weights.items()}
-                raise MetaTTTError(
-                    f"the state is from another layer: it carries {role} {found}, this layer {plan.roles} {wanted}"
-                )
-        # Kernels are handed addresses: what they read there must be what they take it for.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        types = {w.dtype for role, weights in state.weights.items() if role != "pool" for w in weights.values()}
-        if state.pos.dtype != torch.long or types - {wide}:
-            raise MetaTTTError(
-                f"the state has positions of {state.pos.dtype} and weights of {types}, expected torch.int64 and {wide}: "
-                "move it with State.to, which keeps integers, or start with state=None"
-            )
-        if state.phase is not None and (type(state.phase) is not int or state.phase < 0):
-            raise MetaTTTError(
-                f"the state stands at token {state.phase!r} of a mini-batch: it must be an integer from 0 on, or None"
-            )
-        if state.phase is not None and state.phase >= self.optimizer.mini_batch_size:
-            raise MetaTTTError(
-                f"the state is from another layer: it stands at token {state.phase} of {self.optimizer.mini_batch_size}"
-            )
-        if bool(state.weights) != self.learner.has_weights:
-            raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
-
-    def _check_kept(self, given: State, task_state: Tensors, rule_state: Tensors) -> None:
-        for part, before, after in ((self.task, given.task, task_state), (self.optimizer, given.optimizer, rule_state)):
-            if (before or after) and _shapes(before) != _shapes(after):
-                raise MetaTTTError(
-                    f"the state is from another layer: {type(part).__name__} carries {_shapes(after)}, the state {_shapes(before)}"
-                )
-
-
-def _shapes(tensors: Tensors) -> dict[str, list[int]]:
-    return {name: list(x.shape) for name, x in tensors.items()}
-
-
-def _check_views(views: Views) -> None:
-    """Refuses views that do not fit each other: a task of the user's own may give any."""
-    k = views.k
-    for name in ("p", "b"):
-        view = getattr(views, name)
-        if view is not None and view.shape != k.shape:
-            raise MetaTTTError(f"the view {name} has shape {list(view.shape)}: it must be that of k, {list(k.shape)}")
-    if views.weight is not None and views.weight.shape != k.shape[:-1]:
-        found = list(views.weight.shape)
-        raise MetaTTTError(f"the pairs' weight has shape {found}: it must be a number for each pair, {list(k.shape[:-1])}")
-    if views.weight is not None and k.ndim != 5:
-        raise MetaTTTError("a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead")
-
-
-def _for_every_token(views: Views, gates: Gates, shape: tuple[int, ...]) -> tuple[Views, Gates]:
-    """Views and gates with an entry for every sequence, head and token, `shape`: a part of the user's own may give one
-    for all. Kernels are handed addresses, and read what the shapes say."""
-    if views.q.shape[:3] != shape or views.k.shape[:3] != shape:
-        found = {name: list(view.shape) for name, view in (("k", views.k), ("q", views.q))}
-        raise MetaTTTError(f"the task gives views {found}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
-    pairs = views.k.shape[3:-1]
-    if views.v.shape[: 3 + len(pairs)] != shape + pairs:
-        views = views._replace(v=_spread("the view v", views.v, shape + pairs, views.v.shape[3 + len(pairs) :]))
-    for name, gate in zip(gates._fields, gates, strict=True):  # (DataGates are refused later, by name)
-        if gate is None:
-            continue
-        own = gate.shape[3:] if name in ("rates", "decay") or (name == "eta" and pairs) else ()
-        if gate.shape != (*shape, *own):
-            gates = gates._replace(**{name: _spread(f"the gate {name}", gate, shape, own)})
-    return views, gates
-
-
-def _spread(name: str, x: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
-    """`x` with the axes `shape` and its `own`, where it has 1 in place of the former."""
-    wanted = (*shape, *own)
-    if x.ndim != len(wanted) or any(n not in (1, size) for n, size in zip(x.shape, wanted, strict=True)):
-        raise MetaTTTError(f"{name} has shape {list(x.shape)}: it must be {list(wanted)}, an axis may have length 1")
-    return x.expand(wanted)
-
-
-def _divisors(dim: int) -> str:
-    return ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)

@@ -54,15 +54,6 @@ def spread(factor: Tensor, like: Tensor) -> Tensor:
     return factor[(...,) + (None,) * (like.ndim - factor.ndim)]
 
 
-def transition(gate: Tensor) -> Tensor:
-    """`(I − diag(g) L)⁻¹`, entries `Π_{r=s+1..t} g_r`: `[..., n]` to `[..., n, n]`, by substitution: gates may be 0 or
-    1 exactly."""
-    size = gate.shape[-1]
-    system = torch.eye(size, dtype=gate.dtype, device=gate.device) - torch.diag_embed(gate[..., 1:], offset=-1)
-    identity = torch.eye(size, dtype=gate.dtype, device=gate.device).expand_as(system)
-    return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
-
-
 def rounds(device: str) -> bool:
     """Whether autocast is on for a type of device."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Optional, TypeVar, Union
 
 from metattt.errors import MetaTTTError
+from metattt.setting import members
 
 C = TypeVar("C", bound=type)
 
@@ -36,14 +37,6 @@ SCHEMAS: dict[str, type] = {}
 
 REGISTERED: dict[tuple[str, str], str] = {}
 """(group, name) -> `_target_` of the class registered under it."""
-
-FOR_EVERY: dict[str, tuple[inspect.Parameter, ...]] = {
-    "learner": (
-        inspect.Parameter("trainable", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=list[str] | None),
-        inspect.Parameter("step_scale", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any),
-    )
-}
-"""group -> what every class of it is given besides its constructor's own parameters (`LearnerClass` takes it)."""
 
 Upgrade = Callable[[dict[str, Any], int], dict[str, Any]]
 
@@ -109,8 +102,7 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
         raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
     fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target))]
     allowed: dict[str, tuple[Any, ...]] = {}
-    common = [one for one in FOR_EVERY.get(group, ()) if one.name not in {given.name for given in parameters}]
-    for parameter in (*parameters, *common):
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise MetaTTTError(
                 f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor"
@@ -129,12 +121,6 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)
 
 
-def for_every(group: str, init: Callable[..., Any]) -> list[str]:
-    """The names of `FOR_EVERY` that a constructor does not take itself."""
-    own = inspect.signature(init).parameters
-    return [one.name for one in FOR_EVERY[group] if one.name not in own]
-
-
 def _hints(init: Callable[..., Any]) -> dict[str, Any]:
     """The annotations as types; Any for one that is imported under TYPE_CHECKING only: its constructor checks it
     alone."""
@@ -142,21 +128,16 @@ def _hints(init: Callable[..., Any]) -> dict[str, Any]:
     for name, annotation in getattr(init, "__annotations__", {}).items():
         one = types.SimpleNamespace(__annotations__={name: annotation})
         try:
-            hints |= typing.get_type_hints(one, globalns=getattr(init, "__globals__", {}))
+            hints |= typing.get_type_hints(one, globalns=getattr(inspect.unwrap(init), "__globals__", {}))
         except NameError:
             hints[name] = Any
     return hints
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the hint alone."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
 def literals(hint: Any) -> tuple[Any, ...]:
     """The values that a Literal annotation allows (None included if it is optional), or ()."""
     values: list[Any] = []
-    for member in _members(hint):
+    for member in members(hint):
         if typing.get_origin(member) is Literal:
             values += typing.get_args(member)
         elif member is type(None):
@@ -169,7 +150,7 @@ def literals(hint: Any) -> tuple[Any, ...]:
 def _field_type(hint: Any) -> Any:
     """The OmegaConf type for one annotation; Any where OmegaConf has none."""
     kinds: list[Any] = []
-    for member in _members(hint):
+    for member in members(hint):
         origin = typing.get_origin(member)
         if origin is Literal:
             kinds += [type(value) for value in typing.get_args(member)]

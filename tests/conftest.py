@@ -1,6 +1,7 @@
 """Every test starts alike: one thread per worker, float32, and the same random numbers."""
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from tiers import is_left_out
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (

@@ -142,7 +142,7 @@ CALLS |= {
     for name, values in {
         "vocab_size": [0, -1, 1.5, "a", 10**12], "dim": [0, None, "8", 10**7], "num_layers": [0, -1, 1.5, 10**9], "layer": [None, layer()],
         "ffn_dim": [0, "a", 10**12], "conv_width": [0, 10**12], "norm_eps": [-1, 0, NAN, "a"], "pre_conv": ["no"],
-        "tie_embeddings": [None], "causal": ["no"], "checkpoint_blocks": [3], "on_block": [3],
+        "tie_embeddings": [None], "causal": ["no"], "checkpoint_blocks": [3],
     }.items()
     for value in values
 }  # fmt: skip
@@ -287,7 +287,7 @@ def test_a_fault_of_ours_keeps_its_own_words(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("a bug")
 
     made = layer()
-    monkeypatch.setattr(made, "observe", broken)
+    monkeypatch.setattr(made, "tokens", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         made(X)
     whole = model()

@@ -96,7 +96,7 @@ def test_a_loss_of_ones_own(loss: str, learner: str) -> None:
         layers.append(made(LOSSES[loss](), LEARNERS[learner](), rule(learner), form))
     layer, oracle = layers
     assert layer.form == "dual"
-    assert layer.plan.chunks == "dual"
+    assert layer.plan.form == "dual"
     assert any(LOSSES[loss].__name__ in why for why in layer.plan.reasons.values())
     for mode in (True, False):
         assert compare(run(layer.train(mode), x(), grads=True), run(oracle.train(mode), x(), grads=True)) < BOUND
@@ -114,7 +114,7 @@ def test_a_learner_with_a_forward_of_its_own(kind: str) -> None:
     )
     if kind == "online":
         oracle = made(Reconstruction(), learner(), rule("online linear"), "primal")
-    assert layer.form == layer.plan.chunks == "dual"
+    assert layer.form == layer.plan.form == "dual"
     assert compare(run(layer, x(), grads=True), run(oracle, x(), grads=True)) < BOUND
 
 
@@ -135,7 +135,7 @@ def test_what_is_squared_error_by_itself_is_taken() -> None:
             return (prediction - v).pow(2).sum(-1) / 2
 
     assert made(Mine(), Linear(), GradientDescent(4)).form == "fused"
-    assert made(Mine(), plain(), GradientDescent(4, "online")).plan.chunks == "solved"
+    assert made(Mine(), plain(), GradientDescent(4, "online")).plan.form == "solved"
 
 
 @pytest.mark.parametrize("learner", LEARNERS)
@@ -146,7 +146,7 @@ def test_a_setting_changed_later_is_noticed(learner: str) -> None:
     run(layer, x())
     layer.task.loss_name, layer.task.huber_delta = "huber", 0.5
     assert compare(run(layer, x(), grads=True), run(oracle, x(), grads=True)) < BOUND
-    assert layer.form == layer.plan.chunks == "dual"
+    assert layer.form == layer.plan.form == "dual"
 
 
 def test_methods_and_hooks_added_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,18 @@
-"""The operators of the CPU's kernels: shapes and derivatives as torch checks them, and one node in what is compiled or
-exported."""
+"""The operators of the CPU's kernels: shapes and derivatives as torch checks them, one node in what is compiled, and
+none in what is exported."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
@@ -109,11 +112,11 @@ def test_a_compiled_layer_has_one_node_of_the_operator_for_all_whole_mini_batche
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("trained", [True, False])
-def test_an_exported_layer_has_it_too_and_can_be_trained(name: str, trained: bool) -> None:
+def test_an_exported_layer_has_none_and_can_be_trained(name: str, trained: bool) -> None:
     layer, x = small(name), torch.randn(2, 37, 32)
     with torch.set_grad_enabled(trained):
         program = torch.export.export(layer, (x,)).module()
-    assert nodes(program) == [f"metattt.{name}_cpu.default"]
+    assert nodes(program) == []
     parameters = dict(program.named_parameters())
     y = program(x)[0]
     expected = results(layer, layer, x)
@@ -121,6 +124,31 @@ def test_an_exported_layer_has_it_too_and_can_be_trained(name: str, trained: boo
     found = torch.autograd.grad(y.square().sum(), [parameters[key] for key in expected])
     for gradient, (key, wanted) in zip(found, expected.items(), strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_an_exported_layer_is_loaded_without_metattt(tmp_path: Path) -> None:
+    class Predictions(nn.Module):  # torch writes down no result that is a state
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = small("ttt_linear")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    layer, x = Predictions(), torch.randn(2, 37, 32)
+    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
+    torch.save((x, layer(x).detach()), tmp_path / "expected.pt")
+    load = (
+        "import sys, torch; program = torch.export.load('layer.pt2').module(); x, y = torch.load('expected.pt'); "
+        "torch.testing.assert_close(program(x), y, rtol=1e-4, atol=1e-5); assert 'metattt' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, check=True)
+
+
+def test_the_fused_form_is_not_exported() -> None:
+    layer = metattt.build("layer=ttt_linear", "dim=32", "num_heads=2", "layer.form=fused", seed=0)
+    with pytest.raises(MetaTTTError, match=r"not under torch\.export.*set layer\.form=auto"):
+        torch.export.export(layer, (torch.randn(2, 32, 32),))
 
 
 def test_second_derivatives_of_an_operator_are_refused() -> None:

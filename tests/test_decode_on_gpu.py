@@ -25,8 +25,10 @@ from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
 from metattt.models.language_model import LanguageModel
+from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.state import State, map_tensors
+from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import Specimen, distance, state_distance
 
@@ -187,7 +189,7 @@ def test_nan_is_not_lost(name: str, view: str) -> None:
     """It reaches all that depends on it, and no other head or sequence."""
     _, _, kernel = pair(name)
     given = one_token(name)
-    getattr(given.tokens, view)[0, 1] = float("nan")
+    getattr(given.tokens.gates if view == "eta" else given.tokens, view)[0, 1] = float("nan")
     y, _, m = kernel.advance(given, None, 0, False)
     assert m is not None
     assert y[0, 1].isnan().all() and not y[0, 0].isnan().any() and not y[1].isnan().any()
@@ -210,7 +212,7 @@ def one_token(name: str, d: int = 32, **changed: Any) -> MiniBatches:
     weights = {key: normal(2, 2, *shape) / shape[0] ** 0.5 for key, shape in shapes.items()}
     slow = {"norm_scale": 1 + 0.1 * normal(2, d), "norm_bias": 0.1 * normal(2, d)}
     tau = 1 / torch.arange(1.0, SIZE + 1).unsqueeze(0)
-    made = MiniBatches(Tokens(k, v, q, torch.full((2, 2, 1), 0.5 / d)), weights, slow, tau, SIZE, k.dtype, None)
+    made = MiniBatches(Tokens(Views(k, v, q), Gates(torch.full((2, 2, 1), 0.5 / d))), weights, slow, tau, SIZE, k.dtype, None)
     return made._replace(**changed)
 
 
@@ -351,11 +353,11 @@ def test_what_is_not_accepted(name: str) -> None:
     _, _, kernel = pair(name)
     given = one_token(name)
     assert kernel.reason_not_decoded(given) is None and kernel.reason_not_decoded(given._replace(size=5)) is None
-    gated = given._replace(tokens=given.tokens._replace(alpha=given.tokens.eta))
+    gated = given._replace(tokens=given.tokens.with_gates(alpha=given.tokens.gates.eta))
     assert "gates" in str(kernel.reason_not_decoded(gated))
     doubled = given._replace(weights={key: w.double() for key, w in given.weights.items()})
     assert "fp32" in str(kernel.reason_not_decoded(doubled))
-    wide = given.tokens._replace(k=given.tokens.k.double())
+    wide = given.tokens.with_views(k=given.tokens.k.double())
     assert "float64" in str(kernel.reason_not_decoded(given._replace(tokens=wide)))
     assert "width 24" in str(kernel.reason_not_decoded(one_token(name, 24)))
     if name == "mlp":
@@ -370,7 +372,7 @@ def test_half_precision_views(name: str) -> None:
     given = one_token(name)
     expected = kernel.advance(given, None, SIZE - 1, False)
     views = {view: getattr(given.tokens, view).half() for view in ("k", "v", "q")}
-    found = kernel.advance(given._replace(tokens=given.tokens._replace(**views)), None, SIZE - 1, False)
+    found = kernel.advance(given._replace(tokens=given.tokens.with_views(**views)), None, SIZE - 1, False)
     assert found[0].dtype == torch.float32
     assert distance(found[0], expected[0]) < 5e-3
     assert max(distance(found[1][key], w) for key, w in expected[1].items()) < 5e-3

@@ -30,6 +30,7 @@ from metattt.learners import MLP, Transformer
 from metattt.models.end_to_end import EndToEnd
 from metattt.models.end_to_end_loop import Adaptation
 from metattt.models.language_model import LanguageModelState
+from metattt.training.building import Builder
 from metattt.training.train import train
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
@@ -427,7 +428,7 @@ def test_states_and_calls_that_are_refused() -> None:
     with pytest.raises(MetaTTTError, match="set compile=false"):
         model.blocks[-1].compile()
     with pytest.raises(MetaTTTError, match="trainer=ddp"):
-        instantiate_model(compose(*SMALL, job="language_model"), on_block=print)
+        Builder(compose(*SMALL, job="language_model"), None).in_parts(print)
 
 
 # -- training and files ------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def one_step_away() -> list[tuple[DictConfig, str]]:
 
 def scan_of(kernel: Kernel, layer: TTTLayer, bound: float) -> bool:
     """Outputs and gradients by this kernel alone against the dual form; False if the kernel refuses the tensors."""
-    assert layer.plan.chunks == "dual"
+    assert layer.plan.form == "dual"
     x = torch.randn(
         2,
         3 * layer.optimizer.mini_batch_size,

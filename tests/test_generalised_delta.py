@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.inner.forms.channels import Rows, decayed_scores
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelRidge, Linear
 from metattt.optimizers import Append, GradientDescent, Momentum
@@ -140,7 +139,7 @@ TASKS = {
 @pytest.mark.parametrize("form", ["auto", "primal"])
 def test_equals_a_loop(task: str, rule: str, form: str) -> None:
     layer = build(TASKS[task](), RULES[rule](), form)
-    assert (layer.plan.chunks, layer.plan.linear) == (
+    assert (layer.plan.form, layer.plan.linear) == (
         "primal" if form == "primal" else "solved",
         "dot" if task == "dot" else "squared",
     )
@@ -168,22 +167,6 @@ def test_constant_gradients_and_factors_of_steps(task: str, rule: str, form: str
 def test_laws(task: str, rule: str, law: str) -> None:
     spec = Specimen(lambda: Linear(**LINEAR), TASKS[task], RULES[rule], DIM, HEADS, {})
     assert LAWS[law].worst_error(spec) <= LAWS[law].bound
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 64, 100])
-@pytest.mark.parametrize("before", [False, True])
-def test_decayed_scores(count: int, before: bool) -> None:
-    row, column, decay = (torch.randn(2, count, 3, dtype=torch.float64) for _ in range(3))
-    decay = torch.where(decay > 1.5, 0.0, (-decay.abs() * 5).exp())
-    scores, until, left = decayed_scores([Rows(row, before)], [column], decay, torch.float64)
-    found = scores[0][0]
-    for t in range(count):
-        for s in range(t):
-            kept = decay[:, s + 1 : t if before else t + 1].prod(1)
-            assert torch.allclose(found[:, t, s], (row[:, t] * column[:, s] * kept).sum(-1), atol=1e-12)
-        assert torch.allclose(until[:, t], decay[:, : t + 1].prod(1))
-        assert torch.allclose(left[:, t], decay[:, t + 1 :].prod(1))
-    assert not found.triu().any()
 
 
 @pytest.mark.parametrize("rate", [1e-4, 0.5, 0.999, 1.0])
@@ -237,7 +220,7 @@ def test_a_window_with_momentum(form: str) -> None:
 
     def plain(tokens: Tensor) -> Tensor:
         start = State(torch.zeros(2, dtype=torch.long), 0, {}, {}, {}, {})
-        views, gates, *_ = layer.observe(tokens, start, layer.context(tokens, start)[0])
+        views, gates, *_ = layer.tokens(tokens, start, layer.context(tokens, start)[0])
         weight = layer.learner.init["w1"].expand(2, -1, -1, -1)
         memory, rows = torch.zeros_like(weight), []
         for t in range(70):
@@ -300,3 +283,9 @@ def test_runs_again_in_the_backward_pass() -> None:
     whole = outcome(layer, x, lambda tokens: layer(tokens)[0])
     layer.group_size = 1
     assert compare(outcome(layer, x, lambda tokens: layer(tokens)[0]), whole) < 1e-9
+
+
+def test_views_are_looked_at_when_the_layer_is_built() -> None:
+    """An erase view beside a learner that is no linear map: nothing has to be called."""
+    with pytest.raises(MetaTTTError, match="an erase view needs a linear learner"):
+        TTTLayer(DIM, 2, Generalised(direction=True), MLP(), GradientDescent(4))

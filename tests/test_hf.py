@@ -251,7 +251,8 @@ def test_padding_on_either_side_changes_nothing(model: MetaTTTForCausalLM, token
 def test_stop_strings(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
     given = tokenizer("the key", return_tensors="pt")
     free = model.generate(**given, max_new_tokens=12, do_sample=False)
-    stop = tokenizer.decode(free[0, -9:-8])
+    # a byte alone that is a text: which ones an untrained model writes depends on how torch rounds
+    stop = next(chr(byte) for byte in free[0, given.input_ids.shape[1] : -1] if chr(byte).isascii() and chr(byte).isprintable())
     found = model.generate(**given, max_new_tokens=12, do_sample=False, stop_strings=[stop], tokenizer=tokenizer)
     assert found.shape[1] < free.shape[1] and torch.equal(found[0], free[0, : found.shape[1]])
 

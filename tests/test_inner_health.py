@@ -47,7 +47,7 @@ def test_losses_are_those_of_the_weights_before_and_after_a_token(monkeypatch: p
     start, before, after, state = [], [], [], None
     first = weights
     with torch.no_grad():
-        views, *_ = layer.observe(
+        views, *_ = layer.tokens(
             x, State(torch.zeros(3, dtype=torch.long), 0, {}, {}, {}, {}), layer.context(x, _start())[0]
         )
         for t in range(8):

@@ -15,7 +15,6 @@ from metattt.inner.packing import pack
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, Learner, Linear, Weight
 from metattt.optimizers import Gates, GradientDescent, InnerOptimizer, Momentum
-from metattt.optimizers.base import transition
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
 from metattt.testing.specimen import Specimen, compare, run, state_distance
@@ -249,15 +248,6 @@ def test_gates_of_zero_and_one() -> None:
         factors, weight = how.carry[base]
         found = sum(f[0, 0] * {"weights": w0, "momentum": s0}[a] for a, f in factors.items()) - weight[0, 0] @ gradients
         torch.testing.assert_close(found, value)
-
-
-def test_transition_is_the_product_of_gates() -> None:
-    gate = torch.tensor([0.3, 0.0, 1.0, 0.5, 2.0], dtype=torch.float64)
-    found = transition(gate)
-    for t in range(5):
-        for s in range(5):
-            expected = gate[s + 1 : t + 1].prod() if s <= t else torch.tensor(0.0)
-            torch.testing.assert_close(found[t, s], expected.to(found))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])

@@ -140,7 +140,7 @@ def test_no_fast_path_takes_these_losses_for_the_squared_error() -> None:
             task = partial(Reconstruction, loss=name, loss_p=2.0, huber_delta_from=delta)  # type: ignore[arg-type]
             assert Specimen(Linear, task, lambda: GradientDescent(4)).make().form == "dual"
             linear = partial(Linear, residual=False, norm=False, bias=False)
-            assert Specimen(linear, task, lambda: GradientDescent(4, "online")).make().plan.chunks == "dual"
+            assert Specimen(linear, task, lambda: GradientDescent(4, "online")).make().plan.form == "dual"
 
 
 # -- retentions ----------------------------------------------------------------------------------------------------------

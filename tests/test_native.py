@@ -68,7 +68,7 @@ def given_of(x: dict[str, Tensor], b: int, group_size: int | None = None) -> Min
     weights = {name: w for name, w in x.items() if name in ("w1", "b1", "w2", "b2")}
     slow = {"norm_scale": x["scale"], "norm_bias": x["shift"]}
     return MiniBatches(
-        Tokens(x["k"], x["v"], x["q"], x["eta"]), weights, slow, x.get("tau"), b, x["eta"].dtype, group_size
+        Tokens(Views(x["k"], x["v"], x["q"]), Gates(x["eta"])), weights, slow, x.get("tau"), b, x["eta"].dtype, group_size
     )
 
 
@@ -230,7 +230,8 @@ def test_what_is_not_accepted() -> None:
     kernel = KERNELS["linear"]
     x = inputs("linear", 16, 16, True, "none")
     given = given_of(x, 16)
-    assert "gate" in str(kernel.reason_rejected(given._replace(tokens=given.tokens._replace(alpha=given.tokens.eta))))
+    gated = given.tokens.with_gates(alpha=given.tokens.gates.eta)
+    assert "gate" in str(kernel.reason_rejected(given._replace(tokens=gated)))
     assert "fp32" in str(kernel.reason_rejected(given_of({name: value.double() for name, value in x.items()}, 16)))
     assert "fp32" in str(kernel.reason_rejected(given._replace(operand=torch.bfloat16)))
     assert "width of 24" in str(kernel.reason_rejected(given_of(inputs("linear", 24, 16, True, "none"), 16)))

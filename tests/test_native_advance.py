@@ -17,6 +17,8 @@ from metattt.kernels.cpu import native, native_advance
 from metattt.kernels.cpu.native_scan import NativeForm
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
+from metattt.optimizers.base import Gates
+from metattt.tasks.base import Views
 
 KERNELS: dict[str, NativeForm] = {"linear": NativeTTTLinear(), "mlp": NativeTTTMLP()}
 BOUND = 1e-5
@@ -56,11 +58,11 @@ def given(
         if bias or name[0] == "w"
     }
     slow = {"norm_scale": 1 + 0.1 * normal(heads, d), "norm_bias": 0.1 * normal(heads, d)}
-    return MiniBatches(Tokens(k, v, q, eta), weights, slow, steps, b, torch.float32, None)
+    return MiniBatches(Tokens(Views(k, v, q), Gates(eta)), weights, slow, steps, b, torch.float32, None)
 
 
 def part(x: MiniBatches, first: int, last: int, weights: Weights | None = None) -> MiniBatches:
-    tokens = Tokens(*(None if t is None else t[:, :, first:last] for t in x.tokens))  # type: ignore[arg-type]
+    tokens = x.tokens.map(lambda t: t[:, :, first:last])
     return x._replace(tokens=tokens, weights=x.weights if weights is None else weights)
 
 
@@ -78,7 +80,7 @@ def predict(x: Tensor, w: Weights, scale: Tensor, shift: Tensor) -> Tensor:
 
 def written_out(x: MiniBatches, update: Weights | None, phases: Tensor) -> tuple[Tensor, Weights, Weights]:
     """What `advance` computes, in float64 with autograd: y, W_a and M after the tokens; `phases` `[B]` of the first."""
-    k, v, q, eta = (t.double() for t in x.tokens if t is not None)
+    k, v, q, eta = (t.double() for t in x.tokens.tensors if t is not None)
     scale, shift = (x.slow[name].double() for name in ("norm_scale", "norm_bias"))
     w = {name: value.double() for name, value in x.weights.items()}
     m = {name: torch.zeros_like(value) if update is None else update[name].double() for name, value in w.items()}
@@ -204,12 +206,12 @@ def test_cut_anywhere_it_is_the_scan_of_whole_mini_batches(kind: str, cut: list[
 def test_any_strides(kind: str) -> None:
     x = given(kind, n=3, tau="per_head")
     t = x.tokens
-    tokens = Tokens(
+    views = Views(
         t.k.mT.contiguous().mT,  # rows are not contiguous
         t.v[:1].expand(2, -1, -1, -1),
         torch.cat([t.q, t.q], -1)[..., 16:],  # rows with gaps
-        t.eta[..., :1].expand(-1, -1, 3),
     )
+    tokens = Tokens(views, Gates(t.gates.eta[..., :1].expand(-1, -1, 3)))
     weights = {name: w[:1].expand_as(w) for name, w in x.weights.items()}
     update = {name: w.transpose(-1, -2).contiguous().transpose(-1, -2) for name, w in x.weights.items()}
     slow = {name: w.T.contiguous().T for name, w in x.slow.items()}
@@ -250,7 +252,7 @@ def test_nothing_is_read_that_was_not_written(kind: str, monkeypatch: pytest.Mon
 def test_nan_is_not_lost(kind: str, name: str) -> None:
     """It reaches all that depends on it, and no other head or sequence."""
     x = given(kind)
-    getattr(x.tokens, name)[0, 1] = float("nan")
+    getattr(x.tokens.gates if name == "eta" else x.tokens, name)[0, 1] = float("nan")
     y, _, m = KERNELS[kind].advance(x, None, 0, False)
     assert m is not None
     assert y[0, 1].isnan().all() and not y[0, 0].isnan().any() and not y[1].isnan().any()
@@ -286,7 +288,7 @@ def test_what_was_loaded_is_no_part_of_the_kernel(kind: str) -> None:
 
 def test_what_is_not_accepted() -> None:
     kernel, x = KERNELS["linear"], given("linear")
-    assert "gate" in str(kernel.reason_not_decoded(x._replace(tokens=x.tokens._replace(alpha=x.tokens.eta))))
+    assert "gate" in str(kernel.reason_not_decoded(x._replace(tokens=x.tokens.with_gates(alpha=x.tokens.gates.eta))))
     assert "fp32" in str(kernel.reason_not_decoded(x._replace(operand=torch.bfloat16)))
     doubled = x._replace(weights={name: w.double() for name, w in x.weights.items()})
     assert "fp32" in str(kernel.reason_not_decoded(doubled))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from metattt.bench.saved import SavedBytes
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
-from metattt.inner import loop
+from metattt.inner import execution
 from metattt.inner.implicit import conjugate_gradients
 from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
@@ -50,7 +50,7 @@ def tokens(length: int = 11, scale: float = 1.0) -> Tensor:
 def observed(layer: TTTLayer, x: Tensor) -> tuple[Any, Any]:
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
     ctx, _ = layer.context(x, start)
-    return layer.observe(x, start, ctx)[:2]
+    return layer.tokens(x, start, ctx)[:2]
 
 
 def plain(layer: TTTLayer, x: Tensor, *, online: bool, first_order: bool = True) -> Run:
@@ -97,7 +97,7 @@ def test_first_order_of_an_online_rule(form: str) -> None:
     layer = make(
         Linear(residual=False, norm=False), descent(anchor="online", mini_batch_size=16), form=form, outer="first_order"
     )
-    assert layer.plan.chunks == ("primal" if form == "primal" else "solved")
+    assert layer.plan.form == ("primal" if form == "primal" else "solved")
     assert compare(run(layer, tokens(), grads=True), plain(layer, tokens(), online=True)) < BOUND
 
 
@@ -421,7 +421,7 @@ def test_the_law_sees_what_recomputation_would_miss(case: str, monkeypatch: pyte
     task, rule = BESIDE[case]
     spec = Specimen(MLP, task, rule)
     assert LAWS["groups"].judge(spec).holds
-    monkeypatch.setattr(loop, "captured", lambda *given: [])
+    monkeypatch.setattr(execution, "captured", lambda *given: [])
     assert not LAWS["groups"].judge(spec).holds
 
 

@@ -110,7 +110,6 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
         ("model.layer=attention", "layer=<name> chooses the layer of every block"),
         ("+model.layer=attention", "layer=<name> chooses the layer of every block"),
         ("model.dim=32", "dim=<value> sets it for the model and its layers"),
-        ("model.on_block=3", "it is for Python alone"),
         ("layer.learner=mlp", "learner=<name> chooses it"),
         ("trainer.logger=false", "~logger leaves it out"),
         ("preset=tiny model=vision_transformer", "Leave out preset=tiny"),

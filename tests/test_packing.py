@@ -58,7 +58,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reads, lis
         return cpu(self).clone().as_subclass(Host)
 
     monkeypatch.setattr(Tensor, "cpu", fetch)
-    monkeypatch.setattr("metattt.layer.check_finite", lambda x: None)  # of tokens on the CPU only
+    monkeypatch.setattr("metattt.sequence_layer.check_finite", lambda x: None)  # of tokens on the CPU only
     with Reads() as reads:
         yield reads, fetched
     monkeypatch.undo()

@@ -32,7 +32,7 @@ from metattt.parallel.gradients import average_gradients
 from metattt.parallel.heads import divide_heads
 from metattt.parallel.line import MANY, Line, dump, fill, frame_of
 from metattt.parallel.local import together
-from metattt.parallel.relay import Relay
+from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan, scannable
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.training.train import train
@@ -115,6 +115,7 @@ CASES = (
     Case("ttt_linear", 2, 1, tensor=2, options=("optimizer.lr=shared", "layer.output_bias=true")),
     Case("ttt_mlp", 1, 1, tensor=4, options=("num_heads=4",)),
     Case("hybrid", 1, 2, tensor=2, tokens=49, reset=True),
+    Case("mamba2", 1, 2, tensor=2, scan=True, reset=True),
     Case("ttt_mlp", 4, 1, sharded=True),
 )  # fmt: skip
 
@@ -168,7 +169,8 @@ def part_of(case: Case) -> dict[str, Any]:
     count, losses = line.count_parts(len(ids)), []
     for own, following in zip(read.tensor_split(count), labels.tensor_split(count), strict=True):
         reset = own == 3 if case.reset else None
-        losses.append(model.cross_entropy(own, following, reset=reset, relay=Relay(line, scanned))[0])
+        with handed_on(model, line, scanned):
+            losses.append(model.cross_entropy(own, following, reset=reset)[0])
     loss = torch.stack(losses).sum() / (WINDOWS * case.tokens * case.tensor / WORLD)  # of what a process reads on average
     loss.backward()
     line.finish()

@@ -41,7 +41,7 @@ def plain(layer: TTTLayer, x: Tensor, scales: Mapping[str, float], max_norm: flo
     x = x.detach().requires_grad_()
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
     ctx, _ = layer.context(x, start)
-    views, gates, *_ = layer.observe(x, start, ctx)
+    views, gates, *_ = layer.tokens(x, start, ctx)
     learner, size = layer.learner, layer.optimizer.mini_batch_size
     slow = {name: value.unsqueeze(0) for name, value in learner.slow.items()}
 
@@ -125,7 +125,7 @@ def test_the_solved_form(scale: dict[str, float], gradient_at: Any) -> None:
         randomize(layer)
         return layer
 
-    assert one("auto").plan.chunks == "solved"
+    assert one("auto").plan.form == "solved"
     assert compare(run(one("auto"), tokens(), grads=True), run(one("primal"), tokens(), grads=True)) < BOUND
 
 
@@ -135,7 +135,7 @@ def test_a_linear_map_that_is_partly_slow_is_not_solved(trainable: list[str]) ->
         learner = Linear(residual=False, norm=False, trainable=trainable)  # type: ignore[call-arg]
         return make(learner, form, anchor="online", mini_batch_size=16)
 
-    assert one("auto").plan.chunks == "dual"
+    assert one("auto").plan.form == "dual"
     assert "trainable" in one("auto").plan.reasons["solved"]
     assert compare(run(one("auto"), tokens(), grads=True), run(one("primal"), tokens(), grads=True)) < BOUND
 
@@ -145,7 +145,7 @@ def test_a_learner_that_mixes_tokens() -> None:
     names = list(make(Transformer(num_heads=2), read="previous").learner.init)
     options: dict[str, Any] = {"trainable": names[:4], "step_scale": {names[0]: 0.5, names[1]: 3.0}}
     each, all_ = (make(Transformer(num_heads=2, **options), read=read) for read in ("inclusive", "previous"))
-    assert (each.plan.chunks, all_.plan.chunks) == ("mixed", "summed")
+    assert (each.plan.form, all_.plan.form) == ("mixed", "summed")
     left, right = (run(layer, tokens(8)).state.weights["commit"] for layer in (each, all_))
     assert set(left) == set(names[:4])
     for name in left:

@@ -113,7 +113,7 @@ def plain_loop(layer: TTTLayer, x: Tensor) -> Tensor:
     positions = torch.arange(x.shape[1]).expand(x.shape[0], -1)
     ctx = Context(positions, None, None, 1)
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-    (k, v, q, *_), gates, *_ = layer.observe(x, start, ctx)
+    (k, v, q, *_), gates, *_ = layer.tokens(x, start, ctx)
     state = x.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     decay = [None] * x.shape[1] if gates.alpha is None else gates.alpha[..., None, None].unbind(2)
     rows = []

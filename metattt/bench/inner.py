@@ -28,8 +28,10 @@ from metattt.kernels.base import Kernel
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
+from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.registry import register
+from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import distance
 
@@ -202,7 +204,7 @@ class Problem:
         self.learner, self.size = learner, size
         parts = (Reconstruction(), LEARNERS[learner](), GradientDescent(size, token_steps="shared"))
         self.layer = TTTLayer(num_heads * head_dim, num_heads, *parts, form="fused")
-        self.dual = replace(self.layer.plan, form="dual", kernels=[])
+        self.dual = replace(self.layer.plan, kernels=[])
 
         def tokens(scale: float = 1.0) -> Tensor:
             x = torch.randn(1, length, num_heads, head_dim, generator=generator) * scale
@@ -210,10 +212,10 @@ class Problem:
 
         k, v, q = tokens(head_dim**-0.5), tokens(), tokens(head_dim**-0.5)
         eta = torch.rand(1, num_heads, length, generator=generator) * ((1.0 if learner == "linear" else 0.1) / head_dim)
-        self.tokens = Tokens(k, v, q, eta.requires_grad_())
+        self.tokens = Tokens(Views(k, v, q), Gates(eta.requires_grad_()))
         self.cotangent = torch.randn(q.shape, generator=generator)
         inner = [*self.layer.learner.parameters(), *self.layer.optimizer.parameters()]
-        self.leaves = [x for x in (*self.tokens, *inner) if x is not None and x.requires_grad]
+        self.leaves = [x for x in (*self.tokens.tensors, *inner) if x is not None and x.requires_grad]
         count = length // size
         self.blocks = [Block(size, 0, True, size)] * count
         self.kernel: Kernel = next(
@@ -231,13 +233,13 @@ class Problem:
         group_size = None if plan.kernels else 0  # the dual form keeps everything, as the published style does
         loop = InnerLoop(self.layer.task, self.layer.learner, self.layer.optimizer, plan, group_size)
         after = torch.zeros(1, dtype=torch.long)
-        return loop.run(self.tokens, loop.start(1, torch.float32), self.blocks, None, after, torch.float32, True)[0]
+        return loop.columns(self.tokens, loop.start(1, torch.float32), self.blocks, None, after, True)[0]
 
     def _published(self) -> Tensor:
         weights, slow = self.layer.inner.start(1, torch.float32)["commit"], self.layer.learner.slow
         tau = self.layer.optimizer.token_steps()
         assert tau is not None
-        k, v, q, eta = self.tokens[:4]
+        k, v, q, eta = *self.tokens.views[:3], self.tokens.gates.eta
         return published_style(q, k, v, eta, tau, weights, slow["norm_scale"], slow["norm_bias"])[0]
 
     def _ways(self) -> dict[str, Callable[[], Tensor]]:
@@ -307,7 +309,7 @@ def _peak(learner: str, length: int, num_heads: int, head_dim: int, size: int, t
     torch.set_num_threads(threads)
     Problem(learner, 4 * size, num_heads, head_dim, size).training()["fused"]()  # libraries and threads are there
     problem = Problem(learner, length, num_heads, head_dim, size)
-    inputs = [*problem.tokens[:4], problem.cotangent]
+    inputs = [*problem.tokens.views[:3], problem.tokens.gates.eta, problem.cotangent]
     weights = sum(w.nbytes for w in problem.given().weights.values())
     group_size = getattr(problem.kernel, "group_size", None)
     count = length // size

@@ -18,7 +18,7 @@ from metattt.bench.timing import in_turn, ratios, summary
 from metattt.composition.compose import build
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice, check_number
-from metattt.inner.inspect import FORMS
+from metattt.inner.planning import ASKED
 from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
 from metattt.layer_measures import Operations
@@ -90,7 +90,7 @@ class LayerBenchmark(Benchmark):
         for name in layers:
             check_choice("benchmark.layers", name, known_layers())
         for form in forms:
-            check_choice("benchmark.forms", form, ("auto", *FORMS))
+            check_choice("benchmark.forms", form, ASKED)
         check_counts(lengths=lengths, batch=batch, dim=dim, num_heads=num_heads, rounds=rounds)
         check_number("benchmark.limit", limit, least=0)
         if baseline is not None:

@@ -147,11 +147,11 @@ def _measure(part: str, preset: str, layer: str, length: int, overrides: Sequenc
         start = State(torch.zeros(1, dtype=torch.long), 0, {}, {}, {}, {})
         ctx, after = module.context(x, start)
         with torch.no_grad():
-            views, gates, *_ = module.observe(x, start, ctx)
-        tokens = Tokens.of(views, gates).map(lambda one: one.detach().requires_grad_())
+            views, gates, *_ = module.tokens(x, start, ctx)
+        tokens = Tokens(views, gates).map(lambda one: one.detach().requires_grad_())
 
         def step() -> None:
-            module.inner.read(tokens, start, after, ctx, None).y.square().sum().backward()
+            module.inner.run(tokens, start, after, ctx, None).y.square().sum().backward()
     else:
         model = instantiate_model(config)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -20,7 +20,7 @@ from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line, frame_of
 from metattt.parallel.local import together
-from metattt.parallel.relay import Relay
+from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import FIXED, scannable
 from metattt.registry import register
 
@@ -171,10 +171,10 @@ def step(model: LanguageModel, line: Line, count: int) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB, (count, TOKENS * line.size + 1), generator=generator)
     read, labels = line.own(ids[:, :-1]), line.own(ids[:, 1:])
-    losses = [
-        model.cross_entropy(own, following, relay=Relay(line))[0]
-        for own, following in zip(read.split(1), labels.split(1), strict=True)
-    ]
+    losses = []
+    for own, following in zip(read.split(1), labels.split(1), strict=True):
+        with handed_on(model, line):
+            losses.append(model.cross_entropy(own, following)[0])
     torch.stack(losses).sum().backward()
 
 

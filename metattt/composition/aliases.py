@@ -54,7 +54,6 @@ OTHER = {  # our key: what else a name for it may have meant
 
 NOT_SET_THERE = {
     "model.layer": "layer=<name> chooses the layer of every block",
-    "model.on_block": "it is for Python alone",
     "model.dim": "dim=<value> sets it for the model and its layers",
     "model.embed_dim": "dim=<value> sets it for the model and its layers",
     "layer.dim": "dim=<value> sets it for the model and its layers",

@@ -21,7 +21,7 @@ from metattt.composition.components import COMPONENTS, JOB_COMPONENTS
 from metattt.composition.flags import SEARCH_PATH
 from metattt.composition.signatures import Unreadable, constructor, find_source, registered
 from metattt.errors import MetaTTTError
-from metattt.registry import FOR_EVERY, literals
+from metattt.registry import literals
 
 CHOOSING = ("experiment", "model", "layer")
 """Groups whose files choose in other groups; the first one that does so counts."""
@@ -188,7 +188,7 @@ class _Composed:
             parameters = _parameters(self.job, group, name)
         except Unreadable:  # only an import could tell
             return
-        for one in [*parameters, *FOR_EVERY.get(group, ())]:
+        for one in parameters:
             self._node(package)[one.name] = "???" if one.default is Parameter.empty else one.default
             self.allowed[f"{package}.{one.name}"] = literals(one.annotation)
 

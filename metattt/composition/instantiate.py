@@ -16,8 +16,6 @@ from metattt.composition.messages import explain_instantiation
 from metattt.errors import MetaTTTError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from metattt.layer import TTTLayer
     from metattt.models.language_model import LanguageModel
 
@@ -56,9 +54,9 @@ def instantiate_layer(cfg: DictConfig) -> TTTLayer:
     return layer
 
 
-def instantiate_model(cfg: DictConfig, on_block: Callable[[nn.Module], object] | None = None) -> LanguageModel:
+def instantiate_model(cfg: DictConfig) -> LanguageModel:
     """The model of `cfg.model`. Every one of its blocks gets a new layer of `cfg.layer`, or of its place in the pattern
-    `cfg.model.blocks` (`metattt.composition.blocks`). `on_block`: see `LanguageModel`.
+    `cfg.model.blocks` (`metattt.composition.blocks`).
 
     Raises:
         MetaTTTError: as `instantiate_part`.
@@ -69,8 +67,6 @@ def instantiate_model(cfg: DictConfig, on_block: Callable[[nn.Module], object] |
         cfg.model.blocks = None
     make = instantiate_part(cfg, "model", _partial_=True)
     options: dict[str, Any] = {"layer": partial(instantiate_layer, cfg)} if layers is None else {"blocks": layers}
-    if on_block is not None:
-        options["on_block"] = on_block
     model: LanguageModel = make(**options)
     if not hasattr(model, "parameters"):
         raise MetaTTTError(f"model._target_={cfg.model._target_} makes a {type(model).__name__}: it must be a torch.nn.Module")

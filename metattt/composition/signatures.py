@@ -1,8 +1,9 @@
 """Constructors read from their source: `@register` classes become known without importing them, and torch with them.
 
 A mistake in an override then shows in a second. Only what a schema needs is read: the names, annotations and defaults
-of a constructor's parameters. An annotation that names a class of ours or of a library stands for that class without
-its attributes; what cannot be read so raises `Unreadable`, and the module is imported instead.
+of a constructor's parameters, or of the settings that it is made from (`metattt.setting`). An annotation that names a
+class of ours or of a library stands for that class without its attributes; what cannot be read so raises `Unreadable`,
+and the module is imported instead.
 """
 
 import ast
@@ -12,11 +13,16 @@ import importlib.util
 import inspect
 import typing
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PLAIN_MODULES = {"typing": typing, "collections.abc": collections.abc}
+from metattt import setting
+from metattt.setting import Setting, declared, parameters, with_always
+
+PLAIN_MODULES = {"typing": typing, "collections.abc": collections.abc, "metattt.setting": setting}
+COMPONENT = "metattt.component", "Component"
 EMPTY = inspect.Parameter.empty
 
 
@@ -59,18 +65,51 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
     Raises:
         Unreadable: as `registered`.
     """
+    settings, (home, node) = _settings(module, name), _class(module, name)
+    while (home, node.name) != COMPONENT:
+        for one in node.body:
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+                return with_always(list(_parameters(home, one.args)), settings)
+        base = next((base.id for base in node.bases if isinstance(base, ast.Name)), None)
+        if base is None:
+            raise Unreadable(f"{module}.{name}")
+        home, node = _class(home, base)
+    return parameters(settings)
+
+
+def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """The module that defines what is called `name` in another, and its definition."""
     body = _bodies(module).get(name)
     if isinstance(body, ast.ImportFrom):
-        return constructor(_home(module, body), _original(body, name))
+        return _class(_home(module, body), _original(body, name))
     if not isinstance(body, ast.ClassDef):
         raise Unreadable(f"{module}.{name}")
-    for node in body.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            return list(_parameters(module, node.args))
-    for base in body.bases:
-        if isinstance(base, ast.Name):
-            return constructor(module, base.id)
-    raise Unreadable(f"{module}.{name}")
+    return module, body
+
+
+def _settings(module: str, name: str) -> dict[str, Setting]:
+    """The settings that a class declares and inherits, if it is a component."""
+    home, node = _class(module, name)
+    inherited: dict[str, Setting] = {}
+    for base in reversed(node.bases):
+        if isinstance(base, ast.Name) and isinstance(_bodies(home).get(base.id), ast.ClassDef | ast.ImportFrom):
+            with suppress(Unreadable):  # a class of a library
+                inherited |= _settings(home, base.id)
+    body: dict[str, Any] = {}
+    hints: dict[str, ast.expr] = {}
+    for one in node.body:
+        if not isinstance(one, ast.Assign | ast.AnnAssign) or one.value is None:
+            continue
+        target = one.target if isinstance(one, ast.AnnAssign) else one.targets[0]
+        calls = one.value.func if isinstance(one.value, ast.Call) else None
+        if isinstance(target, ast.Name) and (ast.unparse(calls or target) == "setting" or target.id in inherited):
+            value = body[target.id] = _value(home, one.value)
+            if _opaque(value.default if isinstance(value, Setting) else value):
+                raise Unreadable(f"{home}: the default of {target.id}")
+            if isinstance(one, ast.AnnAssign):
+                hints[target.id] = one.annotation
+    takes = next((_value(home, one.value) for one in node.keywords if one.arg == "takes"), None)
+    return declared(inherited, body, lambda name: _value(home, hints[name]) if name in hints else Any, takes)
 
 
 def _parameters(module: str, given: ast.arguments) -> Iterator[inspect.Parameter]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.loop import STARTS_AT_W0
+from metattt.memory import content
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.state import State
 
@@ -160,8 +160,8 @@ def _filled(before: Any, after: Any) -> Any:
     if isinstance(before, State) and isinstance(after, State):
         weights = dict(before.weights)
         for role in after.weights.keys() - weights.keys():
-            at_start = before.weights.get("commit") if role in STARTS_AT_W0 else None
-            weights[role] = at_start or {name: torch.zeros_like(x) for name, x in after.weights[role].items()}
+            nothing = {name: torch.zeros_like(x) for name, x in after.weights[role].items()}
+            weights[role] = content(before.weights, role) or nothing
         return before._replace(weights=weights, phase=after.phase)
     if _is_node(before) and type(before) is type(after) and len(before) == len(after):
         return _rebuilt(before, [_filled(x, y) for x, y in zip(_items(before), _items(after), strict=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,63 +10,132 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import Block, Carry, MiniBatches, Tokens
+from metattt.errors import MetaTTTError
+from metattt.inner.execution import in_groups, plainly
+from metattt.inner.tokens import Block, MiniBatches, Tokens
+from metattt.memory import Memory
+from metattt.modules import transformed
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
+    from metattt.inner.plan import Plan
+    from metattt.kernels.base import Kernel
 
+log = logging.getLogger("metattt")
 
 def scan(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     padded: bool,
-    operand: torch.dtype,
     own: bool,
-) -> tuple[Tensor, Carry]:
+) -> tuple[Tensor, Memory]:
     """The blocks one after the other, each by a kernel where one takes it and by the forms elsewhere.
 
     Args:
         padded: some columns are unfilled.
         own: the weights of `carry` may be written over.
     """
-    size, tau, decoding = loop.optimizer.mini_batch_size, loop.optimizer.token_steps(), not torch.is_grad_enabled()
+    size, tau, decoding = loop.rule.mini_batch_size, loop.rule.token_steps(), not torch.is_grad_enabled()
     sums = "update" in loop.plan.roles  # a rule without token steps carries W_t of an open mini-batch, not M as kernels do
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
     outputs: list[Tensor] = []
     runs = _runs(blocks, size, set(carry) == {"commit"}, decoding)
-    parts = [tokens] if len(runs) == 1 else loop.split(tokens, [sum([block.length for block in run]) for run in runs])
+    parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.length for block in run]) for run in runs])
     for run, part in zip(runs, parts, strict=True):
         given, first, y = (
-            MiniBatches(part, carry.get("commit", {}), slow, tau, size, operand, loop.group_size),
+            MiniBatches(part, carry.get("commit", {}), slow, tau, size, loop.operand, loop.group_size),
             run[0],
             None,
         )
         if _whole(first, size) and set(carry) == {"commit"}:
-            kernel = loop.plan.kernel(given)
+            kernel = kernel_of(loop.plan, given)
             if kernel is not None:
                 with torch.autocast(part.k.device.type, enabled=False):
                     y, weights = kernel.scan(given, partial(_reference, loop))
                 carry = {"commit": weights}
         elif decoding and sums and _open(first, padded):
-            kernel = loop.plan.decoder(given)
+            kernel = decoder_of(loop.plan, given)
             if kernel is not None:
                 y, weights, update = kernel.advance(given, carry.get("update"), first.phase, own)
                 carry = {"commit": weights} if update is None else {"commit": weights, "update": update}
         if y is None:
-            y, carry = loop.grouped(part, carry, run, True, operand)
+            y, carry = in_groups(loop, part, carry, run, True)
         own = True  # what follows was made in this call
         outputs.append(y)  # type: ignore[arg-type]
     return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry
 
 
+def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
+    """The first kernel that takes these whole mini-batches.
+
+    Raises:
+        MetaTTTError: none does, and `layer.form=fused` was asked for.
+    """
+    device, reasons = given.tokens.views.k.device.type, []
+    if given.tokens.generalised:
+        reasons = ["kernels know no erase views, no several pairs a token and no labels of another shape than keys"]
+    elif transformed() and not torch.compiler.is_compiling():  # (to a compiler every call looks like one)
+        reasons = ["kernels do not run inside torch.func transforms"]
+    elif torch.compiler._is_exporting_flag:  # not is_exporting(): under torch.compile, torch 2.11 takes it for true
+        reasons = ["not under torch.export, so that the program loads where MetaTTT is not installed"]
+    else:
+        for kernel in plan.kernels:
+            if kernel.device != device:
+                reason: str | None = f"for {kernel.device}"
+            elif torch.compiler.is_compiling() and not kernel.traceable:
+                reason = "not under torch.compile"
+            else:
+                reason = kernel.reason_rejected(given)
+            if reason is None:
+                _say(plan, "fused", device, kernel.name)
+                return kernel
+            reasons.append(f"{kernel.name}: {reason}")
+    message = "; ".join(reasons)
+    if plan.strict:
+        raise MetaTTTError(
+            f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto"
+        )
+    _say(plan, "dual", device, message)
+    return None
+
+
+def _say(plan: Plan, form: str, device: str, why: str) -> None:
+    """The choice of a kernel in the debug log, once."""
+    if not torch.compiler.is_compiling() and (form, device, why) not in plan.said:
+        plan.said.add((form, device, why))
+        log.debug("form=%s on %s: %s", form, device, why)
+
+
+def decoder_of(plan: Plan, given: MiniBatches) -> Kernel | None:
+    """The first kernel that takes these tokens of an open mini-batch."""
+    if transformed() or torch.compiler.is_compiling() or given.tokens.generalised:
+        return None
+    key = _decided_by(given)
+    if key not in plan.decoders:
+        device = given.tokens.views.k.device.type
+        here = (kernel for kernel in plan.kernels if kernel.device == device)
+        plan.decoders[key] = next((kernel for kernel in here if kernel.reason_not_decoded(given) is None), None)
+    return plan.decoders[key]
+
+
+def _decided_by(given: MiniBatches) -> tuple[object, ...]:
+    """What a kernel's `reason_not_decoded` may depend on: types, widths, gates and the device, but not the number of
+    tokens or sequences."""
+    k, (v, q, eta) = given.tokens.views.k, (given.tokens.views.v, given.tokens.views.q, given.tokens.gates.eta)
+    types = [x.dtype for x in (k, v, q, eta, *given.weights.values(), *given.slow.values())]
+    tau = None if given.tau is None else given.tau.dtype
+    gates = [gate is None for gate in given.tokens.gates]
+    return (k.device, tau, given.operand, given.size, k.shape[-1], v.shape[-1], *types, *gates)
+
+
 def _reference(loop: InnerLoop, given: MiniBatches) -> tuple[Tensor, Tensors]:
     """What a kernel computes, by the dual form."""
-    blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.k.shape[2] // given.size)
-    rule = loop.optimizer.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
-    y, carry = loop.forward(given.tokens, {"commit": given.weights}, blocks, True, given.operand, rule, given.slow)
+    blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.views.k.shape[2] // given.size)
+    rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
+    y, carry = plainly(loop.but(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
     assert y is not None
     return y, carry["commit"]
 

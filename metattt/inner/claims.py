@@ -22,8 +22,8 @@ from metattt.learners.fast_weights import FastWeights
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from metattt.component import Component
     from metattt.learners.base import Learner
-    from metattt.part import Part
     from metattt.tasks.base import Task
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +35,7 @@ SAMPLES = ((1, 1, 1.0), (2, 3, 1e-3), (1, 5, 30.0), (1, 70, 1e4))
 """(sequences, tokens, scale of the numbers): a loss may be quadratic near 0 alone, a function may cut off large
 values."""
 TOLERANCE = 1e-9
-CHECKED: WeakKeyDictionary[Part, dict[tuple[object, ...], tuple[tuple[object, ...], str | None]]] = WeakKeyDictionary()
+CHECKED: WeakKeyDictionary[Component, dict[tuple[object, ...], tuple[tuple[object, ...], str | None]]] = WeakKeyDictionary()
 """What was found of each part, with what it was found for."""
 
 
@@ -96,7 +96,7 @@ def remembered(learner: Learner, task: Task, key: tuple[object, ...], find_out: 
 
 
 def _checked(
-    part: Part,
+    part: Component,
     key: tuple[object, ...],
     methods: tuple[object, ...],
     check: Callable[[torch.Generator], str | None],
@@ -109,7 +109,7 @@ def _checked(
     return known[key][1]
 
 
-def _evaluated(part: Part, check: Callable[[torch.Generator], str | None], name: str) -> str | None:
+def _evaluated(part: Component, check: Callable[[torch.Generator], str | None], name: str) -> str | None:
     own = {id(x) for x in (*part.parameters(), *part.buffers())}
     for training in (True, False):
         generator = torch.Generator().manual_seed(int(training))

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from metattt.errors import MetaTTTError
 from metattt.inner.forms import dual, primal
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import FastWeights
+from metattt.modules import spread
+from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 EPS = 1e-6  # a norm is √(‖·‖² + ε²): it has a derivative at 0
 
@@ -29,13 +32,13 @@ class Committed:
         k, v, q: views of the tokens, `[B, H, n, ·]`.
     """
 
-    def __init__(self, work: Work, weights: Tensors, tokens: Tokens):
-        self.weights, self.k, self.v, self.q = weights, tokens.k, tokens.v, tokens.q
-        self._work, self._tokens = work, tokens
+    def __init__(self, loop: InnerLoop, weights: Tensors, tokens: Tokens):
+        self.weights, self.k, self.v, self.q = weights, tokens.views.k, tokens.views.v, tokens.views.q
+        self._work, self._tokens = loop, tokens
 
     def predict(self, x: Tensor) -> Tensor:
         """f(x; W_a), `[B, H, n, d]`."""
-        return self._work.read(self.weights, x)
+        return self._work.predict(self.weights, x)
 
     def losses(self) -> Tensor:
         """ℓ(f(k_t; W_a), v_t), `[B, H, n]`."""
@@ -43,29 +46,49 @@ class Committed:
 
     def gradient_norms(self) -> Tensor:
         """‖∇ℓ_t(W_a)‖ over all fast weights, `[B, H, n]`."""
-        work = self._work
-        if work.plan.chunks == "dual":
-            sites, deltas = dual.record(work, self.weights, self._tokens, lambda losses: [losses.sum()])
-            gram = dual.PerTokenGradients(sites, deltas[0], work.operand).gram()
+        loop = self._work
+        if loop.plan.form == "dual":
+            sites, deltas = dual.record(loop, self.weights, self._tokens, lambda losses: [losses.sum()])
+            gram = dual.PerTokenGradients(sites, deltas[0], loop.operand).gram()
             squared = gram.diagonal(dim1=-2, dim2=-1)
-        elif work.learner.mixes_tokens:
+        elif loop.learner.mixes_tokens:
             squared = self._one_by_one()
         else:
-            found = primal.gradients(work, self._tokens, self.weights)
+            found = primal.gradients(loop, self._tokens, self.weights)
             squared = torch.stack([g.flatten(3).square().sum(-1) for g in found.values()]).sum(0).transpose(1, 2)
         return (squared + EPS**2).sqrt()
 
     def _one_by_one(self) -> Tensor:
         """‖∇ℓ_t‖² by a backward pass per token, for learners whose tokens look at each other."""
-        work, names = self._work, list(self.weights)
+        loop, names = self._work, list(self.weights)
 
         def losses(*weights: Tensor) -> Tensor:
-            accessor = FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand)
-            return work.losses(accessor, self.k, self.v)
+            accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.operand)
+            return loop.losses(accessor, self.k, self.v)
 
-        like = self._tokens.eta
+        like = self._tokens.gates.eta
         each = torch.eye(like.shape[2], dtype=like.dtype, device=like.device).unbind(0)
-        constant = work.plan.outer == "first_order"
+        constant = loop.plan.outer == "first_order"
         found = vjp(losses, list(self.weights.values()), [row.expand_as(like) for row in each], constant)
         norms = [torch.stack([g.flatten(2).square().sum(-1) for g in one]).sum(0) for one in found]
         return torch.stack(norms, dim=-1)
+
+
+def gated(loop: InnerLoop, tokens: Tokens, commit: Tensors) -> Tokens:
+    """Tokens with the gates that the rule gives them in sight of the last commit.
+
+    Raises:
+        MetaTTTError: the rule gives a gate that it does not give without, or the other way round.
+    """
+    given = tokens.gates
+    found = loop.rule.gates_at(given, Committed(loop, commit, tokens))
+    live, changed = given.eta != 0, {}
+    for name, before, after in zip(Gates._fields, given, found, strict=True):
+        if (before is None) != (after is None):
+            raise MetaTTTError(
+                f"{type(loop.rule).__name__}.gates_at must return the gates that it was given, and {name} was "
+                f"{'not' if before is None else 'one'} of them: give the same gates in `gates`"
+            )
+        if after is not None and after is not before:
+            changed[name] = torch.where(spread(live, after), after.to(before), before)  # type: ignore[arg-type]
+    return tokens.with_gates(**changed)

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import Block, Carry, Tokens, where
-from metattt.optimizers.base import newest
-from metattt.state import Tensors
+from metattt.inner.execution import in_groups
+from metattt.inner.tokens import Block, Tokens
+from metattt.memory import Memory, choose
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop
@@ -21,52 +20,42 @@ if TYPE_CHECKING:
 def steps(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     live: Tensor | None,
     after: Tensor,
-    operand: torch.dtype,
-) -> Iterator[Carry]:
+) -> Iterator[Memory]:
     """The carry before the first inner step of a `final` read and after each of them."""
-    rule, filled = loop.optimizer, after % loop.optimizer.mini_batch_size
-    order = rule.permutation(tokens.k.shape[2], tokens.k.device)
+    rule, filled = loop.rule, after % loop.rule.mini_batch_size
+    order = rule.permutation(tokens.views.k.shape[2], tokens.views.k.device)
     yield carry
     if order is not None:
         if live is not None:
             raise MetaTTTError(
                 "optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full"
             )
-        size = tokens.k.shape[2] // rule.steps
-        for part in loop.split(tokens.map(lambda x: _permuted(x, order)), size):
-            _, carry = loop.grouped(part, carry, [Block(size, 0, True, size)], False, operand)
+        size = tokens.views.k.shape[2] // rule.steps
+        for part in tokens.map(lambda x: _permuted(x, order)).split(size):
+            _, carry = in_groups(loop, part, carry, [Block(size, 0, True, size)], False)
             yield carry
         return
     for step in range(rule.steps):
-        _, carry = loop.grouped(tokens, carry, blocks, False, operand)
+        _, carry = in_groups(loop, tokens, carry, blocks, False)
         yield carry
         if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
             again = rule.again(carry, filled)
-            carry = again if live is None else _moved(live.any(1), again, carry)
-
-
-def _moved(seen: Tensor, after: Carry, before: Carry) -> Carry:
-    """`after` for sequences that have tokens in the call `[B]`, else `before`; absent weights have not moved."""
-
-    def at(carry: Carry, role: str) -> Tensors | None:
-        return carry.get(role, carry[newest(carry)] if role == "weights" else None)
-
-    return {role: where(seen, at(after, role), at(before, role)) for role in {**before, **after}}
+            carry = again if live is None else choose(live.any(1), again, carry, {**carry, **again})
 
 
 def answers(
-    loop: InnerLoop, tokens: Tokens, carry: Carry, blocks: Sequence[Block], operand: torch.dtype
+    loop: InnerLoop, tokens: Tokens, carry: Memory, blocks: Sequence[Block]
 ) -> Tensor:
     """All queries answered by one set of weights, in pieces that are recomputed in the backward pass: mini-batches
     where their tokens see each other."""
-    count, size = tokens.q.shape[2], loop.optimizer.compute_chunk or 2048
+    count, size = tokens.views.q.shape[2], loop.rule.compute_chunk or 2048
     if not loop.learner.mixes_tokens:
         blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
-    y, _ = loop.grouped(tokens, carry, blocks, True, operand)
+    y, _ = in_groups(loop, tokens, carry, blocks, True)
     assert y is not None
     return y
 

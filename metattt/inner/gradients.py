@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from metattt.learners.fast_weights import needs_probes
+from metattt.learners.fast_weights import for_probes, needs_probes
 
 
 def vjp(
@@ -19,8 +19,9 @@ def vjp(
     again; `constant`: never.
     """
     if needs_probes():
-        pull = torch.func.vjp(function, *inputs)[1]
-        found = [list(pull(cotangent)) for cotangent in cotangents]
+        with for_probes():
+            pull = torch.func.vjp(function, *inputs)[1]
+            found = [list(pull(cotangent)) for cotangent in cotangents]
         return [[x.detach() for x in row] for row in found] if constant else found
     keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.inner.execution import in_groups
 from metattt.inner.final import steps
-from metattt.inner.tokens import Block, Carry, Tokens
+from metattt.inner.tokens import Block, Tokens
+from metattt.memory import Memory
 from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 
@@ -77,39 +79,38 @@ def check_outer(outer: str, learner: Learner, optimizer: InnerOptimizer) -> None
 def converged(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     blocks: Sequence[Block],
     live: Tensor | None,
     after: Tensor,
-    operand: torch.dtype,
-) -> tuple[Tensors, Carry]:
+) -> tuple[Tensors, Memory]:
     """W* with its implicit derivative, and the carry after the inner steps, which has none.
 
     Raises:
         MetaTTTError: the steps did not converge; or in the backward pass, the inner problem is not strictly convex.
     """
-    filled = after % loop.optimizer.mini_batch_size
+    filled = after % loop.rule.mini_batch_size
     with torch.no_grad():
-        passes = steps(loop, tokens, carry, blocks, live, after, operand)
-        start = last = loop.optimizer.current(next(passes), filled)
+        passes = steps(loop, tokens, carry, blocks, live, after)
+        start = last = loop.rule.current(next(passes), filled)
         sizes: list[Tensor] = []  # of the steps, [B, H]
         left = carry
         for left in passes:
-            now = loop.optimizer.current(left, filled)
+            now = loop.rule.current(left, filled)
             sizes, last = [*sizes[:1], _norm([now[n] - last[n] for n in now])], now
     if not torch.is_grad_enabled():
         return last, left
     if not bool((sizes[-1] <= CONVERGED * sizes[0].clamp(min=torch.finfo(sizes[0].dtype).tiny)).all()):
         share = (sizes[-1] / sizes[0]).max().item()
         raise MetaTTTError(
-            f"layer.outer=implicit needs inner steps that converge, and the last of optimizer.steps={loop.optimizer.steps} is "
+            f"layer.outer=implicit needs inner steps that converge, and the last of optimizer.steps={loop.rule.steps} is "
             f"{share:.2g} of the first: it must be {CONVERGED:g} at most; raise optimizer.steps, or set layer.outer=exact"
         )
     names = list(start)
     at = {name: last[name].detach().requires_grad_() for name in names}
     entering = {role: carry[role] for role in ("origin",) if role in carry} | {"anchor": at}
-    after_one = loop.grouped(tokens, entering, blocks, False, operand)[1]
-    stepped = loop.optimizer.current(after_one, filled)
+    after_one = in_groups(loop, tokens, entering, blocks, False)[1]
+    stepped = loop.rule.current(after_one, filled)
     points = [at[name] for name in names]
     gaps = [at[name] - stepped[name] for name in names]  # W − U(W)
 

@@ -387,12 +387,13 @@ def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
     if live is None:
         return tokens
     live = live.unsqueeze(1)
-    general = any(gate is not None for gate in (tokens.alpha, tokens.beta, tokens.kappa, tokens.rates))
-    kappa = tokens.kappa if tokens.kappa is not None else torch.ones_like(tokens.q[..., 0], dtype=tokens.eta.dtype) if general else None
-    return tokens._replace(
-        eta=torch.where(live if tokens.eta.ndim == 3 else live.unsqueeze(-1), tokens.eta, 0),
-        alpha=None if tokens.alpha is None else torch.where(live, tokens.alpha, 1),
-        beta=None if tokens.beta is None else torch.where(live, tokens.beta, 1),
+    eta, alpha, beta, kappa, rates, decay = tokens.gates
+    if kappa is None and not (alpha is None and beta is None and rates is None):
+        kappa = torch.ones_like(tokens.views.q[..., 0], dtype=eta.dtype)
+    return tokens.with_gates(
+        eta=torch.where(live if eta.ndim == 3 else live.unsqueeze(-1), eta, 0),
+        alpha=None if alpha is None else torch.where(live, alpha, 1),
+        beta=None if beta is None else torch.where(live, beta, 1),
         kappa=None if kappa is None else torch.where(live, kappa, 0),
-        decay=None if tokens.decay is None else torch.where(live.unsqueeze(-1), tokens.decay, 0),
+        decay=None if decay is None else torch.where(live.unsqueeze(-1), decay, 0),
     )

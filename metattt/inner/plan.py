@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from metattt.errors import MetaTTTError
-from metattt.modules import transformed
-
 if TYPE_CHECKING:
-    from metattt.inner.tokens import MiniBatches, Tokens
     from metattt.kernels.base import Kernel
 
 log = logging.getLogger("metattt")
@@ -24,8 +20,8 @@ class Plan:
     they change.
 
     Attributes:
-        form: one of `metattt.inner.inspect.FORMS`, or `scan` for a learner without weights.
-        chunks: how the forms compute what no kernel does: a key of `metattt.inner.forms.CHUNKS`.
+        form: how a chunk is computed that no kernel takes, of `metattt.inner.forms.FORMS`; nothing for a learner without
+            weights.
         linear: the loss of an online rule of a linear learner, whose gradients are known in closed form: `squared`, `dot`,
             or nothing.
         kernels: those that compute this combination; the first one that takes a call is used.
@@ -46,7 +42,6 @@ class Plan:
     """
 
     form: str
-    chunks: str = ""
     linear: str = ""
     kernels: list[Kernel] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -67,6 +62,13 @@ class Plan:
     said_cut: bool = False  #: that a call cuts the mini-batches of a `block` read
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
 
+    @property
+    def shown(self) -> str:
+        """The form as `layer.form` names it: `fused` where kernels are tried first, and `scan` for a learner without
+        weights."""
+        asked = "dual" if self.form in ("solved", "mixed") else self.form
+        return "fused" if self.kernels else asked or "scan"
+
     def __reduce__(self) -> tuple[object, ...]:
         return Plan, ("",)  # not written to disk: a layer that was makes its plan again
 
@@ -79,52 +81,6 @@ class Plan:
             said=set(self.said),
         )
 
-    def kernel(self, given: MiniBatches) -> Kernel | None:
-        """The first kernel that takes these whole mini-batches.
-
-        Raises:
-            MetaTTTError: none does, and `layer.form=fused` was asked for.
-        """
-        device, reasons = given.tokens.k.device.type, []
-        if generalised(given.tokens):
-            reasons = ["kernels know no erase views, no several pairs a token and no labels of another shape than keys"]
-        elif (
-            transformed() and not torch.compiler.is_compiling()
-        ):  # (to a compiler every call looks like one)
-            reasons = ["kernels do not run inside torch.func transforms"]
-        else:
-            for kernel in self.kernels:
-                if kernel.device != device:
-                    reason: str | None = f"for {kernel.device}"
-                elif torch.compiler.is_compiling() and not kernel.traceable:
-                    reason = "not under torch.compile"
-                else:
-                    reason = kernel.reason_rejected(given)
-                if reason is None:
-                    self._say("fused", device, kernel.name)
-                    return kernel
-                reasons.append(f"{kernel.name}: {reason}")
-        message = "; ".join(reasons)
-        if self.strict:
-            raise MetaTTTError(
-                f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto"
-            )
-        self._say("dual", device, message)
-        return None
-
-    def decoder(self, given: MiniBatches) -> Kernel | None:
-        """The first kernel that takes these tokens of an open mini-batch."""
-        if transformed() or torch.compiler.is_compiling():
-            return None
-        if generalised(given.tokens):
-            return None
-        key = decided_by(given)
-        if key not in self.decoders:
-            device = given.tokens.k.device.type
-            here = (kernel for kernel in self.kernels if kernel.device == device)
-            self.decoders[key] = next((kernel for kernel in here if kernel.reason_not_decoded(given) is None), None)
-        return self.decoders[key]
-
     def say_stored(self, beside: list[str]) -> None:
         """Once, that mini-batches are stored because of tensors that recomputation would miss."""
         if ("stored", "", "") not in self.said:
@@ -134,40 +90,3 @@ class Plan:
                 "a closure or a tensor made outside; use parameters as attributes of a part, or set layer.group_size=0",
                 beside[0] if len(beside) == 1 else f"{beside[0]} and {len(beside) - 1} more",
             )
-
-    def _say(self, form: str, device: str, why: str) -> None:
-        """The choice of a kernel in the debug log, once."""
-        if not torch.compiler.is_compiling() and (form, device, why) not in self.said:
-            self.said.add((form, device, why))
-            log.debug("form=%s on %s: %s", form, device, why)
-
-
-def generalised(tokens: Tokens) -> bool:
-    """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs, labels of
-    another shape than keys."""
-    if tokens.p is not None or tokens.b is not None or tokens.decay is not None or tokens.k.ndim == 5:
-        return True
-    return tokens.v.shape != tokens.k.shape
-
-
-def decided_by(given: MiniBatches) -> tuple[object, ...]:
-    """What a kernel's `reason_not_decoded` may depend on: types, widths, gates and the device, but not the number of
-    tokens or sequences."""
-    k, v, q, eta, *rest = given.tokens
-    types = [x.dtype for x in (*given.weights.values(), *given.slow.values())]
-    tau = None if given.tau is None else given.tau.dtype
-    here = [gate is None for gate in rest]
-    return (
-        k.device,
-        k.dtype,
-        v.dtype,
-        q.dtype,
-        eta.dtype,
-        tau,
-        given.operand,
-        given.size,
-        k.shape[-1],
-        v.shape[-1],
-        *types,
-        *here,
-    )

@@ -3,34 +3,50 @@ on."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.packing import Frame
-from metattt.inner.tokens import Tokens
+from metattt.inner.packing import Frame, make_frame, mask_gates
+from metattt.inner.tokens import NAMES, Tokens, consecutive
 from metattt.state import Context, State, Tensors
 
+if TYPE_CHECKING:
+    from metattt.inner.plan import Plan
 
-def with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[Tokens, Context]:
+
+def _with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[Tokens, Context]:
     """The raw tokens of the open mini-batch in front of the new ones."""
     stored = state.learner
     slots = state.phase if state.phase is not None else size - 1
     if slots == 0:
         return tokens, ctx
-    batch = tokens.k.shape[0]
+    batch = tokens.views.k.shape[0]
     filled = torch.arange(slots, device=state.pos.device) >= (slots - state.pos % size).unsqueeze(1)
-    joined = {
-        name: None if x is None else torch.cat([stored[name][:, :, size - 1 - slots :].to(x.dtype), x], dim=2)
-        for name, x in tokens._asdict().items()
-    }
+    joined = [
+        None if x is None else torch.cat([stored[name][:, :, size - 1 - slots :].to(x.dtype), x], dim=2)
+        for name, x in zip(NAMES, tokens.tensors, strict=True)
+    ]
     valid = ctx.valid
     if valid is not None or state.phase is None:
         valid = torch.ones_like(ctx.positions, dtype=torch.bool) if valid is None else valid
         valid = torch.cat([filled, valid], dim=1)
     first = None if ctx.first is None else torch.cat([filled.new_zeros(batch, slots), ctx.first], dim=1)
     context = ctx._replace(positions=F.pad(ctx.positions, (slots, 0)), valid=valid, first=first)
-    return Tokens(**joined), context  # type: ignore[arg-type]
+    return Tokens.from_tensors(joined), context
+
+
+def begun_again(plan: Plan, tokens: Tokens, state: State, ctx: Context, size: int) -> tuple[Tokens, Frame]:
+    """The tokens of a call after those of the open mini-batch, in the columns of a frame."""
+    tokens, ctx = _with_tail(tokens, ctx, state, size)
+    start = torch.zeros_like(state.pos)
+    lead = start if state.phase is not None else state.pos % size - (size - 1)
+    begin = state._replace(phase=None if state.phase is None else 0)
+    blocks, _ = consecutive(tokens.views.k.shape[2], 0, size)
+    frame = make_frame(ctx, begin, plan.period, plan.block, blocks, None, start, lead)
+    return mask_gates(tokens.map(frame.place), frame.live), frame
 
 
 def tail(placed: Tokens, frame: Frame, after: Tensor, size: int) -> Tensors:
@@ -42,7 +58,7 @@ def tail(placed: Tokens, frame: Frame, after: Tensor, size: int) -> Tensors:
     belongs = (slot >= size - 1 - (after % size).unsqueeze(1)).unsqueeze(1)
     index = end.unsqueeze(1) + slot  # in columns padded by b − 1 on the left
     kept_tokens = {}
-    for name, x in placed._asdict().items():
+    for name, x in zip(NAMES, placed.tensors, strict=True):
         if x is None:
             continue
         padded = torch.cat([x.new_zeros(*x.shape[:2], size - 1, *x.shape[3:]), x], dim=2)

@@ -2,55 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from metattt.modules import spread
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 from metattt.tasks.base import Views
 
-Carry = dict[str, Tensors]
-"""Weights by role (`commit`, `anchor`, `weights`, `update`, `momentum`, ...) and name, `[B, H, *shape]`."""
+JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 
 
 class Tokens(NamedTuple):
-    """Views `[B, H, T, ·]` and gates `[B, H, T]` of consecutive tokens (`metattt.tasks.base.Views`,
-    `metattt.optimizers.base.Gates`).
+    """Views `[B, H, T, ·]` and gates `[B, H, T]` of consecutive tokens.
 
     Where a token gives n pairs, k, v, p and b are `[B, H, T, n, ·]`, until `apart` has made n tokens of it. Where
     neighbouring tokens have pairs in common, k and v may then have T + n − 1 rows: pair j of token t is row t + j.
     """
 
-    k: Tensor
-    v: Tensor
-    q: Tensor
-    eta: Tensor
-    alpha: Tensor | None = None
-    beta: Tensor | None = None
-    kappa: Tensor | None = None
-    rates: Tensor | None = None
-    decay: Tensor | None = None
-    p: Tensor | None = None
-    b: Tensor | None = None
-
-    @classmethod
-    def of(cls, views: Views, gates: Gates) -> Tokens:
-        """Views and gates together."""
-        return cls(*views[:3], *gates, views.p, views.b)  # type: ignore[arg-type]
+    views: Views
+    gates: Gates
 
     @property
-    def gates(self) -> Gates:
-        """The gates alone."""
-        return Gates(*self[3:9])
+    def k(self) -> Tensor:
+        """The training view."""
+        return self.views.k
+
+    @property
+    def v(self) -> Tensor:
+        """The label view."""
+        return self.views.v
+
+    @property
+    def q(self) -> Tensor:
+        """The test view."""
+        return self.views.q
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Views and gates in a row, in the order of `NAMES`."""
+        return (*self.views, *self.gates)
+
+    @classmethod
+    def from_tensors(cls, tensors: Iterable[Tensor | None]) -> Tokens:
+        """The inverse of `tensors`."""
+        row = list(tensors)
+        return cls(Views(*row[: len(Views._fields)]), Gates(*row[len(Views._fields) :]))  # type: ignore[arg-type]
+
+    def with_views(self, **views: Tensor | None) -> Tokens:
+        """Tokens with other views, by name."""
+        return Tokens(self.views._replace(**views), self.gates)  # type: ignore[arg-type]
+
+    def with_gates(self, **gates: Tensor | None) -> Tokens:
+        """Tokens with other gates, by name."""
+        return Tokens(self.views, self.gates._replace(**gates))  # type: ignore[arg-type]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Tokens:
+        """Applies `function` to every tensor at hand."""
+        return Tokens.from_tensors([None if x is None else function(x) for x in self.tensors])
+
+    def split(self, lengths: Sequence[int] | int) -> list[Tokens]:
+        """Consecutive pieces. One split for all, since a slice per piece would make the backward pass quadratic in
+        T."""
+        parts = [None if x is None else x.split(lengths, dim=2) for x in self.tensors]
+        return [Tokens.from_tensors([None if x is None else x[i] for x in parts]) for i in range(len(parts[0]))]  # type: ignore[arg-type]
 
     @property
     def erases(self) -> bool:
         """Whether what is erased is not what the gradient of the loss erases, or decays channel by channel."""
-        return self.p is not None or self.b is not None or self.decay is not None
+        return self.views.p is not None or self.views.b is not None or self.gates.decay is not None
+
+    @property
+    def generalised(self) -> bool:
+        """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs, labels of
+        another shape than keys."""
+        return self.erases or self.views.k.ndim == 5 or self.views.k.shape != self.views.v.shape
 
     @property
     def pairs(self) -> int | None:
@@ -61,7 +89,7 @@ class Tokens(NamedTuple):
     def in_common(self) -> bool:
         """Whether pair j of a token is pair j − 1 of the next one, as in a window of tokens. It is where both are the same
         numbers in memory."""
-        if self.pairs is None or self.p is not None or self.b is not None:
+        if self.pairs is None or self.views.p is not None or self.views.b is not None:
             return False
         return self.k.shape[2] > 1 < self.k.shape[3] and all(x.stride(2) == x.stride(3) for x in (self.k, self.v))
 
@@ -85,31 +113,20 @@ class Tokens(NamedTuple):
             row[place] = x.unsqueeze(3)
             return torch.cat(row, 3).flatten(2, 3)
 
-        eta = self.eta if self.eta.ndim == 4 else self.eta.unsqueeze(3).expand(-1, -1, -1, pairs)
-        kappa = self.kappa
-        if self.beta is not None:
-            kappa = at(torch.ones_like(self.beta) if kappa is None else kappa, pairs - 1, 0.0)
+        gates, kappa = self.gates, self.gates.kappa
+        eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(3).expand(-1, -1, -1, pairs)
+        if gates.beta is not None:
+            kappa = at(torch.ones_like(gates.beta) if kappa is None else kappa, pairs - 1, 0.0)
         elif kappa is not None:
             kappa = kappa.repeat_interleave(pairs, 2)
-        p, b = (None if x is None else x.flatten(2, 3) for x in (self.p, self.b))
+        rates = None if gates.rates is None else gates.rates.repeat_interleave(pairs, 2)
+        alpha, beta, decay = at(gates.alpha, 0, 1.0), at(gates.beta, 0, 1.0), at(gates.decay, 0, 0.0)
+        p, b = (None if x is None else x.flatten(2, 3) for x in (self.views.p, self.views.b))
         k, v = (rows(x) if in_common else x.flatten(2, 3) for x in (self.k, self.v))
-        return Tokens(
-            k,
-            v,
-            self.q,
-            eta.flatten(2, 3),
-            at(self.alpha, 0, 1.0),
-            at(self.beta, 0, 1.0),
-            kappa,
-            None if self.rates is None else self.rates.repeat_interleave(pairs, 2),
-            at(self.decay, 0, 0.0),
-            p,
-            b,
-        )
+        return Tokens(Views(k, v, self.q, p, b), Gates(eta.flatten(2, 3), alpha, beta, kappa, rates, decay))
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Tokens:
-        """Applies `function` to every tensor at hand."""
-        return Tokens(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]
+
+NAMES = (*Views._fields, *Gates._fields)
 
 
 def rows(pairs: Tensor) -> Tensor:
@@ -133,6 +150,36 @@ class Block(NamedTuple):
     commit: bool | Tensor
     filled: int | Tensor
     restart: Tensor | None = None
+
+
+def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
+    """Blocks of `length` tokens that stand at the same place of their mini-batch in all sequences, and their place
+    after them."""
+    blocks = []
+    if phase != 0 and length > 0:
+        size = min(block - phase, length)
+        # an explicit branch: under torch.compile the comparison itself is symbolic
+        blocks.append(Block(size, phase, True if phase + size == block else False, phase + size))  # noqa: SIM210
+        length, phase = length - size, (phase + size) % block
+    whole = length // block  # the one question about an open length, so that torch.compile has a number from here on
+    for _ in range(whole):
+        blocks.append(Block(block, 0, True, block))
+    rest = length - whole * block
+    if rest > 0:
+        blocks.append(Block(rest, 0, False, rest))
+        phase = rest
+    return blocks, phase
+
+
+def joined(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of a rule that looks at no phase together, up to `JOINED` tokens, as far as no document starts between."""
+    found: list[Block] = []
+    for block in blocks:
+        if found and block.restart is None and found[-1].length + block.length <= JOINED:
+            found[-1] = found[-1]._replace(length=found[-1].length + block.length)
+        else:
+            found.append(block)
+    return found
 
 
 class MiniBatches(NamedTuple):
@@ -166,11 +213,3 @@ Scan = Callable[[MiniBatches], tuple[Tensor, Tensors]]
 def rated(factor: Tensor, rates: Tensor | None, index: int) -> Tensor:
     """`factor` `[B, H, n]` of the tokens' gradients as it is for fast weight number `index`."""
     return factor if rates is None else factor * rates[..., index]
-
-
-def where(condition: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
-    """`a` where `condition` `[B]`, else `b`; None stands for zeros."""
-    return {
-        name: torch.where(spread(condition, x), 0 if a is None else a[name], 0 if b is None else b[name])
-        for name, x in (a or b or {}).items()
-    }

@@ -115,15 +115,15 @@ class Kernel(ABC):
         tokens, weights, tau = given.tokens, given.weights, given.tau
         if tuple(weights) != self.weights and tuple(weights) != self.weights[::2]:
             raise MetaTTTError(f"{self.name} was given the weights {list(weights)}: it takes {list(self.weights)}")
-        shape = tokens.k.shape if tokens.k.ndim == 4 else (1, 1, 1, 16)
+        shape = tokens.views.k.shape if tokens.views.k.ndim == 4 else (1, 1, 1, 16)
         batch, heads, count, width = shape
         hidden = weights["w1"].shape[-1] if "w2" in weights else width
         learner = ((width, hidden), (hidden,), (hidden, width), (width,))
         wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
-            ("k", tokens.k, shape),
-            ("v", tokens.v, shape),
-            ("q", tokens.q, shape),
-            ("eta", tokens.eta, (batch, heads, count)),
+            ("k", tokens.views.k, shape),
+            ("v", tokens.views.v, shape),
+            ("q", tokens.views.q, shape),
+            ("eta", tokens.gates.eta, (batch, heads, count)),
             ("tau", tau, (1 if tau is not None and tau.shape[0] == 1 else heads, given.size)),
         ]
         for name, affine in given.slow.items():
@@ -133,7 +133,7 @@ class Kernel(ABC):
                 wanted.append((name, weights[name], (batch, heads, *own)))
                 if update is not None:
                     wanted.append((f"update {name}", update[name], (batch, heads, *own)))
-        device = CPU if native else tokens.k.device
+        device = CPU if native else tokens.views.k.device
         for name, x, expected in wanted:
             if x is None:
                 continue

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_flag, check_number
+from metattt.component import Component
+from metattt.errors import MetaTTTError, check_number
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import standardize
-from metattt.part import Part
-from metattt.registry import for_every
 from metattt.room import check_room
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
@@ -48,18 +48,7 @@ class Weight:
         return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
 
 
-class LearnerClass(ABCMeta):
-    """Gives every learner the settings `trainable` and `step_scale`, whatever parameters its own constructor takes."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in for_every("learner", cls.__init__) if name in kwargs}  # type: ignore[misc]
-        learner = super().__call__(*args, **kwargs)
-        for name, value in given.items():
-            setattr(learner, name, value)
-        return learner
-
-
-class Learner(Part, ABC, metaclass=LearnerClass):
+class Learner(Component, ABC):
     """A model whose weights are the hidden state: `f(x; W)`.
 
     A subclass names its weights in `weights` and computes `f` in `forward`, reaching weights only through the accessor
@@ -71,7 +60,7 @@ class Learner(Part, ABC, metaclass=LearnerClass):
         norm: normalise the output per head, with a learnable affine.
         learn_init: train W0 in the outer loop. Otherwise W0 stays at its initial value.
 
-    Two more arguments are every learner's, also of one whose constructor does not name them:
+    Two more arguments are every learner's, also of one whose own `__init__` does not name them:
 
         trainable: names of the fast weights, the norm's affine among them; all others become slow, and the outer loop
             trains them whatever `learn_init` says. None: as `weights` has it.
@@ -87,20 +76,21 @@ class Learner(Part, ABC, metaclass=LearnerClass):
     has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
     causal = True  #: False for learners that answer a query from later tokens too
     takes_groups = False  #: True if k and v may have fewer heads than q (grouped-query heads); else each gets a copy
-    trainable: list[str] | None = None
-    step_scale: Mapping[str, float] | float | None = None
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
-    _reserved = Part._reserved | {"init", "slow", "shapes", "step_scales"}
-    init: nn.ParameterDict  #: W0, by name: [H, *shape]
-    slow: nn.ParameterDict  #: outer-loop weights of f: [H, *shape]
-    shapes: dict[str, tuple[int, ...]]  #: of both, by name, with the axis of heads
-    step_scales: dict[str, float]  #: c of the fast weights where it is not 1
+    _group = "learner"
+    residual: bool = setting(default=False, kw_only=True)
+    norm: bool = setting(default=False, kw_only=True)
+    learn_init: bool = setting(default=True, kw_only=True)
+    trainable: list[str] | None = setting(default=None, kw_only=True, always=True)
+    step_scale: Mapping[str, float] | float | None = setting(default=None, kw_only=True, always=True)
+    _reserved = Component._reserved | {"init", "slow", "shapes", "step_scales"}
+    init: nn.ParameterDict = setting(init=False)  #: W0, by name: [H, *shape]
+    slow: nn.ParameterDict = setting(init=False)  #: outer-loop weights of f: [H, *shape]
+    shapes: dict[str, tuple[int, ...]] = setting(init=False)  #: of both, by name, with the axis of heads
+    step_scales: dict[str, float] = setting(init=False)  #: c of the fast weights where it is not 1
 
-    def __init__(self, *, residual: bool = False, norm: bool = False, learn_init: bool = True):
-        super().__init__()
-        for name, value in (("residual", residual), ("norm", norm), ("learn_init", learn_init)):
-            check_flag(f"learner.{name}", value)
-        self.residual, self.norm, self.learn_init = residual, norm, learn_init
+    def configure(self) -> None:
+        super().configure()
         self._begin()
 
     def _begin(self) -> None:
@@ -231,12 +221,6 @@ class Learner(Part, ABC, metaclass=LearnerClass):
             )
         return {name: float(factor) for name, factor in given.items() if factor != 1}
 
-    def extra_repr(self) -> str:
-        settings = ((name, getattr(self, name)) for name in ("trainable", "step_scale"))
-        return ", ".join(
-            [text for text in (super().extra_repr(),) if text] + [f"{n}={v!r}" for n, v in settings if v is not None]
-        )
-
     def predict(self, w: FastWeights, x: Tensor) -> Tensor:
         """What the layer calls: `forward` with the residual and norm switches applied."""
         return self.wrap(w, x, self(w, x))
@@ -253,7 +237,7 @@ class NonParametric(Learner):
 
     has_weights = False
     #: those of `write`, `keep` and `levels` that `scan` uses: a rule that gives others is refused
-    gates: frozenset[str] = frozenset()
+    gates: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.modules import transition
+from metattt.ops.chunk import decays
 from metattt.state import Context, DataGates
 from metattt.tasks.base import Views
 
@@ -40,9 +40,9 @@ class Chunk(NamedTuple):
     after: Tensor
 
     @property
-    def left(self) -> Tensor:
-        """What is left of each token's weight at the end of the chunk: `[B, H or 1, c]`."""
-        return self.decay[..., -1, :] * self.write
+    def mix(self) -> Tensor:
+        """What is left at token t of the weight with which token s is written: `[B, H or 1, c, c]`."""
+        return self.decay * self.write.unsqueeze(-2)
 
 
 def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[Chunk]:
@@ -55,14 +55,14 @@ def chunks(views: Views, ctx: Context, gates: DataGates, size: int) -> Iterator[
     for start in range(0, count, size):
         part = slice(start, min(start + size, count))
         positions = ctx.positions[:, part]
-        decay = transition(keep[:, :, part])
+        decay, kept = decays(keep[:, :, part])
         yield Chunk(
             k[:, :, part],
             v[:, :, part],
             q[:, :, part],
             gates.write[:, :, part],
             decay,
-            decay[..., 0] * keep[:, :, part][..., :1],
+            kept,
             None if gates.levels is None else gates.levels[:, :, part],
             positions,
             _after(positions, None if ctx.valid is None else ctx.valid[:, part]),

@@ -7,11 +7,12 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.mlp import ACTIVATIONS
 from metattt.registry import register
+from metattt.setting import setting
 
 
 @register(group="learner", name="convolution")
@@ -35,23 +36,16 @@ class Convolution(Learner):
         MetaTTTError: a value that is not allowed.
     """
 
-    def __init__(
-        self,
-        over: Literal["features", "tokens"] = "features",
-        width: int = 3,
-        channels: int = 4,
-        activation: str = "gelu_tanh",
-        residual: bool = True,
-        norm: bool = True,
-        learn_init: bool = True,
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        check_choice("learner.over", over, ("features", "tokens"))
-        check_choice("learner.activation", activation, ACTIVATIONS)
-        for key, value in (("width", width), ("channels", channels)):
-            check_integer(f"learner.{key}", value)
-        self.mixes_tokens = over == "tokens" and width > 1
-        self.over, self.width, self.channels, self.activation = over, width, channels, activation
+    residual = True
+    norm = True
+    over: Literal["features", "tokens"] = setting(default="features")
+    width: int = setting(default=3)
+    channels: int = setting(default=4)
+    activation: str = setting(default="gelu_tanh", among=ACTIVATIONS)
+
+    def configure(self) -> None:
+        super().configure()
+        self.mixes_tokens = self.over == "tokens" and self.width != 1
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         second: tuple[int, ...]

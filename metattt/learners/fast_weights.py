@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,17 +23,12 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.modules import transformed
+from metattt.ops.chunk import matmul
 from metattt.state import Tensors
 
 
 class UnsupportedOperation(MetaTTTError):
     """A fast weight was used outside the primitives, so that its per-token gradient has no factored form."""
-
-
-def matmul(a: Tensor, b: Tensor, operand: torch.dtype) -> Tensor:
-    """`a @ b` with operands rounded to `operand`; the result keeps the (wider) type of `a`, as the inner loop's sums
-    do."""
-    return a @ b if a.dtype == operand else (a.to(operand) @ b.to(operand)).to(a.dtype)
 
 
 def per_token(vector: Tensor, like: Tensor) -> Tensor:
@@ -159,6 +155,16 @@ def needs_probes() -> bool:
     where the other fails.
     """
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or transformed()
+
+
+def for_probes() -> AbstractContextManager[Any]:
+    """Around `torch.func.vjp` and what it returns: in inference mode, torch 2.11 differentiates to zeros."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    outside = ExitStack()
+    outside.enter_context(torch.inference_mode(False))
+    outside.enter_context(torch.no_grad())
+    return outside
 
 
 class Record(FastWeights):

@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
+from metattt.errors import MetaTTTError
 from metattt.learners.base import NonParametric, Weight
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 
 @register(group="learner", name="global_estimator")
-class GlobalEstimator(NonParametric):
+class GlobalEstimator(NonParametric, takes=()):
     """`f(q) = Σ_s κ(q, k_s) v_s / Z` over all tokens s of the call: not causal, and each call is a set of tokens of its
     own.
 
@@ -41,20 +42,15 @@ class GlobalEstimator(NonParametric):
     causal = False
     streams = False
 
-    def __init__(
-        self,
-        kernel: Literal["exponential", "linear"] = "exponential",
-        normalize: bool = True,
-        bandwidth: float | None = None,
-    ):
-        super().__init__(learn_init=False)
-        check_choice("learner.kernel", kernel, ("exponential", "linear"))
-        check_flag("learner.normalize", normalize)
-        if bandwidth is not None:
-            check_number("learner.bandwidth", bandwidth, above=0, advice=", or null")
-        if kernel == "exponential" and not normalize:
+    learn_init = False
+    kernel: Literal["exponential", "linear"] = setting(default="exponential")
+    normalize: bool = setting(default=True)
+    bandwidth: float | None = setting(default=None, above=0, advice=", or null")
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.kernel == "exponential" and not self.normalize:
             raise MetaTTTError("learner.normalize=false goes with learner.kernel=linear only")
-        self.kernel, self.normalize, self.bandwidth = kernel, normalize, bandwidth
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         return {}

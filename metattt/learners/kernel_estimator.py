@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
+from metattt.errors import MetaTTTError
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.window import Window
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
@@ -46,34 +47,21 @@ class KernelEstimator(NonParametric):
 
     takes_groups = True
 
-    def __init__(
-        self,
-        kernel: Literal["exponential", "gaussian", "nearest"] = "exponential",
-        bandwidth: float | None = None,
-        neighbours: int = 8,
-        bias: bool = False,
-        residual: bool = False,
-        norm: bool = False,
-        learn_init: bool = False,
-        window: int | None = None,
-        sinks: int = 0,
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        check_choice("learner.kernel", kernel, ("exponential", "gaussian", "nearest"))
-        check_integer("learner.neighbours", neighbours)
-        check_flag("learner.bias", bias)
-        if window is not None:
-            check_integer("learner.window", window, advice=", or null for all tokens")
-        check_integer("learner.sinks", sinks, 0, MOST_SINKS)
-        if sinks and window is None:
+    learn_init = False
+    kernel: Literal["exponential", "gaussian", "nearest"] = setting(default="exponential")
+    bandwidth: float | None = setting(default=None, above=0, advice=", or null for the root of the head width")
+    neighbours: int = setting(default=8)
+    with_bias: bool = setting(default=False, alias="bias")
+    window: int | None = setting(default=None, kw_only=True, advice=", or null for all tokens")
+    sinks: int = setting(default=0, kw_only=True, least=0, most=MOST_SINKS)
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.sinks and self.window is None:
             raise MetaTTTError(
-                f"learner.sinks={sinks} has no meaning without a window, where every query sees all tokens: set "
+                f"learner.sinks={self.sinks} has no meaning without a window, where every query sees all tokens: set "
                 "learner.window, or learner.sinks=0"
             )
-        if bandwidth is not None:
-            check_number("learner.bandwidth", bandwidth, above=0, advice=", or null for the root of the head width")
-        self.kernel, self.bandwidth, self.neighbours, self.with_bias = kernel, bandwidth, neighbours, bias
-        self.window, self.sinks = window, sinks
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         weights = {"bias": Weight((d_out,), std=0.0, fast=False)} if self.with_bias else {}

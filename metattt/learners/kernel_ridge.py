@@ -8,16 +8,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from metattt.errors import check_choice, check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 
 @register(group="learner", name="kernel_ridge")
-class KernelRidge(NonParametric):
+class KernelRidge(NonParametric, takes=("residual", "norm")):
     """`f(q) = κ(q, K_t) (κ(K_t, K_t) + λI)⁻¹ V_t` over the tokens read so far: the minimum of
     `Σ_s ½‖f(k_s) − v_s‖² + ½λ‖f‖²`.
 
@@ -36,20 +36,10 @@ class KernelRidge(NonParametric):
         MetaTTTError: an unknown kernel, or a ridge or bandwidth that is not positive.
     """
 
-    def __init__(
-        self,
-        kernel: Literal["linear", "gaussian", "exponential"] = "gaussian",
-        ridge: float = 1.0,
-        bandwidth: float | None = None,
-        residual: bool = False,
-        norm: bool = False,
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=False)
-        check_choice("learner.kernel", kernel, ("linear", "gaussian", "exponential"))
-        check_number("learner.ridge", ridge, above=0, advice=", or equal tokens have no solution")
-        if bandwidth is not None:
-            check_number("learner.bandwidth", bandwidth, above=0, advice=", or null for the root of the head width")
-        self.kernel, self.ridge, self.bandwidth = kernel, ridge, bandwidth
+    learn_init = False
+    kernel: Literal["linear", "gaussian", "exponential"] = setting(default="gaussian")
+    ridge: float = setting(default=1.0, above=0, advice=", or equal tokens have no solution")
+    bandwidth: float | None = setting(default=None, above=0, advice=", or null for the root of the head width")
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         return {}

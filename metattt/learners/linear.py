@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from metattt.errors import check_flag
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
+from metattt.setting import setting
 
 
 @register(group="learner", name="linear")
@@ -20,10 +20,9 @@ class Linear(Learner):
         learn_init: train W0. False fixes W0 = 0, as in Theorem 1 and in linear attention.
     """
 
-    def __init__(self, bias: bool = True, residual: bool = True, norm: bool = True, learn_init: bool = True):
-        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        check_flag("learner.bias", bias)
-        self.with_bias = bias
+    residual = True
+    norm = True
+    with_bias: bool = setting(default=True, alias="bias")
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         weights = {"w1": Weight((d_in, d_out), std=0.02 if self.learn_init else 0.0)}

@@ -7,17 +7,19 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.errors import MetaTTTError
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact
+from metattt.ops.chunk import solve_unit_lower
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 
-class Linear(NamedTuple):
+class ChunkMap(NamedTuple):
     """What a chunk of tokens does to a linear memory S, `[B, H, ...]`: `o_t = to_past_t S_0 + Σ_s to_tokens_ts v_s`, and
     `S_c = onward S_0 + Σ_s kept_sᵀ v_s` after it."""
 
@@ -28,7 +30,7 @@ class Linear(NamedTuple):
 
 
 @register(group="learner", name="log_linear")
-class LogLinear(NonParametric):
+class LogLinear(NonParametric, takes=("residual", "norm")):
     """`o_t = Σ_ℓ λ_t^ℓ q_t S_t^ℓ`: S^ℓ is the memory of the tokens in bucket ℓ alone (arXiv 2506.04761).
 
     Token s is in bucket `ℓ(t, s)` of token t: the number of bits of `t xor s`, positions in the document counted from 0
@@ -56,13 +58,9 @@ class LogLinear(NonParametric):
 
     gates = frozenset({"write", "keep", "levels"})
 
-    def __init__(
-        self, update: Literal["sum", "delta"] = "sum", chunk: int = 64, residual: bool = False, norm: bool = False
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=False)
-        check_choice("learner.update", update, ("sum", "delta"))
-        check_integer("learner.chunk", chunk)
-        self.update, self.chunk = update, chunk
+    learn_init = False
+    update: Literal["sum", "delta"] = setting(default="sum")
+    chunk: int = setting(default=64)
 
     def equations(self) -> list[str]:
         value = f"{self.wrapped('y_t', 'q_t')}, y_t = Σ_ℓ λ_t^ℓ q_t S_t^ℓ" if self.residual or self.norm else "Σ_ℓ λ_t^ℓ q_t S_t^ℓ"
@@ -97,28 +95,25 @@ class LogLinear(NonParametric):
         return y, {"levels": memories}
 
 
-def decayed_sum(part: Chunk) -> Linear:
+def decayed_sum(part: Chunk) -> ChunkMap:
     """`S_t = keep_t S_{t−1} + write_t k_tᵀ v_t`."""
-    mix = part.decay * part.write.unsqueeze(-2)
-    onward = torch.eye(part.k.shape[-1], dtype=mix.dtype, device=mix.device) * part.kept[..., -1:, None]
-    return Linear(
-        (part.q @ part.k.mT) * mix, part.kept.unsqueeze(-1) * part.q, part.left.unsqueeze(-1) * part.k, onward
-    )
+    mix, kept = part.mix, part.kept.unsqueeze(-1)
+    onward = torch.eye(part.k.shape[-1], dtype=mix.dtype, device=mix.device) * kept[..., -1:, :]
+    return ChunkMap((part.q @ part.k.mT) * mix, kept * part.q, mix[..., -1, :, None] * part.k, onward)
 
 
-def delta_rule(part: Chunk) -> Linear:
+def delta_rule(part: Chunk) -> ChunkMap:
     """`S_t = keep_t S_{t−1} + k_tᵀ e_t`, `e_t = write_t (v_t − keep_t k_t S_{t−1})`.
 
     The errors solve `(I + T) e = write ∘ (v − kept ∘ k S_0)` with `T_ts = write_t decay_ts k_t·k_s`, s < t.
     """
-    k, decay = part.k, part.decay
+    k, decay, kept = part.k, part.decay, part.kept.unsqueeze(-1)
     write = part.write.expand(k.shape[:3])
-    system = (write.unsqueeze(-1) * decay * (k @ k.mT)).tril(-1)  # its diagonal is taken for 1
-    solved = torch.linalg.solve_triangular(system, torch.diag_embed(write), upper=False, unitriangular=True)
-    from_past = (solved * part.kept.unsqueeze(-2)) @ k  # e = solved v − from_past S_0
+    solved = solve_unit_lower(write.unsqueeze(-1) * decay * (k @ k.mT), torch.diag_embed(write))
+    from_past = solved @ (kept * k)  # e = solved v − from_past S_0
     score, end = (part.q @ k.mT) * decay, decay[..., -1, :, None] * k
-    onward = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * part.kept[..., -1:, None] - end.mT @ from_past
-    return Linear(score @ solved, part.kept.unsqueeze(-1) * part.q - score @ from_past, solved.mT @ end, onward)
+    onward = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * kept[..., -1:, :] - end.mT @ from_past
+    return ChunkMap(score @ solved, kept * part.q - score @ from_past, solved.mT @ end, onward)
 
 
 def level(a: Tensor, b: Tensor, count: int) -> Tensor:
@@ -127,7 +122,7 @@ def level(a: Tensor, b: Tensor, count: int) -> Tensor:
     return ((a ^ b).unsqueeze(-1) >= powers).sum(-1)
 
 
-def _read(part: Chunk, linear: Linear, memories: Tensor) -> Tensor:
+def _read(part: Chunk, linear: ChunkMap, memories: Tensor) -> Tensor:
     """`Σ_ℓ λ_t^ℓ q_t S_t^ℓ` of a chunk's tokens, `[B, H, c, d]`."""
     to_tokens, past = linear.to_tokens, linear.to_past.unsqueeze(2)  # [B, H, 1, c, d]
     if part.levels is not None:
@@ -139,7 +134,7 @@ def _read(part: Chunk, linear: Linear, memories: Tensor) -> Tensor:
     return to_tokens @ part.v + past @ memories.flatten(2, 3)
 
 
-def _carried(part: Chunk, linear: Linear, memories: Tensor) -> Tensor:
+def _carried(part: Chunk, linear: ChunkMap, memories: Tensor) -> Tensor:
     """The memories `[B, H, n − 1, d, d]` after a chunk: of the buckets of the token that would follow."""
     count = memories.shape[2] + 1
     places = torch.arange(1, count, device=memories.device)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import check_choice, check_flag, check_integer, check_number
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
+from metattt.setting import setting
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -49,31 +49,19 @@ class MLP(Learner):
             activation.
     """
 
-    def __init__(
-        self,
-        depth: int = 2,
-        expansion: float = 4.0,
-        activation: str = "gelu_tanh",
-        bias: bool = True,
-        init: Literal["normal", "xavier"] = "normal",
-        residual: bool = True,
-        norm: bool = True,
-        learn_init: bool = True,
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        check_integer("learner.depth", depth, most=MAX_DEPTH)
-        check_number("learner.expansion", expansion, above=0)
-        check_flag("learner.bias", bias)
-        check_choice("learner.activation", activation, ACTIVATIONS)
-        check_choice("learner.init", init, ("normal", "xavier"))
-        self.xavier = init == "xavier"
-        self.depth, self.expansion, self.activation, self.with_bias = depth, expansion, activation, bias
+    residual = True
+    norm = True
+    depth: int = setting(default=2, most=MAX_DEPTH)
+    expansion: float = setting(default=4.0, above=0)
+    activation: str = setting(default="gelu_tanh", among=ACTIVATIONS)
+    with_bias: bool = setting(default=True, alias="bias")
+    drawn: Literal["normal", "xavier"] = setting(default="normal", alias="init")
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         widths = [d_in, *[max(1, round(self.expansion * d_in))] * (self.depth - 1), d_out]
         weights = {}
         for i, shape in enumerate(itertools.pairwise(widths), start=1):
-            weights[f"w{i}"] = Weight(shape, bound=math.sqrt(6 / sum(shape)) if self.xavier else None)
+            weights[f"w{i}"] = Weight(shape, bound=math.sqrt(6 / sum(shape)) if self.drawn == "xavier" else None)
             if self.with_bias:
                 weights[f"b{i}"] = Weight(shape[1:], std=0.0)
         return weights

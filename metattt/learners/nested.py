@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner
 from metattt.learners.module.adapter import ModuleLearner
-from metattt.part import unchanged_on_error
 from metattt.registry import register
+from metattt.setting import setting
 
 
 class Outputs(nn.Module):
@@ -46,15 +47,23 @@ class NestedTTT(ModuleLearner):
         MetaTTTError: when the layer is built, for an inner layer that is not causal, or does not fit the width.
     """
 
-    def __init__(
-        self, layer: Callable[..., nn.Module], residual: bool = True, norm: bool = True, learn_init: bool = True
-    ):
-        if not callable(layer):
+    residual = True
+    norm = True
+    layer: Callable[..., nn.Module] = setting()
+    module: nn.Module = setting(init=False)
+    mixes_tokens: bool = setting(default=True, init=False)
+
+    def configure(self) -> None:
+        super().configure()
+        self.module = nn.Identity()
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if not callable(self.layer):
             raise MetaTTTError(
-                f"learner.layer={layer!r} makes no layer: give a function of dim= and group_size=, such as partial(TTTLayer, ...)"
+                f"learner.layer={self.layer!r} makes no layer: give a function of dim= and group_size=, such as "
+                "partial(TTTLayer, ...)"
             )
-        super().__init__(nn.Identity(), residual=residual, norm=norm, learn_init=learn_init, mixes_tokens=True)
-        self.layer = layer
 
     def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
         with unchanged_on_error(self):

@@ -10,18 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from metattt.errors import check_choice, check_integer, check_number
+from metattt.errors import check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact, transformed
+from metattt.ops.chunk import chunk_read, chunk_state
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 
 @register(group="learner", name="recurrent_ridge")
-class RecurrentRidge(NonParametric):
+class RecurrentRidge(NonParametric, takes=("residual", "norm")):
     """`f_t(q) = G_t (H_t + Λ)⁻¹ q` with `G_t = γ_t G_{t−1} + β_t v_t k_tᵀ`, `H_t = γ_t H_{t−1} + β_t k_t k_tᵀ`: the
     minimum over maps of `½ Σ_s ζ_ts ‖W k_s − v_s‖² + ½ tr(W Λ Wᵀ)`, `ζ_ts = β_s Π_{s<r≤t} γ_r` (MesaNet, arXiv
     2506.05233).
@@ -52,26 +54,17 @@ class RecurrentRidge(NonParametric):
 
     gates = frozenset({"write", "keep"})
 
-    def __init__(
-        self,
-        solver: Literal["conjugate_gradients", "exact"] = "conjugate_gradients",
-        iterations: int = 30,
-        tolerance: float = 0.0,
-        ridge: float = 1.0,
-        ridge_floor: float = 0.25,
-        chunk: int = 64,
-        residual: bool = False,
-        norm: bool = False,
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=False)
-        check_choice("learner.solver", solver, ("conjugate_gradients", "exact"))
-        check_integer("learner.iterations", iterations, most=100_000)
-        check_number("learner.tolerance", tolerance, least=0, below=1)
-        check_number("learner.ridge_floor", ridge_floor, least=0)
-        check_number("learner.ridge", ridge, above=ridge_floor, advice=", which is learner.ridge_floor")
-        check_integer("learner.chunk", chunk)
-        self.solver, self.iterations, self.tolerance = solver, iterations, tolerance
-        self.ridge, self.ridge_floor, self.chunk = ridge, ridge_floor, chunk
+    learn_init = False
+    solver: Literal["conjugate_gradients", "exact"] = setting(default="conjugate_gradients")
+    iterations: int = setting(default=30, most=100_000)
+    tolerance: float = setting(default=0.0, least=0, below=1)
+    ridge: float = setting(default=1.0)
+    ridge_floor: float = setting(default=0.25, least=0)
+    chunk: int = setting(default=64)
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        check_number("learner.ridge", self.ridge, above=self.ridge_floor, advice=", which is learner.ridge_floor")
 
     def equations(self) -> list[str]:
         how = f"{self.iterations} steps of conjugate gradients" if self.solver != "exact" else "exactly"
@@ -97,16 +90,15 @@ class RecurrentRidge(NonParametric):
             )
             ys = []
             for part in chunks(views, ctx, gates, self.chunk):
-                ys.append(self._answer(part, gram, moment, ridge))
-                last, kept = (part.left.unsqueeze(-1) * part.k).mT, part.kept[..., -1:, None]
-                gram, moment = kept * gram + last @ part.k, kept * moment + last @ part.v
+                mix = part.mix  # ζ
+                ys.append(self._answer(part, mix, gram, moment, ridge))
+                gram, moment = (chunk_state(part.k, x, mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment)))
             y = torch.cat(ys, dim=2)
             y = self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), views.q, y)
         return y, {"gram": gram, "moment": moment}
 
-    def _answer(self, part: Chunk, gram: Tensor, moment: Tensor, ridge: Tensor) -> Tensor:
+    def _answer(self, part: Chunk, mix: Tensor, gram: Tensor, moment: Tensor, ridge: Tensor) -> Tensor:
         """`G_t (H_t + Λ)⁻¹ q_t` of a chunk's tokens, `[B, H, c, d]`, from G and H before it."""
-        mix = part.decay * part.write.unsqueeze(-2)  # ζ
         if self.solver == "exact":
             outer = part.k.unsqueeze(-1) * part.k.unsqueeze(-2)  # [B, H, c, d, d]
             full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer.flatten(3)).unflatten(
@@ -117,12 +109,12 @@ class RecurrentRidge(NonParametric):
         else:
             operator = part.k, mix.expand(*part.k.shape[:2], *mix.shape[2:]), part.kept.expand(part.k.shape[:3])
             x = _Solve.apply(part.q, *operator, gram, ridge.expand_as(part.q), self.iterations, self.tolerance)
-        return part.kept.unsqueeze(-1) * (x @ moment) + ((x @ part.k.mT) * mix) @ part.v
+        return chunk_read(x, part.k, part.v, mix, part.kept, moment)
 
 
 def _applied(x: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
     """`(kept_t H_0 + Σ_s mix_ts k_s k_sᵀ + Λ) x_t` for a vector of every token, `[B, H, c, d]`."""
-    return kept.unsqueeze(-1) * (x @ gram) + ((x @ k.mT) * mix) @ k + ridge * x
+    return chunk_read(x, k, k, mix, kept, gram) + ridge * x
 
 
 class _Solve(torch.autograd.Function):

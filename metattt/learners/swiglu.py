@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import check_number
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
+from metattt.setting import setting
 
 
 @register(group="learner", name="swiglu")
@@ -24,10 +24,7 @@ class SwiGLU(Learner):
         MetaTTTError: an expansion that is not positive.
     """
 
-    def __init__(self, expansion: float = 2.0, residual: bool = False, norm: bool = False, learn_init: bool = True):
-        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        check_number("learner.expansion", expansion, above=0)
-        self.expansion = expansion
+    expansion: float = setting(default=2.0, above=0)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         hidden = max(1, round(self.expansion * d_in))

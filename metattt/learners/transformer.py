@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import standardize
 from metattt.registry import register
+from metattt.setting import setting
 
 
 @register(group="learner", name="transformer")
@@ -33,18 +34,9 @@ class Transformer(Learner):
 
     mixes_tokens = True
 
-    def __init__(
-        self,
-        num_heads: int = 1,
-        expansion: float = 4.0,
-        residual: bool = False,
-        norm: bool = True,
-        learn_init: bool = True,
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        check_integer("learner.num_heads", num_heads)
-        check_number("learner.expansion", expansion, above=0)
-        self.num_heads, self.expansion = num_heads, expansion
+    norm = True
+    num_heads: int = setting(default=1)
+    expansion: float = setting(default=4.0, above=0)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         if d_in % self.num_heads:

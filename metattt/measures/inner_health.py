@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.combined import Combined
-from metattt.inner.loop import Work
+from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
@@ -100,7 +100,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
     rule = layer.optimizer
     state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
     context, _ = layer.context(x, state)
-    views, gates, *_ = layer.observe(x, state, context)
+    views, gates, *_ = layer.tokens(x, state, context)
     eta = gates.eta if gates.eta.ndim == 3 else gates.eta.abs().amax(-1)  # of the pairs of a token
     eta = eta if gates.rates is None else eta * gates.rates.abs().amax(-1)
     gate = getattr(rule, "decay_gate", None)  # some rules hand on its logits
@@ -111,7 +111,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
         before, after = losses[0], losses[-1]
         rising, worse = (after > before).to(after.dtype), torch.zeros_like(after)
     else:
-        before, after, rising, worse = _by_place(layer, Tokens.of(views, gates), context)
+        before, after, rising, worse = _by_place(layer, Tokens(views, gates), context)
     largest = eta.abs().amax((0, 2)), None if alpha is None else alpha.amax((0, 2))
     return Health(before, after, rising, worse, *largest, rule.token_steps(), x.shape[1])
 
@@ -119,9 +119,9 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
 def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`before`, `after`, `rising` and `worse` of `Health`, of `TOKENS` tokens of every sequence."""
     rule, loop = layer.optimizer, layer.inner
-    wide, operand = tokens.eta.dtype, tokens.k.dtype
+    wide, operand = tokens.gates.eta.dtype, tokens.k.dtype
     slow = {name: value.to(wide) for name, value in layer.learner.slow.items()}
-    work = Work(layer.task, layer.learner, rule, layer.plan, slow, operand)
+    alone = loop.but(slow=slow, operand=operand)
     batch, count = tokens.k.shape[0], tokens.k.shape[2]
     size = min(rule.mini_batch_size, count)
     looked = _spread(count // size, max(1, TOKENS // size))
@@ -137,11 +137,11 @@ def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Te
             token = tokens.map(partial(_slice, first, first + width))
             here = context._replace(positions=context.positions[:, first : first + width])
             first += width
-            read = loop.read(token, state, state.pos + width, here, None)
+            read = loop.run(token, state, state.pos + width, here, None)
             old, state = now, State(state.pos + width, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(read.weights, read.phase or 0)
             if first > index * size:  # before that, what lies between two mini-batches is read at once
-                losses.append([_losses(work, weights, token, wide) for weights in (begun, old, now)])
+                losses.append([_losses(alone, weights, token, wide) for weights in (begun, old, now)])
         seen.append([torch.cat(values, 2) for values in zip(*losses, strict=True)])
     start, before, after = (torch.stack(values) for values in zip(*seen, strict=True))  # [mini-batches, B, H, n]
     rising, worse = ~(after <= before), ~(before <= start)  # NaN is no progress either
@@ -158,9 +158,9 @@ def _spread(count: int, wanted: int) -> list[int]:
     return [count - 1] if wanted == 1 else [place * (count - 1) // (wanted - 1) for place in range(wanted)]
 
 
-def _losses(work: Work, weights: Tensors, tokens: Tokens, wide: torch.dtype) -> Tensor:
+def _losses(loop: InnerLoop, weights: Tensors, tokens: Tokens, wide: torch.dtype) -> Tensor:
     """ℓ of every token under one set of weights per sequence, `[B, H, n]`; the mean of its pairs, where it gives
     several."""
     with torch.autocast(tokens.k.device.type, enabled=False):
-        losses = work.losses(FastWeights(weights, work.slow, work.operand), tokens.k.to(wide), tokens.v.to(wide))
+        losses = loop.losses(FastWeights(weights, loop.slow, loop.operand), tokens.k.to(wide), tokens.v.to(wide))
     return losses if losses.ndim == 3 else losses.mean(3)

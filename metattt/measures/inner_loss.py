@@ -150,17 +150,17 @@ class _Recorder:
         if state is None:
             state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
         context, _ = layer.context(x, state)
-        views, gates, *_ = layer.observe(x, state, context)
+        views, gates, *_ = layer.tokens(x, state, context)
         operand, wide, loop = views.k.dtype, gates.eta.dtype, layer.inner
         first = rule.current(loop.start(x.shape[0], wide), 0)
         count, rest = divmod(x.shape[1], size)
         lengths = [size] * count + [rest] * (rest > 0)
-        pieces = loop.split(Tokens.of(views, gates), lengths)
+        pieces = Tokens(views, gates).split(lengths)
         inner = State(state.pos, state.phase, state.weights, {}, {}, state.learner)
         for tokens, positions in zip(pieces[:count], context.positions.split(lengths, dim=1), strict=False):
             before = rule.current(inner.weights, 0) if inner.weights else first
             after = inner.pos + size
-            read = loop.read(tokens, inner, after, context._replace(positions=positions), None)
+            read = loop.run(tokens, inner, after, context._replace(positions=positions), None)
             inner = State(after, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(inner.weights, 0)
             self._record(

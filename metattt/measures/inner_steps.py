@@ -9,8 +9,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.final import steps
-from metattt.inner.loop import consecutive
-from metattt.inner.tokens import Tokens
+from metattt.inner.tokens import Tokens, consecutive
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
 from metattt.state import State
@@ -44,14 +43,15 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     batch, count = x.shape[:2]
     state = State(x.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
     ctx, after = layer.context(x, state)
-    views, gates, *_ = layer.observe(x, state, ctx)
-    tokens, operand, wide, loop = Tokens.of(views, gates), views.k.dtype, gates.eta.dtype, layer.inner
+    views, gates, *_ = layer.tokens(x, state, ctx)
+    tokens, operand, wide = Tokens(views, gates), views.k.dtype, gates.eta.dtype
+    loop = layer.inner.but(operand=operand)
     slow = {name: value.to(wide) for name, value in learner.slow.items()}
     losses = []
     blocks, _ = consecutive(count, 0, layer.plan.block)
     sizes = [block.length for block in blocks] if learner.mixes_tokens else rule.compute_chunk or 2048
-    pieces = loop.split(tokens, sizes)
-    for carry in steps(loop, tokens, loop.start(batch, wide), blocks, None, after, operand):
+    pieces = tokens.split(sizes)
+    for carry in steps(loop, tokens, loop.start(batch, wide), blocks, None, after):
         accessor = FastWeights(rule.current(carry, after % rule.mini_batch_size), slow, operand)
         with torch.autocast(x.device.type, enabled=False):
             parts = [layer.task.loss(learner.predict(accessor, p.k.to(wide)), p.v.to(wide)).sum((0, 2)) for p in pieces]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from metattt.mixers.by_fla import scan_by_fla
 from metattt.mixers.chunks import by_chunks
+from metattt.ops.chunk import chunk_read, chunk_state, decays_of_logs
 
 
 def duality(
@@ -54,20 +55,6 @@ def _chunk(memory: Tensor, x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor) -
     log_decay = log_decay.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)  # [B, G, R, c]
     b, c = (one.transpose(1, 2).unsqueeze(2) for one in (b, c))  # [B, G, 1, c, N]
     h = memory.unflatten(1, (groups, heads // groups))  # [B, G, R, P, N]
-    decay = log_decay.cumsum(-1).exp().unsqueeze(-1)  # from before the chunk to t
-    within = segments(log_decay).exp()  # [B, G, R, c, c]: from s to t
-    y = (c @ b.mT * within) @ x + decay * (c @ h.mT)
-    h = decay[..., -1:, :] * h + (within[..., -1, :].unsqueeze(-1) * x).mT @ b
+    within, kept = decays_of_logs(log_decay)
+    y, h = chunk_read(c, b, x, within, kept, h.mT), chunk_state(x, b, within, kept, h)
     return y.permute(0, 3, 1, 2, 4).flatten(2, 3), h.flatten(1, 2)
-
-
-def segments(log_decay: Tensor) -> Tensor:
-    """`ℓ_{s+1} + … + ℓ_t` for s ≤ t, and −∞ above: `[..., c]` to `[..., c, c]`.
-
-    Every sum is taken by itself: differences of running sums would lose what is small beside all that was before, and
-    are NaN where a decay is 0.
-    """
-    size = log_decay.shape[-1]
-    later = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
-    terms = torch.where(later, log_decay.unsqueeze(-1), 0)
-    return terms.cumsum(-2).masked_fill(later.mT, -torch.inf)

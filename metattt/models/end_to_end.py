@@ -18,7 +18,7 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.swiglu import SwiGLU
 from metattt.models.end_to_end_loop import Adaptation, Loop
-from metattt.models.language_model import INIT_STD, Block, LanguageModel, LanguageModelState, Relay
+from metattt.models.language_model import INIT_STD, Block, LanguageModel, LanguageModelState, upgrade
 from metattt.modules import rounds
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -49,7 +49,7 @@ class EndToEndBlock(Block):
         self.memory_norm = None if memory is None else nn.RMSNorm(dim, eps=norm_eps)
         self.memory_post = None if memory is None else post()
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         state: Any,
@@ -57,7 +57,6 @@ class EndToEndBlock(Block):
         ctx: Context,
         packing: Packing | None = None,
         in_place: bool = False,
-        early: None = None,
         weights: Tensors | None = None,
     ) -> tuple[Tensor, Any, None]:
         """As `Block.forward`, with the fast weights `[B, 1, *shape]` by name."""
@@ -85,7 +84,7 @@ class EndToEndBlock(Block):
         super().compile(*args, **kwargs)
 
 
-@register(group="model", name="ttt_e2e")
+@register(group="model", name="ttt_e2e", version=2, upgrade=upgrade)
 class EndToEnd(LanguageModel):
     """End-to-end test-time training (arXiv 2512.23675): window attention in every block, and in the last ones a second
     MLP whose weights W are the hidden state. They learn to predict the next token, by the loss of the whole network:
@@ -99,7 +98,7 @@ class EndToEnd(LanguageModel):
     before it is read. Every sequence has weights of its own, which begin again from W0 with every document.
 
     Args:
-        vocab_size, dim, num_layers, ffn_dim, norm_eps, tie_embeddings, checkpoint_blocks, on_block: as for
+        vocab_size, dim, num_layers, ffn_dim, norm_eps, tie_embeddings, checkpoint_blocks: as for
             `LanguageModel`; `checkpoint_blocks` is for the blocks without fast weights.
         layer: makes the attention of one block; the last blocks need a window (`layer=window_attention`).
         suffix: how many of the last blocks have fast weights. None: a quarter, rounded to the next number.
@@ -129,7 +128,6 @@ class EndToEnd(LanguageModel):
         norm_eps: float = 1e-6,
         tie_embeddings: bool = True,
         checkpoint_blocks: bool = False,
-        on_block: Callable[[nn.Module], object] | None = None,
         suffix: int | None = None,
         mini_batch_size: int = 1024,
         inner_lr: float = 1.0,
@@ -151,8 +149,6 @@ class EndToEnd(LanguageModel):
             check_flag(f"model.{name}", flag)
         if learner is not None:
             _check_learner(learner)
-        if on_block is not None:
-            raise MetaTTTError(f"{ALONE}, which are not divided among processes: set trainer=default or trainer=ddp")
         self.suffix = max(1, math.ceil(num_layers / 4)) if suffix is None else suffix
         self.prefix = num_layers - self.suffix
         self._made_with = (post_norm, learner)  # for the blocks, which are made at once
@@ -198,21 +194,13 @@ class EndToEnd(LanguageModel):
         )  # fmt: skip
 
     def _read(
-        self,
-        ids: Tensor,
-        before: LanguageModelState,
-        ctx: Context,
-        packing: Packing | None,
-        in_place: bool,
-        relay: Relay | None,
+        self, ids: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, in_place: bool
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """The layers of a state are those of the blocks, and an `Adaptation`."""
-        if relay is not None:
-            raise MetaTTTError(f"{ALONE}, which are not divided among processes: set trainer=default or trainer=ddp")
         held = before.layers[-1]
         if held is not None:
             _check_held(held, len(ids), self.suffix)
-        x, layers, tails = self._through(self.prefix, self.embedding(ids), before, ctx, packing, in_place, None)
+        x, layers, tails = self._through(self.prefix, self.embedding(ids), before, ctx, packing, in_place)
         x, states, held = self.inner.run(x, ids, before.layers[self.prefix : -1], held, packing)
         return x, [*layers, *states, held], [*tails, *(None for _ in states), None]
 

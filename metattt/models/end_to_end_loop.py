@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metattt.inner.packing import Packing
 from metattt.inner.recompute import recompute
-from metattt.learners.fast_weights import needs_probes
+from metattt.learners.fast_weights import for_probes, needs_probes
 from metattt.learners.window import EMPTY
 from metattt.modules import rounds, spread
 from metattt.replica import with_values
@@ -290,8 +290,9 @@ def gradients_of(
     """Gradients of a sum of losses by `leaves`, and what else `loss` returns; both with a graph exactly if gradients are
     enabled outside (with `first_order`, the gradients without)."""
     if needs_probes():
-        value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
-        gradients = pull(torch.ones_like(value))
+        with for_probes():
+            value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
+            gradients = pull(torch.ones_like(value))
         return [g.detach() for g in gradients] if first_order else list(gradients), found
     keep = torch.is_grad_enabled()
     with torch.enable_grad():

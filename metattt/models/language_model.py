@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from metattt.combined import Combined
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.inner.causality import Causality
 from metattt.inner.faults import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
-from metattt.layer import Early, TTTLayer
-from metattt.mixers.base import Mixer
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
 from metattt.room import check_room
+from metattt.sequence_layer import SequenceLayer
 from metattt.state import Context, count_bytes, map_tensors, move_tensors
 
 if TYPE_CHECKING:
@@ -83,26 +81,6 @@ class LanguageModelState(NamedTuple):
 torch.serialization.add_safe_globals([LanguageModelState])
 
 
-class EarlyBlock(Early, Protocol):
-    """Finds what a block goes on from while the block runs."""
-
-    def tail(self, conv: CausalConv, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
-        """The input `x` `[B, T, D]` of the block's convolution, and the tail to go on from."""
-
-
-class Relay(Protocol):
-    """Where the states of the blocks come from and go to, when other processes read the tokens before and after."""
-
-    def receive(self, number: int, x: Tensor, packing: Packing | None) -> tuple[Tensor, Any, Any]:
-        """The input `x` `[B, T, D]` of a block, the state of its layer and the tail of its convolution."""
-
-    def early(self, number: int) -> EarlyBlock | None:
-        """What finds them while the block runs; None: what `receive` has returned holds."""
-
-    def send(self, number: int, x: Tensor, state: Any, tail: Any) -> Tensor:
-        """The output `x` of a block, when its state and its tail are handed on."""
-
-
 class SwiGLU(nn.Module):
     """`W_down(silu(W_gate x) ∘ W_up x)`, without biases (arXiv 2002.05202)."""
 
@@ -129,47 +107,30 @@ class Block(nn.Module):
         self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.layer = layer
         # others are told of padding and documents by mask= and reset=
-        self.ours = isinstance(layer, TTTLayer | Combined | Mixer)
+        self.ours = isinstance(layer, SequenceLayer)
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = SwiGLU(dim, ffn_dim)
 
     def forward(
-        self,
-        x: Tensor,
-        state: Any,
-        tail: Tensor | None,
-        ctx: Context,
-        packing: Packing | None = None,
-        in_place: bool = False,
-        early: EarlyBlock | None = None,
-    ) -> tuple[Tensor, Any, Tensor | None]:
+        self, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None = None, in_place: bool = False
+    ) -> tuple[Tensor, Any, Any]:
         """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later.
 
-        `packing`: of the model's call; `in_place`: the state may be written over; `early`: of a relay.
+        `packing`: of the model's call; `in_place`: the state may be written over.
         """
         if self.conv is not None and self.conv_norm is not None:
-            z = self.conv_norm(x)
-            if early is not None:
-                z, tail = early.tail(self.conv, z, ctx)
-            y, tail = self.conv(z, tail, ctx)
+            y, tail = self.conv(self.conv_norm(x), tail, ctx)
             x = x + y
-        y, state = self.mix(x, state, ctx, packing, in_place, early)
+        y, state = self.mix(x, state, ctx, packing, in_place)
         x = x + y
         return x + self.ffn(self.ffn_norm(x)), state, tail
 
     def mix(
-        self,
-        x: Tensor,
-        state: Any,
-        ctx: Context,
-        packing: Packing | None = None,
-        in_place: bool = False,
-        early: EarlyBlock | None = None,
+        self, x: Tensor, state: Any, ctx: Context, packing: Packing | None = None, in_place: bool = False
     ) -> tuple[Tensor, Any]:
         """`layer(norm(x))`, and the state of the layer after it."""
         if self.ours:
-            found: dict[str, Any] = {} if early is None else {"early": early}
-            return self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place, **found)
+            return self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place)
         return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
 
 
@@ -223,7 +184,12 @@ def check_blocks(key: str, count: int, numbers: int) -> None:
         check_room(count * OVERHEAD, f"a model of {key}={count}", f"lower {key}")
 
 
-@register(group="model", name="language_model")
+def upgrade(settings: dict[str, Any], version: int) -> dict[str, Any]:
+    """The settings of an earlier version: in the first, a function from Python could look at the blocks."""
+    return {name: value for name, value in settings.items() if name != "on_block"}
+
+
+@register(group="model", name="language_model", version=2, upgrade=upgrade)
 class LanguageModel(nn.Module):
     """Embedding, `num_layers` pre-norm blocks, final RMSNorm, head (arXiv 2407.04620, App. C).
 
@@ -245,7 +211,6 @@ class LanguageModel(nn.Module):
             `step`, which predict the next token, then refuse.
         checkpoint_blocks: keep only what enters a block, and run it again in the backward pass: less memory, a third
             more time.
-        on_block: called with every block before the next is made, e.g. to divide it among processes; from Python alone.
 
     Raises:
         MetaTTTError: a size that is not positive, a layer that sees the future, or a pattern of more blocks than there
@@ -264,7 +229,6 @@ class LanguageModel(nn.Module):
         norm_eps: float = 1e-6,
         tie_embeddings: bool = True,
         checkpoint_blocks: bool = False,
-        on_block: Callable[[nn.Module], object] | None = None,
         causal: bool = True,
         blocks: Any = None,
     ):
@@ -284,8 +248,6 @@ class LanguageModel(nn.Module):
         for name, flag in (flags | {"checkpoint_blocks": checkpoint_blocks}).items():
             check_flag(f"model.{name}", flag)
         layers = pattern_of(layer, blocks, num_layers)
-        if on_block is not None:
-            check_function("on_block", on_block)
         check_room(dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim")
         check_blocks("model.num_layers", num_layers, 3 * dim * ffn_dim + dim * dim)
         self.vocab_size = vocab_size
@@ -304,8 +266,6 @@ class LanguageModel(nn.Module):
             if causal:
                 causality.check(made, dim)
             self.blocks.append(self._block(number, made, ffn_dim, width, norm_eps))
-            if on_block is not None:
-                on_block(self.blocks[-1])
         self.final_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tie_embeddings:
@@ -366,7 +326,6 @@ class LanguageModel(nn.Module):
         *,
         ignore_index: int = -100,
         reduction: str = "sum",
-        relay: Relay | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """Cross-entropy of the predictions, and the state after the last token. The logits of all tokens are never
         there at once.
@@ -378,10 +337,9 @@ class LanguageModel(nn.Module):
             reset: as in `forward`.
             ignore_index: a label that does not count.
             reduction: `sum`, or `none` for `[B, T]` losses (nats).
-            relay: takes the place of `state`: block by block, states come from another process and go to one.
         """
         self._require_causal()
-        features, state = self.features(ids, state, None, reset, relay=relay)
+        features, state = self.features(ids, state, None, reset)
         if not isinstance(labels, Tensor) or labels.shape != ids.shape or labels.dtype != torch.long:
             found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
             raise MetaTTTError(f"labels are {found}, expected torch.int64 {list(ids.shape)}, the shape of ids")
@@ -403,7 +361,6 @@ class LanguageModel(nn.Module):
         mask: Tensor | None = None,
         reset: Tensor | None = None,
         in_place: bool = False,
-        relay: Relay | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """As `step`, with what the head reads in place of logits: `[B, T, D]`, normed."""
         read = ids
@@ -423,7 +380,7 @@ class LanguageModel(nn.Module):
                 raise MetaTTTError(
                     f"the state is of a model with {len(before.layers) - self.carried} blocks, this one has {len(self.blocks)}"
                 )
-            x, layers, tails = self._read(ids, before, ctx, packing, in_place, relay)
+            x, layers, tails = self._read(ids, before, ctx, packing, in_place)
             features = self.final_norm(x)
             if packing is not None:
                 features = packing.restore(features)
@@ -433,44 +390,31 @@ class LanguageModel(nn.Module):
             raise
 
     def _read(
-        self,
-        ids: Tensor,
-        before: LanguageModelState,
-        ctx: Context,
-        packing: Packing | None,
-        in_place: bool,
-        relay: Relay | None,
+        self, ids: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, in_place: bool
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """What the last block makes of the tokens `[B, T, D]`, and what the state after them is made of."""
-        return self._through(len(self.blocks), self.embedding(ids), before, ctx, packing, in_place, relay)
+        return self._through(len(self.blocks), self.embedding(ids), before, ctx, packing, in_place)
 
     def _through(
-        self,
-        count: int,
-        x: Tensor,
-        before: LanguageModelState,
-        ctx: Context,
-        packing: Packing | None,
-        in_place: bool,
-        relay: Relay | None,
+        self, count: int, x: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, in_place: bool
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """`x` `[B, T, D]` after the first `count` blocks, with their states and tails."""
         layers, tails = [], []
-        for number, block in enumerate(list(self.blocks)[:count]):
-            layer_state, tail = before.layers[number], before.tails[number]
-            early = None
-            if relay is not None:
-                x, layer_state, tail = relay.receive(number, x, packing)
-                early = relay.early(number)
-            if self.checkpoint_blocks and torch.is_grad_enabled():
-                x, layer_state, tail = checkpoint(block, x, layer_state, tail, ctx, packing, use_reentrant=False)
-            else:
-                x, layer_state, tail = block(x, layer_state, tail, ctx, packing, in_place, early)
-            if relay is not None:
-                x = relay.send(number, x, layer_state, tail)
-            layers.append(layer_state)
+        for number, (state, tail) in enumerate(zip(before.layers[:count], before.tails, strict=False)):
+            x, state, tail = self.run_block(number, x, state, tail, ctx, packing, in_place)
+            layers.append(state)
             tails.append(tail)
         return x, layers, tails
+
+    def run_block(
+        self, number: int, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None, in_place: bool
+    ) -> tuple[Tensor, Any, Any]:
+        """The block of this number, called as `Block.forward` says; with `checkpoint_blocks` it is run again in the backward
+        pass."""
+        block = self.blocks[number]
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return checkpoint(block, x, state, tail, ctx, packing, use_reentrant=False)
+        return block(x, state, tail, ctx, packing, in_place)
 
     def check_causal(self) -> None:
         """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.

@@ -9,17 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
+from metattt.errors import MetaTTTError
 from metattt.optimizers.base import InnerOptimizer
-from metattt.optimizers.momentum import Gate
+from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 
 MOST_LEVELS = 63  # bits of a position
 
 
 @register(group="optimizer", name="append")
-class Append(InnerOptimizer):
+class Append(InnerOptimizer, takes=()):
     """No gradient and no weights: the learner adds each token to its data, with weight `write_t`, after it has
     multiplied what it holds by `keep_t`. Without gates both are 1.
 
@@ -40,33 +41,24 @@ class Append(InnerOptimizer):
     """
 
     updates = False
-    fixed: tuple[str, ...] = ("write", "write_init", "decay", "decay_init", "levels")
+    mini_batch_size = 1
+    write: Literal["none", "shared", "per_head", "step"] = setting(default="none", fixed=True)
+    write_init: float = setting(default=0.5, above=0, below=1, fixed=True)
+    decay: Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"] = setting(
+        default="none", fixed=True
+    )
+    decay_init: float = setting(default=0.99, fixed=True)
+    levels: int = setting(default=0, least=0, most=MOST_LEVELS, fixed=True)
 
-    def __init__(
-        self,
-        write: Literal["none", "shared", "per_head", "step"] = "none",
-        write_init: float = 0.5,
-        decay: Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"] = "none",
-        decay_init: float = 0.99,
-        levels: int = 0,
-    ) -> None:
-        super().__init__(mini_batch_size=1)
-        check_choice("optimizer.write", write, ("none", "shared", "per_head", "step"))
-        check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"))
-        check_number("optimizer.write_init", write_init, above=0, below=1)
-        if decay == "constant":  # may be 0 or 1 exactly
-            check_number("optimizer.decay_init", decay_init, least=0, most=1)
-        else:
-            check_number("optimizer.decay_init", decay_init, above=0, below=1)
-        check_integer("optimizer.levels", levels, 0, MOST_LEVELS)
-        if write == "step" and decay != "mamba2":
+    def check_settings(self) -> None:
+        check_gate("decay_init", self.decay, self.decay_init)
+        super().check_settings()
+        if self.write == "step" and self.decay != "mamba2":
             raise MetaTTTError(
-                f"optimizer.write=step is the step size of optimizer.decay=mamba2, not of {decay}: set one of them"
+                f"optimizer.write=step is the step size of optimizer.decay=mamba2, not of {self.decay}: set one of them"
             )
-        if levels == 1:
+        if self.levels == 1:
             raise MetaTTTError("optimizer.levels=1 has no level for the tokens before the last: set 0, or 2 and more")
-        self.write, self.write_init, self.decay, self.decay_init = write, write_init, decay, decay_init
-        self.levels = levels
 
     def equations(self) -> list[str]:
         """The gates of the data; what is made of both, the learner says."""

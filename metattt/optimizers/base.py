@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice, check_integer
-from metattt.modules import transition as transition
-from metattt.part import Part
+from metattt.component import Component
+from metattt.errors import MetaTTTError
+from metattt.memory import Memory, newest
+from metattt.ops.chunk import decays
+from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
@@ -56,7 +58,7 @@ class Coefficients(NamedTuple):
     carry: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
 
 
-class InnerOptimizer(Part, ABC):
+class InnerOptimizer(Component, ABC):
     """A linear update rule with its knobs; subclasses define `build` and `gates`.
 
     Args:
@@ -73,38 +75,21 @@ class InnerOptimizer(Part, ABC):
         MetaTTTError: a value that is not allowed, or more than one step where a query would see the future.
     """
 
-    _reserved = Part._reserved | {"weight_names", "has_token_steps"}
+    _group = "optimizer"
+    _reserved = Component._reserved | {"weight_names", "has_token_steps"}
+    mini_batch_size: int = setting(default=16, most=2**31 - 1)
+    anchor: Anchor = setting(default="minibatch")
+    read: Read = setting(default="inclusive")
+    steps: int = setting(default=1, most=MAX_STEPS)
+    compute_chunk: int | None = setting(default=None, most=2**31 - 1, kw_only=True)
     updates = True  #: False for the rule that learns nothing itself: the learner keeps the data
     #: of a rule with `updates = False`, the gates that it gives (`write`, `keep`, `levels`), each with the override that
     #: turns it off
-    data_gates: Mapping[str, str] = MappingProxyType({})
-
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "inclusive",
-        steps: int = 1,
-        compute_chunk: int | None = None,
-    ):
-        super().__init__()
-        self.mini_batch_size, self.anchor, self.read, self.steps = mini_batch_size, anchor, read, steps
-        self.compute_chunk = compute_chunk
-        self.check_settings()
+    data_gates: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def check_settings(self) -> None:
-        """Refuses settings that do not fit each other: asked by the constructor, and again when one has been assigned.
-
-        Raises:
-            MetaTTTError: naming the value, and what is allowed.
-        """
+        super().check_settings()
         anchor, read, steps = self.anchor, self.read, self.steps
-        check_choice("optimizer.anchor", anchor, get_args(Anchor))
-        check_choice("optimizer.read", read, get_args(Read))
-        check_choice("optimizer.gradient_at", self.gradient_at, ("previous", "decayed"))
-        for key in ("mini_batch_size", "steps", "compute_chunk"):
-            if (value := getattr(self, key)) is not None or key != "compute_chunk":
-                check_integer(f"optimizer.{key}", value, most=MAX_STEPS if key == "steps" else 2**31 - 1)
         if steps > 1 and not (
             read in ("previous", "committed", "block", "final") or (self.mini_batch_size == 1 and read == "inclusive")
         ):
@@ -155,21 +140,21 @@ class InnerOptimizer(Part, ABC):
         steps."""
         return None
 
-    weight_names: tuple[str, ...] = ()  #: the learner's fast weights, known when `build` is called
+    weight_names: ClassVar[tuple[str, ...]] = ()  #: the learner's fast weights, known when `build` is called
     has_token_steps = False  #: whether `token_steps` gives any, known once the parameters are made
     #: the rule carries S between tokens: found out from its gates when a layer is built. Only a rule whose gates have a β in
     #: some calls and none in others must say so itself
     has_momentum = False
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
-    max_norm: float | None = (
-        None  #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
-    )
+    #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
+    max_norm: float | None = setting(default=None, init=False, above=0)
     scale_free = False  #: a step stays the same when all gradients of a weight are multiplied by a number
     pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     whole = False  #: all tokens of a call are one mini-batch, whatever `mini_batch_size` is
-    gradient_at: Literal["previous", "decayed"] = "previous"  #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
+    #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
+    gradient_at: Literal["previous", "decayed"] = setting(default="previous", init=False)
 
-    def begin(self, carry: dict[str, Tensors]) -> dict[str, Tensors]:
+    def begin(self, carry: Memory) -> Memory:
         """What a sequence starts with, from W0 in every role that holds weights."""
         return carry
 
@@ -297,7 +282,7 @@ class InnerOptimizer(Part, ABC):
         """Tokens per compute step, at most a block. (An online rule that is not solved goes token by token.)"""
         return min(self.compute_chunk or 128, self.block)
 
-    def current(self, carry: dict[str, Tensors], filled: int | Tensor) -> Tensors:
+    def current(self, carry: Memory, filled: int | Tensor) -> Tensors:
         """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a plain
         integer)."""
         base = carry[newest(carry)]
@@ -327,18 +312,18 @@ class InnerOptimizer(Part, ABC):
             return shifted[:, first : first + count].unsqueeze(0)
         return shifted[:, first].mT.unsqueeze(-1)  # one place per sequence: count is 1
 
-    def commit(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+    def commit(self, carry: Memory, filled: int | Tensor) -> Memory:
         """The carry after a mini-batch is complete: `W_a ← W_t`, and a new one begins."""
         kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", "momentum")}
         return {"commit": self.current(carry, filled), **kept}
 
-    def again(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+    def again(self, carry: Memory, filled: int | Tensor) -> Memory:
         """What the next pass of a `final` read begins with, from the carry after one: all weights are the newest."""
         now = self.current(carry, filled)
         kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
         return kept | ({role: now for role in carry if role in ("commit", "anchor")} or {"weights": now})
 
-    def observe(self, carry: dict[str, Tensors], gates: Gates) -> dict[str, Tensors]:
+    def observe(self, carry: Memory, gates: Gates) -> Memory:
         """The carry with whatever the rule collects from the gates of `n` tokens for its next commit."""
         return carry
 
@@ -347,7 +332,7 @@ class InnerOptimizer(Part, ABC):
         takes all."""
         return None
 
-    def in_token_space(self, phase: int | Tensor, count: int, carry: dict[str, Tensors]) -> bool:
+    def in_token_space(self, phase: int | Tensor, count: int, carry: Memory) -> bool:
         """Whether `commit` can use the step of a whole mini-batch in factored form (role `factors`), which then must be
         one chunk."""
         return False
@@ -385,45 +370,43 @@ class InnerOptimizer(Part, ABC):
         if read is not None:
             first = phase + 1 if read == "inclusive" else phase
             tau = self._token_steps_at(first, eta.shape[-1], eta)
-            mix = tau.unsqueeze(-1) * _lower(eta, read) * eta.unsqueeze(-2)
+            mix = (tau.unsqueeze(-1) * eta.unsqueeze(-2)).tril(0 if read == "inclusive" else -1)
             if started:
                 rows["update"] = tau
         return Coefficients(rows, mix, {"update": ({"update": None} if started else {}, eta)})
 
     def _plain_coefficients(self, eta: Tensor, base: str, read: str | None) -> Coefficients:
-        mix = None if read is None else _lower(eta, read) * eta.unsqueeze(-2)
+        mix = None
+        if read is not None:
+            mix = eta.unsqueeze(-2).expand(*eta.shape, eta.shape[-1]).tril(0 if read == "inclusive" else -1)
         return Coefficients({base: None}, mix, {"weights": ({base: None}, eta)})
 
     def _general_coefficients(self, gates: Gates, base: str, momentum: bool, read: str | None) -> Coefficients:
         eta = gates.eta
         alpha = torch.ones_like(eta) if gates.alpha is None else gates.alpha
-        kappa = torch.ones_like(eta) if gates.kappa is None else gates.kappa
-        decay = transition(alpha)  # A
-        written = decay * kappa.unsqueeze(-2)  # A diag(κ)
-        rows: dict[str, Tensor | None] = {base: decay[..., 0] * alpha[..., :1]}  # c0
+        decay, start = decays(alpha)  # A, c0
+        written = decay if gates.kappa is None else decay * gates.kappa.unsqueeze(-2)  # A diag(κ)
+        rows = {base: start}
         if self.pull:
             rows["origin"] = (decay @ (1 - alpha).unsqueeze(-1)).squeeze(-1)
         carry: dict[str, tuple[dict[str, Tensor | None], Tensor]] = {}
-        if gates.beta is None:
-            mix = written * eta.unsqueeze(-2)
-        else:
-            memory = transition(gates.beta)  # P
-            kept = memory[..., 0] * gates.beta[..., :1]  # p
-            if self.nesterov:
-                written = written * gates.beta.unsqueeze(-2)  # what is written is diag(β) S − diag(η) G
-                mix = (written @ memory + decay * kappa.unsqueeze(-2)) * eta.unsqueeze(-2)
+        mix = written
+        if gates.beta is not None:
+            memory, kept = decays(gates.beta)  # P, p
+            if self.nesterov:  # what is written is diag(β) S − diag(η) G
+                ahead = written * gates.beta.unsqueeze(-2)
+                mix, written = ahead @ memory + written, ahead
             else:
-                mix = (written @ memory) * eta.unsqueeze(-2)
+                mix = written @ memory
             if momentum:
                 rows["momentum"] = (written @ kept.unsqueeze(-1)).squeeze(-1)  # cS
             carry["momentum"] = ({"momentum": kept[..., -1]} if momentum else {}, memory[..., -1, :] * eta)
-        carry["weights"] = ({name: row[..., -1] for name, row in rows.items() if row is not None}, mix[..., -1, :])
-        if read is None:
-            return Coefficients(rows, None, carry)
-        if read == "exclusive":
-            rows = {name: _shift(row, 1.0 if name == base else 0.0) for name, row in rows.items()}
-            mix = torch.cat([torch.zeros_like(mix[..., :1, :]), mix[..., :-1, :]], dim=-2)
-        return Coefficients(rows, mix, carry)
+        mix = mix * eta.unsqueeze(-2)
+        carry["weights"] = ({name: row[..., -1] for name, row in rows.items()}, mix[..., -1, :])
+        if read == "exclusive":  # row t − 1 for query t
+            rows = {name: F.pad(row[..., :-1], (1, 0), value=float(name == base)) for name, row in rows.items()}
+            mix = F.pad(mix[..., :-1, :], (0, 0, 1, 0))
+        return Coefficients({**rows}, None if read is None else mix, carry)
 
 
 def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
@@ -431,17 +414,3 @@ def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:
     return max_norm * torch.as_tensor(squared_norm).clamp(min=max_norm**2).rsqrt()
 
 
-def newest(carried: Collection[str]) -> str:
-    """The role that holds the newest weights: an absent `weights` has not moved since the commit, or since the
-    start."""
-    return "weights" if "weights" in carried else "commit" if "commit" in carried else "anchor"
-
-
-def _lower(like: Tensor, read: str) -> Tensor:
-    size = like.shape[-1]
-    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(0 if read == "inclusive" else -1)
-
-
-def _shift(row: Tensor | None, start: float) -> Tensor:
-    assert row is not None
-    return torch.cat([torch.full_like(row[..., :1], start), row[..., :-1]], dim=-1)

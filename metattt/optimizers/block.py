@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
+from metattt.errors import MetaTTTError
+from metattt.memory import Memory, where, zeros
 from metattt.modules import spread
-from metattt.optimizers.base import Anchor, Coefficients, Gates, InnerOptimizer, Read
+from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer, Read
 from metattt.optimizers.gradient_descent import SHARING, StepSize
-from metattt.optimizers.momentum import Gate, check_gates
+from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
-
-Carry = dict[str, Tensors]
 
 
 class BlockRule(StepSize):
@@ -30,20 +30,10 @@ class BlockRule(StepSize):
     mini-batch, weighted by `kappa` where the rule gives one.
     """
 
-    roles: tuple[str, ...] = ()  #: what `move` carries on; zeros in the first mini-batch, but for what `begin` makes
+    #: what `move` carries on; zeros in the first mini-batch, but for what `begin` makes
+    roles: tuple[str, ...] = setting(default=(), init=False)
 
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "previous",
-        steps: int = 1,
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "head_dim",
-        compute_chunk: int | None = None,
-    ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
+    read: Read = "previous"
 
     def check_settings(self) -> None:
         super().check_settings()
@@ -71,7 +61,7 @@ class BlockRule(StepSize):
         return abs(self.scale)
 
     @abstractmethod
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         """New `commit` (and `roles`) from the carry, whose `update` holds `−Σ_s η_s G_s`; pooled gates are `[B, H]`."""
 
     def equations(self) -> list[str]:
@@ -91,35 +81,29 @@ class BlockRule(StepSize):
         origin = ("origin",) if self.pull else ()
         return ("commit", *anchor, *origin, "update", *self.roles, "pool")
 
-    def current(self, carry: Carry, filled: int | Tensor) -> Tensors:
+    def current(self, carry: Memory, filled: int | Tensor) -> Tensors:
         if "update" not in carry:
             return carry["commit"]
         now = self.commit(carry, filled)["commit"]
         if isinstance(filled, int):
             return now
-        return self._where(filled > 0, now, carry["commit"])
+        return where(filled > 0, now, carry["commit"])
 
-    def commit(self, carry: Carry, filled: int | Tensor) -> Carry:
+    def commit(self, carry: Memory, filled: int | Tensor) -> Memory:
         pool = carry.get("pool", {})
         alpha, beta = (pool[name] / pool["count"].clamp(min=1) if name in pool else None for name in ("alpha", "beta"))
         kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", *self.roles)}
-        absent = [role for role in self.roles if role not in carry]
-        zeros = {role: {name: torch.zeros_like(x) for name, x in carry["commit"].items()} for role in absent}
-        return kept | self.move(carry | zeros, alpha, beta)
+        begun = {role: zeros(role, carry["commit"]) for role in self.roles if role not in carry}
+        return kept | self.move(carry | begun, alpha, beta)
 
-    def again(self, carry: Carry, filled: int | Tensor) -> Carry:
+    def again(self, carry: Memory, filled: int | Tensor) -> Memory:
         """All that the rule carries goes on. A mini-batch that the end of the call cuts off is a commit of its pass."""
         after = self.commit(carry, filled) if "update" in carry else carry
         if isinstance(filled, Tensor) and after is not carry:
-            after = {role: self._where(filled > 0, after[role], carry.get(role)) for role in after}
+            after = {role: where(filled > 0, after[role], carry.get(role)) for role in after}
         return after | {role: after["commit"] for role in ("anchor",) if role in after}
 
-    @staticmethod
-    def _where(some: Tensor, new: Tensors, old: Tensors | None) -> Tensors:
-        """`new` in the sequences of `some` `[B]`, else `old`; None stands for zeros."""
-        return {name: torch.where(spread(some, x), x, 0 if old is None else old[name]) for name, x in new.items()}
-
-    def observe(self, carry: Carry, gates: Gates) -> Carry:
+    def observe(self, carry: Memory, gates: Gates) -> Memory:
         if gates.alpha is None and gates.beta is None:
             return carry
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
@@ -154,58 +138,36 @@ class BlockMomentum(BlockRule):
             rows of its matrices, which are `(d_out, d_in)`).
     """
 
-    fixed: tuple[str, ...] = (*StepSize.fixed, "momentum", "momentum_init", "decay", "decay_init", "row_norm")
+    mini_batch_size = 64
+    lr: Literal["per_head", "shared", "constant", "per_weight"] = setting(  # type: ignore[assignment]
+        default="per_head", fixed=True
+    )
+    momentum: Literal["none", "constant", "shared", "per_head"] = setting(default="per_head", fixed=True)
+    momentum_init: float = setting(default=0.9, fixed=True)
+    decay: Literal["none", "constant", "shared", "per_head"] = setting(default="none", fixed=True)
+    decay_init: float = setting(default=0.99, fixed=True)
+    pool: Literal["logits", "gates"] = setting(default="logits")
+    orthogonalize: bool = setting(default=False)
+    row_norm: bool = setting(default=False, fixed=True)
+    newton_schulz: Literal["constant", "scheduled"] = setting(default="constant", kw_only=True)
 
-    def __init__(
-        self,
-        mini_batch_size: int = 64,
-        anchor: Anchor = "minibatch",
-        read: Read = "previous",
-        steps: int = 1,
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant", "per_weight"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "head_dim",
-        momentum: Literal["none", "constant", "shared", "per_head"] = "per_head",
-        momentum_init: float = 0.9,
-        decay: Literal["none", "constant", "shared", "per_head"] = "none",
-        decay_init: float = 0.99,
-        pool: Literal["logits", "gates"] = "logits",
-        orthogonalize: bool = False,
-        row_norm: bool = False,
-        compute_chunk: int | None = None,
-        newton_schulz: Literal["constant", "scheduled"] = "constant",
-    ):
-        check_choice("optimizer.newton_schulz", newton_schulz, SCHEDULES)
-        check_choice("optimizer.lr", lr, ("per_head", "shared", "constant", "per_weight"))
-        super().__init__(
-            mini_batch_size,
-            anchor,
-            read,
-            steps,
-            base_lr,
-            "constant" if lr == "per_weight" else lr,
-            lr_scale,
-            compute_chunk,
-        )
-        if lr == "per_weight" and not base_lr > 0:
+    def configure(self) -> None:
+        super().configure()
+        self.per_weight = self.lr == "per_weight"
+        self.lr = "constant" if self.per_weight else self.lr
+        self.roles = ("momentum",) if self.momentum != "none" else ()
+        self.pull = self.row_norm  # W0 is carried, for its norms
+        self.scale_free = self.orthogonalize
+
+    def check_settings(self) -> None:
+        check_gate("momentum_init", self.momentum, self.momentum_init)
+        check_gate("decay_init", self.decay, self.decay_init)
+        super().check_settings()
+        if self.per_weight and not self.base_lr > 0:
             raise MetaTTTError(
-                f"optimizer.base_lr={base_lr} has no meaning with optimizer.lr=per_weight, whose softplus is positive: "
-                "set it above 0, or optimizer.lr=per_head"
+                f"optimizer.base_lr={self.base_lr} has no meaning with optimizer.lr=per_weight, whose softplus is "
+                "positive: set it above 0, or optimizer.lr=per_head"
             )
-        self.per_weight = lr == "per_weight"
-        sources = ("none", "constant", "shared", "per_head")
-        check_choice("optimizer.momentum", momentum, sources)
-        check_choice("optimizer.decay", decay, sources)
-        check_choice("optimizer.pool", pool, ("logits", "gates"))
-        check_gates(momentum, momentum_init, decay, decay_init)
-        for key, flag in (("orthogonalize", orthogonalize), ("row_norm", row_norm)):
-            check_flag(f"optimizer.{key}", flag)
-        self.momentum, self.momentum_init, self.decay, self.decay_init = momentum, momentum_init, decay, decay_init
-        self.pool, self.orthogonalize, self.row_norm = pool, orthogonalize, row_norm
-        self.newton_schulz = newton_schulz
-        self.roles = ("momentum",) if momentum != "none" else ()
-        self.pull = row_norm  # W0 is carried, for its norms
-        self.scale_free = orthogonalize
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -272,11 +234,11 @@ class BlockMomentum(BlockRule):
             else mean
         )
 
-    def in_token_space(self, phase: int | Tensor, count: int, carry: Carry) -> bool:
+    def in_token_space(self, phase: int | Tensor, count: int, carry: Memory) -> bool:
         whole = isinstance(phase, int) and phase == 0 and count == self.mini_batch_size and "update" not in carry
         return self.orthogonalize and self.momentum == "none" and whole
 
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
         memory = dict(carry["update"])
         if beta is not None:
@@ -305,7 +267,7 @@ class Sign(BlockRule):
     def equations(self) -> list[str]:
         return [*super().equations(), f"W_j = W_{{j−1}} + {self.size:g} sign(U_j)"]
 
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         return {"commit": {name: x + self.size * carry["update"][name].sign() for name, x in carry["commit"].items()}}
 
 
@@ -323,25 +285,12 @@ class Adam(BlockRule):
     roles = ("momentum", "second", "age")
     scale_free = True
 
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "previous",
-        steps: int = 1,
-        base_lr: float = 0.01,
-        lr: Literal["per_head", "shared", "constant"] = "constant",
-        lr_scale: Literal["head_dim", "none"] = "none",
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        eps: float = 1e-8,
-        compute_chunk: int | None = None,
-    ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
-        for key, value in (("beta1", beta1), ("beta2", beta2)):
-            check_number(f"optimizer.{key}", value, least=0, below=1)
-        check_number("optimizer.eps", eps, above=0)
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+    base_lr = 0.01
+    lr = "constant"
+    lr_scale = "none"
+    beta1: float = setting(default=0.9, least=0, below=1)
+    beta2: float = setting(default=0.99, least=0, below=1)
+    eps: float = setting(default=1e-8, above=0)
 
     def equations(self) -> list[str]:
         one, two = self.beta1, self.beta2
@@ -352,7 +301,7 @@ class Adam(BlockRule):
             f"W_j = W_{{j−1}} + {self.size:g} m̂_j/(√n̂_j + {self.eps:g}), m̂_j = m_j/(1 − {one:g}^j), n̂_j = n_j/(1 − {two:g}^j)",
         ]
 
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         first: Tensors = {}
         second: Tensors = {}
         age: Tensors = {}
@@ -362,9 +311,10 @@ class Adam(BlockRule):
             first[name] = self.beta1 * old["momentum"] + (1 - self.beta1) * x
             second[name] = self.beta2 * old["second"] + (1 - self.beta2) * x.square()
             age[name] = old["age"] + 1
-            mean = first[name] / (1 - self.beta1 ** age[name])
+            count = spread(age[name], x)
+            mean = first[name] / (1 - self.beta1**count)
             # The root has no derivative at 0, where Adam stands still: the floor keeps the outer gradient finite.
-            root = (second[name] / (1 - self.beta2 ** age[name])).clamp(min=self.eps**2).sqrt()
+            root = (second[name] / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
             after[name] = carry["commit"][name] + self.size * mean / (root + self.eps)
         return {"commit": after, "momentum": first, "second": second, "age": age}
 

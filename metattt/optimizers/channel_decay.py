@@ -9,19 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
+from metattt.errors import MetaTTTError
 from metattt.modules import exact, step_bias
-from metattt.optimizers.base import Gates, Read
+from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import StepSize
 from metattt.optimizers.momentum import STEPS
 from metattt.registry import register
 from metattt.room import check_room
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 
 
 @register(group="optimizer", name="channel_decay")
-class ChannelDecay(StepSize):
+class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "compute_chunk")):
     """`W_t = Diag(a_t) W_{t−1} − η_t G_t` with a decay `a_t` from 0 to 1 for every input channel of a linear learner,
     learned from the token: `z = f(x) + c` is a projection, of low rank where `rank` says so.
 
@@ -42,44 +43,30 @@ class ChannelDecay(StepSize):
         MetaTTTError: a value that is not allowed, or has no meaning beside the others.
     """
 
-    fixed: tuple[str, ...] = (*StepSize.fixed, "decay", "rank")
+    mini_batch_size = 1
+    anchor = "online"
+    lr_scale = "none"
+    decay: Literal["softplus", "sigmoid", "bounded"] = setting(default="softplus", fixed=True)
+    rank: int | Literal["head_dim"] | None = setting(
+        default=None, fixed=True, advice=", head_dim, or null for a full projection"
+    )
+    tanh: bool = setting(default=False)
+    temperature: float = setting(default=1.0, above=0)
+    lower_bound: float = setting(default=0.0, least=0, below=1)
+    strongest: float = setting(default=0.6065306597126334, above=0)
+    gradient_at: Literal["previous", "decayed"] = setting(default="decayed")
+    tied: bool = setting(default=False)
 
-    def __init__(
-        self,
-        read: Read = "inclusive",
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "none",
-        decay: Literal["softplus", "sigmoid", "bounded"] = "softplus",
-        rank: int | str | None = None,
-        tanh: bool = False,
-        temperature: float = 1.0,
-        lower_bound: float = 0.0,
-        strongest: float = 0.6065306597126334,
-        gradient_at: Literal["previous", "decayed"] = "decayed",
-        tied: bool = False,
-        compute_chunk: int | None = None,
-    ):
-        super().__init__(1, "online", read, 1, base_lr, lr, lr_scale, compute_chunk)
-        check_choice("optimizer.decay", decay, ("softplus", "sigmoid", "bounded"))
-        check_choice("optimizer.gradient_at", gradient_at, ("previous", "decayed"))
-        if rank is not None and rank != "head_dim":
-            check_integer("optimizer.rank", rank, advice=", head_dim, or null for a full projection")
-        for key, flag in (("tanh", tanh), ("tied", tied)):
-            check_flag(f"optimizer.{key}", flag)
-        check_number("optimizer.temperature", temperature, above=0)
-        check_number("optimizer.lower_bound", lower_bound, least=0, below=1)
-        check_number("optimizer.strongest", strongest, above=0)
-        if tanh and rank is None:
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.tanh and self.rank is None:
             raise MetaTTTError(
                 "optimizer.tanh=true lies between the two maps of a low-rank projection: set optimizer.rank"
             )
-        if decay != "sigmoid" and (temperature != 1 or lower_bound):
+        if self.decay != "sigmoid" and (self.temperature != 1 or self.lower_bound):
             raise MetaTTTError(
-                f"optimizer.temperature and optimizer.lower_bound are of decay=sigmoid, not {decay}: leave them out"
+                f"optimizer.temperature and optimizer.lower_bound are of decay=sigmoid, not {self.decay}: leave them out"
             )
-        self.decay, self.rank, self.tanh, self.temperature = decay, rank, tanh, temperature
-        self.lower_bound, self.strongest, self.gradient_at, self.tied = lower_bound, strongest, gradient_at, tied
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

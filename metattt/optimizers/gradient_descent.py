@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import check_choice, check_number
 from metattt.modules import exact, rounds
-from metattt.optimizers.base import Anchor, Gates, InnerOptimizer, Read
+from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
 from metattt.room import check_room
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 
 SHARING = {"per_head": "θ and c of each head", "shared": "one θ and c for all heads"}
 """In words: what learned gates share."""
+RATE_ADVICE = " (0 freezes the weights, below 0 climbs the loss)"
 
 
 class StepSize(InnerOptimizer):
@@ -36,30 +37,14 @@ class StepSize(InnerOptimizer):
         MetaTTTError: a value that is not allowed.
     """
 
-    fixed: tuple[str, ...] = ("base_lr", "lr", "lr_scale")
-
-    def __init__(
-        self,
-        mini_batch_size: int,
-        anchor: Anchor,
-        read: Read,
-        steps: int,
-        base_lr: float,
-        lr: Literal["per_head", "shared", "constant"],
-        lr_scale: Literal["head_dim", "none"],
-        compute_chunk: int | None,
-    ):
-        super().__init__(mini_batch_size, anchor, read, steps, compute_chunk)
-        check_base_lr(base_lr)
-        check_choice("optimizer.lr", lr, ("per_head", "shared", "constant"))
-        check_choice("optimizer.lr_scale", lr_scale, ("head_dim", "none"))
-        self.base_lr, self.lr, self.lr_scale = base_lr, lr, lr_scale
-
-    scale: float  #: η_base over what `lr_scale` says; a 0-dimensional tensor while it is warmed up
+    base_lr: float = setting(default=1.0, fixed=True, advice=RATE_ADVICE)
+    lr: Literal["per_head", "shared", "constant"] = setting(default="per_head", fixed=True)
+    lr_scale: Literal["head_dim", "none"] = setting(default="head_dim", fixed=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.num_heads = num_heads
-        self.scale = self.base_lr / head_dim if self.lr_scale == "head_dim" else self.base_lr
+        # η_base over what `lr_scale` says; a 0-dimensional tensor while it is warmed up
+        self.scale: float = self.base_lr / head_dim if self.lr_scale == "head_dim" else self.base_lr
         if self.lr != "constant":
             heads = num_heads if self.lr == "per_head" else 1
             self.lr_weight = nn.Parameter(torch.randn(heads, dim) * 0.02)
@@ -114,29 +99,11 @@ class GradientDescent(StepSize):
             token; null: no clipping.
     """
 
-    fixed: tuple[str, ...] = (*StepSize.fixed, "token_steps", "token_step_sharing")
-
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "inclusive",
-        steps: int = 1,
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "head_dim",
-        token_steps: Literal["none", "shared", "per_head"] = "none",
-        max_norm: float | None = None,
-        compute_chunk: int | None = None,
-        token_step_map: Literal["squareplus", "relu"] = "squareplus",
-    ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
-        check_choice("optimizer.token_step_map", token_step_map, ("squareplus", "relu"))
-        if max_norm is not None:
-            check_number("optimizer.max_norm", max_norm, above=0, advice=", or null for no clipping")
-        self.max_norm = max_norm
-        check_choice("optimizer.token_steps", token_steps, ("none", "shared", "per_head"))
-        self.token_step_sharing, self.token_step_map = token_steps, token_step_map
+    token_step_sharing: Literal["none", "shared", "per_head"] = setting(
+        default="none", alias="token_steps", fixed=True
+    )
+    max_norm: float | None = setting(default=None, above=0, advice=", or null for no clipping")
+    token_step_map: Literal["squareplus", "relu"] = setting(default="squareplus", kw_only=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -195,12 +162,3 @@ def _known_places(count: int, device: torch.device, dtype: torch.dtype) -> Tenso
 
 def _new_places(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return 1 / torch.arange(1, count + 1, device=device, dtype=dtype)
-
-
-def check_base_lr(base_lr: float) -> None:
-    """Refuses an η_base that is no number.
-
-    Raises:
-        MetaTTTError: no number, NaN, or infinite.
-    """
-    check_number("optimizer.base_lr", base_lr, advice=" (0 freezes the weights, below 0 climbs the loss)")

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import check_choice, check_number
+from metattt.memory import Memory
 from metattt.modules import spread
-from metattt.optimizers.base import Anchor, Coefficients, Gates, Read
-from metattt.optimizers.block import BlockRule, Carry
+from metattt.optimizers.base import Coefficients, Gates
+from metattt.optimizers.block import BlockRule
 from metattt.optimizers.gradient_descent import StepSize
-from metattt.optimizers.momentum import Gate, check_gates
+from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 
-SOURCES = ("none", "constant", "shared", "per_head")
 SMOOTHING = 1e-6  # ε of |x| ≈ √(x² + ε) in ‖A‖_q, as in MIRAS (Remark 5): an A of zero has weights and derivatives, too
 
 
@@ -53,37 +53,22 @@ class MirrorDescent(BlockRule):
         MetaTTTError: a value that is not allowed, or a read or an anchor that needs weights per token.
     """
 
-    fixed: tuple[str, ...] = (*StepSize.fixed, "retention", "decay", "decay_init")
+    read = "committed"
+    retention: Literal["lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"] = setting(default="lq", fixed=True)
+    decay: Literal["none", "constant", "shared", "per_head"] = setting(default="per_head", fixed=True)
+    decay_init: float = setting(default=0.99, fixed=True)
+    q: float = setting(default=4.0, least=2, advice=" (2 leaves A as it is)")
+    mass: float = setting(default=1.0, above=0)
+    simplex: Literal["whole", "output"] = setting(default="whole")
+    threshold: float = setting(default=1e-3, least=0)
 
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "committed",
-        steps: int = 1,
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "head_dim",
-        retention: Literal["lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"] = "lq",
-        decay: Literal["none", "constant", "shared", "per_head"] = "per_head",
-        decay_init: float = 0.99,
-        q: float = 4.0,
-        mass: float = 1.0,
-        simplex: Literal["whole", "output"] = "whole",
-        threshold: float = 1e-3,
-        compute_chunk: int | None = None,
-    ):
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk)
-        check_choice("optimizer.retention", retention, ("lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"))
-        check_choice("optimizer.decay", decay, SOURCES)
-        check_choice("optimizer.simplex", simplex, ("whole", "output"))
-        check_gates("constant", 0.0, decay, decay_init)
-        check_number("optimizer.q", q, least=2, advice=" (2 leaves A as it is)")
-        check_number("optimizer.mass", mass, above=0)
-        check_number("optimizer.threshold", threshold, least=0)
-        self.retention, self.decay, self.decay_init = retention, decay, decay_init
-        self.q, self.mass, self.simplex, self.threshold = q, mass, simplex, threshold
-        self.roles = () if retention == "elastic_net" else ("dual",)
+    def configure(self) -> None:
+        super().configure()
+        self.roles = () if self.retention == "elastic_net" else ("dual",)
+
+    def check_settings(self) -> None:
+        check_gate("decay_init", self.decay, self.decay_init)
+        super().check_settings()
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -133,7 +118,7 @@ class MirrorDescent(BlockRule):
             return dual.log_softmax(-2)
         return dual.flatten(2).log_softmax(-1).view_as(dual)
 
-    def begin(self, carry: Carry) -> Carry:
+    def begin(self, carry: Memory) -> Memory:
         if not self.roles:
             return carry
         return {
@@ -141,14 +126,14 @@ class MirrorDescent(BlockRule):
             for role, values in carry.items()
         }
 
-    def move(self, carry: Carry, alpha: Tensor | None, beta: Tensor | None) -> Carry:
+    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         dual = self._dual(carry)
         after = {"commit": {name: self.weights(x) for name, x in dual.items()}}
         if self.retention == "softmax":
             dual = {name: self._log_softmax(x) for name, x in dual.items()}
         return after | ({"dual": dual} if self.roles else {})
 
-    def _dual(self, carry: Carry) -> Tensors:
+    def _dual(self, carry: Memory) -> Tensors:
         """A after the tokens of the open mini-batch."""
         before = carry["dual"] if self.roles else carry["commit"]
         if "update" not in carry:
@@ -158,7 +143,7 @@ class MirrorDescent(BlockRule):
             name: (x if lost is None else spread(1 - lost, x) * x) + carry["update"][name] for name, x in before.items()
         }
 
-    def observe(self, carry: Carry, gates: Gates) -> Carry:
+    def observe(self, carry: Memory, gates: Gates) -> Memory:
         """Collects `1 − Π_t α_t`, what the dual state of the last commit loses."""
         if gates.alpha is None:
             return carry

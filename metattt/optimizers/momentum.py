@@ -10,16 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_number
+from metattt.errors import MetaTTTError, check_number
 from metattt.modules import step_bias
-from metattt.optimizers.base import Anchor, Gates, Read
+from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import SHARING, GradientDescent
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
+
+TAKEN = ("mini_batch_size", "anchor", "read", "steps", "base_lr", "lr", "lr_scale", "compute_chunk")
+"""Of `GradientDescent`: with gates there are no token steps and no clipping."""
 
 
 @register(group="optimizer", name="momentum")
-class Momentum(GradientDescent):
+class Momentum(GradientDescent, takes=TAKEN):
     """`S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + S_t`, with gates that are constant or learned from the token.
 
     Args:
@@ -41,50 +45,39 @@ class Momentum(GradientDescent):
         MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or a pull without decay.
     """
 
-    fixed: tuple[str, ...] = (*GradientDescent.fixed, "momentum", "momentum_init", "decay", "decay_init")
+    momentum: Literal["none", "constant", "shared", "per_head"] = setting(default="per_head", fixed=True)
+    momentum_init: float = setting(default=0.9, fixed=True)
+    nesterov: bool = setting(default=False)
+    decay: Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"] = setting(
+        default="none", fixed=True
+    )
+    decay_init: float = setting(default=0.99, fixed=True)
+    pull: bool = setting(default=False)
+    gradient_at: Literal["previous", "decayed"] = setting(default="previous")
 
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "inclusive",
-        steps: int = 1,
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "head_dim",
-        momentum: Literal["none", "constant", "shared", "per_head"] = "per_head",
-        momentum_init: float = 0.9,
-        nesterov: bool = False,
-        decay: Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"] = "none",
-        decay_init: float = 0.99,
-        pull: bool = False,
-        gradient_at: Literal["previous", "decayed"] = "previous",
-        compute_chunk: int | None = None,
-    ):
-        if decay == "mamba2":
-            lr = "constant"  # Δ is the step size
-        super().__init__(mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, "none", None, compute_chunk)
-        check_choice("optimizer.momentum", momentum, ("none", "constant", "shared", "per_head"))
-        check_choice("optimizer.decay", decay, ("none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"))
-        check_gates(momentum, momentum_init, decay, decay_init)
-        for key, flag in (("nesterov", nesterov), ("pull", pull)):
-            check_flag(f"optimizer.{key}", flag)
-        if nesterov and momentum == "none":
+    def configure(self) -> None:
+        super().configure()
+        if self.decay == "mamba2":
+            self.lr = "constant"  # Δ is the step size
+        self.has_momentum = self.momentum != "none"
+
+    def check_settings(self) -> None:
+        check_gate("momentum_init", self.momentum, self.momentum_init)
+        check_gate("decay_init", self.decay, self.decay_init)
+        super().check_settings()
+        if self.nesterov and self.momentum == "none":
             raise MetaTTTError(
                 "optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=none has none"
             )
-        if decay == "mamba2" and not base_lr > 0:
+        if self.decay == "mamba2" and not self.base_lr > 0:
             raise MetaTTTError(
-                f"optimizer.base_lr={base_lr} has no meaning with optimizer.decay=mamba2, whose step size is Δ: leave it out"
+                f"optimizer.base_lr={self.base_lr} has no meaning with optimizer.decay=mamba2, whose step size is Δ: "
+                "leave it out"
             )
-        if pull and decay == "none":
+        if self.pull and self.decay == "none":
             raise MetaTTTError(
                 "optimizer.pull=true says where weights decay to, and optimizer.decay=none does not decay them"
             )
-        self.momentum, self.momentum_init, self.nesterov = momentum, momentum_init, nesterov
-        self.decay, self.decay_init, self.pull, self.gradient_at = decay, decay_init, pull, gradient_at
-        self.has_momentum = momentum != "none"
-        self.check_settings()
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -108,17 +101,16 @@ class Momentum(GradientDescent):
         return Gates(eta, alpha, self.momentum_gate(x)), state
 
 
-def check_gates(momentum: str, momentum_init: float, decay: str, decay_init: float) -> None:
-    """Refuses initial values of β and α that no gate can have.
+def check_gate(key: str, source: str, value: float) -> None:
+    """Refuses an initial value of β or α that no gate from this source can have.
 
     Raises:
         MetaTTTError: a value outside of 0 and 1; or one of the two, where it is a sigmoid's.
     """
-    for key, source, value in (("momentum_init", momentum, momentum_init), ("decay_init", decay, decay_init)):
-        if source == "constant":  # may be 0 or 1 exactly
-            check_number(f"optimizer.{key}", value, least=0, most=1)
-        else:
-            check_number(f"optimizer.{key}", value, above=0, below=1)
+    if source == "constant":  # may be 0 or 1 exactly
+        check_number(f"optimizer.{key}", value, least=0, most=1)
+    else:
+        check_number(f"optimizer.{key}", value, above=0, below=1)
 
 
 STEPS = (0.001, 0.1)  # of the initial Δ of Mamba-2 and of Gated DeltaNet

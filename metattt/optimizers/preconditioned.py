@@ -7,19 +7,22 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_number
-from metattt.optimizers.base import Gates, Read, transition
+from metattt.errors import MetaTTTError
+from metattt.ops.chunk import running_sum
+from metattt.optimizers.base import Gates
 from metattt.optimizers.momentum import Gate, Momentum
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 
 CHUNK = 64  # tokens whose curvature is summed up by one matrix product
 EPS = 1e-6  # added to the curvature before its logarithm, as in the released code
+TAKEN = ("read", "base_lr", "lr", "lr_scale", "decay", "decay_init", "gradient_at", "compute_chunk")
 
 
 @register(group="optimizer", name="preconditioned")
-class Preconditioned(Momentum):
+class Preconditioned(Momentum, takes=TAKEN):
     """`W_t = α_t W_{t−1} − η_t (M_t ∘ k_t)ᵀ E_t` with the curvature `A_t = γ_t A_{t−1} + β_t k_t²` of every input
     channel and `M_t = squash^(−r/(1 + |r|))`, `r = log(A_t + ε) − c_h` (preconditioned Gated DeltaNet, arXiv
     2604.21100): steps between 1/squash and squash times as long as without.
@@ -35,42 +38,18 @@ class Preconditioned(Momentum):
         MetaTTTError: a value that is not allowed.
     """
 
-    fixed: tuple[str, ...] = (*Momentum.fixed, "centre_init", "curvature_decay", "curvature_decay_init")
-
-    def __init__(
-        self,
-        read: Read = "inclusive",
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "none",
-        decay: Literal["none", "constant", "shared", "per_head", "softplus", "retnet", "mamba2"] = "softplus",
-        decay_init: float = 0.99,
-        gradient_at: Literal["previous", "decayed"] = "decayed",
-        squash: float = 1.5,
-        centre_init: float = -0.2,
-        curvature_decay: Literal["per_head", "softplus"] = "softplus",
-        curvature_decay_init: float = 0.99,
-        compute_chunk: int | None = None,
-    ):
-        super().__init__(
-            mini_batch_size=1,
-            anchor="online",
-            read=read,
-            base_lr=base_lr,
-            lr=lr,
-            lr_scale=lr_scale,
-            momentum="none",
-            decay=decay,
-            decay_init=decay_init,
-            gradient_at=gradient_at,
-            compute_chunk=compute_chunk,
-        )
-        check_choice("optimizer.curvature_decay", curvature_decay, ("per_head", "softplus"))
-        check_number("optimizer.squash", squash, above=1)
-        check_number("optimizer.centre_init", centre_init)
-        check_number("optimizer.curvature_decay_init", curvature_decay_init, above=0, below=1)
-        self.squash, self.centre_init, self.curvature_decay_init = squash, centre_init, curvature_decay_init
-        self.curvature_decay_from = curvature_decay
+    mini_batch_size = 1
+    anchor = "online"
+    lr_scale = "none"
+    momentum = "none"
+    decay = "softplus"
+    gradient_at = "decayed"
+    squash: float = setting(default=1.5, above=1)
+    centre_init: float = setting(default=-0.2, fixed=True)
+    curvature_decay_from: Literal["per_head", "softplus"] = setting(
+        default="softplus", alias="curvature_decay", fixed=True
+    )
+    curvature_decay_init: float = setting(default=0.99, above=0, below=1, fixed=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
@@ -95,30 +74,17 @@ class Preconditioned(Momentum):
                 "optimizer=preconditioned sums the curvature of one key a token, and this task gives several pairs a token: "
                 "set another task, or another optimizer"
             )
-        gamma, beta = self.curvature_decay(x), self.curvature_step(x)
+        gamma, omega = self.curvature_decay(x), self.curvature_step(x)
         if ctx.valid is not None:
-            gamma, beta = (
-                torch.where(ctx.valid.unsqueeze(1), gate, still) for gate, still in ((gamma, 1.0), (beta, 0.0))
-            )
+            real = ctx.valid.unsqueeze(1)
+            gamma, omega = torch.where(real, gamma, 1.0), torch.where(real, omega, 0.0)
         if ctx.first is not None:
             gamma = torch.where(ctx.first.unsqueeze(1), 0.0, gamma)
         k = views.k.to(gamma.dtype)
-        curvature = running_sums(gamma, beta.unsqueeze(-1) * k.square(), state.get("curvature"))
+        curvature = running_sum(gamma, omega.unsqueeze(-1) * k.square(), state.get("curvature"), CHUNK)
         distance = torch.log(curvature + EPS) - self.centre.to(k.dtype).view(-1, 1, 1)
-        factor = torch.exp(-torch.log(k.new_tensor(self.squash)) * distance / (1 + distance.abs()))
+        factor = self.squash ** (-distance / (1 + distance.abs()))
         erased = views.k if views.p is None else views.p
         views = views._replace(k=(k * factor).to(views.k.dtype), p=erased)
-        return views, gates, {**state, "curvature": curvature[:, :, -1]}
-
-
-def running_sums(decay: Tensor, value: Tensor, start: Tensor | None) -> Tensor:
-    """`A_t = decay_t A_{t−1} + value_t`: `[B, H, T]` and `[B, H, T, d]` to `[B, H, T, d]`, from `start` `[B, H, d]`
-    (None: zero)."""
-    carried = torch.zeros_like(value[:, :, 0]) if start is None else start.to(value.dtype)
-    found = []
-    for gates, new in zip(decay.split(CHUNK, 2), value.split(CHUNK, 2), strict=True):
-        between = transition(gates)
-        whole = (between[..., 0] * gates[..., :1]).unsqueeze(-1) * carried.unsqueeze(2) + between @ new
-        carried = whole[:, :, -1]
-        found.append(whole)
-    return torch.cat(found, 2)
+        last = curvature[:, :, -1].clone()  # a state must not hold on to a whole call
+        return views, gates, {**state, "curvature": last}

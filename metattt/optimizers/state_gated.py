@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice
-from metattt.optimizers.base import Anchor, Gates, Read
+from metattt.errors import MetaTTTError
+from metattt.optimizers.base import Gates
 from metattt.optimizers.momentum import Momentum
 from metattt.registry import register
+from metattt.setting import setting
 
 if TYPE_CHECKING:
     from metattt.inner.committed import Committed
@@ -33,48 +34,11 @@ class StateGated(Momentum):
         MetaTTTError: as `Momentum`; in a call with `alignment`, for labels that are not as wide as predictions.
     """
 
-    fixed: tuple[str, ...] = (*Momentum.fixed, "step_gate_params")
-
-    def __init__(
-        self,
-        mini_batch_size: int = 16,
-        anchor: Anchor = "minibatch",
-        read: Read = "inclusive",
-        steps: int = 1,
-        base_lr: float = 1.0,
-        lr: Literal["per_head", "shared", "constant"] = "per_head",
-        lr_scale: Literal["head_dim", "none"] = "head_dim",
-        momentum: Literal["none", "constant", "shared", "per_head"] = "none",
-        momentum_init: float = 0.9,
-        nesterov: bool = False,
-        decay: Literal["none", "constant", "shared", "per_head", "retnet", "mamba2"] = "none",
-        decay_init: float = 0.99,
-        pull: bool = False,
-        gradient_at: Literal["previous", "decayed"] = "previous",
-        step_gate: Literal["alignment", "loss", "gradient"] = "gradient",
-        step_gate_params: Literal["learned", "constant"] = "learned",
-        compute_chunk: int | None = None,
-    ):
-        super().__init__(
-            mini_batch_size=mini_batch_size,
-            anchor=anchor,
-            read=read,
-            steps=steps,
-            base_lr=base_lr,
-            lr=lr,
-            lr_scale=lr_scale,
-            momentum=momentum,
-            momentum_init=momentum_init,
-            nesterov=nesterov,
-            decay=decay,
-            decay_init=decay_init,
-            pull=pull,
-            gradient_at=gradient_at,
-            compute_chunk=compute_chunk,
-        )
-        check_choice("optimizer.step_gate", step_gate, ("alignment", "loss", "gradient"))
-        check_choice("optimizer.step_gate_params", step_gate_params, ("learned", "constant"))
-        self.step_gate, self.step_gate_params = step_gate, step_gate_params
+    lr_scale = "head_dim"
+    momentum = "none"
+    decay: Literal["none", "constant", "shared", "per_head", "retnet", "mamba2"] = setting(default="none", fixed=True)
+    step_gate: Literal["alignment", "loss", "gradient"] = setting(default="gradient")
+    step_gate_params: Literal["learned", "constant"] = setting(default="learned", fixed=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

@@ -7,15 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.errors import MetaTTTError
 from metattt.optimizers.base import Gates, InnerOptimizer
-from metattt.optimizers.gradient_descent import check_base_lr
+from metattt.optimizers.gradient_descent import RATE_ADVICE
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 
 
 @register(group="optimizer", name="whole")
-class WholeSequence(InnerOptimizer):
+class WholeSequence(InnerOptimizer, takes=("steps",)):
     """`steps` steps of gradient descent on the tokens of a call; every query reads the final weights (arXiv 2310.13807,
     Sec. 2).
 
@@ -34,20 +35,16 @@ class WholeSequence(InnerOptimizer):
 
     whole = True
 
-    def __init__(
-        self,
-        steps: int = 1,
-        sampling: Literal["full", "sgd"] = "full",
-        base_lr: float = 1.0,
-        seed: int | None = None,
-        compute_chunk: int = 2048,
-    ):
-        super().__init__(1, "batch" if sampling == "full" else "minibatch", "final", steps, compute_chunk)
-        check_base_lr(base_lr)
-        check_choice("optimizer.sampling", sampling, ("full", "sgd"))
-        if seed is not None:
-            check_integer("optimizer.seed", seed, least=0)
-        self.sampling, self.base_lr, self.seed = sampling, base_lr, seed
+    mini_batch_size = 1
+    read = "final"
+    sampling: Literal["full", "sgd"] = setting(default="full")
+    base_lr: float = setting(default=1.0, advice=RATE_ADVICE)
+    seed: int | None = setting(default=None, least=0)
+    compute_chunk: int | None = setting(default=2048, most=2**31 - 1, kw_only=True)
+
+    def configure(self) -> None:
+        super().configure()
+        self.anchor = "batch" if self.sampling == "full" else "minibatch"
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.num_heads, self.head_dim = num_heads, head_dim

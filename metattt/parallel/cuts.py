@@ -11,8 +11,19 @@ from torch.func import functional_call
 
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import same, visible
+from metattt.models.end_to_end import ALONE, EndToEndBlock
 
 TOKENS, CUT = 12, 7
+
+
+def check_divisible(block: nn.Module) -> None:
+    """Refuses a block that processes cannot divide among them.
+
+    Raises:
+        MetaTTTError: its fast weights are learned by the loss of the whole model.
+    """
+    if isinstance(block, EndToEndBlock):
+        raise MetaTTTError(f"{ALONE}, which are not divided among processes: set trainer=default or trainer=ddp")
 
 
 def check_cut(layer: nn.Module, dim: int) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import same, visible
-from metattt.inner.tokens import Tokens
+from metattt.inner.packing import Packing
 from metattt.layer import TTTLayer
 from metattt.output import HeadRMSNorm
 from metattt.replica import replica, with_values
@@ -53,7 +53,7 @@ class HeadParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, TTTLayer) or type(module).forward is not TTTLayer.forward:
+        if not isinstance(module, TTTLayer) or not runs_alike(module):
             raise MetaTTTError(f"{type(module).__name__} has no heads that could be divided: set trainer.tensor_ranks=1")
         size = device_mesh.size()
         if module.num_heads % size:
@@ -77,11 +77,27 @@ class HeadParallel(ParallelStyle):
         return module
 
 
+def runs_alike(layer: TTTLayer) -> bool:
+    """Whether a layer runs as a `TTTLayer` does: its class may have changed the steps of `run`, not `run` itself."""
+    kind = type(layer)
+    return kind.forward is TTTLayer.forward and kind.run is TTTLayer.run
+
+
 class DividedLayer(TTTLayer):
     """A layer of which this process has some heads. Its state is that of these heads."""
 
-    def forward(self, x: Tensor, state: State | None = None, **options: Any) -> tuple[Tensor, State]:
-        """As `TTTLayer.forward`; `x` and the outputs are those of all heads, the same in every process."""
+    def run(
+        self, x: Tensor, state: State, packing: Packing | None = None, in_place: bool = False
+    ) -> tuple[Tensor, State]:
+        """As `TTTLayer.run`; `x` and the outputs are those of all heads, the same in every process."""
+        local, x = self.local(x)
+        return local.run(x, state, packing, in_place)
+
+    def check_state(self, x: Tensor, state: Any) -> None:
+        self.__dict__["division"][0].check_state(x, state)
+
+    def local(self, x: Tensor) -> tuple[TTTLayer, Tensor]:
+        """The layer with this process's heads, and its tokens: derivatives by both are summed over the processes."""
         part, axes, mesh = self.__dict__["division"]
         group = mesh.get_group()
         values = {name: p.to_local() for name, p in self.named_parameters() if isinstance(p, DTensor)}
@@ -92,7 +108,7 @@ class DividedLayer(TTTLayer):
         if isinstance(norm := local.norm, nn.LayerNorm | nn.RMSNorm) and not isinstance(norm, HeadRMSNorm):
             local.norm = NormOverHeads(values["norm.weight"], values.get("norm.bias"), norm.eps, group)
         local.out = SumOverHeads(values["out.weight"], values.get("out.bias"), group)
-        return TTTLayer.forward(local, _Enter.apply(x, group), state, **options)
+        return local, _Enter.apply(x, group)
 
 
 class NormOverHeads(nn.Module):
@@ -187,13 +203,10 @@ def _answers(layer: TTTLayer, x: Tensor) -> Tensor:
     devices = [x.device] if x.is_cuda else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
-        state = State(x.new_zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-        ctx, after = layer.context(x, state)
-        views, gates, _, _ = layer.observe(x, state, ctx)
-        if not layer.learner.has_weights:
-            y: Tensor = layer.learner.scan(views, {}, ctx, gates)[0]  # type: ignore[operator]
-            return y
-        return layer.inner.read(Tokens.of(views, gates), state, after, ctx, None).y
+        state = layer.start(x)
+        call = layer.call(x, state)
+        views, gates, _, _ = layer.tokens(x, state, call.ctx)
+        return layer.learn(views, gates, state, call)[0]
 
 
 # -- into the region where processes have different heads, and out of it -----------------------------------------------

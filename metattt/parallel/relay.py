@@ -12,46 +12,72 @@ circle.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from metattt.inner.packing import Packing
+from metattt.models.language_model import LanguageModel
 from metattt.parallel.line import Line, Slot, fill
 from metattt.parallel.scan import Scan
-from metattt.state import State
+
+
+@contextmanager
+def handed_on(model: LanguageModel, line: Line, scanned: Collection[int] = ()) -> Iterator[None]:
+    """For one call of a model in it: the blocks go on from the states of the process before, and hand theirs to the next.
+
+    Args:
+        model: which reads this process's tokens, from no state of its own.
+        line: the processes of the sequences.
+        scanned: numbers of the blocks whose states need not wait for each other (`metattt.parallel.scan.scannable`).
+    """
+    relay = Relay(line, scanned)
+    with instead(model, "run_block", partial(relay.run_block, model, model.run_block)):
+        yield
+
+
+@contextmanager
+def instead(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """In it, `method` stands in the place of the method `name` of this one module."""
+    module.__dict__[name] = method
+    try:
+        yield
+    finally:
+        del module.__dict__[name]
 
 
 class Relay:
     """Takes the state of every block from the process before, and gives the new one to the next. Made for one call.
 
     Args:
-        line: the processes of the sequences.
-        scanned: numbers of the blocks whose states need not wait for each other (`metattt.parallel.scan.scannable`).
+        line, scanned: as of `handed_on`.
     """
 
     def __init__(self, line: Line, scanned: Collection[int] = ()):
         self.line, self.scanned = line, scanned
         self._positions: Tensor | None = None
 
-    def receive(self, number: int, x: Tensor, packing: Packing | None) -> tuple[Tensor, Any, Any]:
-        """The input `x` `[B, T, D]` of a block, and what its layer and its convolution go on from; None where this
-        process reads the beginning."""
-        if number in self.scanned:
-            return x, State(self._pos(x, packing), 0, {}, {}, {}, {}), None
-        x, found = self.take(number, x)
-        return x, *((None, None) if found is None else found)
-
-    def early(self, number: int) -> Scan | None:
-        """What finds weights and tail of a block while it runs."""
-        return Scan(self.line, self.take, self.hand_on, number) if number in self.scanned else None
-
-    def send(self, number: int, x: Tensor, state: Any, tail: Any) -> Tensor:
-        """Sends what a block leaves; the block's output `x`, through which the derivatives come back."""
-        return x if number in self.scanned else self.hand_on(number, x, (state, tail))
+    def run_block(
+        self, model: LanguageModel, run_block: Callable[..., Any], number: int, x: Tensor, _: None, __: None, *call: Any
+    ) -> tuple[Tensor, Any, Any]:
+        """As `LanguageModel.run_block`, which is handed in, from the state and the tail of the process before: None where
+        this one reads the beginning."""
+        if number not in self.scanned:
+            x, found = self.take(number, x)
+            x, *after = run_block(number, x, *(found or (None, None)), *call)
+            return self.hand_on(number, x, tuple(after)), *after
+        block: Any = model.blocks[number]
+        scan = Scan(self, number, self._pos(x, packing=call[1]))
+        with ExitStack() as stack:
+            stack.enter_context(instead(block.layer, "run", partial(scan.run, block.layer)))
+            if block.conv is not None:
+                stack.enter_context(instead(block.conv, "forward", partial(scan.convolve, block.conv)))
+            return run_block(number, x, None, None, *call)
 
     def take(self, key: object, anchor: Tensor) -> tuple[Tensor, Any]:
         """What the process before hands on under this key; None where there is none.

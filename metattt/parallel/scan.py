@@ -8,8 +8,7 @@ processes read their segments at the same time. The price is the inner loop of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,18 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import same
 from metattt.inner.packing import Packing
-from metattt.inner.tokens import Carry, Tokens
 from metattt.layer import TTTLayer
+from metattt.memory import Memory
 from metattt.models.language_model import LanguageModel
 from metattt.modules import CausalConv, spread
-from metattt.parallel.line import Line
-from metattt.state import Context, State
+from metattt.optimizers.base import Gates
+from metattt.parallel.heads import DividedLayer, runs_alike
+from metattt.sequence_layer import Call
+from metattt.state import Context, State, Tensors
+from metattt.tasks.base import Views
+
+if TYPE_CHECKING:
+    from metattt.parallel.relay import Relay
 
 COUNT, BEFORE = 9, 5  # tokens that the layer is tried on, and tokens read before them
 FIXED = ("anchor", "origin")  # roles that hold W0 from the first token to the last
@@ -32,63 +37,75 @@ class Scan:
     """What one block goes on from, found while it runs.
 
     Args:
-        line: the processes of the sequences.
-        take, hand_on: of the relay.
+        relay: of the call.
         number: of the block.
+        pos: `[B]` tokens that were read before.
     """
 
-    def __init__(
-        self,
-        line: Line,
-        take: Callable[[object, Tensor], tuple[Tensor, Any]],
-        hand_on: Callable[[object, Tensor, Any], Tensor],
-        number: int,
-    ):
-        self.line, self.take, self.hand_on, self.number = line, take, hand_on, number
+    def __init__(self, relay: Relay, number: int, pos: Tensor):
+        self.relay, self.number, self.pos = relay, number, pos
 
-    def tail(self, conv: CausalConv, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
-        """The last tokens of the process before; this one's go to the next at once."""
-        x = self.hand_on((self.number, "tail"), x, conv.tail(conv.pad(x, None), ctx))
-        return self.take((self.number, "tail"), x)
+    def pass_on(self, what: str, anchor: Tensor, value: Any) -> tuple[Tensor, Any]:
+        """Hands on what this process's tokens leave, and takes what those before have left (`Relay.take`)."""
+        return self.relay.take((self.number, what), self.relay.hand_on((self.number, what), anchor, value))
 
-    def views(
-        self, layer: TTTLayer, x: Tensor, state: State, ctx: Context
-    ) -> tuple[State, tuple[Tensor, ...] | None]:
-        """The tails of the task's convolutions; this process's go to the next at once."""
+    def convolve(self, conv: CausalConv, x: Tensor, tail: None, ctx: Context) -> tuple[Tensor, Tensor]:
+        """The convolution before the layer, after the last tokens of the process before; this one's go to the next at
+        once."""
+        return CausalConv.forward(conv, *self.pass_on("tail", x, conv.tail(conv.pad(x, None), ctx)), ctx)
+
+    def run(
+        self, layer: TTTLayer, x: Tensor, state: State, packing: Packing | None, in_place: bool
+    ) -> tuple[Tensor, State]:
+        """As `TTTLayer.run`: what the task and the learner carry is taken from the process before as late as it can be,
+        and handed on as soon as it can be."""
+        if isinstance(layer, DividedLayer):
+            layer, x = layer.local(x)
+        state = state._replace(pos=self.pos)
+        call = layer.call(x, state, packing)
+        taken, projected = self._tails(layer, x, call.ctx)
+        views, gates, *carried = layer.tokens(x, state._replace(task=taken), call.ctx, projected)
+        views, weights = self._weights(layer, views, gates, state, call)
+        y, after = layer.learn(views, gates, state._replace(weights=weights), call, carried)
+        return layer.output(x, y), after
+
+    def _tails(self, layer: TTTLayer, x: Tensor, ctx: Context) -> tuple[Tensors, tuple[Tensor, ...] | None]:
+        """The tails of the task's convolutions, and the projections of `x`, through which derivatives come back; None
+        where the task carries nothing."""
         if not carries(layer, x):
-            return state, None
+            return {}, None
         q, *others = layer.task.project(x)
         fresh = layer.task.views(x, {}, ctx, (q, *others))[1]  # type: ignore[call-arg]
-        q = self.hand_on((self.number, "task"), q, fresh)
-        q, taken = self.take((self.number, "task"), q)
-        return state._replace(task=taken or {}), (q, *others)
+        q, taken = self.pass_on("task", q, fresh)
+        return taken or {}, (q, *others)
 
-    def weights(
-        self, layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None
-    ) -> tuple[Tokens, State]:
-        """The weights that the process before leaves; this one's go on before anything is read."""
-        origin = layer.inner.start(len(state.pos), tokens.eta.dtype)
-        fresh = {} if self.line.last else left_by(layer, tokens, state._replace(weights=origin), ctx, packing)
-        q, taken = self.take((self.number, "weights"), tokens.q)
-        weights: Carry = origin if taken is None else {**origin, **taken}
-        if not self.line.last:
-            q = self.hand_on((self.number, "weights"), q, moved(fresh, kept(tokens, ctx), weights, origin))
-        return tokens._replace(q=q), state._replace(weights=weights)
+    def _weights(
+        self, layer: TTTLayer, views: Views, gates: Gates, state: State, call: Call
+    ) -> tuple[Views, Memory]:
+        """The views, through whose queries derivatives come back, and the weights that the process before leaves; this
+        one's go on before anything is read."""
+        origin = layer.inner.start(len(state.pos), gates.eta.dtype)
+        last, key = self.relay.line.last, (self.number, "weights")
+        fresh = {} if last else left_by(layer, views, gates, state._replace(weights=origin), call)
+        q, taken = self.relay.take(key, views.q)
+        weights: Memory = origin if taken is None else {**origin, **taken}
+        if not last:
+            q = self.relay.hand_on(key, q, moved(fresh, kept(gates, call.ctx), weights, origin))
+        return views._replace(q=q), weights
 
 
-def left_by(layer: TTTLayer, tokens: Tokens, state: State, ctx: Context, packing: Packing | None) -> Carry:
+def left_by(layer: TTTLayer, views: Views, gates: Gates, state: State, call: Call) -> Memory:
     """The weights after a segment that begins at `state`."""
-    after = state.pos + tokens.q.shape[2] if packing is None else packing.positions(state.pos)[1]
-    return layer.inner.read(tokens, state, after, ctx, packing).weights
+    return layer.learn(views, gates, state, call)[1].weights
 
 
-def kept(tokens: Tokens, ctx: Context) -> Tensor:
+def kept(gates: Gates, ctx: Context) -> Tensor:
     """A `[B, H]`: what a segment keeps of the weights before it; nothing, where a document starts in it."""
-    factor = torch.ones_like(tokens.eta[..., 0]) if tokens.alpha is None else tokens.alpha.prod(-1)
+    factor = torch.ones_like(gates.eta[..., 0]) if gates.alpha is None else gates.alpha.prod(-1)
     return factor if ctx.first is None else factor.masked_fill(ctx.first.any(1, keepdim=True), 0)
 
 
-def moved(fresh: Carry, factor: Tensor, weights: Carry, origin: Carry) -> Carry:
+def moved(fresh: Memory, factor: Tensor, weights: Memory, origin: Memory) -> Memory:
     """`W'₀ + A (W − W₀)`, of every tensor that moves; `origin` are those of a fresh sequence."""
     first = next(iter(origin.values()))
     return {
@@ -121,7 +138,7 @@ def scannable(layer: nn.Module, dim: int) -> bool:
         layer: of a model.
         dim: D, width of its tokens.
     """
-    if not isinstance(layer, TTTLayer) or type(layer).forward is not TTTLayer.forward:
+    if not isinstance(layer, TTTLayer) or not runs_alike(layer):
         return False
     plan, rule = layer.plan, layer.optimizer
     if not layer.learner.has_weights or plan.period is not None or plan.replays or not rule.causal or rule.has_momentum:
@@ -151,8 +168,7 @@ def carries(layer: TTTLayer, x: Tensor) -> bool:
     """Whether the task carries something from call to call: asked of it with one token."""
     with torch.no_grad():
         one = x[:1, :1]
-        ctx, _ = layer.context(one, State(one.new_zeros(1, dtype=torch.long), 0, {}, {}, {}, {}))
-        return bool(layer.task.views(one, {}, ctx)[1])
+        return bool(layer.task.views(one, {}, layer.context(one, layer.start(one))[0])[1])
 
 
 def _tail_alone(layer: TTTLayer, x: Tensor, state: State) -> bool:
@@ -178,21 +194,20 @@ def _tail_alone(layer: TTTLayer, x: Tensor, state: State) -> bool:
 
 
 def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
-    ctx, _ = layer.context(x, state)
-    views, gates, task, rule = layer.observe(x, state, ctx)
+    call = layer.call(x, state)
+    views, gates, task, rule = layer.tokens(x, state, call.ctx)
     if rule or task.keys() != state.task.keys():
         return False
-    tokens = Tokens.of(views, gates)
-    origin = layer.inner.start(len(x), tokens.eta.dtype)
-    found = left_by(layer, tokens, state, ctx, None)
-    fresh = left_by(layer, tokens, state._replace(weights=origin), ctx, None)
-    expected = moved(fresh, kept(tokens, ctx), state.weights, origin)
+    origin = layer.inner.start(len(x), gates.eta.dtype)
+    found = left_by(layer, views, gates, state, call)
+    fresh = left_by(layer, views, gates, state._replace(weights=origin), call)
+    expected = moved(fresh, kept(gates, call.ctx), state.weights, origin)
     first = next(iter(origin.values()))
     expected |= {role: first for role in found if role in FIXED}
     alike = {role: named.keys() for role, named in found.items()} == {role: of.keys() for role, of in expected.items()}
     return alike and all(same(w, expected[role][n]) for role, named in found.items() for n, w in named.items())
 
 
-def _carried(weights: Carry, role: str) -> dict[str, Tensor]:
+def _carried(weights: Memory, role: str) -> dict[str, Tensor]:
     """The tensors of a role; at the start all roles are W0, and `weights` is not yet there."""
     return weights[role] if role in weights else next(iter(weights.values()))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from metattt.component import Component
 from metattt.errors import MetaTTTError
-from metattt.part import Part
 from metattt.state import Context, Tensors
 
 
@@ -42,12 +42,13 @@ class Views(NamedTuple):
         return Views(*(x if x is None or x is self.q else x.repeat_interleave(copies, 1) for x in self))  # type: ignore[arg-type]
 
 
-class Task(Part, ABC):
+class Task(Component, ABC):
     """Self-supervised learning on one token: views θK, θV, θQ and a loss.
 
     Constructors take hyper-parameters only; `setup` creates the parameters once the layer knows its widths.
     """
 
+    _group = "task"
     squared_error = (
         False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
     )

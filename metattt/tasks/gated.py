@@ -7,16 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import check_choice, check_number
 from metattt.modules import projection
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Projected, Reconstruction
 
 
 @register(group="task", name="gated")
-class GatedViews(Reconstruction):
+class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads", "qk_norm", "short_conv")):
     """`p = e ∘ k` is erased and `v = w ∘ θV x` is written, with gates of their own: `G = kᵀ(p W − v)`.
 
     Args:
@@ -32,27 +32,12 @@ class GatedViews(Reconstruction):
         MetaTTTError: a value that is not allowed.
     """
 
-    def __init__(
-        self,
-        feature_map: Literal["identity", "elu", "silu"] = "silu",
-        normalize_qk: bool = True,
-        erase: Literal["none", "constant", "per_channel"] = "per_channel",
-        erase_scale: float = 1.0,
-        write: Literal["none", "per_channel"] = "none",
-        correction: float | None = None,
-        kv_heads: int | None = None,
-        qk_norm: bool = False,
-        short_conv: int | None = None,
-    ):
-        super().__init__(
-            feature_map=feature_map, normalize_qk=normalize_qk, kv_heads=kv_heads, qk_norm=qk_norm, short_conv=short_conv
-        )
-        check_choice("task.erase", erase, ("none", "constant", "per_channel"))
-        check_choice("task.write", write, ("none", "per_channel"))
-        check_number("task.erase_scale", erase_scale, above=0)
-        if correction is not None:
-            check_number("task.correction", correction, advice=", or null for none")
-        self.erase, self.erase_scale, self.write, self.correction = erase, erase_scale, write, correction
+    feature_map = "silu"
+    normalize_qk = True
+    erase: Literal["none", "constant", "per_channel"] = setting(default="per_channel")
+    erase_scale: float = setting(default=1.0, above=0)
+    write: Literal["none", "per_channel"] = setting(default="none")
+    correction: float | None = setting(default=None, advice=", or null for none")
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

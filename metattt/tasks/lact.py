@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_flag, check_integer
+from metattt.errors import MetaTTTError
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Projected, Reconstruction, rotary_table, rotate
@@ -16,7 +17,7 @@ LENGTH_EPS = 1e-5  # added to the lengths of q and k
 
 
 @register(group="task", name="lact")
-class LaCTViews(Reconstruction):
+class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
     """`k = RoPE(u / ‖u‖)`, `u = silu(s_k ∘ θK x + o_k)`, q likewise, and `v = silu(θV x)`, with the loss −⟨v, f(k)⟩ (LaCT,
     arXiv 2505.23884, as in its released language models).
 
@@ -34,14 +35,10 @@ class LaCTViews(Reconstruction):
         MetaTTTError: a value that is not allowed; when the layer is built, `rope_heads` that leave no pairs of features.
     """
 
-    def __init__(
-        self, rope_theta: float = 10000.0, rope_heads: int | None = None, silu_v: bool = True, qk_norm: bool = False
-    ):
-        super().__init__(rope="full", rope_theta=rope_theta, loss="dot", qk_norm=qk_norm)
-        if rope_heads is not None:
-            check_integer("task.rope_heads", rope_heads, advice=", or null for those of the layer")
-        check_flag("task.silu_v", silu_v)
-        self.rope_heads, self.silu_v = rope_heads, silu_v
+    rope = "full"
+    loss_name = "dot"
+    rope_heads: int | None = setting(default=None, advice=", or null for those of the layer")
+    silu_v: bool = setting(default=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import check_flag
 from metattt.modules import standardize
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Task, Views
 
@@ -25,10 +25,7 @@ class DecodedReconstruction(Task):
         decoder_norm: LayerNorm, per head, on the reconstruction.
     """
 
-    def __init__(self, decoder_norm: bool = True):
-        super().__init__()
-        check_flag("task.decoder_norm", decoder_norm)
-        self.decoder_norm = decoder_norm
+    decoder_norm: bool = setting(default=True)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.num_heads, self.head_dim, self.label_dim = num_heads, head_dim, dim

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.errors import check_choice, check_flag, check_integer, check_number
 from metattt.modules import projection
 from metattt.registry import register
 from metattt.room import check_room
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
-from metattt.tasks.reconstruction import FEATURE_MAPS, Projected, Reconstruction
+from metattt.tasks.reconstruction import Projected, Reconstruction
 
 
 @register(group="task", name="pairs")
-class Pairs(Reconstruction):
+class Pairs(Reconstruction, takes=("count", "feature_map", "normalize_qk", "short_conv")):
     """n pairs `(k, v)` a token, each from projections of its own, with a step size `scale · σ(θ x)` of its own; they are
     learned one after the other, and the token is read once (DeltaProduct, arXiv 2502.10297):
     `W_j = W_{j−1} − β_j k_jᵀ(k_j W_{j−1} − v_j)` for j = 1 … n.
@@ -32,20 +30,10 @@ class Pairs(Reconstruction):
         MetaTTTError: a value that is not allowed.
     """
 
-    def __init__(
-        self,
-        count: int = 2,
-        feature_map: Literal["identity", "elu", "silu"] = "silu",
-        normalize_qk: bool = True,
-        scale: float = 2.0,
-        short_conv: int | None = None,
-    ):
-        super().__init__(feature_map=feature_map, normalize_qk=normalize_qk, short_conv=short_conv)
-        check_integer("task.count", count, most=1024)
-        check_choice("task.feature_map", feature_map, FEATURE_MAPS)
-        check_flag("task.normalize_qk", normalize_qk)
-        check_number("task.scale", scale, above=0)
-        self.count, self.scale = count, scale
+    feature_map = "silu"
+    normalize_qk = True
+    count: int = setting(default=2, most=1024)
+    scale: float = setting(default=2.0, above=0)
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import LARGEST, MetaTTTError, check_choice, check_flag, check_integer, check_number
+from metattt.errors import MetaTTTError, check_number
 from metattt.modules import CausalConv, exact, projection, rms_norm, short_convolution
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks import corruption
 from metattt.tasks.base import Task, Views
-from metattt.tasks.losses import IN_SYMBOLS, LOSSES, WITH_THRESHOLD, loss_per_token
+from metattt.tasks.losses import IN_SYMBOLS, WITH_THRESHOLD, loss_per_token
 
 Projected = tuple[Tensor, Tensor, Tensor]
 """q, k and v `[B, T, ·]` before heads are told apart."""
@@ -64,79 +65,56 @@ class Reconstruction(Task):
             the token for a loss without δ; when the layer is built, for `kv_heads` that do not divide its heads.
     """
 
-    def __init__(
-        self,
-        views: Literal["separate", "shared_qk", "no_key"] = "separate",
-        conv_width: int = 4,
-        rope: Literal["none", "mini_batch", "full"] = "none",
-        rope_theta: float = 10000.0,
-        feature_map: Literal["identity", "elu", "silu"] = "identity",
-        normalize_qk: bool = False,
-        bias: bool = False,
-        corruption: Literal["none", "noise", "mask"] = "none",
-        corruption_rate: float = 0.1,
-        seed: int | None = None,
-        loss: Literal[
-            "squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber", "kl"
-        ] = "squared",
-        huber_delta: float = 1.0,
-        kv_heads: int | None = None,
-        qk_norm: bool = False,
-        loss_p: float = 3.0,
-        huber_delta_from: Literal["constant", "per_head"] = "constant",
-        short_conv: int | None = None,
-        short_conv_v: bool = True,
-    ):
-        super().__init__()
-        check_choice("task.views", views, ("separate", "shared_qk", "no_key"))
-        check_choice("task.rope", rope, ("none", "mini_batch", "full"))
-        check_choice("task.feature_map", feature_map, FEATURE_MAPS)
-        check_choice("task.corruption", corruption, ("none", "noise", "mask"))
-        check_choice("task.loss", loss, LOSSES)
-        check_choice("task.huber_delta_from", huber_delta_from, ("constant", "per_head"))
-        check_integer("task.conv_width", conv_width)
-        check_number("task.rope_theta", rope_theta, above=0)
-        check_number("task.huber_delta", huber_delta, above=0)
-        check_number("task.loss_p", loss_p, least=1)
-        if huber_delta_from != "constant" and loss not in WITH_THRESHOLD:
+    projections: Literal["separate", "shared_qk", "no_key"] = setting(default="separate", alias="views")
+    conv_width: int = setting(default=4)
+    rope: Literal["none", "mini_batch", "full"] = setting(default="none")
+    rope_theta: float = setting(default=10000.0, above=0)
+    feature_map: Literal["identity", "elu", "silu"] = setting(default="identity")
+    normalize_qk: bool = setting(default=False)
+    bias: bool = setting(default=False)
+    corruption: Literal["none", "noise", "mask"] = setting(default="none")
+    corruption_rate: float = setting(default=0.1, least=0)
+    seed: int | None = setting(default=None, least=0, most=2**62)
+    loss_name: Literal[
+        "squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber", "kl"
+    ] = setting(default="squared", alias="loss")
+    huber_delta: float = setting(default=1.0, above=0)
+    kv_heads: int | None = setting(default=None, kw_only=True, advice=", or null for one of each head")
+    qk_norm: bool = setting(default=False, kw_only=True)
+    loss_p: float = setting(default=3.0, kw_only=True, least=1)
+    huber_delta_from: Literal["constant", "per_head"] = setting(default="constant", kw_only=True)
+    short_conv: int | None = setting(default=None, kw_only=True, advice=" (taps), or null for none")
+    short_conv_v: bool = setting(default=True, kw_only=True)
+
+    def configure(self) -> None:
+        super().configure()
+        self.shared_qk, self.no_key = self.projections == "shared_qk", self.projections == "no_key"
+        self.learned_delta = self.huber_delta_from == "per_head"
+        self.squared_error = self.loss_name == "squared"
+
+    def check_settings(self) -> None:
+        if self.corruption == "mask":
+            check_number("task.corruption_rate", self.corruption_rate, least=0, most=1)
+        super().check_settings()
+        if self.huber_delta_from != "constant" and self.loss_name not in WITH_THRESHOLD:
             raise MetaTTTError(
-                f"task.huber_delta_from={huber_delta_from} is for losses with a threshold, and task.loss={loss} has none: "
-                f"set task.loss to one of {', '.join(WITH_THRESHOLD)}"
+                f"task.huber_delta_from={self.huber_delta_from} is for losses with a threshold, and "
+                f"task.loss={self.loss_name} has none: set task.loss to one of {', '.join(WITH_THRESHOLD)}"
             )
-        check_number("task.corruption_rate", corruption_rate, least=0, most=1 if corruption == "mask" else LARGEST)
-        if kv_heads is not None:
-            check_integer("task.kv_heads", kv_heads, advice=", or null for one of each head")
-            if views != "separate":
-                raise MetaTTTError(
-                    f"task.kv_heads={kv_heads} needs keys of their own, and task.views={views} has none: "
-                    "set task.views=separate, or task.kv_heads=null"
-                )
-        if short_conv is not None:
-            check_integer("task.short_conv", short_conv, advice=" (taps), or null for none")
-            if views != "separate":
-                raise MetaTTTError(
-                    f"task.short_conv={short_conv} is for separate projections, and task.views={views}: "
-                    "set task.views=separate, or task.short_conv=null"
-                )
-        if seed is not None:
-            check_integer("task.seed", seed, least=0, most=2**62)
-        for key, flag in (
-            ("normalize_qk", normalize_qk), ("bias", bias), ("qk_norm", qk_norm), ("short_conv_v", short_conv_v),
-        ):  # fmt: skip
-            check_flag(f"task.{key}", flag)
-        if views == "no_key" and (rope != "none" or corruption != "none" or qk_norm or normalize_qk):
+        if self.kv_heads is not None and self.projections != "separate":
+            raise MetaTTTError(
+                f"task.kv_heads={self.kv_heads} needs keys of their own, and task.views={self.projections} has none: "
+                "set task.views=separate, or task.kv_heads=null"
+            )
+        if self.short_conv is not None and self.projections != "separate":
+            raise MetaTTTError(
+                f"task.short_conv={self.short_conv} is for separate projections, and task.views={self.projections}: "
+                "set task.views=separate, or task.short_conv=null"
+            )
+        if self.no_key and (self.rope != "none" or self.corruption != "none" or self.qk_norm or self.normalize_qk):
             raise MetaTTTError(
                 "task.views=no_key has the key 1 for every token: leave out task.rope, corruption, qk_norm and normalize_qk"
             )
-        self.shared_qk, self.conv_width, self.bias = views == "shared_qk", conv_width, bias
-        self.no_key = views == "no_key"
-        self.rope, self.rope_theta = rope, rope_theta
-        self.feature_map, self.normalize_qk = feature_map, normalize_qk
-        self.corruption, self.corruption_rate, self.seed = corruption, corruption_rate, seed
-        self.loss_name, self.huber_delta, self.kv_heads, self.qk_norm = loss, huber_delta, kv_heads, qk_norm
-        self.loss_p, self.learned_delta = loss_p, huber_delta_from == "per_head"
-        self.squared_error = loss == "squared"
-        self.short_conv, self.short_conv_v = short_conv, short_conv_v
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         if self.rope != "none" and head_dim % 2:

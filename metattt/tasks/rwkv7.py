@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import check_integer
 from metattt.registry import register
 from metattt.room import check_room
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Projected, Reconstruction
 
 
 @register(group="task", name="rwkv7")
-class RWKV7Views(Reconstruction):
+class RWKV7Views(Reconstruction, takes=()):
     """The removal key `p = κ̂ = κ/‖κ‖`, `κ = ξ ∘ θK x`, which is erased along `b = a ∘ κ̂`, and the replacement key
     `k = θK x ∘ (1 + (a − 1) ∘ s)`, with the in-context learning rate `a = σ(low-rank(x) + c)` of every channel; ξ and s
     are learned per channel (RWKV-7, arXiv 2503.14456, Sec. 3: `S_t = S_{t−1}(diag(w_t) − κ̂ᵀ(a ∘ κ̂)) + vᵀ k`).
@@ -27,11 +29,7 @@ class RWKV7Views(Reconstruction):
         MetaTTTError: a value that is not allowed.
     """
 
-    def __init__(self, rank: int | str = "head_dim"):
-        super().__init__()
-        if rank != "head_dim":
-            check_integer("task.rank", rank, advice=", or head_dim")
-        self.rank = rank
+    rank: int | Literal["head_dim"] = setting(default="head_dim", advice=", or head_dim")
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

@@ -10,17 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import check_choice, check_integer
 from metattt.modules import document_tail
 from metattt.registry import register
 from metattt.room import check_room
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Projected, Reconstruction
 
+TAKEN = ("window", "gate", "degree", "feature_map", "normalize_qk", "loss_name", "huber_delta", "short_conv")
+
 
 @register(group="task", name="window")
-class WindowViews(Reconstruction):
+class WindowViews(Reconstruction, takes=TAKEN):
     """`ℓ_t(W) = Σ_{i=t−c+1..t} γ_i ½‖f(φ(k_i); W) − v_i‖²`, the last c tokens of the document (the Omega rule of Atlas,
     arXiv 2505.23735, Eq. 9, as public reproductions of the paper give it), with queries φ(q). c − 1 tokens are carried from
     call to call.
@@ -38,24 +40,11 @@ class WindowViews(Reconstruction):
 
     together = True
 
-    def __init__(
-        self,
-        window: int = 4,
-        gate: Literal["none", "per_head"] = "per_head",
-        degree: int = 1,
-        feature_map: Literal["identity", "elu", "silu"] = "identity",
-        normalize_qk: bool = True,
-        loss: Literal["squared", "mean_squared", "dot", "huber", "cosine", "kl"] = "squared",
-        huber_delta: float = 1.0,
-        short_conv: int | None = None,
-    ):
-        super().__init__(
-            feature_map=feature_map, normalize_qk=normalize_qk, loss=loss, huber_delta=huber_delta, short_conv=short_conv
-        )
-        check_integer("task.window", window, most=2**16)
-        check_integer("task.degree", degree, most=8)
-        check_choice("task.gate", gate, ("none", "per_head"))
-        self.window, self.gate, self.degree = window, gate, degree
+    normalize_qk = True
+    window: int = setting(default=4, most=2**16)
+    gate: Literal["none", "per_head"] = setting(default="per_head")
+    degree: int = setting(default=1, most=8)
+    loss_name: Literal["squared", "mean_squared", "dot", "huber", "cosine", "kl"] = setting(default="squared", alias="loss")
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

@@ -166,7 +166,6 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         model.norm_eps=<-1|nan|inf|abc|0>
         model.<pre_conv|tie_embeddings|checkpoint_blocks|causal>=maybe
         model.causal=false
-        model.on_block=print
         model._target_=<nobody.Class|builtins.dict|metattt.nobody>
         model=vision_transformer
         layer.form=<nobody|3>

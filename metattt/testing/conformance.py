@@ -158,7 +158,7 @@ def rules_for(learner: Learner) -> dict[str, Callable[[], InnerOptimizer]]:
         known: dict[str, Callable[[], InnerOptimizer]] = {"": Append}
         if learner.gates:
             known["with gates"] = lambda: Append(
-                "per_head" if "write" in learner.gates else "none",
+                write="per_head" if "write" in learner.gates else "none",
                 decay="per_head" if "keep" in learner.gates else "none",
                 levels=3 if "levels" in learner.gates else 0,
             )

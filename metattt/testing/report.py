@@ -12,7 +12,8 @@ from rich.table import Table
 
 from metattt.composition.instantiate import instantiate_layer, instantiate_part
 from metattt.errors import MetaTTTError
-from metattt.inner.inspect import explain, unsupported
+from metattt.inner.planning import explain
+from metattt.inner.trial import unsupported
 from metattt.layer import TTTLayer
 from metattt.testing.laws import LAWS
 from metattt.testing.specimen import NotApplicable, Specimen

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.inspect import FORMS
+from metattt.inner.planning import ASKED
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
@@ -105,8 +105,8 @@ class Specimen:
             return []
         x = self.tokens()[:, :1]
         start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-        views, found = layer.observe(x, start, layer.context(x, start)[0])[0], []
-        for form in FORMS:
+        views, found = layer.tokens(x, start, layer.context(x, start)[0])[0], []
+        for form in ASKED[1:]:
             if form == "fused" and views.k.ndim == 5:  # kernels take one pair a token, which a layer sees in its call
                 continue
             try:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from metattt.checkpoints.naming import COMPONENT, OF_TRAINING, to_names
 from metattt.checkpoints.trained import fill, open_trained, read_weights
 from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_model
-from metattt.models.language_model import LanguageModel
+from metattt.models.language_model import Block, LanguageModel
+from metattt.parallel.cuts import check_divisible
 from metattt.training.resume import leaves
 
 PARTS = ("model", "layer", "learner", "task", "optimizer")
@@ -25,7 +27,6 @@ HOW_NOT_WHAT = (
     "checkpoint_blocks",
     "checkpoint_mini_batches",
     "checkpoint",
-    "on_block",
 )  # settings that never change a result
 
 
@@ -59,10 +60,24 @@ class Builder:
 
     def in_parts(self, on_block: Callable[[nn.Module], object]) -> LanguageModel:
         """The model with the same random parameters as `whole`; `on_block` is called with every block before the next
-        is made."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random)
-            return instantiate_model(self.cfg, on_block)
+        is made.
+
+        Raises:
+            MetaTTTError: a model whose blocks cannot be divided among processes.
+        """
+
+        def look(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+            if isinstance(owner, nn.ModuleList) and isinstance(module, Block):
+                check_divisible(module)
+                on_block(module)
+
+        seen = register_module_module_registration_hook(look)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.random)
+                return instantiate_model(self.cfg)
+        finally:
+            seen.remove()
 
     def finish(self, model: LanguageModel) -> None:
         """What comes after the random parameters: weights of another run, and compilation.

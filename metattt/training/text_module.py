@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 
 import lightning
@@ -17,7 +18,7 @@ from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import clip_norm, several_meshes
 from metattt.parallel.line import Line
-from metattt.parallel.relay import Relay
+from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan
 from metattt.registry import register
 from metattt.training.batches import recount_batches
@@ -182,8 +183,8 @@ class LanguageModeling(lightning.LightningModule):
         resets = [None] * parts if reset is None else reset.tensor_split(parts)
         losses = []
         for own, following, starts in zip(read.tensor_split(parts), labels.tensor_split(parts), resets, strict=True):
-            relay = None if self.line is None else Relay(self.line, scanned)
-            nats, _ = self.model.cross_entropy(own, following, reset=starts, ignore_index=NO_TOKEN, relay=relay)
+            with nullcontext() if self.line is None else handed_on(self.model, self.line, scanned):
+                nats, _ = self.model.cross_entropy(own, following, reset=starts, ignore_index=NO_TOKEN)
             losses.append(nats)
         return self._with_counts(torch.stack(losses).sum(), labels)
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import Block
-from metattt.parallel.cuts import check_cut
+from metattt.parallel.cuts import check_cut, check_divisible
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line
 from metattt.parallel.scan import scannable
@@ -92,6 +92,7 @@ class OverTime(ParallelStrategy):
     def on_block(self, block: nn.Module) -> None:
         """Looks at the layer: refuses one that needs whole sequences, and finds out whether its state is a scan."""
         assert isinstance(block, Block)
+        check_divisible(block)
         dim = len(block.layer_norm.weight)
         check_cut(block.layer, dim)
         if scannable(block.layer, dim):

@@ -5,6 +5,7 @@ import torch
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.registry import register
+from metattt.setting import setting
 
 
 @register(group="learner", name="fourier")
@@ -18,17 +19,10 @@ class Fourier(Learner):
         learn_init: train the initial weights in the outer loop.
     """
 
-    def __init__(
-        self,
-        *,
-        frequencies: int = 16,
-        bandwidth: float = 1.0,
-        residual: bool = True,
-        norm: bool = True,
-        learn_init: bool = True,
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        self.frequencies, self.bandwidth = frequencies, bandwidth
+    residual = True
+    norm = True
+    frequencies: int = setting(default=16)
+    bandwidth: float = setting(default=1.0, above=0)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         m = self.frequencies

@@ -8,7 +8,7 @@ on.
 | `summed` | the gradient of a weighted sum of losses: for reads that need no per-token weights; any function of the weights |
 
 `dual` has two relatives that differ in how they come by the gradients: `solved`, where an online rule is a triangular
-system, and `mixed`, for learners whose tokens look at each other. Each is a function of `Work` (`metattt.inner.loop`)
+system, and `mixed`, for learners whose tokens look at each other. Each is a function of `InnerLoop` (`metattt.inner.loop`)
 and of the chunk's tokens.
 """
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from metattt.inner.forms import dual, mixed, primal, solved, summed
 
-CHUNKS = {
+FORMS = {
     "primal": primal.chunk,
     "dual": dual.chunk,
     "solved": solved.chunk,
     "mixed": mixed.chunk,
     "summed": summed.chunk,
 }
-"""`chunk(work, tokens, carry, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the carry
+"""`chunk(loop, tokens, carry, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the carry
 after them."""
 
 SHARE = ("dual", "summed")

@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import Carry, Tokens, rated
-from metattt.learners.fast_weights import ReadRows, Record, Site, matmul, needs_probes
+from metattt.inner.tokens import Tokens, rated
+from metattt.learners.fast_weights import ReadRows, Record, Site, for_probes, matmul, needs_probes
+from metattt.memory import Memory
 from metattt.modules import spread
-from metattt.optimizers.base import Coefficients, Gates, clip_factor
+from metattt.optimizers.base import Coefficients, clip_factor
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
-    """See `CHUNKS`."""
-    anchor = work.anchor(tokens, carry, phase)
-    sites, deltas = record(work, anchor, tokens, _sum)
-    gradients = PerTokenGradients(sites, deltas[0], work.operand, work.learner.step_scales)
-    return finish(work, tokens, carry, phase, read, anchor, gradients)
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
+    """See `FORMS`."""
+    anchor = loop.anchor(tokens, carry, phase)
+    sites, deltas = record(loop, anchor, tokens, _sum)
+    gradients = PerTokenGradients(sites, deltas[0], loop.operand, loop.learner.step_scales)
+    return finish(loop, tokens, carry, phase, read, anchor, gradients)
 
 
 def _sum(losses: Tensor) -> list[Tensor]:
@@ -34,21 +35,22 @@ def _sum(losses: Tensor) -> list[Tensor]:
 
 
 def record(
-    work: Work, anchor: Tensors, tokens: Tokens, totals: Callable[[Tensor], list[Tensor]]
+    loop: InnerLoop, anchor: Tensors, tokens: Tokens, totals: Callable[[Tensor], list[Tensor]]
 ) -> tuple[list[Site], list[Sequence[Tensor]]]:
     """The uses of the fast weights at the anchor, and by their outputs the derivatives of each of `totals(losses)`.
 
     `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs
     themselves. With `layer.outer=first_order` the inputs and the derivatives are constants.
     """
-    k, v, constant = tokens.k, tokens.v, work.plan.outer == "first_order"
+    k, v, constant = tokens.views.k, tokens.views.v, loop.plan.outer == "first_order"
     if needs_probes():
-        sites, deltas = _probed(work, anchor, k, v, totals)
+        with for_probes():
+            sites, deltas = _probed(loop, anchor, k, v, totals)
         return (_constant(sites), [[x.detach() for x in row] for row in deltas]) if constant else (sites, deltas)
     keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():
-        weights = Record(anchor, work.slow, work.operand)
-        wanted = totals(work.losses(weights, k, v))
+        weights = Record(anchor, loop.slow, loop.operand)
+        wanted = totals(loop.losses(weights, k, v))
         found: list[Sequence[Tensor]] = []
         for total in wanted:
             retain = keep or len(wanted) > 1
@@ -72,86 +74,86 @@ def _constant(sites: list[Site]) -> list[Site]:
 
 
 def _probed(
-    work: Work, anchor: Tensors, k: Tensor, v: Tensor, totals: Callable[[Tensor], list[Tensor]]
+    loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor, totals: Callable[[Tensor], list[Tensor]]
 ) -> tuple[list[Site], list[Sequence[Tensor]]]:
     sites: list[Site] = []
 
     def recorded(*probes: Tensor) -> tuple[Tensor, list[Tensor]]:
-        weights = Record(anchor, work.slow, work.operand, probes)
-        wanted = torch.stack(totals(work.losses(weights, k, v)))
+        weights = Record(anchor, loop.slow, loop.operand, probes)
+        wanted = torch.stack(totals(loop.losses(weights, k, v)))
         sites[:] = weights.sites
         return wanted, [site.input for site in weights.sites if site.input is not None]
 
-    probes = [k.new_zeros(shape) for shape in probe_shapes(work, anchor, k, v)]
+    probes = [k.new_zeros(shape) for shape in probe_shapes(loop, anchor, k, v)]
     wanted, pull, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
     rest = iter(inputs)
     sites = [site if site.input is None else site._replace(input=next(rest)) for site in sites]
     return sites, [pull(row) for row in torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)]
 
 
-def probe_shapes(work: Work, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
+def probe_shapes(loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
     """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the
     pass away."""
-    key = (k.shape, v.shape, k.dtype, work.operand)
-    if torch.compiler.is_compiling() or key not in work.plan.shapes:
+    key = (k.shape, v.shape, k.dtype, loop.operand)
+    if torch.compiler.is_compiling() or key not in loop.plan.shapes:
         with torch.no_grad():
-            weights = Record(anchor, work.slow, work.operand, probes=itertools.repeat(0.0))
-            work.losses(weights, k, v)
+            weights = Record(anchor, loop.slow, loop.operand, probes=itertools.repeat(0.0))
+            loop.losses(weights, k, v)
         shapes = [z.shape for z in weights.outputs]
         if torch.compiler.is_compiling():
             return shapes
-        work.plan.shapes[key] = shapes
-    return work.plan.shapes[key]
+        loop.plan.shapes[key] = shapes
+    return loop.plan.shapes[key]
 
 
 def finish(
-    work: Work,
+    loop: InnerLoop,
     tokens: Tokens,
-    carry: Carry,
+    carry: Memory,
     phase: int | Tensor,
     read: str | None,
     anchor: Tensors,
     gradients: PerTokenGradients,
-) -> tuple[Tensor | None, Carry]:
+) -> tuple[Tensor | None, Memory]:
     """What queries read and what is carried on, from the gradients of the chunk's tokens.
 
     Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
     """
-    rule, band, y = work.rule, band_of(tokens), None
-    how = rule.coefficients(Gates(*tokens[3:9]), phase, carry, read)  # type: ignore[arg-type]
+    rule, band, y = loop.rule, band_of(tokens), None
+    how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     if read is not None:
         if rule.max_norm is not None:
-            how = _clipped(how, gradients, tokens.eta, carry.get("update"), read, rule.max_norm)
+            how = _clipped(how, gradients, tokens.gates.eta, carry.get("update"), read, rule.max_norm)
         how = _of_tokens(how, tokens, read)
         assert how.mix is not None
         mix = how.mix if band is None else how.mix @ band
         bases = [(row, carry[base]) for base, row in how.rows.items()]
-        y = work.learner.predict(ReadRows(bases, mix, gradients, work.slow, work.operand), tokens.q)
+        y = loop.learner.predict(ReadRows(bases, mix, gradients, loop.slow, loop.operand), tokens.views.q)
     after = dict(carry)
     for base, (factors, weight) in how.carry.items():
         after[base] = moved = {}
         for i, (name, value) in enumerate(anchor.items()):
-            factor = weight if tokens.rates is None else rated(weight, tokens.rates, i)
+            factor = weight if tokens.gates.rates is None else rated(weight, tokens.gates.rates, i)
             factor = factor if band is None else factor @ band
             moved[name] = combine(carry, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
-    if rule.in_token_space(phase, tokens.q.shape[2], carry) and not work.learner.mixes_tokens:
+    if rule.in_token_space(phase, tokens.views.q.shape[2], carry) and not loop.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
 
 
 def band_of(tokens: Tokens) -> Tensor | None:
     """`[T·n, T + n − 1]`, 1 where a pair of a token is a row of k and v; None: every pair is a row of its own."""
-    count, pairs = tokens.k.shape[2], tokens.eta.shape[2]
+    count, pairs = tokens.views.k.shape[2], tokens.gates.eta.shape[2]
     if count == pairs:
         return None
-    place, size = torch.arange(pairs, device=tokens.k.device), pairs // tokens.q.shape[2]
+    place, size = torch.arange(pairs, device=tokens.views.k.device), pairs // tokens.views.q.shape[2]
     row = place // size + place % size
-    return (row.unsqueeze(1) == torch.arange(count, device=row.device)).to(tokens.eta.dtype)
+    return (row.unsqueeze(1) == torch.arange(count, device=row.device)).to(tokens.gates.eta.dtype)
 
 
 def _of_tokens(how: Coefficients, tokens: Tokens, read: str) -> Coefficients:
     """The rows that queries read, where a token has several pairs: after the last of them, or before the first."""
-    pairs = tokens.eta.shape[2] // tokens.q.shape[2]
+    pairs = tokens.gates.eta.shape[2] // tokens.views.q.shape[2]
     if pairs == 1:
         return how
     start = pairs - 1 if read == "inclusive" else 0
@@ -160,7 +162,7 @@ def _of_tokens(how: Coefficients, tokens: Tokens, read: str) -> Coefficients:
     return how._replace(rows=rows, mix=how.mix[..., start::pairs, :])
 
 
-def combine(carry: Carry, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:
+def combine(carry: Memory, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:
     """`Σ_A factor_A · A − moved` for one weight."""
     total = -moved
     for base, factor in factors.items():
@@ -175,8 +177,8 @@ def _factors(gradients: PerTokenGradients, tokens: Tokens, anchor: Tensors) -> T
     found, band = {}, band_of(tokens)
     for i, (name, weight) in enumerate(anchor.items()):
         pair = gradients.factors(name)
-        if pair is not None and tokens.k.shape[2] < min(weight.shape[2:]):
-            eta = rated(tokens.eta, tokens.rates, i)
+        if pair is not None and tokens.views.k.shape[2] < min(weight.shape[2:]):
+            eta = rated(tokens.gates.eta, tokens.gates.rates, i)
             eta = eta if band is None else eta @ band
             found[f"{name}.left"] = -pair[0] * eta.unsqueeze(-1)
             found[f"{name}.right"] = pair[1]

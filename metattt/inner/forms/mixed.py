@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 from metattt.inner.forms.dual import NO_SCALES, PerTokenGradients, finish, record, scaled
-from metattt.inner.tokens import Carry, Tokens
+from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import Site
+from metattt.memory import Memory
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
-    """See `CHUNKS`."""
-    anchor = work.anchor(tokens, carry, phase)
-    sites, each = record(work, anchor, tokens, _one_by_one)
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
+    """See `FORMS`."""
+    anchor = loop.anchor(tokens, carry, phase)
+    sites, each = record(loop, anchor, tokens, _one_by_one)
     columns = [torch.stack(column) for column in zip(*each, strict=True)]
-    gradients = MixedGradients(sites, columns, work.operand, work.learner.step_scales)
-    return finish(work, tokens, carry, phase, read, anchor, gradients)
+    gradients = MixedGradients(sites, columns, loop.operand, loop.learner.step_scales)
+    return finish(loop, tokens, carry, phase, read, anchor, gradients)
 
 
 def _one_by_one(losses: Tensor) -> list[Tensor]:

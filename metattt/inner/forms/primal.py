@@ -9,41 +9,42 @@ from torch import Tensor
 
 from metattt.inner.forms.dual import scaled
 from metattt.inner.gradients import vjp
-from metattt.inner.tokens import Carry, Tokens, rated
+from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import FastWeights
+from metattt.memory import Memory
 from metattt.modules import spread
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
     """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
-    `CHUNKS`."""
-    rule, pairs = work.rule, tokens.k.shape[2] // tokens.q.shape[2]
+    `FORMS`."""
+    rule, pairs = loop.rule, tokens.views.k.shape[2] // tokens.views.q.shape[2]
     if (
-        pairs > 1 and not work.task.together
+        pairs > 1 and not loop.task.together
     ):  # one after the other: each pair is a step of its own, and one of them is read
         y, seen_at = None, pairs - 1 if read == "inclusive" else 0
         for i in range(pairs):
-            pair = tokens.map(lambda x, i=i: x[:, :, i : i + 1])._replace(q=tokens.q)  # type: ignore[misc]
-            answer, carry = chunk(work, pair, carry, phase, read if i == seen_at else None)
+            pair = tokens.map(lambda x, i=i: x[:, :, i : i + 1]).with_views(q=tokens.views.q)  # type: ignore[misc]
+            answer, carry = chunk(loop, pair, carry, phase, read if i == seen_at else None)
             y = answer if i == seen_at else y
         return y, carry
-    anchor = work.anchor(tokens, carry, phase)
+    anchor = loop.anchor(tokens, carry, phase)
     names, bases = list(anchor), rule.bases
-    batch, _, count = tokens.eta.shape
-    scales = work.learner.step_scales
-    found = {name: scaled(g, scales.get(name)) for name, g in gradients(work, tokens, anchor).items()}
+    batch, _, count = tokens.gates.eta.shape
+    scales = loop.learner.step_scales
+    found = {name: scaled(g, scales.get(name)) for name, g in gradients(loop, tokens, anchor).items()}
     seen = []
     for t in range(count):
         step = {}
         for i, (name, g) in enumerate(found.items()):
-            eta = rated(tokens.eta, tokens.rates, i)[:, :, t]
+            eta = rated(tokens.gates.eta, tokens.gates.rates, i)[:, :, t]
             step[name] = -spread(eta, g[:, t]) * g[:, t]
         before = rule.current(carry, phase + t) if read == "exclusive" or "update" not in bases else {}
         if "update" in bases:
@@ -51,16 +52,14 @@ def chunk(
             kept = rule.coefficients(one, phase + t, carry, None).carry["update"][0].get("update")
             carry = carry | {"update": _add(_scaled(carry.get("update"), kept), step)}
         else:
-            alpha, beta, kappa = (
-                None if gate is None else gate[:, :, t] for gate in (tokens.alpha, tokens.beta, tokens.kappa)
-            )
+            _, alpha, beta, kappa, _, decay = (None if gate is None else gate[:, :, t] for gate in tokens.gates)
             if beta is not None:
                 memory = _add(_scaled(carry.get("momentum"), beta), step)
                 step = _add(_scaled(memory, beta), step) if rule.nesterov else memory
                 carry = carry | {"momentum": memory}
             old = _scaled(before, alpha)
-            if tokens.decay is not None and old is not None:
-                old = {name: tokens.decay[:, :, t].exp().unsqueeze(-1) * x for name, x in old.items()}
+            if decay is not None and old is not None:
+                old = {name: decay.exp().unsqueeze(-1) * x for name, x in old.items()}
             moved = _add(old, _scaled(step, kappa))
             if rule.pull and alpha is not None:
                 moved = _add(_scaled(carry["origin"], 1 - alpha), moved)
@@ -70,33 +69,33 @@ def chunk(
     if read is None:
         return None, carry
     rows = {name: torch.stack([w[name] for w in seen], dim=1).flatten(0, 1) for name in names}
-    y = work.learner.predict(FastWeights(rows, work.slow, work.operand), _alone(tokens.q))
+    y = loop.learner.predict(FastWeights(rows, loop.slow, loop.operand), _alone(tokens.views.q))
     return y.squeeze(2).unflatten(0, (batch, count // pairs)).transpose(1, 2), carry
 
 
-def gradients(work: Work, tokens: Tokens, anchor: Tensors) -> Tensors:
+def gradients(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> Tensors:
     """∇ℓ_t of every token, `[B, n, H, *shape]` by name."""
     names = list(anchor)
-    batch, heads, count = tokens.eta.shape
-    if tokens.p is not None or tokens.b is not None:
-        return _generalised(work, tokens, names[0], anchor[names[0]])
+    batch, heads, count = tokens.gates.eta.shape
+    if tokens.views.p is not None or tokens.views.b is not None:
+        return _generalised(loop, tokens, names[0], anchor[names[0]])
 
     def losses(*weights: Tensor) -> Tensor:
-        accessor = FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand)
-        return work.losses(accessor, _alone(tokens.k), _alone(tokens.v))
+        accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.operand)
+        return loop.losses(accessor, _alone(tokens.views.k), _alone(tokens.views.v))
 
     copies = [anchor[name].unsqueeze(1).expand(-1, count, *anchor[name].shape[1:]).flatten(0, 1) for name in names]
-    constant = work.plan.outer == "first_order"
-    found = vjp(losses, copies, [tokens.eta.new_ones(batch * count, heads, 1)], constant)[0]
+    constant = loop.plan.outer == "first_order"
+    found = vjp(losses, copies, [tokens.gates.eta.new_ones(batch * count, heads, 1)], constant)[0]
     return {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}
 
 
-def _generalised(work: Work, tokens: Tokens, name: str, weight: Tensor) -> Tensors:
+def _generalised(loop: InnerLoop, tokens: Tokens, name: str, weight: Tensor) -> Tensors:
     """`b_tᵀ(p_t W) − k_tᵀ v_t` of every token, for a linear learner: see `metattt.tasks.base.Views`."""
-    made = (tokens.k if tokens.p is None else tokens.p) @ weight
-    erased = tokens.k if tokens.b is None else tokens.b
-    change = erased.unsqueeze(-1) * made.unsqueeze(-2) - tokens.k.unsqueeze(-1) * tokens.v.unsqueeze(-2)
-    change = change.detach() if work.plan.outer == "first_order" else change
+    k, v, _, p, b, _ = tokens.views
+    made, erased = (k if p is None else p) @ weight, k if b is None else b
+    change = erased.unsqueeze(-1) * made.unsqueeze(-2) - k.unsqueeze(-1) * v.unsqueeze(-2)
+    change = change.detach() if loop.plan.outer == "first_order" else change
     return {name: change.transpose(1, 2)}
 
 

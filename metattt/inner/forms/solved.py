@@ -10,25 +10,26 @@ from torch import Tensor
 
 from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
-from metattt.inner.tokens import Carry, Tokens
-from metattt.learners.fast_weights import FastWeights, Site, matmul
-from metattt.optimizers.base import Gates
+from metattt.inner.tokens import Tokens
+from metattt.learners.fast_weights import FastWeights, Site
+from metattt.memory import Memory
+from metattt.ops.chunk import matmul, solve_unit_lower
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
-    """See `CHUNKS`."""
-    if tokens.decay is not None:
-        return channels.chunk(work, tokens, carry, read)
-    gradients = solve(work, tokens, carry, phase)
-    return finish(work, tokens, carry, phase, read, work.rule.current(carry, phase), gradients)
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
+    """See `FORMS`."""
+    if tokens.gates.decay is not None:
+        return channels.chunk(loop, tokens, carry, read)
+    gradients = solve(loop, tokens, carry, phase)
+    return finish(loop, tokens, carry, phase, read, loop.rule.current(carry, phase), gradients)
 
 
-def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerTokenGradients:
+def solve(loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor) -> PerTokenGradients:
     """Gradients at the newest weights, with errors `E_s = p_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`; p is k where no
     erase view is given.
 
@@ -38,16 +39,16 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
     `m_s mix_{s−1,r} (p_s·k_r) v_r` instead of −v. With a factor c of the weight and one of the bias
     (`Learner.step_scale`), `p_s·k_r` stands for `c_W p_s·k_r + c_b`.
     """
-    assert work.learner.linear_map is not None
-    weight, bias = work.learner.linear_map
-    k, v, p, b = tokens.k, tokens.v, tokens.p, tokens.b
-    if work.plan.linear == "dot":  # the gradient −kᵀv of −⟨v, kW⟩ does not depend on the weights
-        return _gradients(work, (k, -v))
-    how = work.rule.coefficients(Gates(*tokens[3:9]), phase, carry, "exclusive")
+    assert loop.learner.linear_map is not None
+    weight, bias = loop.learner.linear_map
+    k, v, _, p, b, _ = tokens.views
+    if loop.plan.linear == "dot":  # the gradient −kᵀv of −⟨v, kW⟩ does not depend on the weights
+        return _gradients(loop, (k, -v))
+    how = loop.rule.coefficients(tokens.gates, phase, carry, "exclusive")
     assert how.mix is not None
-    before, rows, alpha = how.mix, how.rows, tokens.alpha if work.rule.gradient_at == "decayed" else None
-    pairs = k.shape[2] // tokens.q.shape[2]
-    if work.task.together and pairs > 1:  # all pairs of a token meet the weights before its first one
+    before, rows, alpha = how.mix, how.rows, tokens.gates.alpha if loop.rule.gradient_at == "decayed" else None
+    pairs = k.shape[2] // tokens.views.q.shape[2]
+    if loop.task.together and pairs > 1:  # all pairs of a token meet the weights before its first one
         before = before[..., ::pairs, :].repeat_interleave(pairs, -2)
         rows = {
             base: None if row is None else row[..., ::pairs].repeat_interleave(pairs, -1) for base, row in rows.items()
@@ -56,25 +57,25 @@ def solve(work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor) -> PerT
     asked = k if p is None else p
     right = torch.zeros_like(v)
     for base, row in rows.items():
-        z = FastWeights(carry[base], {}, work.operand).linear(asked, weight, bias)
+        z = FastWeights(carry[base], {}, loop.operand).linear(asked, weight, bias)
         right = right + (z if row is None else row.unsqueeze(-1) * z)
     if alpha is not None:
         before, right = before * alpha.unsqueeze(-1), right * alpha.unsqueeze(-1)
-    scales = work.learner.step_scales
+    scales = loop.learner.step_scales
     factor, own = scales.get(weight), 0 if bias is None else scales.get(bias, 1)
-    gram = scaled(matmul(asked, k.mT, work.operand), factor) + own
+    gram = scaled(matmul(asked, k.mT, loop.operand), factor) + own
     if b is None:
-        return _gradients(work, (k, channels.solve(before * gram, right - v)))
-    erased = scaled(matmul(asked, b.mT, work.operand), factor)
-    made = channels.solve(before * erased, right + matmul(before * gram, v, work.operand))
-    return _gradients(work, (b, made), (k, -v))
+        return _gradients(loop, (k, solve_unit_lower(before * gram, right - v)))
+    erased = scaled(matmul(asked, b.mT, loop.operand), factor)
+    made = solve_unit_lower(before * erased, right + matmul(before * gram, v, loop.operand))
+    return _gradients(loop, (b, made), (k, -v))
 
 
-def _gradients(work: Work, *pairs: tuple[Tensor, Tensor]) -> PerTokenGradients:
+def _gradients(loop: InnerLoop, *pairs: tuple[Tensor, Tensor]) -> PerTokenGradients:
     """`G_s = Σ aᵀ δ` over pairs of `[B, H, n, ·]`."""
-    assert work.learner.linear_map is not None
-    weight, bias = work.learner.linear_map
-    if work.plan.outer == "first_order":
+    assert loop.learner.linear_map is not None
+    weight, bias = loop.learner.linear_map
+    if loop.plan.outer == "first_order":
         pairs = tuple((a.detach(), delta.detach()) for a, delta in pairs)
     sites = [Site(weight, bias, a, False, False) for a, _ in pairs]
-    return PerTokenGradients(sites, [delta for _, delta in pairs], work.operand, work.learner.step_scales)
+    return PerTokenGradients(sites, [delta for _, delta in pairs], loop.operand, loop.learner.step_scales)

@@ -10,29 +10,29 @@ from torch import Tensor, nn
 
 from metattt.inner.forms.dual import band_of, combine, scaled
 from metattt.inner.gradients import vjp
-from metattt.inner.tokens import Carry, Tokens, rated
+from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import FastWeights
-from metattt.optimizers.base import Gates
+from metattt.memory import Memory
 from metattt.replica import with_values
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
-    from metattt.inner.loop import Work
+    from metattt.inner.loop import InnerLoop
 
 
 def chunk(
-    work: Work, tokens: Tokens, carry: Carry, phase: int | Tensor, read: str | None
-) -> tuple[Tensor | None, Carry]:
-    """See `CHUNKS`; no row is read."""
-    anchor = work.anchor(tokens, carry, phase)
-    how = work.rule.coefficients(Gates(*tokens[3:9]), phase, carry, read)  # type: ignore[arg-type]
+    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+) -> tuple[Tensor | None, Memory]:
+    """See `FORMS`; no row is read."""
+    anchor = loop.anchor(tokens, carry, phase)
+    how = loop.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
     names, count = list(anchor), len(anchor)
-    if work.plan.outer == "first_order":
-        work, tokens, anchor = _as_constants(work, tokens, anchor)
+    if loop.plan.outer == "first_order":
+        loop, tokens, anchor = _as_constants(loop, tokens, anchor)
 
     def losses(*weights: Tensor) -> Tensor:
-        return work.losses(
-            FastWeights(dict(zip(names, weights, strict=True)), work.slow, work.operand), tokens.k, tokens.v
+        return loop.losses(
+            FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.operand), tokens.views.k, tokens.views.v
         )
 
     weights, band = [anchor[name] for name in names], band_of(tokens)
@@ -40,13 +40,13 @@ def chunk(
     def of_losses(factor: Tensor) -> Tensor:
         return factor if band is None else factor @ band
 
-    if tokens.rates is None:
+    if tokens.gates.rates is None:
         found = vjp(losses, weights, [of_losses(weight) for _, weight in how.carry.values()])
     else:  # a backward pass per weight, each with the weight's own step sizes
-        factors = [of_losses(rated(weight, tokens.rates, i)) for _, weight in how.carry.values() for i in range(count)]
+        factors = [of_losses(rated(weight, tokens.gates.rates, i)) for _, weight in how.carry.values() for i in range(count)]
         each = vjp(losses, weights, factors)
         found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
-    scales = work.learner.step_scales
+    scales = loop.learner.step_scales
     moved = {
         base: {
             name: combine(carry, factors, name, scaled(g, scales.get(name)))
@@ -57,14 +57,14 @@ def chunk(
     return None, carry | moved
 
 
-def _as_constants(work: Work, tokens: Tokens, anchor: Tensors) -> tuple[Work, Tokens, Tensors]:
+def _as_constants(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> tuple[InnerLoop, Tokens, Tensors]:
     """What gradients are computed from, without derivatives: then `Σ_s η_s G_s` has those by η alone.
 
     Its graph is one of second order, of which the outer loop sees no more than these.
     """
-    parts = nn.ModuleList((work.task, work.learner))
+    parts = nn.ModuleList((loop.task, loop.learner))
     task, learner = with_values(parts, {name: x.detach() for name, x in parts.named_parameters()})
-    slow = {name: x.detach() for name, x in work.slow.items()}
-    views = tokens._replace(k=tokens.k.detach(), v=tokens.v.detach())
-    fixed = replace(work, task=task, learner=learner, slow=slow)  # type: ignore[arg-type]
+    slow = {name: x.detach() for name, x in loop.slow.items()}
+    views = tokens.with_views(k=tokens.views.k.detach(), v=tokens.views.v.detach())
+    fixed = replace(loop, task=task, learner=learner, slow=slow)  # type: ignore[arg-type]
     return fixed, views, {name: x.detach() for name, x in anchor.items()}

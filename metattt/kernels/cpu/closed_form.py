@@ -19,7 +19,7 @@ from torch import Tensor
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.operator import KernelOnCPU, empty_gradients, empty_like_tokens, state_size
 from metattt.modules import exact
-from metattt.optimizers.base import transition
+from metattt.ops.chunk import decay_matrix, decays
 
 EPS = 1e-6  # of `learners.base.standardize`
 
@@ -62,10 +62,10 @@ class ClosedForm(KernelOnCPU):
         after it."""
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
-        tokens, dtype = given.tokens, given.tokens.eta.dtype
-        if tokens.beta is not None or tokens.rates is not None:
+        gates, dtype = given.tokens.gates, given.tokens.gates.eta.dtype
+        if gates.beta is not None or gates.rates is not None:
             return "a momentum gate, or a step size for every weight"
-        if given.tau is not None and (tokens.alpha is not None or tokens.kappa is not None):
+        if given.tau is not None and (gates.alpha is not None or gates.kappa is not None):
             return "token steps beside a gate"
         if given.operand != dtype or dtype not in (torch.float32, torch.float64):
             return f"operands of {str(given.operand).removeprefix('torch.')} on the CPU"
@@ -73,7 +73,7 @@ class ClosedForm(KernelOnCPU):
 
     def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
         layout = Layout(given, group)
-        y = empty_like_tokens(layout.tokens.q, layout.dtype)
+        y = empty_like_tokens(layout.tokens.views.q, layout.dtype)
         weights, places = layout.packed(layout.weights), layout.places()
         kept = y.new_empty(layout.batch * layout.heads, len(places), state_size(layout.weights)) if keep else None
         for index, place in enumerate(places):
@@ -91,25 +91,25 @@ class ClosedForm(KernelOnCPU):
             tokens, (scale, shift) = empty_gradients(layout.tokens), map(torch.zeros_like, layout.affine)
             tau = None if layout.tau is None else layout.tau.new_zeros(layout.tau.shape)
             if dy is None:
-                dy = torch.zeros_like(layout.tokens.q, dtype=layout.dtype)
+                dy = torch.zeros_like(layout.tokens.views.q, dtype=layout.dtype)
             moving = layout.packed(
                 [torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=True)]
             )
             for index, place in reversed(list(enumerate(layout.places()))):
                 weights = layout.split(kept[:, index])
                 found, moving = self.backward_group(layout.group(place), weights, layout.take(dy, place), moving)
-                for x, part in zip(tokens[:3], found[:3], strict=True):
+                for x, part in zip(tokens.views[:3], found[:3], strict=True):
                     layout.put(x, place, part)
                 for total, part in ((scale, found.scale), (shift, found.shift)):
                     total += part.unflatten(0, (layout.batch, layout.heads)).sum((0, 2))
                 for name, part in layout.pull_coefficients(place, found.mix, found.rows).items():
                     if name != "tau":
-                        layout.put(getattr(tokens, name), place, part)
+                        layout.put(getattr(tokens.gates, name), place, part)
                     elif tau is not None:
                         part = part.unflatten(0, (layout.batch, layout.heads)).sum(0)
                         tau += part if tau.shape[0] == layout.heads else part.sum(0, keepdim=True)
             rest = [*(() if tau is None else (tau,)), scale, shift, *layout.unpacked(moving)]
-            return [*(x for x in tokens if x is not None), *rest]
+            return [*(x for x in tokens.tensors if x is not None), *rest]
 
 
 class Layout:
@@ -119,8 +119,8 @@ class Layout:
         self.tokens, self.weights, self.size = given.tokens, list(given.weights.values()), given.size
         self.affine = given.slow["norm_scale"], given.slow["norm_bias"]
         self.step = group * given.size
-        self.batch, self.heads, self.length = self.tokens.k.shape[:3]
-        self.dtype = self.tokens.eta.dtype
+        self.batch, self.heads, self.length = self.tokens.views.k.shape[:3]
+        self.dtype = self.tokens.gates.eta.dtype
         self.tau = given.tau
         self.numbers = sum([w[0, 0].numel() for w in self.weights])  # of a learner
 
@@ -142,7 +142,7 @@ class Layout:
         return x.to(self.dtype).expand(self.heads, *x.shape[1:]).repeat(self.batch, *(1,) * (x.ndim - 1))
 
     def group(self, place: slice) -> Group:
-        k, v, q = (self.take(x, place) for x in self.tokens[:3])
+        k, v, q = (self.take(x, place) for x in self.tokens.views[:3])
         scale, shift = (self.for_every_learner(x).unsqueeze(1) for x in self.affine)
         return Group(k, v, q, *self.coefficients(place), scale, shift)
 
@@ -163,9 +163,9 @@ class Layout:
 
     def gates(self, place: slice) -> tuple[Tensor | None, ...]:
         """η, α, κ `[n, B·H, b]` of a group and τ `[B·H, b]`."""
-        gates = (self.tokens.eta, self.tokens.alpha, self.tokens.kappa)
-        tau = None if self.tau is None else self.for_every_learner(self.tau)
-        return (*(None if x is None else self.take(x, place) for x in gates), tau)
+        given, tau = self.tokens.gates, None if self.tau is None else self.for_every_learner(self.tau)
+        taken = (None if x is None else self.take(x, place) for x in (given.eta, given.alpha, given.kappa))
+        return (*taken, tau)
 
     def coefficients(self, place: slice) -> tuple[Tensor, Tensor | None]:
         """`mix` and `rows` of a group."""
@@ -174,8 +174,8 @@ class Layout:
         if alpha is None:
             one = written.new_ones(self.size, 1) if tau is None else tau.unsqueeze(-1)
             return (one * written).tril(), None
-        decay = transition(alpha)
-        return decay * written, decay[..., 0] * alpha[..., :1]
+        decay, rows = decays(alpha)
+        return decay * written, rows
 
     def pull_coefficients(self, place: slice, dmix: Tensor, drows: Tensor | None) -> dict[str, Tensor]:
         """Cotangents of the gates and of τ, by name, from those of `mix` and `rows`: the transpose of `coefficients`."""
@@ -183,7 +183,7 @@ class Layout:
         assert eta is not None
         written, found = eta if kappa is None else eta * kappa, {}
         if alpha is not None:
-            decay = transition(alpha)  # the inverse of 1 − S, where S holds α below the diagonal: dS = decayᵀ d decayᵀ
+            decay = decay_matrix(alpha)  # the inverse of 1 − S, where S holds α below the diagonal: dS = decayᵀ d decayᵀ
             ddecay = dmix * written.unsqueeze(-2)
             found["alpha"] = torch.zeros_like(alpha)
             if drows is not None:

@@ -27,7 +27,7 @@ def advance(
 ) -> tuple[Tensor, Tensors, Tensors | None]:
     """`function` of a library, for all learners; see `NativeForm.advance`."""
     tokens, tau, weights = given.tokens, given.tau, given.weights
-    k, v, q, eta = tokens.k, tokens.v, tokens.q, tokens.eta
+    k, v, q, eta = tokens.views.k, tokens.views.v, tokens.views.q, tokens.gates.eta
     batch, heads, count, width = k.shape
     aligned = not isinstance(phase, Tensor)
     completes = aligned and phase + count == given.size

@@ -39,7 +39,7 @@ class NativeForm(KernelOnCPU):
         """The macros of the source for these tensors, all of them sizes or flags; or why there are none."""
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
-        width = given.tokens.k.shape[-1]
+        width = given.tokens.views.k.shape[-1]
         fits = width % 16 == 0 and 16 <= width <= 128 and given.size % 16 == 0 and 16 <= given.size <= 64
         misfit = None if fits else f"a head width of {width} with {given.size} tokens per mini-batch"
         return self._refused(given, misfit, self.source)
@@ -47,15 +47,15 @@ class NativeForm(KernelOnCPU):
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
         """Why `advance` cannot take these tensors, or None if it can: a matter of types, widths and gates, not of
         lengths."""
-        width = given.tokens.k.shape[-1]
+        width = given.tokens.views.k.shape[-1]
         if self.source_of_tokens is None:
             return "whole mini-batches only"
         misfit = None if width % 16 == 0 and 16 <= width <= 128 else f"a head width of {width}"
         return self._refused(given, misfit, self.source_of_tokens)
 
     def _refused(self, given: MiniBatches, misfit: str | None, source: Path) -> str | None:
-        tokens = given.tokens
-        if any(x is not None for x in (tokens.alpha, tokens.kappa, tokens.beta, tokens.rates)):
+        gates = given.tokens.gates[1:]
+        if gates.count(None) != len(gates):
             return "a gate besides the step size"
         if given.operand != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
             return "numbers other than fp32"
@@ -89,7 +89,7 @@ class NativeForm(KernelOnCPU):
         """
         self.check(given, update, phase, native=True)
         first = next(iter(given.weights.values()))
-        key = self.source_of_tokens, given.tokens.k.shape[-1], first.shape[-1], len(given.weights)
+        key = self.source_of_tokens, given.tokens.views.k.shape[-1], first.shape[-1], len(given.weights)
         function = _functions.get(key)
         if function is None:
             function = _functions[key] = self._function(given)
@@ -106,7 +106,7 @@ class NativeForm(KernelOnCPU):
     def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
         self.check(given, native=True)
         call, library = Call(given, group), self.library(given)
-        y = empty_like_tokens(given.tokens.q)
+        y = empty_like_tokens(given.tokens.views.q)
         after = [w.new_empty(w.shape) for w in given.weights.values()]
         call.views(y=y)
         call.arrays(after=after)
@@ -123,12 +123,12 @@ class NativeForm(KernelOnCPU):
         self, given: MiniBatches, group: int, kept: Tensor, dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
         call, library = Call(given, group), self.library(given)
-        tokens, tau, scale = given.tokens, given.tau, given.slow["norm_scale"]
-        batch, heads = tokens.k.shape[:2]
+        q, tau, scale = given.tokens.views.q, given.tau, given.slow["norm_scale"]
+        batch, heads = q.shape[:2]
         if dy is None:
-            dy = tokens.q.new_zeros(tokens.q.shape[-1:]).expand_as(tokens.q)
-        found = empty_gradients(tokens)
-        dk, dv, dq, deta = found[:4]
+            dy = q.new_zeros(q.shape[-1:]).expand_as(q)
+        found = empty_gradients(given.tokens)
+        (dk, dv, dq), deta = found.views[:3], found.gates.eta
         use_large_pages(library, dk, dv, dq)
         dstart = [w.new_empty(w.shape) for w in given.weights.values()]
         dscale, dshift = (scale.new_zeros(batch, *scale.shape) for _ in range(2))
@@ -155,7 +155,7 @@ class NativeForm(KernelOnCPU):
 def _sizes(given: MiniBatches) -> tuple[int, ...]:
     """What a library is compiled for."""
     weights = given.weights
-    return given.size, given.tokens.k.shape[-1], next(iter(weights.values())).shape[-1], len(weights)
+    return given.size, given.tokens.views.k.shape[-1], next(iter(weights.values())).shape[-1], len(weights)
 
 
 _libraries: dict[tuple[Any, ...], ctypes.CDLL] = {}
@@ -199,13 +199,13 @@ class Call:
     """One call of a library: fills in the structure and holds on to the tensors whose memory it names."""
 
     def __init__(self, given: MiniBatches, group: int):
-        tokens, tau = given.tokens, given.tau
-        batch, heads, length = tokens.k.shape[:3]
+        (k, v, q), eta, tau = given.tokens.views[:3], given.tokens.gates.eta, given.tau
+        batch, heads, length = k.shape[:3]
         self.learners, self.count = batch * heads, length // given.size
         self.passed = _Call(heads=heads, count=self.count, group=group)
         self.alive: list[Tensor] = []
-        self.views(k=tokens.k, v=tokens.v, q=tokens.q, eta=tokens.eta)
-        tau = tokens.eta.new_ones(1, given.size) if tau is None else tau
+        self.views(k=k, v=v, q=q, eta=eta)
+        tau = eta.new_ones(1, given.size) if tau is None else tau
         self.passed.tau_head = 0 if tau.shape[0] == 1 else given.size
         self.array(tau=tau, scale=given.slow["norm_scale"], shift=given.slow["norm_bias"])
         self.arrays(start=list(given.weights.values()))

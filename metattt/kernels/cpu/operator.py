@@ -1,9 +1,8 @@
 """The kernels of the CPU as operations of autograd and as operators of `torch.library`.
 
 A call of a layer runs a kernel directly, as one `torch.autograd.Function`: an operator costs more than decoding may.
-`torch.compile` and `torch.export` see an operator instead, one node for all mini-batches of a call, which has fake
-tensors and a derivative. It computes by the first kernel of the operation that takes the tensors, so that a program
-uses C++ wherever it runs and there is a compiler.
+`torch.compile` sees an operator instead, one node for all mini-batches of a call, which has fake tensors and a
+derivative. It computes by the first kernel of the operation that takes the tensors: by C++ where there is a compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ from torch import Tensor
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Scan, Tokens
 from metattt.kernels.base import Kernel
+from metattt.optimizers.base import Gates
 from metattt.state import Tensors
+from metattt.tasks.base import Views
 
 
 class KernelOnCPU(Kernel):
@@ -43,17 +44,16 @@ class KernelOnCPU(Kernel):
 
     def group_size(self, given: MiniBatches) -> int:
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
-        count = given.tokens.k.shape[2] // given.size
+        count = given.tokens.views.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
         tensors, group = flat(given), self.group_size(given)
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if torch.compiler.is_compiling():
-            tokens = given.tokens
-            gates, slow = (tokens.eta, tokens.alpha, tokens.kappa), (given.slow["norm_scale"], given.slow["norm_bias"])
-            views, weights = (tokens.k, tokens.v, tokens.q), list(given.weights.values())
-            y, *after = self.operator(*views, *gates, given.tau, *slow, weights, given.size, group, keep)[:-1]
+            (k, v, q), gates, weights = given.tokens.views[:3], given.tokens.gates, list(given.weights.values())
+            rest = gates.eta, gates.alpha, gates.kappa, given.tau, given.slow["norm_scale"], given.slow["norm_bias"]
+            y, *after = self.operator(k, v, q, *rest, weights, given.size, group, keep)[:-1]
         elif keep:
             y, *after = _Scan.apply(self, reference, given, group, *tensors)
         else:
@@ -104,14 +104,14 @@ def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tenso
 
 def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
-    tokens, slow = [x for x in given.tokens if x is not None], (given.slow["norm_scale"], given.slow["norm_bias"])
+    tokens, slow = [x for x in given.tokens.tensors if x is not None], (given.slow["norm_scale"], given.slow["norm_bias"])
     return [*tokens, *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
 
 
 def shell(given: MiniBatches) -> MiniBatches:
     """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
     nothing = torch.empty(0)
-    tokens = Tokens(*[None if x is None else nothing for x in given.tokens])  # type: ignore[arg-type]
+    tokens = given.tokens.map(lambda x: nothing)
     tau = None if given.tau is None else nothing
     return given._replace(tokens=tokens, weights=dict.fromkeys(given.weights, nothing), slow={}, tau=tau)
 
@@ -119,7 +119,7 @@ def shell(given: MiniBatches) -> MiniBatches:
 def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
     """A `shell` with tensors in the order of `flat`."""
     rest = iter(tensors)
-    tokens = Tokens(*[None if x is None else next(rest) for x in given.tokens])  # type: ignore[arg-type]
+    tokens = given.tokens.map(lambda x: next(rest))
     tau = None if given.tau is None else next(rest)
     slow = {"norm_scale": next(rest), "norm_bias": next(rest)}
     return given._replace(tokens=tokens, weights=dict(zip(given.weights, rest, strict=True)), slow=slow, tau=tau)
@@ -157,11 +157,11 @@ def register_operator(name: str, kernels: Sequence[type[KernelOnCPU]]) -> None:
     ) -> tuple[KernelOnCPU, MiniBatches]:
         """The kernel that takes the arguments of an operator, and how it is given them."""
         k, v, q, eta, alpha, kappa, tau, scale, shift = tensors
-        tokens = Tokens(k, v, q, eta, alpha=alpha, kappa=kappa)  # type: ignore[arg-type]
+        tokens = Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa))  # type: ignore[arg-type]
         names = made[0].weights if len(weights) == len(made[0].weights) else made[0].weights[::2]
         slow = {"norm_scale": scale, "norm_bias": shift}
         named = dict(zip(names, weights, strict=True))
-        given = MiniBatches(tokens, named, slow, tau, size, tokens.eta.dtype, group)  # type: ignore[arg-type]
+        given = MiniBatches(tokens, named, slow, tau, size, tokens.gates.eta.dtype, group)  # type: ignore[arg-type]
         return next(kernel for kernel in made if kernel.reason_rejected(given) is None), given
 
     @torch.library.custom_op(f"metattt::{name}", mutates_args=(), device_types="cpu")
@@ -192,9 +192,9 @@ def register_operator(name: str, kernels: Sequence[type[KernelOnCPU]]) -> None:
 
     @backward.register_fake
     def _(dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group):  # type: ignore[no-untyped-def]
-        tokens = empty_gradients(Tokens(k, v, q, eta, alpha=alpha, kappa=kappa))
+        tokens = empty_gradients(Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa)))
         others = [x for x in (tau, scale, shift, *weights) if x is not None]
-        return [*(x for x in tokens if x is not None), *(x.new_empty(x.shape) for x in others)]
+        return [*(x for x in tokens.tensors if x is not None), *(x.new_empty(x.shape) for x in others)]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         *tensors, weights, size, group, keep = inputs
@@ -205,14 +205,14 @@ def register_operator(name: str, kernels: Sequence[type[KernelOnCPU]]) -> None:
     def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
         (kept, *saved), (size, group, keep) = ctx.saved_tensors, ctx.sizes
         tensors, weights = saved[:9], saved[9:]
-        if not keep:  # a program that was exported without derivatives
+        if not keep:  # whoever called the operator did not expect derivatives
             kept = forward(*tensors, weights, size, group, True)[-1]
         found = iter(backward(cotangents[0], cotangents[1:-1], kept, *tensors, weights, size, group))
         return (*(None if x is None else next(found) for x in tensors), list(found), None, None, None)
 
     def refuse(ctx: Any, *cotangents: Any) -> None:
         raise MetaTTTError(
-            f"{name} has first derivatives only when compiled or exported: for derivatives of its gradients "
+            f"{name} has first derivatives only when compiled: for derivatives of its gradients "
             "(create_graph=True) set layer.form=dual, or do not compile the layer"
         )
 

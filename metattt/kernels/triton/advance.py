@@ -33,14 +33,14 @@ class AdvancesOnGPU(Kernel):
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
-        width = tokens.k.shape[-1]
-        if any(gate is not None for gate in (tokens.alpha, tokens.beta, tokens.kappa, tokens.rates)):
+        width = tokens.views.k.shape[-1]
+        if any(gate is not None for gate in tokens.gates[1:]):
             return "gates other than the step size"
-        if any(x.dtype not in OPERANDS for x in (tokens.k, tokens.v, tokens.q)):
-            return f"views of {str(tokens.k.dtype).removeprefix('torch.')}"
-        if any(x.dtype != torch.float32 for x in (tokens.eta, *given.weights.values())):
+        if any(x.dtype not in OPERANDS for x in (tokens.views.k, tokens.views.v, tokens.views.q)):
+            return f"views of {str(tokens.views.k.dtype).removeprefix('torch.')}"
+        if any(x.dtype != torch.float32 for x in (tokens.gates.eta, *given.weights.values())):
             return "a state that is not fp32"
-        if width not in WIDTHS or tokens.v.shape[-1] != width:
+        if width not in WIDTHS or tokens.views.v.shape[-1] != width:
             return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
         return None
 
@@ -49,10 +49,10 @@ class AdvancesOnGPU(Kernel):
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         self.check(given, update, phase)
         tokens, weights = given.tokens, given.weights
-        batch, heads, count, width = tokens.k.shape
+        batch, heads, count, width = tokens.views.k.shape
         # [B, n, H, d] in memory, as the layer joins its heads
-        y = tokens.eta.new_empty(batch, count, heads, width).transpose(1, 2)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (tokens.q, tokens.k, tokens.v))
+        y = tokens.gates.eta.new_empty(batch, count, heads, width).transpose(1, 2)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (tokens.views.q, tokens.views.k, tokens.views.v))
         scale, shift = (given.slow[name].contiguous() for name in ("norm_scale", "norm_bias"))
         tau = None if given.tau is None else given.tau.contiguous()
         phase = phase.contiguous() if isinstance(phase, Tensor) else phase
@@ -65,7 +65,7 @@ class AdvancesOnGPU(Kernel):
                 before = None if update is None else self._dense(update)
                 new = None if not (last or isinstance(place, Tensor)) else start if own else _like(start)
                 opened = None if last else before if mine and before is not None else _like(start)
-                o, *views, eta = (x[:, :, index] for x in (y, q, k, v, tokens.eta))
+                o, *views, eta = (x[:, :, index] for x in (y, q, k, v, tokens.gates.eta))
                 state = start, before, new, opened
                 self.launch(o, views[0], views[1], views[2], eta, scale, shift, tau, place, given.size, *state)
                 weights = weights if new is None else self._named(new)

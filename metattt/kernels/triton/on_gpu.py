@@ -40,16 +40,16 @@ class OnGPU(Kernel):
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
-        width = tokens.k.shape[-1]
-        if any(gate is not None for gate in (tokens.alpha, tokens.beta, tokens.kappa, tokens.rates)):
+        width = tokens.views.k.shape[-1]
+        if any(gate is not None for gate in tokens.gates[1:]):
             return "gates other than the step size"
-        if given.operand not in OPERANDS or tokens.eta.dtype != torch.float32:
+        if given.operand not in OPERANDS or tokens.gates.eta.dtype != torch.float32:
             return f"operands of {str(given.operand).removeprefix('torch.')}"
-        if width not in WIDTHS or tokens.v.shape[-1] != width:
+        if width not in WIDTHS or tokens.views.v.shape[-1] != width:
             return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
         if given.size not in SIZES:
             return f"optimizer.mini_batch_size={given.size}, not one of {', '.join(map(str, SIZES))}"
-        needed, room = self.shared_bytes(width, given.size, given.operand), shared_memory(tokens.k.device)
+        needed, room = self.shared_bytes(width, given.size, given.operand), shared_memory(tokens.views.k.device)
         if needed > room:
             return (
                 f"{needed:,} bytes of shared memory for head width {width}, optimizer.mini_batch_size={given.size} in "
@@ -58,6 +58,6 @@ class OnGPU(Kernel):
         return None
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        q, k, v = (x.to(given.operand).transpose(1, 2) for x in (given.tokens.q, given.tokens.k, given.tokens.v))
-        y, weights = self.operation(q, k, v, given.tokens.eta.transpose(1, 2), given)
-        return y.transpose(1, 2).to(given.tokens.eta.dtype), dict(zip(given.weights, weights, strict=True))
+        q, k, v = (x.to(given.operand).transpose(1, 2) for x in (given.tokens.views.q, given.tokens.views.k, given.tokens.views.v))
+        y, weights = self.operation(q, k, v, given.tokens.gates.eta.transpose(1, 2), given)
+        return y.transpose(1, 2).to(given.tokens.gates.eta.dtype), dict(zip(given.weights, weights, strict=True))

@@ -15,4 +15,4 @@ class NativeTTTLinear(TTTLinearKernel, NativeForm):
     source_of_tokens = Path(__file__).with_name("advance.cpp")
 
     def defines(self, given: MiniBatches) -> dict[str, int] | str:
-        return {"WIDTH": given.tokens.k.shape[-1], "TOKENS": given.size, "BIAS": int(len(given.weights) > 1)}
+        return {"WIDTH": given.tokens.views.k.shape[-1], "TOKENS": given.size, "BIAS": int(len(given.weights) > 1)}

@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_flag
+from metattt.component import unchanged_on_error
+from metattt.errors import MetaTTTError
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
 from metattt.learners.module.composed import Normalize
 from metattt.learners.module.standin import StandIn
 from metattt.learners.module.translation import Translation
-from metattt.part import unchanged_on_error
 from metattt.registry import register
 from metattt.replica import replica
+from metattt.setting import setting
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,25 +58,22 @@ class ModuleLearner(Learner):
             dropout, batch statistics, buffers that it changes, or parameters that cannot be replaced.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        residual: bool = False,
-        norm: bool = False,
-        learn_init: bool = True,
-        mixes_tokens: bool = False,
-    ):
-        super().__init__(residual=residual, norm=norm, learn_init=learn_init)
-        if not isinstance(module, nn.Module):
-            raise MetaTTTError(
-                f"learner.module={module!r} is not a torch.nn.Module: set learner.module._target_ to its class"
-            )
-        check_flag("learner.mixes_tokens", mixes_tokens)
-        self.module, self.mixes_tokens = module, mixes_tokens
+    module: nn.Module = setting()
+    mixes_tokens: bool = setting(default=False, kw_only=True)
+
+    def configure(self) -> None:
+        super().configure()
         self.refusal: str | None = None  # why the module cannot run on all sequences and heads at once
         self.batched = True  # whether torch.vmap can run it, where it cannot
         self._slots: dict[str, list[tuple[str, str]]] = {}  # where each weight lives: submodules and attributes
         self._shapes: dict[str, torch.Size] = {}  # what the module sees
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if not isinstance(self.module, nn.Module):
+            raise MetaTTTError(
+                f"learner.module={self.module!r} is not a torch.nn.Module: set learner.module._target_ to its class"
+            )
 
     def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
         with unchanged_on_error(self):

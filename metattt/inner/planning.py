@@ -1,25 +1,26 @@
-"""What a combination of learner, task and optimizer can do, found out on a tiny input when a layer is built."""
+"""Which form computes a combination of task, learner and inner optimizer, decided when a layer is built; what no form
+computes is refused here."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.inner.checks import check_generalised
 from metattt.inner.claims import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.inner.implicit import check_outer
 from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
 from metattt.inner.tokens import Tokens
+from metattt.inner.trial import check_alone, check_token_local, looks_ahead, materialized, unsupported
 from metattt.learners.base import Learner, NonParametric
-from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import Context, DataGates
 from metattt.tasks.base import Task, Views
@@ -27,9 +28,7 @@ from metattt.tasks.base import Task, Views
 if TYPE_CHECKING:
     from metattt.kernels.base import Kernel
 
-P = TypeVar("P", bound=nn.Module)
-
-FORMS = ("primal", "dual", "summed", "fused")
+ASKED = ("auto", "primal", "dual", "summed", "fused")  #: of `layer.form`
 
 
 def make_plan(
@@ -46,7 +45,7 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form`, `check_outer` and `InnerLoop.check_generalised`, or labels that a learner
+        MetaTTTError: as `choose_form`, `check_outer` and `check_generalised`, or labels that a learner
             without weights cannot answer with.
     """
     found = gates_of(optimizer, dim, num_heads, d_in)
@@ -54,7 +53,7 @@ def make_plan(
         optimizer.look(num_heads, found)
     check_outer(outer, learner, optimizer)
     if not learner.has_weights:
-        check_choice("layer.form", form, ("auto", *FORMS))
+        check_choice("layer.form", form, ASKED)
         if isinstance(found, DataGates) and isinstance(learner, NonParametric):
             for name, gate in found._asdict().items():
                 given = gate is not None and not (name == "write" and bool((gate == 1).all()))
@@ -66,26 +65,25 @@ def make_plan(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are {task.label_dim} "
                 f"wide, not {dim // num_heads}: set task.huber_delta_from=constant, or another task"
             )
-        return Plan("scan")
+        return Plan("")
     task, learner = materialized(task), materialized(learner)
     covered: list[Kernel] = []
     reasons = {} if outer == "exact" else {"kernels": f"layer.outer={outer}, and they differentiate exactly"}
     if form in ("auto", "fused") and outer == "exact":
         covered, reasons = covering(kernels, task, learner, optimizer, num_heads, d_in)
     chosen = choose_form(form, task, learner, optimizer, num_heads, d_in, covered, reasons)
-    chunks = chosen if chosen in ("primal", "summed") else "mixed" if learner.mixes_tokens else "dual"
-    linear = ""
-    if chunks in ("dual", "primal") and optimizer.anchor == "online":
+    mixes, linear = learner.mixes_tokens, ""
+    by_form = chosen if chosen in ("primal", "summed") else "mixed" if mixes else "dual"
+    if by_form in ("dual", "primal") and optimizer.anchor == "online":
         linear, why = solvable(task, learner, optimizer, num_heads, d_in)
-        reasons |= {"solved": why} if why and chunks == "dual" else {}
-        chunks = "solved" if linear and chunks == "dual" else chunks
-    mixes, by_token = learner.mixes_tokens, optimizer.anchor == "online" and chunks != "solved"
+        reasons |= {"solved": why} if why and by_form == "dual" else {}
+        by_form = "solved" if linear and by_form == "dual" else by_form
+    by_token = optimizer.anchor == "online" and by_form != "solved"
     period, block = optimizer.period, optimizer.block
     if mixes:  # its tokens see those of their mini-batch, whatever may be computed together
         period, block = (None, sys.maxsize) if optimizer.whole else (optimizer.mini_batch_size,) * 2
     plan = Plan(
-        chosen,
-        chunks,
+        by_form,
         linear,
         covered if chosen == "fused" else [],
         reasons,
@@ -101,9 +99,21 @@ def make_plan(
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
     if isinstance(found, Gates):
-        k = torch.empty(1, num_heads, 1, d_in)
-        InnerLoop(task, learner, optimizer, plan, None).check_generalised(Tokens.of(Views(k, k, k), found))
+        views = views_of(task, dim, optimizer.mini_batch_size)
+        if views is None:
+            views = Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
+        check_generalised(InnerLoop(task, learner, optimizer, plan), Tokens(views, found))
     return plan
+
+
+def views_of(task: Task, dim: int, mini_batch_size: int) -> Views | None:
+    """What a task gives for one random token, as far as it can be known when a layer is built; None if it cannot be asked."""
+    views: Views | None = None
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
+        dtype = next((x.dtype for x in task.parameters() if x.is_floating_point()), None)
+        x = torch.randn(1, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+        views = task.views(x, {}, Context(torch.zeros(1, 1, dtype=torch.long), None, None, mini_batch_size))[0]
+    return views
 
 
 def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object | None:
@@ -119,19 +129,6 @@ def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> 
         if isinstance(found, Gates):
             found = rule.prepare(Views(k, k, k), found, x, state, ctx)[1]
     return found
-
-
-def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool:
-    """Whether a learner that mixes tokens lets them look at later ones."""
-
-    def why() -> str | None:
-        try:
-            check_token_local(task, learner, num_heads, d_in)
-        except MetaTTTError as error:
-            return str(error)
-        return None
-
-    return remembered(learner, task, ("ahead",), why) is not None
 
 
 def covering(
@@ -230,7 +227,7 @@ def choose_form(
     Raises:
         MetaTTTError: the form cannot compute this combination exactly, or the learner mixes tokens without saying so.
     """
-    check_choice("layer.form", form, ("auto", *FORMS))
+    check_choice("layer.form", form, ASKED)
     name = type(learner).__name__
     summed = optimizer.read in ("previous", "committed", "block", "final") or optimizer.steps > 1
     reason = remembered(learner, task, ("dual",), lambda: unsupported(task, learner, num_heads, d_in))
@@ -290,119 +287,3 @@ def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | 
             f"{name} mixes the tokens of a mini-batch: optimizer.read={optimizer.read} needs optimizer.anchor=minibatch"
         )
     return "dual"
-
-
-def materialized(part: P) -> P:
-    """The part, or a copy on the CPU where its tensors are elsewhere: random where they have no values yet."""
-    tensors = [*part.parameters(), *part.buffers()]
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return part
-    copied = copy.deepcopy(part)
-    if not any(tensor.is_meta for tensor in tensors):
-        return copied.to("cpu")
-    copied.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*copied.parameters(), *copied.buffers()):
-            tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
-    return copied
-
-
-def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str | None:
-    """Why the dual form cannot express a learner (the weight and the operation), or None if it can."""
-    with torch.device("cpu"), torch.enable_grad():
-        fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
-        record = Record(fast, slow, k.dtype)
-        try:
-            task.loss(learner.predict(record, k), v)
-        except UnsupportedOperation as error:
-            return str(error)
-    return None
-
-
-def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -> None:
-    """Refuses a learner or loss that looks at other tokens without declaring it, or at later ones: its gradients would
-    be wrong.
-
-    Raises:
-        MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`, or `r > s` for a learner that declares `mixes_tokens`.
-    """
-    with torch.device("cpu"), torch.enable_grad():
-        fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
-        k = k.requires_grad_()
-        losses = task.loss(learner.predict(FastWeights(fast, slow, k.dtype), k), v)
-        if losses.shape != k.shape[:-1]:
-            raise MetaTTTError(
-                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: expected one a token"
-            )
-        for s in range(k.shape[2]):
-            (grad,) = torch.autograd.grad(
-                losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            grad[:, :, s] = 0
-            if learner.mixes_tokens and grad[:, :, s:].abs().max() > 0:
-                raise MetaTTTError(
-                    f"{type(learner).__name__} lets tokens look at later ones: make it causal, or set optimizer.read=block"
-                )
-            if not learner.mixes_tokens and grad.abs().max() > 0:
-                raise MetaTTTError(
-                    f"{type(learner).__name__} lets tokens look at each other but does not say so: "
-                    "set mixes_tokens = True on the class, or make forward act on each token alone"
-                )
-
-
-def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: bool) -> None:
-    """Refuses a learner or loss that gives a token another loss, or other derivatives, in other company: a call may cut
-    batches and sequences anywhere.
-
-    Args:
-        whole: the learner always sees whole mini-batches, and only what it makes of the batch is compared.
-
-    Raises:
-        MetaTTTError: two sequences together and one by one differ, or the first and the last tokens of a sequence apart
-            from the others, or two equal calls.
-    """
-
-    def seen(rows: slice, tokens: slice, of: slice) -> list[Tensor]:
-        """The losses of tokens `of` among `tokens`, and the derivatives of their sum."""
-        weights = {name: x[rows].clone().requires_grad_() for name, x in fast.items()}
-        k, v = keys[rows, :, tokens].clone().requires_grad_(), labels[rows, :, tokens]
-        losses = task.loss(learner.predict(FastWeights(weights, slow, k.dtype), k), v)[:, :, of]
-        grads = torch.autograd.grad(losses.sum(), [k, *weights.values()], allow_unused=True, materialize_grads=True)
-        return [x.detach().nan_to_num() for x in (losses, grads[0][:, :, of], *grads[1:])]
-
-    one, two, every, first, last = slice(0, 1), slice(0, 2), slice(0, 5), slice(0, 3), slice(2, 5)
-    with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        fast, slow, keys, labels = _tiny(task, learner, num_heads, d_in, batch=2, count=5)
-        apart = [seen(slice(row, row + 1), every, every) for row in range(2)]
-        pairs = {
-            "chance (two equal calls differ)": (apart[0], seen(one, every, every)),
-            "the other sequences of its batch": (
-                [torch.cat(rows) for rows in zip(*apart, strict=True)],
-                seen(two, every, every),
-            ),
-        }
-        if not whole:
-            pairs["later tokens, or on how many there are"] = seen(one, first, every), seen(one, every, first)
-        if not learner.mixes_tokens:
-            pairs["earlier tokens, or on its place among them"] = seen(one, last, every), seen(one, every, last)
-    for what, (alone, together) in pairs.items():
-        size = max(float(x.abs().max()) for x in alone)  # of all: a derivative may be 0 but for rounding
-        if not all(torch.allclose(a, b, 1e-6, 1e-9 * size) for a, b in zip(alone, together, strict=True)):
-            raise MetaTTTError(
-                f"{type(task).__name__}.loss of what {type(learner).__name__} predicts for a token depends on {what}: "
-                "make forward and loss act on each token alone"
-            )
-
-
-def _tiny(
-    task: Task, learner: Learner, num_heads: int, d_in: int, batch: int = 1, count: int = 3
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
-    """Random weights (W0 may be zero, which hides everything), random tokens and labels, in double precision."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    fast = {name: random(batch, *shape) for name, shape in learner.shapes.items() if name in learner.init}
-    slow = {name: random(*shape) for name, shape in learner.shapes.items() if name in learner.slow}
-    return fast, slow, random(batch, num_heads, count, d_in), random(batch, num_heads, count, task.label_dim)

@@ -1,0 +1,146 @@
+"""What a task and a learner do with a few random tokens: whether tokens stand alone, and what a form can express."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError
+from metattt.inner.claims import remembered
+from metattt.learners.base import Learner
+from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
+from metattt.tasks.base import Task
+
+P = TypeVar("P", bound=nn.Module)
+
+
+def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool:
+    """Whether a learner that mixes tokens lets them look at later ones."""
+
+    def why() -> str | None:
+        try:
+            check_token_local(task, learner, num_heads, d_in)
+        except MetaTTTError as error:
+            return str(error)
+        return None
+
+    return remembered(learner, task, ("ahead",), why) is not None
+
+
+def materialized(part: P) -> P:
+    """The part, or a copy on the CPU where its tensors are elsewhere: random where they have no values yet."""
+    tensors = [*part.parameters(), *part.buffers()]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return part
+    copied = copy.deepcopy(part)
+    if not any(tensor.is_meta for tensor in tensors):
+        return copied.to("cpu")
+    copied.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
+    return copied
+
+
+def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str | None:
+    """Why the dual form cannot express a learner (the weight and the operation), or None if it can."""
+    with torch.device("cpu"), torch.enable_grad():
+        fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
+        record = Record(fast, slow, k.dtype)
+        try:
+            task.loss(learner.predict(record, k), v)
+        except UnsupportedOperation as error:
+            return str(error)
+    return None
+
+
+def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -> None:
+    """Refuses a learner or loss that looks at other tokens without declaring it, or at later ones: its gradients would
+    be wrong.
+
+    Raises:
+        MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`, or `r > s` for a learner that declares `mixes_tokens`.
+    """
+    with torch.device("cpu"), torch.enable_grad():
+        fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
+        k = k.requires_grad_()
+        losses = task.loss(learner.predict(FastWeights(fast, slow, k.dtype), k), v)
+        if losses.shape != k.shape[:-1]:
+            raise MetaTTTError(
+                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: expected one a token"
+            )
+        for s in range(k.shape[2]):
+            (grad,) = torch.autograd.grad(
+                losses[:, :, s].sum(), k, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            grad[:, :, s] = 0
+            if learner.mixes_tokens and grad[:, :, s:].abs().max() > 0:
+                raise MetaTTTError(
+                    f"{type(learner).__name__} lets tokens look at later ones: make it causal, or set optimizer.read=block"
+                )
+            if not learner.mixes_tokens and grad.abs().max() > 0:
+                raise MetaTTTError(
+                    f"{type(learner).__name__} lets tokens look at each other but does not say so: "
+                    "set mixes_tokens = True on the class, or make forward act on each token alone"
+                )
+
+
+def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: bool) -> None:
+    """Refuses a learner or loss that gives a token another loss, or other derivatives, in other company: a call may cut
+    batches and sequences anywhere.
+
+    Args:
+        whole: the learner always sees whole mini-batches, and only what it makes of the batch is compared.
+
+    Raises:
+        MetaTTTError: two sequences together and one by one differ, or the first and the last tokens of a sequence apart
+            from the others, or two equal calls.
+    """
+
+    def seen(rows: slice, tokens: slice, of: slice) -> list[Tensor]:
+        """The losses of tokens `of` among `tokens`, and the derivatives of their sum."""
+        weights = {name: x[rows].clone().requires_grad_() for name, x in fast.items()}
+        k, v = keys[rows, :, tokens].clone().requires_grad_(), labels[rows, :, tokens]
+        losses = task.loss(learner.predict(FastWeights(weights, slow, k.dtype), k), v)[:, :, of]
+        grads = torch.autograd.grad(losses.sum(), [k, *weights.values()], allow_unused=True, materialize_grads=True)
+        return [x.detach().nan_to_num() for x in (losses, grads[0][:, :, of], *grads[1:])]
+
+    one, two, every, first, last = slice(0, 1), slice(0, 2), slice(0, 5), slice(0, 3), slice(2, 5)
+    with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        fast, slow, keys, labels = _tiny(task, learner, num_heads, d_in, batch=2, count=5)
+        apart = [seen(slice(row, row + 1), every, every) for row in range(2)]
+        pairs = {
+            "chance (two equal calls differ)": (apart[0], seen(one, every, every)),
+            "the other sequences of its batch": (
+                [torch.cat(rows) for rows in zip(*apart, strict=True)],
+                seen(two, every, every),
+            ),
+        }
+        if not whole:
+            pairs["later tokens, or on how many there are"] = seen(one, first, every), seen(one, every, first)
+        if not learner.mixes_tokens:
+            pairs["earlier tokens, or on its place among them"] = seen(one, last, every), seen(one, every, last)
+    for what, (alone, together) in pairs.items():
+        size = max(float(x.abs().max()) for x in alone)  # of all: a derivative may be 0 but for rounding
+        if not all(torch.allclose(a, b, 1e-6, 1e-9 * size) for a, b in zip(alone, together, strict=True)):
+            raise MetaTTTError(
+                f"{type(task).__name__}.loss of what {type(learner).__name__} predicts for a token depends on {what}: "
+                "make forward and loss act on each token alone"
+            )
+
+
+def _tiny(
+    task: Task, learner: Learner, num_heads: int, d_in: int, batch: int = 1, count: int = 3
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+    """Random weights (W0 may be zero, which hides everything), random tokens and labels, in double precision."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    fast = {name: random(batch, *shape) for name, shape in learner.shapes.items() if name in learner.init}
+    slow = {name: random(*shape) for name, shape in learner.shapes.items() if name in learner.slow}
+    return fast, slow, random(batch, num_heads, count, d_in), random(batch, num_heads, count, task.label_dim)

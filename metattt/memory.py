@@ -1,0 +1,82 @@
+"""What the inner loop remembers of every sequence: tensors by slot and by the name of a fast weight.
+
+| slot | what it holds | what it stands for where it is absent |
+|---|---|---|
+| `commit`, `anchor`, `origin`, `dual` | W_a, W_g, W_0; A of mirror descent | (a rule that has it always carries it) |
+| `weights` | W_t | the newest weights that are there: nothing has moved since |
+| `update` | what the open mini-batch adds, before token steps | zeros: the mini-batch has just begun |
+| `momentum`, `second`, others of a rule's own | sums over mini-batches | zeros: there was none |
+| `age` | mini-batches that were committed, a number for each head | zero |
+| `pool` | gates of the open mini-batch, by gate | nothing |
+| `factors` | the step of a whole mini-batch in factored form | it is not in that form |
+
+All but `age`, `pool` and `factors` are `[B, H, *shape]`, as the weight is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from metattt.modules import spread
+from metattt.state import Tensors
+
+Memory = dict[str, Tensors]
+
+WEIGHTS = ("commit", "anchor", "origin", "dual", "weights")  # slots that hold W0 at the start of a sequence
+COUNTERS = ("age",)  # slots with a number for each head
+
+
+def newest(slots: Collection[str]) -> str:
+    """The slot of the newest weights."""
+    return "weights" if "weights" in slots else "commit" if "commit" in slots else "anchor"
+
+
+def at_start(
+    slots: Iterable[str], init: Iterable[tuple[str, Tensor]], batch: int, dtype: torch.dtype
+) -> Memory:
+    """W0 `[B, H, *shape]` in every slot that a fresh sequence has, each a copy of its own: what is handed out is the
+    caller's."""
+    held = [slot for slot in slots if slot in WEIGHTS and slot != "weights"]
+    if "commit" not in held and "anchor" not in held:
+        held.append("weights")
+    memory: Memory = {slot: {} for slot in held}
+    for name, value in init:
+        for slot in held:
+            start = value.to(dtype).expand(batch, *value.shape)
+            memory[slot][name] = start.clone(memory_format=torch.contiguous_format)
+    return memory
+
+
+def zeros(slot: str, like: Tensors) -> Tensors:
+    """A slot of zeros for weights `like`, `[B, H, *shape]`."""
+    return {name: x.new_zeros(x.shape[:2]) if slot in COUNTERS else torch.zeros_like(x) for name, x in like.items()}
+
+
+def content(memory: Memory, slot: str) -> Tensors | None:
+    """What a slot holds, or stands for where it is absent; None: zeros."""
+    return memory.get(slot, memory[newest(memory)] if slot == "weights" else None)
+
+
+def choose(some: Tensor, a: Memory, b: Memory, slots: Iterable[str]) -> Memory:
+    """`slots` of `a` in the sequences `some` `[B]`, and of `b` in the others."""
+    return {slot: where(some, content(a, slot), content(b, slot)) for slot in slots}
+
+
+def where(some: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
+    """`a` where `some` `[B]`, else `b`; None stands for zeros."""
+    return {
+        name: torch.where(spread(some, x), 0 if a is None else a[name], 0 if b is None else b[name])
+        for name, x in (a or b or {}).items()
+    }
+
+
+def fits(slot: str, held: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a slot holds what weights of these shapes `[B, H, *shape]` have in it. (Counters once had the shape of their
+    weight, and may still.)"""
+    if slot == "pool":
+        return True
+    found = {name: tuple(x.shape) for name, x in held.items()}
+    return found == shapes or (slot in COUNTERS and found == {name: shape[:2] for name, shape in shapes.items()})

@@ -1,0 +1,163 @@
+"""The base of all sequence layers: what one call of any of them takes, checks and gives back, around what it computes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError, check_integer
+from metattt.inner.faults import FAILURES, explain
+from metattt.inner.packing import Packing, check_flags, pack
+from metattt.modules import check_finite
+from metattt.state import Context, State
+
+
+class Call(NamedTuple):
+    """What a layer knows of one call beside its tokens and its state.
+
+    Attributes:
+        ctx: positions of the tokens, padding and starts of documents.
+        after: `[B]` tokens since the start of the document, after the call.
+        packing: where padding and documents lie; None if there are none.
+        in_place: the weights of the state may be written over.
+    """
+
+    ctx: Context
+    after: Tensor
+    packing: Packing | None
+    in_place: bool
+
+
+class SequenceLayer(nn.Module, ABC):
+    """A layer that reads sequences and carries a state: `y, state = layer(x, state, mask=..., reset=...)`.
+
+    The base moves padding to the end and back, looks at the inputs, and explains failures. A subclass sets `dim` and
+    implements `run`.
+    """
+
+    dim: int  #: model width D
+    causal: bool  #: whether no output depends on a later token
+    #: NaN in `x` is a mistake; False where somebody looks at what comes out (a training run at its loss)
+    refuse_nan = True
+    mini_batch_size = 1  #: b (tokens), which the context of a call tells
+    _without_group_size = "chooses"  # what `group_size=None` does, for the line that refuses another
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        packing: Packing | None = None,
+        in_place: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """Reads the tokens `x` and returns the outputs and the state to go on from.
+
+        Args:
+            x: `[B, T, D]`.
+            state: what the previous call returned; None at the start. Calls may cut a sequence anywhere.
+            mask: `[B, T]` bool, True for real tokens. Padding may stand anywhere and changes nothing; its outputs are
+                0.
+            reset: `[B, T]` bool, True where a packed document starts: the state begins anew.
+            packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is
+                the output.
+            in_place: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
+
+        Returns:
+            Outputs `[B, T, D]` and the new state.
+
+        Raises:
+            MetaTTTError: shapes, types or devices that do not fit, a state of another layer or batch size, or NaN in
+                `x` (checked on CPU, if `refuse_nan`).
+        """
+        try:
+            return self._packed(x, state, mask, reset, packing, in_place)
+        except FAILURES as error:
+            known = state if isinstance(state, State) else None  # others have been looked at before
+            explain(error, x, self.parameters(), known, {"mask": mask, "reset": reset})
+            raise
+
+    def _packed(
+        self, x: Tensor, state: Any, mask: Tensor | None, reset: Tensor | None, packing: Packing | None, in_place: bool
+    ) -> tuple[Tensor, Any]:
+        """`run` on tokens whose padding stands last, with what it returns in the order of the caller."""
+        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
+            raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
+        sorted_already = packing is not None
+        if mask is not None or reset is not None:
+            check_flags(x, mask, reset)
+            packing = packing or pack(mask, reset, x.device)
+        if packing is not None:
+            x = packing.clear(x) if sorted_already else packing.sort(x)
+        if self.refuse_nan:
+            check_finite(x)
+        if state is None:
+            state = self.start(x, packing)
+        else:
+            self.check_state(x, state)
+        y, state = self.run(x, state, packing, in_place)
+        if packing is not None:
+            y = packing.blank(y) if sorted_already else packing.restore(packing.blank(y))
+        return y, state
+
+    @abstractmethod
+    def run(
+        self, x: Tensor, state: Any, packing: Packing | None = None, in_place: bool = False
+    ) -> tuple[Tensor, Any]:
+        """What the layer computes.
+
+        Args:
+            x: `[B, T, D]`, 0 at padding, which stands behind the real tokens.
+            state: `start`, or what an earlier call has returned.
+            packing, in_place: as of `forward`.
+
+        Returns:
+            Outputs `[B, T, D]`, anything at padding, and the state after the last real token.
+        """
+
+    def start(self, x: Tensor, packing: Packing | None = None) -> Any:
+        """The state before the first token of `x` `[B, T, D]`."""
+        pos = x.new_zeros(x.shape[0], dtype=torch.long) if packing is None else packing.start
+        return State(pos, 0, {}, {}, {}, {})
+
+    def check_state(self, x: Tensor, state: Any) -> None:
+        """Looks at a state that a caller has given with the tokens `x` `[B, T, D]`.
+
+        Raises:
+            MetaTTTError: it is not of this layer, or of another number of sequences.
+        """
+        if not isinstance(state, State):
+            kind = type(state).__name__
+            raise MetaTTTError(f"the state is from another layer: it is a {kind}, expected a State, or None")
+        if state.pos.shape[0] != x.shape[0]:
+            raise MetaTTTError(
+                f"the state is for {state.pos.shape[0]} sequences, x holds {x.shape[0]}: start with state=None"
+            )
+
+    def context(self, x: Tensor, state: State, packing: Packing | None = None) -> tuple[Context, Tensor]:
+        """What the parts are told of the tokens, and `[B]` tokens since the start of the document after the call."""
+        count, size = x.shape[1], self.mini_batch_size
+        if packing is not None:
+            positions, pos = packing.positions(state.pos)
+            return Context(positions, packing.valid, packing.first, size), pos
+        positions = state.pos.unsqueeze(1)
+        if count > 1:
+            positions = torch.arange(count, device=x.device) + positions
+        return Context(positions, None, None, size), state.pos + count
+
+    def call(self, x: Tensor, state: State, packing: Packing | None = None, in_place: bool = False) -> Call:
+        """`context`, with the rest of what is known of a call."""
+        return Call(*self.context(x, state, packing), packing, in_place)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "group_size" and value is not None:
+            advice = f" (0 stores everything, null {self._without_group_size})"
+            check_integer("layer.group_size", value, 0, advice=advice)
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"

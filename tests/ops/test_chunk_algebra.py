@@ -1,0 +1,172 @@
+"""`metattt.ops` against plain loops over tokens, in float64, with decays of 0 and 1 and two derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from metattt.ops import channel_decays
+from metattt.ops import chunk as ops
+
+LENGTHS = (1, 2, 5, 7)  # tokens; but for 1 and 2 no powers of two
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def gates(*shape: int, dim: int = -1) -> Tensor:
+    """Decays between 0 and 1, with a 0 in the middle and a 1 at the end of an axis."""
+    gate = torch.rand(*shape, dtype=torch.float64)
+    gate.select(dim, shape[dim] // 2).zero_()
+    gate.select(dim, shape[dim] - 1).fill_(1)
+    return gate
+
+
+def assert_same(call: Callable[..., Sequence[Tensor]], loop: Callable[..., Sequence[Tensor]], *given: Tensor) -> None:
+    """Results, and first and second derivatives along random directions."""
+    given = tuple(x.clone().requires_grad_() for x in given)
+    runs: list[list[Tensor]] = []
+    for function in (call, loop):
+        torch.manual_seed(1)
+        found = list(function(*given))
+        total = torch.stack([(x * random(*x.shape)).sum() for x in found]).sum()
+        slopes = torch.autograd.grad(total, given, create_graph=True, materialize_grads=True)
+        slope = torch.stack([(x * random(*x.shape)).sum() for x in (*slopes, *given)]).sum()
+        again = torch.autograd.grad(slope, given)
+        runs.append([*found, *slopes, *again])
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def matrix_of_products(gate: Tensor) -> Tensor:
+    """`Π_{s<r≤t} g_r`, every entry by itself: `[..., n]` to `[..., n, n]`."""
+    count, zero = gate.shape[-1], torch.zeros_like(gate[..., 0])
+    rows = [
+        torch.stack([gate[..., s + 1 : t + 1].prod(-1) if s <= t else zero for s in range(count)], -1)
+        for t in range(count)
+    ]
+    return torch.stack(rows, -2)
+
+
+def products(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Between two tokens, and from before the first one."""
+    after = [gate[..., : t + 1].prod(-1) for t in range(gate.shape[-1])]
+    return matrix_of_products(gate), torch.stack(after, -1)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_decays(count: int) -> None:
+    assert_same(ops.decays, products, gates(2, 3, count))
+    growing = 2 * gates(count)
+    assert_same(lambda gate: (ops.decay_matrix(gate),), lambda gate: products(gate)[:1], growing)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_decays_of_logs(count: int) -> None:
+    log_gate = random(2, count).abs().neg()
+    assert_same(ops.decays_of_logs, lambda log: products(log.exp()), log_gate)
+    log_gate[:, count // 2] = -torch.inf
+    for found, expected in zip(ops.decays_of_logs(log_gate), products(log_gate.exp()), strict=True):
+        torch.testing.assert_close(found, expected)
+    log_gate.requires_grad_()
+    (slope,) = torch.autograd.grad(sum(x.sum() for x in ops.decays_of_logs(log_gate)), log_gate)
+    assert bool(slope.isfinite().all())
+
+
+def test_decays_smaller_than_any_number() -> None:
+    """Products underflow to 0, and nothing is lost beside them."""
+    gate = torch.full((40,), 1e-30, dtype=torch.float64)
+    gate[1::2] = 1
+    for between, kept in (ops.decays(gate), ops.decays_of_logs(gate.log())):
+        torch.testing.assert_close(between, matrix_of_products(gate), rtol=1e-12, atol=0)
+        torch.testing.assert_close(kept, gate.cumprod(0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_a_unit_triangular_system(count: int) -> None:
+    """The diagonal and what is above it are not read."""
+
+    def inverted(system: Tensor, right: Tensor) -> tuple[Tensor]:
+        return (torch.linalg.inv(torch.eye(count, dtype=right.dtype) + system.tril(-1)) @ right,)
+
+    system, right = random(2, 3, count, count), random(2, 3, count, 4)
+    assert_same(lambda *given: (ops.solve_unit_lower(*given),), inverted, system, right)
+    spoilt = system.tril(-1) + torch.full_like(system, torch.nan).triu()
+    torch.testing.assert_close(ops.solve_unit_lower(spoilt, right), inverted(system, right)[0])
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_a_chunk_of_a_decayed_sum(count: int) -> None:
+    def by_chunk(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, write: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        between, kept = ops.decays(gate)
+        mix = between * write.unsqueeze(-2)
+        return ops.chunk_read(q, k, v, mix, kept, start), ops.chunk_state(k, v, mix, kept, start)
+
+    def by_token(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, write: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        state, outputs = start, []
+        for t in range(count):
+            state = gate[..., t, None, None] * state
+            state = state + write[..., t, None, None] * k[..., t, :, None] * v[..., t, None, :]
+            outputs.append((q[..., t, None, :] @ state).squeeze(-2))
+        return torch.stack(outputs, -2), state
+
+    given = random(2, count, 3), random(2, count, 3), random(2, count, 4), gates(2, count), random(2, count)
+    assert_same(by_chunk, by_token, *given, random(2, 3, 4))
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_running_sum(count: int, chunk: int) -> None:
+    def by_token(gate: Tensor, x: Tensor, start: Tensor) -> tuple[Tensor]:
+        state, states = start, []
+        for t in range(count):
+            state = gate[..., t, None] * state + x[..., t, :]
+            states.append(state)
+        return (torch.stack(states, -2),)
+
+    gate, x, start = gates(2, count), random(2, count, 3), random(2, 3)
+    assert_same(lambda *given: (ops.running_sum(*given, chunk),), by_token, gate, x, start)
+    assert_same(
+        lambda gate, x: (ops.running_sum(gate, x, None, chunk),),
+        lambda gate, x: by_token(gate, x, torch.zeros_like(start)),
+        gate,
+        x,
+    )
+
+
+@pytest.mark.parametrize("count", [*LENGTHS, 33])
+def test_scores_with_a_decay_for_every_channel(count: int) -> None:
+    """Strictly lower triangular scores of rows before and after the decay of their token with two kinds of columns."""
+
+    def at_once(p: Tensor, q: Tensor, k: Tensor, b: Tensor, decay: Tensor) -> list[Tensor]:
+        rows = [channel_decays.Rows(p, True), channel_decays.Rows(q, False)]
+        scores, until, left = channel_decays.decayed_scores(rows, [k, b], decay, decay.dtype)
+        return [*scores[0], *scores[1], until, left, *(row.decayed(until) for row in rows)]
+
+    def entry_by_entry(p: Tensor, q: Tensor, k: Tensor, b: Tensor, decay: Tensor) -> list[Tensor]:
+        between = matrix_of_products(decay.mT)  # [B, d, n, n]
+        from_start = torch.stack([decay[:, : t + 1].prod(1) for t in range(count)], 1)
+        before = torch.cat([torch.ones_like(decay[:, :1]), from_start[:, :-1]], 1)
+        shifted = torch.cat([torch.zeros_like(between[:, :, :1]), between[:, :, :-1]], 2)
+        scores = [
+            torch.einsum("btc,bsc,bcts->bts", row, column, mix).tril(-1)
+            for row, mix in ((p, shifted), (q, between))
+            for column in (k, b)
+        ]
+        return [*scores, from_start, between[:, :, -1].mT, p * before, q * from_start]
+
+    given = [random(2, count, 3) for _ in range(4)]
+    assert_same(at_once, entry_by_entry, *given, gates(2, count, 3, dim=1))
+
+
+def test_rounded_products() -> None:
+    """Operands are rounded, and the result keeps the type of the first."""
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    assert torch.equal(ops.matmul(a, b, torch.float32), a @ b)
+    found = ops.matmul(a, b, torch.bfloat16)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, (a.bfloat16() @ b.bfloat16()).float())

@@ -1,0 +1,143 @@
+"""Settings that a component declares: the constructor, the checks and the text that come from one line each."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from torch import nn
+
+from metattt.composition.signatures import constructor
+from metattt.errors import MetaTTTError
+from metattt.learners import Learner, Linear, Weight
+from metattt.optimizers import GradientDescent, InnerOptimizer, Momentum
+from metattt.registry import PARAMETERS, register
+from metattt.setting import setting
+
+SOURCE = """
+from typing import Literal
+from metattt.learners import Learner
+from metattt.registry import register
+from metattt.setting import setting
+class Base(Learner, takes=("size", "norm")):
+    norm = True
+    kind: Literal["a", "b"] = setting(default="a")
+    size: int = setting()
+@register("learner", "declared_here")
+class Declared(Base):
+    kind = "b"
+@register("learner", "written_here")
+class Written(Base):
+    def __init__(self, size: int = 4): ...
+"""
+
+
+class Sized(Learner):
+    """A plain attribute and an annotation beside settings."""
+
+    residual = True
+    plain = 3
+    noted: int
+    size: int = setting()
+    kind: Literal["a", "b"] = setting(default="a")
+    share: float | None = setting(default=None, above=0, below=1, advice=", or null")
+    last: bool = setting(default=False, kw_only=True)
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {"w": Weight((d_in, d_out))}
+
+
+class Narrow(Sized, takes=("kind", "size")):
+    """Other defaults, fewer settings, another order."""
+
+    kind = "b"
+    size = 2
+
+
+def names(kind: type) -> list[str]:
+    return list(inspect.signature(kind).parameters)
+
+
+def test_the_constructor_follows_the_lines() -> None:
+    assert names(Sized) == ["size", "kind", "share", "residual", "norm", "learn_init", "last", "trainable", "step_scale"]
+    assert names(Narrow) == ["kind", "size", "trainable", "step_scale"]
+    made = Sized(2, "b", None, False)
+    assert (made.size, made.kind, made.residual, made.plain) == (2, "b", False, 3) and not hasattr(made, "noted")
+    assert (Narrow().kind, Narrow().size, Narrow().share, Narrow().residual) == ("b", 2, None, True)
+    assert made.extra_repr() == "size=2, kind='b', residual=False" and Narrow("a").extra_repr() == "kind='a'"
+    for part in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert part.extra_repr() == made.extra_repr() and part.size == 2
+    for arguments in ({}, {"size": 1, "sise": 2}):
+        with pytest.raises(TypeError, match=r"Sized.__init__\(\) .*'si[sz]e'"):
+            Sized(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"size": 0}, "learner.size=0 is not allowed: it must be at least 1"),
+        ({"size": 2.0}, "learner.size=2.0 is not allowed: it must be an integer, at least 1"),
+        ({"kind": "c"}, "learner.kind=c is not allowed: choose from a, b."),
+        ({"kind": None}, "learner.kind=null is not allowed: choose from a, b."),
+        ({"share": 1}, "learner.share=1 is not allowed: it must be above 0 and below 1, or null"),
+        ({"last": 1}, "learner.last=1 is not allowed: it must be true or false"),
+    ],
+)
+def test_a_value_that_is_not_allowed(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(MetaTTTError) as raised:
+        Sized(**{"size": 1, **given})
+    assert str(raised.value) == message
+
+
+def test_a_constructor_of_ones_own_takes_what_every_learner_has() -> None:
+    class Mixin:
+        def __init__(self, depth: int = 1):
+            super().__init__()
+            self.depth = depth
+
+    class Mine(Linear):
+        residual = False
+
+        def __init__(self, depth: int = 1):
+            super().__init__(bias=False)
+            self.depth = depth
+
+    class Below(Mine): ...
+
+    class Mixed(Mixin, Linear): ...
+
+    for kind in (Mine, Below, Mixed):
+        made = kind(2, trainable=["w1"], step_scale=0.5)  # type: ignore[call-arg]
+        assert names(kind) == ["depth", "trainable", "step_scale"] and made.trainable == ["w1"]
+        assert made.depth == 2 and made.extra_repr() == "depth=2, trainable=['w1'], step_scale=0.5"
+        assert made.residual == (kind is Mixed)
+    assert names(nn.Linear) and "trainable" not in names(InnerOptimizer)
+    with pytest.raises(MetaTTTError, match="Late declares more, and inherits an __init__ that does not take them"):
+        type("Late", (Mine,), {"more": setting(default=1)})
+
+
+def test_a_rule_with_another_default() -> None:
+    class Delayed(GradientDescent):
+        read = "previous"
+
+    assert Delayed().read == "previous" and Delayed(read="block").read == "block"
+    assert inspect.signature(Delayed).parameters["read"].default == "previous"
+    assert "token_steps" not in names(Momentum) and {"base_lr", "decay"} <= set(Momentum.fixed)
+
+
+def test_settings_are_read_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "declared_settings.py").write_text(SOURCE + "raise RuntimeError('it was run')\n")
+    found = {one.name: one.default for one in constructor("declared_settings", "Declared")}
+    none = {"trainable": None, "step_scale": None}
+    assert found == {"size": inspect.Parameter.empty, "kind": "b", "norm": True} | none
+    assert {one.name: one.default for one in constructor("declared_settings", "Written")} == {"size": 4} | none
+
+
+def test_choices_reach_the_schema() -> None:
+    register("learner", "sized_for_tests")(Sized)
+    assert PARAMETERS[f"{__name__}.Sized"]["kind"] == ("a", "b") and PARAMETERS[f"{__name__}.Sized"]["trainable"] == ()
