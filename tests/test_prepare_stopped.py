@@ -140,7 +140,8 @@ def test_sigterm_is_like_ctrl_c_and_two_do_not_write_at_once(corpus: Path, tmp_p
         [sys.executable, "-m", "metattt.cli", "prepare", *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 120
-    while not list(target.glob("train-*.bin")) and process.poll() is None and time.monotonic() < deadline:
+    begun = ("train-*.bin", "manifest.json")
+    while not all(any(target.glob(name)) for name in begun) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.001)
     process.send_signal(signal.SIGSTOP)  # so that it holds the folder while we look
     before = content(target)
