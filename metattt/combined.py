@@ -159,14 +159,14 @@ class Combined(SequenceLayer):
             raise MetaTTTError(f"the state is from another layer: it is a {kind}, expected a CombinedState, or None")
 
     def run(
-        self, x: Tensor, state: CombinedState, packing: Packing | None = None, in_place: bool = False
+        self, x: Tensor, state: CombinedState, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, CombinedState]:
         """See the table, and `SequenceLayer.run`."""
         if self.out is not None:
-            return self._shared(x, state, packing, in_place)
-        one, first = self.first(x, state.first, packing=packing, in_place=in_place)
+            return self._shared(x, state, packing, donate_state)
+        one, first = self.first(x, state.first, packing=packing, donate_state=donate_state)
         given = one if self.how == "serial" else x
-        two, second = self.second(given, state.second, packing=packing, in_place=in_place)
+        two, second = self.second(given, state.second, packing=packing, donate_state=donate_state)
         if self.how == "serial":
             y = two
         elif self.norms is not None:
@@ -176,7 +176,7 @@ class Combined(SequenceLayer):
         return y, CombinedState(first, second)
 
     def _shared(
-        self, x: Tensor, state: CombinedState, packing: Packing | None, in_place: bool
+        self, x: Tensor, state: CombinedState, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, CombinedState]:
         """The sum of both layers, whose views are made of the first one's projections."""
         assert self.out is not None
@@ -189,7 +189,7 @@ class Combined(SequenceLayer):
                 before = layer.start(x, packing)
             else:
                 layer.check_state(x, before)
-            call = layer.call(x, before, packing, in_place)
+            call = layer.call(x, before, packing, donate_state)
             views, gates, *carried = layer.tokens(x, before, call.ctx, projected)
             y, after = layer.learn(views, gates, before, call, carried)
             found.append((layer.output(x, y), after))

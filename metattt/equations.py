@@ -228,10 +228,10 @@ def _gradient(layer: TTTLayer, anchor: str, seen: Seen) -> tuple[list[str], str]
     turned = f"{seen.gates['decay']} {anchor}" if decayed and "decay" in seen.gates else anchor
     at = f"∇ℓ_t({scale}{turned})"
     meaning = [_last_commit(rule)] if anchor == "W_a" else []
-    if "p" in seen.views or "b" in seen.views:  # what is erased is not what the loss would erase
-        made = f"{scale}{'p_t' if 'p' in seen.views else 'k_t'} {turned}"
-        closed = f"(b_tᵀ({made}) − k_tᵀ v_t)" if "b" in seen.views else f"k_tᵀ({made} − v_t)"
-        return [f"G_t = {closed[1:-1] if 'b' in seen.views else closed}, in the place of {at}", *meaning], closed
+    if "erase_key" in seen.views or "erase_direction" in seen.views:  # what is erased is not what the loss would erase
+        made = f"{scale}{'p_t' if 'erase_key' in seen.views else 'k_t'} {turned}"
+        closed = f"(b_tᵀ({made}) − k_tᵀ v_t)" if "erase_direction" in seen.views else f"k_tᵀ({made} − v_t)"
+        return [f"G_t = {closed[1:-1] if 'erase_direction' in seen.views else closed}, in the place of {at}", *meaning], closed
     weight, bias = (_own(learner, Learner) and learner.linear_map) or (None, None)
     slope = None
     if weight is not None and weight in learner.init and says(task, "slope", ("loss",)):
@@ -271,7 +271,7 @@ def _recurrence(rule: InnerOptimizer, gates: dict[str, str], gradient: str) -> l
             f"W_t = {' '.join(['W_a +', *tau, *clip, 'M_t'])}",
         ]
     old = " ".join(filter(None, [gates.get("alpha"), gates.get("decay"), "W_{t−1}"]))
-    if rule.pull:
+    if rule.decay_to_init:
         old += f" + (1 − {gates.get('alpha', '1')}) W_0"
     if "beta" not in gates:
         return [f"W_t = {old} {minus(kappa, eta)}"]

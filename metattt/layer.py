@@ -44,16 +44,16 @@ class TTTLayer(SequenceLayer):
         task: what is learned from a token. Made for this layer, as are the next two (their parameters are created here).
         learner: the hidden state, and how it predicts.
         optimizer: how a gradient moves it, and which weights a query reads.
-        output_norm: of the answers, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D, `head_rms`
+        output_norm: of the predictions, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D, `head_rms`
             and `head_layer` RMSNorm and LayerNorm of every head by itself.
         norm_eps: ε of this norm, added to the mean square; None: 1e-6 for LayerNorm over D, 1e-5 for the others.
-        norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of answers to q/√d with ε is the norm
-            of answers to q with d ε, so layers have this that are published with queries of q/√d.
+        norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of predictions for q/√d with ε is the norm
+            of predictions for q with d ε, so layers have this that are published with queries of q/√d.
         gate: multiply by gelu(x Wg) (true), silu(x Wg) or sigmoid(x Wg) before the output projection.
         gate_rank: of Wg, `head_dim`: the width of a head, with a bias after its second map; None: full, without bias.
         output_bias: a bias in the output projection.
         init: of the weights of all projections: `normal` N(0, 0.02²), as in the published TTT models, or `xavier`, uniform
-            with the variance 2/(d_in + d_out), as in the Transformer, whose answers have no norm: 0.02 is then too small for
+            with the variance 2/(d_in + d_out), as in the Transformer, whose predictions have no norm: 0.02 is then too small for
             narrow models.
         form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same
             result. `fused` takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
@@ -123,10 +123,10 @@ class TTTLayer(SequenceLayer):
     # -- one call ------------------------------------------------------------------------------------------------------
 
     def run(
-        self, x: Tensor, state: State, packing: Packing | None = None, in_place: bool = False
+        self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, State]:
         """What the three parts make of the tokens; see `SequenceLayer.run`."""
-        call = self.call(x, state, packing, in_place)
+        call = self.call(x, state, packing, donate_state)
         views, gates, *carried = self.tokens(x, state, call.ctx)
         y, state = self.learn(views, gates, state, call, carried)
         return self.output(x, y), state
@@ -158,9 +158,9 @@ class TTTLayer(SequenceLayer):
         if views.weight is not None and self.learner.has_weights:
             eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
             gates = gates._replace(eta=eta * views.weight)
-        wide = torch.promote_types(views.k.dtype, torch.float32)
-        if gates[0].dtype != wide or [gate for gate in gates[1:] if gate is not None]:
-            gates = type(gates)(*[None if gate is None else gate.to(wide) for gate in gates])  # type: ignore[arg-type]
+        accum_dtype = torch.promote_types(views.k.dtype, torch.float32)
+        if gates[0].dtype != accum_dtype or [gate for gate in gates[1:] if gate is not None]:
+            gates = type(gates)(*[None if gate is None else gate.to(accum_dtype) for gate in gates])  # type: ignore[arg-type]
         return views, gates, task_state, rule_state
 
     def learn(
@@ -174,11 +174,11 @@ class TTTLayer(SequenceLayer):
             return y, State(call.after, 0, {}, task, rule, data)
         alone = views if views.weight is None else views._replace(weight=None)  # which is in η
         tokens = Tokens(alone, cast(Gates, gates))
-        y, weights, phase, data = self.inner.run(tokens, state, call.after, call.ctx, call.packing, call.in_place)
+        y, weights, phase, data = self.inner.run(tokens, state, call.after, call.ctx, call.packing, call.donate_state)
         return y, State(call.after, phase, weights, task, rule, data)
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
-        """The outputs `[B, T, D]`: the answers `y` `[B, H, T, d]` of all heads after the norm, the gate of the tokens `x`
+        """The outputs `[B, T, D]`: the predictions `y` `[B, H, T, d]` of all heads after the norm, the gate of the tokens `x`
         and the projection."""
         y = y.transpose(1, 2).flatten(2).to(x.dtype)
         if self.norm is not None:

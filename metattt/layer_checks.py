@@ -10,8 +10,8 @@ from torch import Tensor
 from metattt.errors import MetaTTTError, check_integer
 from metattt.learners.base import Learner, NonParametric
 from metattt.memory import fits
+from metattt.memory_limit import check_memory_limit
 from metattt.optimizers.base import Gates, InnerOptimizer
-from metattt.room import check_room
 from metattt.state import DataGates, State, Tensors
 from metattt.tasks.base import Task, Views
 
@@ -28,7 +28,7 @@ def check_parts(dim: int, num_heads: int, task: Task, learner: Learner, optimize
     """
     check_integer("dim", dim)
     check_integer("num_heads", num_heads)
-    check_room(dim * dim, f"a layer of dim={dim}", "lower dim")
+    check_memory_limit(dim * dim, f"a layer of dim={dim}", "lower dim")
     for key, part, kind in (("task", task, Task), ("learner", learner, Learner), ("optimizer", optimizer, InnerOptimizer)):
         if not isinstance(part, kind):
             raise MetaTTTError(f"layer.{key} is a {type(part).__name__}: it must be a {kind.__name__}, set {key}=<name>")
@@ -52,7 +52,7 @@ def fitted(layer: TTTLayer, views: Views, gates: Gates, shape: tuple[int, ...]) 
             shape in which no axis of length 1 stands for all.
     """
     learner, optimizer, k = layer.learner, layer.optimizer, views.k
-    for name in ("p", "b"):
+    for name in ("erase_key", "erase_direction"):
         view = getattr(views, name)
         if view is not None and view.shape != k.shape:
             raise MetaTTTError(f"the view {name} has shape {list(view.shape)}: it must be that of k, {list(k.shape)}")
@@ -62,7 +62,7 @@ def fitted(layer: TTTLayer, views: Views, gates: Gates, shape: tuple[int, ...]) 
     if views.weight is not None and k.ndim != 5:
         raise MetaTTTError("a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead")
     keeps_data = isinstance(learner, NonParametric)
-    if keeps_data and (views.p is not None or views.b is not None or k.ndim != 4):
+    if keeps_data and (views.erase_key is not None or views.erase_direction is not None or k.ndim != 4):
         raise MetaTTTError(
             f"{type(learner).__name__} keeps its data, and has no weights that an erase view or several pairs "
             "a token could change: set learner=linear_map"
@@ -77,17 +77,17 @@ def fitted(layer: TTTLayer, views: Views, gates: Gates, shape: tuple[int, ...]) 
         raise MetaTTTError(f"the task gives views {found}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
     pairs = views.k.shape[3:-1]
     if views.v.shape[: 3 + len(pairs)] != shape + pairs:
-        views = views._replace(v=_spread("the view v", views.v, shape + pairs, views.v.shape[3 + len(pairs) :]))
+        views = views._replace(v=_expanded("the view v", views.v, shape + pairs, views.v.shape[3 + len(pairs) :]))
     for name, gate in zip(gates._fields, gates, strict=True):
         if gate is None:
             continue
-        own = gate.shape[3:] if name in ("rates", "decay") or (name == "eta" and pairs) else ()
+        own = gate.shape[3:] if name in ("weight_lr", "decay") or (name == "eta" and pairs) else ()
         if gate.shape != (*shape, *own):
-            gates = gates._replace(**{name: _spread(f"the gate {name}", gate, shape, own)})
+            gates = gates._replace(**{name: _expanded(f"the gate {name}", gate, shape, own)})
     return views, gates
 
 
-def _spread(name: str, x: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
+def _expanded(name: str, x: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
     """`x` with the axes `shape` and its `own`, where it has 1 in place of the former."""
     wanted = (*shape, *own)
     if x.ndim != len(wanted) or any(n not in (1, size) for n, size in zip(x.shape, wanted, strict=True)):
@@ -99,22 +99,22 @@ def check_memory(layer: TTTLayer, x: Tensor, state: State) -> None:
     """Refuses weights and positions in a state that are not of this layer.
 
     Raises:
-        MetaTTTError: they are of other roles, shapes or types.
+        MetaTTTError: they are of other slots, shapes or types.
     """
     batch, plan, size = x.shape[0], layer.plan, layer.mini_batch_size
     wanted = {name: (batch, *shape) for name, shape in plan.weights.items()}
-    for role, weights in state.weights.items():
-        if role not in plan.roles or not fits(role, weights, wanted):
+    for slot, weights in state.weights.items():
+        if slot not in plan.slots or not fits(slot, weights, wanted):
             found = {name: tuple(w.shape) for name, w in weights.items()}
             raise MetaTTTError(
-                f"the state is from another layer: it carries {role} {found}, this layer {plan.roles} {wanted}"
+                f"the state is from another layer: it carries {slot} {found}, this layer {plan.slots} {wanted}"
             )
     # Kernels are handed addresses: what they read there must be what they take it for.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    types = {w.dtype for role, weights in state.weights.items() if role != "pool" for w in weights.values()}
-    if state.pos.dtype != torch.long or types - {wide}:
+    accum_dtype = torch.promote_types(x.dtype, torch.float32)
+    types = {w.dtype for slot, weights in state.weights.items() if slot != "pool" for w in weights.values()}
+    if state.pos.dtype != torch.long or types - {accum_dtype}:
         raise MetaTTTError(
-            f"the state has positions of {state.pos.dtype} and weights of {types}, expected torch.int64 and {wide}: "
+            f"the state has positions of {state.pos.dtype} and weights of {types}, expected torch.int64 and {accum_dtype}: "
             "move it with State.to, which keeps integers, or start with state=None"
         )
     if state.phase is not None and (type(state.phase) is not int or state.phase < 0):

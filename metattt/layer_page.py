@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metattt.disk import path_of, write_whole
 from metattt.errors import MetaTTTError
 from metattt.families import FORM, OWN, Source
+from metattt.io import path_of, write_whole
 
 if TYPE_CHECKING:
     from metattt.known_layers import KnownLayer

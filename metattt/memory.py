@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from metattt.modules import spread
+from metattt.modules import expand_like
 from metattt.state import Tensors
 
 Memory = dict[str, Tensors]
@@ -68,7 +68,7 @@ def choose(some: Tensor, a: Memory, b: Memory, slots: Iterable[str]) -> Memory:
 def where(some: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
     """`a` where `some` `[B]`, else `b`; None stands for zeros."""
     return {
-        name: torch.where(spread(some, x), 0 if a is None else a[name], 0 if b is None else b[name])
+        name: torch.where(expand_like(some, x), 0 if a is None else a[name], 0 if b is None else b[name])
         for name, x in (a or b or {}).items()
     }
 

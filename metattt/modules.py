@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from metattt.errors import NotFinite
-from metattt.room import check_room
+from metattt.memory_limit import check_memory_limit
 from metattt.state import Context
 from metattt.torch_private import interpreter_stack
 
@@ -49,7 +49,7 @@ def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
-def spread(factor: Tensor, like: Tensor) -> Tensor:
+def expand_like(factor: Tensor, like: Tensor) -> Tensor:
     """`[B]` or `[B, H]` with trailing axes, to broadcast against `[B, H, *shape]`."""
     return factor[(...,) + (None,) * (like.ndim - factor.ndim)]
 
@@ -76,7 +76,7 @@ class CausalConv(nn.Module):
 
     def __init__(self, dim: int, width: int = 4, bias: bool = True):
         super().__init__()
-        check_room(dim * width, f"a convolution of {width} taps", "lower conv_width, or dim")
+        check_memory_limit(dim * width, f"a convolution of {width} taps", "lower conv_width, or dim")
         self.weight = nn.Parameter(torch.empty(dim, 1, width))
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
         self.reset_parameters()

@@ -1,4 +1,4 @@
-"""What stands between the answers of a layer's heads and its output projection: a norm, and a gate of the token."""
+"""Output norm and output gate: what stands between the predictions of the heads and the output projection."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
+from metattt.memory_limit import check_memory_limit
 from metattt.modules import projection
-from metattt.room import check_room
 
 EPS = 1e-5  # of the norms other than LayerNorm over D, where `norm_eps` says nothing
 LAYER_NORM_EPS = 1e-6  # of the published TTT models
@@ -79,7 +79,7 @@ def check_output(norm: object, gate: object, rank: object, eps: float | None, ep
 
 
 def make_norm(kind: bool | str, dim: int, head_dim: int, eps: float | None, eps_scale: str) -> nn.Module | None:
-    """The norm of the answers `[B, T, D]` of all heads, of a width of `head_dim` each."""
+    """The norm of the predictions `[B, T, D]` of all heads, of a width of `head_dim` each."""
     if eps is None:
         eps = LAYER_NORM_EPS if kind is True else EPS
     if eps_scale == "head_dim":
@@ -100,7 +100,7 @@ def make_gate(kind: bool | str, rank: int | str | None, dim: int, head_dim: int)
     if rank is None:
         return projection(dim, dim, False)
     inner = head_dim if rank == "head_dim" else int(rank)
-    check_room(dim * inner, f"a gate of rank {inner}", "lower layer.gate_rank")
+    check_memory_limit(dim * inner, f"a gate of rank {inner}", "lower layer.gate_rank")
     return nn.Sequential(projection(dim, inner, False), projection(inner, dim, True))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_integer
-from metattt.inner.faults import FAILURES, explain
+from metattt.inner.diagnostics import FAILURES, explain
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.modules import check_finite
 from metattt.state import Context, State
@@ -22,13 +22,13 @@ class Call(NamedTuple):
         ctx: positions of the tokens, padding and starts of documents.
         after: `[B]` tokens since the start of the document, after the call.
         packing: where padding and documents lie; None if there are none.
-        in_place: the weights of the state may be written over.
+        donate_state: the weights of the state may be written over.
     """
 
     ctx: Context
     after: Tensor
     packing: Packing | None
-    in_place: bool
+    donate_state: bool
 
 
 class SequenceLayer(nn.Module, ABC):
@@ -53,7 +53,7 @@ class SequenceLayer(nn.Module, ABC):
         mask: Tensor | None = None,
         reset: Tensor | None = None,
         packing: Packing | None = None,
-        in_place: bool = False,
+        donate_state: bool = False,
     ) -> tuple[Tensor, Any]:
         """Reads the tokens `x` and returns the outputs and the state to go on from.
 
@@ -65,7 +65,7 @@ class SequenceLayer(nn.Module, ABC):
             reset: `[B, T]` bool, True where a packed document starts: the state begins anew.
             packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is
                 the output.
-            in_place: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
+            donate_state: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
 
         Returns:
             Outputs `[B, T, D]` and the new state.
@@ -75,14 +75,14 @@ class SequenceLayer(nn.Module, ABC):
                 `x` (checked on CPU, if `refuse_nan`).
         """
         try:
-            return self._packed(x, state, mask, reset, packing, in_place)
+            return self._packed(x, state, mask, reset, packing, donate_state)
         except FAILURES as error:
             known = state if isinstance(state, State) else None  # others have been looked at before
             explain(error, x, self.parameters(), known, {"mask": mask, "reset": reset})
             raise
 
     def _packed(
-        self, x: Tensor, state: Any, mask: Tensor | None, reset: Tensor | None, packing: Packing | None, in_place: bool
+        self, x: Tensor, state: Any, mask: Tensor | None, reset: Tensor | None, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, Any]:
         """`run` on tokens whose padding stands last, with what it returns in the order of the caller."""
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
@@ -99,21 +99,21 @@ class SequenceLayer(nn.Module, ABC):
             state = self.start(x, packing)
         else:
             self.check_state(x, state)
-        y, state = self.run(x, state, packing, in_place)
+        y, state = self.run(x, state, packing, donate_state)
         if packing is not None:
             y = packing.blank(y) if sorted_already else packing.restore(packing.blank(y))
         return y, state
 
     @abstractmethod
     def run(
-        self, x: Tensor, state: Any, packing: Packing | None = None, in_place: bool = False
+        self, x: Tensor, state: Any, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, Any]:
         """What the layer computes.
 
         Args:
             x: `[B, T, D]`, 0 at padding, which stands behind the real tokens.
             state: `start`, or what an earlier call has returned.
-            packing, in_place: as of `forward`.
+            packing, donate_state: as of `forward`.
 
         Returns:
             Outputs `[B, T, D]`, anything at padding, and the state after the last real token.
@@ -149,9 +149,9 @@ class SequenceLayer(nn.Module, ABC):
             positions = torch.arange(count, device=x.device) + positions
         return Context(positions, None, None, size), state.pos + count
 
-    def call(self, x: Tensor, state: State, packing: Packing | None = None, in_place: bool = False) -> Call:
+    def call(self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False) -> Call:
         """`context`, with the rest of what is known of a call."""
-        return Call(*self.context(x, state, packing), packing, in_place)
+        return Call(*self.context(x, state, packing), packing, donate_state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "group_size" and value is not None:

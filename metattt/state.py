@@ -70,7 +70,7 @@ class State(NamedTuple):
     Attributes:
         pos: `[B]` tokens read since the start of the document.
         phase: `pos mod b` as a plain integer where it is the same for all sequences, else None.
-        weights: the learner's weights by role (`anchor`, `commit`, `weights`, `update`, `momentum`) and name:
+        weights: the learner's weights by slot (`anchor`, `commit`, `weights`, `update`, `momentum`) and name:
             `[B, H, *shape]`.
         task, optimizer, learner: what these parts carry (convolution tails, gate pools, keys and values): `[B, ...]`
             each.
@@ -84,10 +84,10 @@ class State(NamedTuple):
     learner: Tensors
 
     def __repr__(self) -> str:
-        """What is there, without its numbers: names and shapes, a role of the weights or a part a line."""
-        roles = self.weights if isinstance(self.weights, Mapping) else {"": self.weights}
+        """What is there, without its numbers: names and shapes, a slot of the weights or a part a line."""
+        slots = self.weights if isinstance(self.weights, Mapping) else {"": self.weights}
         parts = {"task": self.task, "optimizer": self.optimizer, "learner": self.learner}
-        held = [(f"weights: {role} -> ", x) for role, x in roles.items()]
+        held = [(f"weights: {slot} -> ", x) for slot, x in slots.items()]
         held += [(f"{name}: ", x) for name, x in parts.items()]
         lines = [f"State(pos={_shown(self.pos, numbers=True)}, phase={self.phase!r:.20}"]
         return ",\n  ".join(lines + [label + _shown(x) for label, x in held if not isinstance(x, Mapping) or x]) + ")"

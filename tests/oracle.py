@@ -343,7 +343,7 @@ class Document:
         beta = None if self.beta is None else self.beta[t]
         momentum = step if beta is None else plus(times(beta, m.momentum), step)
         w = plus(kept, plus(times(beta, momentum), step) if getattr(s, "nesterov", False) else momentum)
-        if getattr(s, "pull", False) and alpha is not None:
+        if getattr(s, "decay_to_init", False) and alpha is not None:
             w = plus(times(1 - alpha, self.w0), w)
         return m._replace(newest=w, momentum=momentum)
 

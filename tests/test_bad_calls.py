@@ -76,7 +76,7 @@ CONSTRUCTORS: dict[Callable[..., Any], dict[str, list[Any]]] = {
         "token_steps": ["nobody"], "max_norm": [0, NAN, INF, "1"], "compute_chunk": [0, 1.5],
     },
     Momentum: {
-        "momentum_init": [0, 1, 2, NAN, "0.9"], "decay": ["nobody"], "decay_init": [-1], "nesterov": ["no"], "pull": [True, 1],
+        "momentum_init": [0, 1, 2, NAN, "0.9"], "decay": ["nobody"], "decay_init": [-1], "nesterov": ["no"], "decay_to_init": [True, 1],
         "gradient_at": ["decayed"],
     },
     BlockMomentum: {"read": ["inclusive"], "momentum_init": [2, NAN], "decay_init": ["a"], "orthogonalize": [None], "pool": [3]},
@@ -107,7 +107,7 @@ def state(**changes: Any) -> State:
 
 def other_weights(change: Callable[[Tensor], Any]) -> State:
     good = state()
-    weights = {role: {k: change(v) for k, v in named.items()} for role, named in good.weights.items()}
+    weights = {slot: {k: change(v) for k, v in named.items()} for slot, named in good.weights.items()}
     return good._replace(weights=weights)
 
 

@@ -165,16 +165,16 @@ def test_ceilings() -> None:
 
 def test_layers_are_timed_beside_one_of_them_and_with_overrides() -> None:
     small: dict[str, Any] = SMALL | {"forms": ["dual"], "lengths": [16]}
-    report = LayerBenchmark(["delta_net", "gla"], baseline="gla", overrides=["frame=plain"], **small).run(silent)
+    report = LayerBenchmark(["delta_net", "gla"], baseline="gla", overrides=["block_style=plain"], **small).run(silent)
     times = report.tables["Times as long as gla"]
     assert [(row["layer"], row["pass"]) for row in times] == [
         (name, way) for way in ("forward + backward", "forward") for name in ("delta_net", "torch attention")
     ]
     assert {row["layer"]: row["form"] for row in times} == {"delta_net": "dual", "torch attention": ""}
-    assert "Every layer with `frame=plain`." in report.text
-    layer = LayerBenchmark(["delta_net"], overrides=["frame=plain"], **small)._forms("delta_net")["dual"]
+    assert "Every layer with `block_style=plain`." in report.text
+    layer = LayerBenchmark(["delta_net"], overrides=["block_style=plain"], **small)._forms("delta_net")["dual"]
     assert layer.gate is None and layer.task.short_conv is None
     with pytest.raises(MetaTTTError, match=r"benchmark\.baseline=kda is not allowed: choose from delta_net"):
         LayerBenchmark(["delta_net"], baseline="kda", **small)
     with pytest.raises(MetaTTTError, match="`nobody` is not a choice of frame"):
-        LayerBenchmark(["delta_net"], overrides=["frame=nobody"], **small).run(silent)
+        LayerBenchmark(["delta_net"], overrides=["block_style=nobody"], **small).run(silent)

@@ -27,8 +27,8 @@ from metattt.checkpoints.trained import check_numbers, load_model
 from metattt.checkpoints.trust import check_amounts, modules
 from metattt.checkpoints.writing import NEW, write_checkpoint, write_model
 from metattt.composition.compose import compose
-from metattt.disk import check_own, digest
 from metattt.errors import MetaTTTError
+from metattt.io import check_own, digest
 from metattt.models.language_model import LanguageModel
 
 SMALL = ("dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=16", "model.vocab_size=16")

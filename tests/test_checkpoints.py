@@ -22,9 +22,9 @@ from metattt.checkpoints.naming import to_names, to_targets
 from metattt.checkpoints.record import VERSION, make_record
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.composition.compose import compose, load_components
-from metattt.disk import digest
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
+from metattt.io import digest
 from metattt.registry import REGISTERED, VERSIONS, register
 from metattt.training.train import train
 

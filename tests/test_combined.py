@@ -59,7 +59,7 @@ def gradients(layer: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("name", "few"), [*((name, False) for name in SMALL), ("lact_block", True)])
 def test_equals_its_plain_loop(name: str, few: bool) -> None:
     """Outputs, and the gradients of every parameter. `few`: one head in the memory of LaCT, two in its attention."""
-    plain = ["frame=plain"] if name.startswith("titans") else []  # the loops have no convolutions
+    plain = ["block_style=plain"] if name.startswith("titans") else []  # the loops have no convolutions
     layer = make(name, *plain, *(["layer.second.num_heads=1"] if few else []))
     x = torch.randn(2, 2 * B + 3, 8, dtype=torch.float64, requires_grad=True)
     y = layer(x)[0]

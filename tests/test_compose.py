@@ -196,7 +196,7 @@ def test_help_is_fast() -> None:
         ("train", ["layer=ttt_mlp", "learner=swiglu", "trainer=fsdp", "training=muon"]),
         ("train", ["layer=titans_mag", "callbacks=inner_warmup", "logger=wandb"]),
         ("train", ["model=ttt_e2e", "data=shards"]),
-        ("train", ["layer=gated_delta_net", "frame=plain", "preset=125m"]),
+        ("train", ["layer=gated_delta_net", "block_style=plain", "preset=125m"]),
         ("train", ["experiment=digits_pixel"]),
         ("check", ["layer=longhorn"]),
         ("bench", ["benchmark=layer"]),

@@ -86,7 +86,7 @@ class TestOnlineGradientDescent(OptimizerConformance):
 
 
 class TestMomentum(OptimizerConformance):
-    make = staticmethod(lambda: Momentum(4, base_lr=0.5, nesterov=True, decay="per_head", pull=True))
+    make = staticmethod(lambda: Momentum(4, base_lr=0.5, nesterov=True, decay="per_head", decay_to_init=True))
 
 
 class TestGatedDelta(OptimizerConformance):
@@ -143,7 +143,7 @@ class WrongAlgebra(GradientDescent):
 
     def coefficients(self, gates: Gates, phase: Any, carried: Any, read: Any) -> Coefficients:
         right = super().coefficients(gates, phase, carried, read)
-        return right._replace(carry={base: (factors, 2 * weight) for base, (factors, weight) in right.carry.items()})
+        return right._replace(advance={base: (factors, 2 * weight) for base, (factors, weight) in right.advance.items()})
 
 
 class Detached(Reconstruction):

@@ -76,11 +76,11 @@ def tokens(length: int, dim: int = 32, seed: int = 0) -> Tensor:
     return torch.randn(2, length, dim, generator=torch.Generator().manual_seed(seed))
 
 
-def go_on(layer: TTTLayer, x: Tensor, state: State | None, cuts: list[int], in_place: bool) -> tuple[Tensor, State]:
+def go_on(layer: TTTLayer, x: Tensor, state: State | None, cuts: list[int], donate_state: bool) -> tuple[Tensor, State]:
     ys = []
     for start, end in itertools.pairwise([0, *cuts, x.shape[1]]):
         with torch.no_grad():
-            y, state = layer(x[:, start:end], state, in_place=in_place and state is not None)
+            y, state = layer(x[:, start:end], state, donate_state=donate_state and state is not None)
         ys.append(y)
     assert state is not None
     return torch.cat(ys, 1), state
@@ -93,13 +93,13 @@ def alike(dual: TTTLayer, found: tuple[Tensor, State], expected: tuple[Tensor, S
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("prefill", "in_place"), [(1, True), (7, False), (8, True)])
-def test_token_by_token(name: str, prefill: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("prefill", "donate_state"), [(1, True), (7, False), (8, True)])
+def test_token_by_token(name: str, prefill: int, donate_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a prompt of any length, through a commit at least; the state after it is the dual form's."""
     layer, dual, kernel = pair(name)
     calls, x = counted(kernel, monkeypatch), tokens(prefill + 10)
     cuts = list(range(prefill, prefill + 10))
-    alike(dual, go_on(layer, x, None, cuts, in_place), go_on(dual, x, None, cuts, False))
+    alike(dual, go_on(layer, x, None, cuts, donate_state), go_on(dual, x, None, cuts, False))
     assert calls == ([prefill % SIZE] if prefill % SIZE else []) + [1] * 10
 
 
@@ -128,8 +128,8 @@ def test_a_rule_that_carries_weights_in_place_of_an_update(by: str) -> None:
     alike(dual, (torch.cat([expected[0][:, :3], rest], 1), state), expected)
 
 
-@pytest.mark.parametrize(("name", "in_place"), [("linear", False), ("linear", True), ("mlp", True)])
-def test_sequences_at_places_of_their_own(name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "donate_state"), [("linear", False), ("linear", True), ("mlp", True)])
+def test_sequences_at_places_of_their_own(name: str, donate_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 11 and 7 tokens: one is in its second mini-batch, the other about to complete its first."""
     layer, dual, kernel = pair(name)
     x, mask = tokens(21), torch.ones(2, 11, dtype=torch.bool)
@@ -141,7 +141,7 @@ def test_sequences_at_places_of_their_own(name: str, in_place: bool, monkeypatch
     calls = counted(kernel, monkeypatch)
     assert after[0].phase is None
     cuts = list(range(1, 10))
-    alike(dual, go_on(layer, x[:, 11:], after[0], cuts, in_place), go_on(dual, x[:, 11:], after[1], cuts, False))
+    alike(dual, go_on(layer, x[:, 11:], after[0], cuts, donate_state), go_on(dual, x[:, 11:], after[1], cuts, False))
     assert calls == [1] * 10
 
 
@@ -154,15 +154,15 @@ def test_a_state_stays_at_its_addresses(name: str) -> None:
     with torch.no_grad():
         _, state = layer(x[:, :3])
         state = state._replace(phase=None)
-        addresses = {(role, key): w.data_ptr() for role, named in state.weights.items() for key, w in named.items()}
+        addresses = {(slot, key): w.data_ptr() for slot, named in state.weights.items() for key, w in named.items()}
         for token in x[:, 3:].split(1, 1):
             before = copy.deepcopy(state)
             kept, _ = layer(token, state)
             assert all(torch.equal(w, before.weights[r][n]) for r, part in state.weights.items() for n, w in part.items())
-            y, state = layer(token, state, in_place=True)
+            y, state = layer(token, state, donate_state=True)
             assert torch.equal(y, kept)
-        found = {(role, key): w.data_ptr() for role, named in state.weights.items() for key, w in named.items()}
-    assert found == addresses and {role for role, _ in found} == {"commit", "update"}
+        found = {(slot, key): w.data_ptr() for slot, named in state.weights.items() for key, w in named.items()}
+    assert found == addresses and {slot for slot, _ in found} == {"commit", "update"}
 
 
 @pytest.mark.parametrize("name", KERNELS)

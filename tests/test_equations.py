@@ -35,7 +35,7 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
         ("delta_net", [], 
          ["k_t = u/‖u‖, u = silu(conv_K(θK x)_t)", "ℓ_t(W) = ½‖f(k_t; W) − v_t‖²",
           "y_t = θO RMSNorm_h(z_t), z_t of the 2 heads side by side"]),
-        ("delta_net", ["frame=plain"],
+        ("delta_net", ["block_style=plain"],
          ["k_t = u/‖u‖, u = silu(θK x_t)", "v_t = θV x_t", "y_t = θO LN(z_t), z_t of the 2 heads side by side"]),
         ("kda", [], ["v_t = silu(conv_V(θV x)_t)", "conv_K, conv_V, conv_Q: causal, 4 tokens, each channel by itself",
           "y_t = θO (RMSNorm_h(z_t) ∘ σ(U V x_t + c_G)), z_t of the 2 heads side by side"]),
@@ -62,7 +62,7 @@ GATED = "W_t = α_t W_{t−1} − η_t k_tᵀ(α_t k_t W_{t−1} − v_t)"
         ("omega_net", [], ["W_t = α_t W_{t−1} − η_t ω_t k_tᵀ(k_t W_{t−1} − v_t)"]),
         ("retnet", [], ["α_t = 1 − 2^(−5−h) in head h = 0…1", "W_t = α_t W_{t−1} + k_tᵀ v_t"]),
         ("mamba2", [], ["α_t = exp(−η_t a), a of each head", "W_t = α_t W_{t−1} + η_t k_tᵀ v_t"]),
-        ("mamba2", ["optimizer.pull=true"], ["W_t = α_t W_{t−1} + (1 − α_t) W_0 + η_t k_tᵀ v_t"]),
+        ("mamba2", ["optimizer.decay_to_init=true"], ["W_t = α_t W_{t−1} + (1 − α_t) W_0 + η_t k_tᵀ v_t"]),
         ("ttt_linear", [], ["f(x; W) = x + LN(x W + b)", "η_t = σ(θ_η x_t + c_η)/d, θ and c of each head", "W_t = W_a + τ_i M_t"]),
         ("ttt_linear", [], ["k_t = RoPE_t(conv_K(θQ x)_t)", "y_t = θO (LN(z_t) ∘ gelu_tanh(θG x_t)), z_t of the 2 heads side by side"]),
         ("ttt_linear", ["optimizer.mini_batch_size=4"], 
@@ -162,8 +162,8 @@ class Doubled(BlockRule):
     def __init__(self) -> None:
         super().__init__(mini_batch_size=4)
 
-    def move(self, carry: Any, alpha: Any, beta: Any) -> Any:
-        return {"commit": {name: x + 2 * carry["update"][name] for name, x in carry["commit"].items()}}
+    def move(self, memory: Any, alpha: Any, beta: Any) -> Any:
+        return {"commit": {name: x + 2 * memory["update"][name] for name, x in memory["commit"].items()}}
 
 
 class Half(Task):
@@ -197,7 +197,7 @@ class Erasing(Reconstruction):
 
     def views(self, x: Tensor, state: Any, ctx: Any, projected: Any = None) -> tuple[Views, Any]:
         views, state = super().views(x, state, ctx)
-        return views._replace(p=views.q), state
+        return views._replace(erase_key=views.q), state
 
 
 class ByChannel(GradientDescent):

@@ -251,8 +251,8 @@ def test_a_subclass_that_changes_the_function_is_not_covered() -> None:
         """The same function."""
 
     class Twice(GradientDescent):
-        def commit(self, carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
-            return super().commit(super().commit(carry, filled), 0)
+        def commit(self, memory: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+            return super().commit(super().commit(memory, filled), 0)
 
     def form(learner: Any, rule: Any) -> str:
         return TTTLayer(8, 2, Reconstruction(), learner, rule).form

@@ -110,7 +110,7 @@ class Parrot(LanguageModel):
         reset: object = None,
         *,
         last_only: bool = False,
-        in_place: bool = False,
+        donate_state: bool = False,
     ) -> Any:
         logits = torch.zeros(*ids.shape, 257)
         for row, text in enumerate(self.texts):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from metattt.extras import DISTRIBUTIONS, MissingExtra, absence, need
+from metattt.optional import DISTRIBUTIONS, MissingExtra, absence, need
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -161,7 +161,7 @@ def calls() -> Iterator[tuple[Path, str, str]]:
     for file in sorted((ROOT / "metattt").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("need", "absence"):
-                if file.name == "extras.py":
+                if file.name == "optional.py":
                     continue
                 named = {word.arg: word.value for word in node.keywords}
                 library, extra = node.args[0], named["extra"]

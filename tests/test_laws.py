@@ -143,7 +143,7 @@ def random_optimizer(r: random.Random) -> InnerOptimizer:
             nesterov=momentum != "none" and r.random() < 0.5,
             decay=decay,
             decay_init=0.9,
-            pull=decay != "none" and r.random() < 0.5,
+            decay_to_init=decay != "none" and r.random() < 0.5,
             gradient_at=r.choice(["previous", "decayed"]) if rule["anchor"] == "online" else "previous",
         )
     if kind == "gates":
@@ -245,7 +245,7 @@ def test_gates_of_zero_and_one() -> None:
         found = how.rows["weights"][0, 0, t] * w0 + how.rows["momentum"][0, 0, t] * s0 - how.mix[0, 0, t] @ gradients
         torch.testing.assert_close(found, w)
     for base, value in (("weights", w), ("momentum", s)):
-        factors, weight = how.carry[base]
+        factors, weight = how.advance[base]
         found = sum(f[0, 0] * {"weights": w0, "momentum": s0}[a] for a, f in factors.items()) - weight[0, 0] @ gradients
         torch.testing.assert_close(found, value)
 

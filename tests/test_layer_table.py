@@ -79,13 +79,13 @@ TWO_IN_ONE = ["lact_block", "titans_mag", "titans_mal"]  # of a `Combined`: see 
 MIXERS = ["longhorn", "mamba", "mamba2_mixer"]  # one recurrence without parts: see test_mamba.py
 
 
-OWN_FRAME = {"ttt_linear", "ttt_mlp", *ONE_CALL, "mttt_linear", "mttt_mlp", "attention", "window_attention", "nearest"}
-"""Rows whose loops are those of the layer as it is; the others' are of the bare rule: see test_frame.py for their blocks."""
+OWN_STYLE = {"ttt_linear", "ttt_mlp", *ONE_CALL, "mttt_linear", "mttt_mlp", "attention", "window_attention", "nearest"}
+"""Rows whose loops are those of the layer as it is; the others' are of the bare rule: see test_block_style.py for their blocks."""
 
 
 def specimen(row: str) -> Specimen:
-    frame = "published" if row in OWN_FRAME else "plain"
-    given = (f"layer={row}", f"frame={frame}", "dim=8", "num_heads=2", *SMALL.get(row, []))
+    style = "published" if row in OWN_STYLE else "plain"
+    given = (f"layer={row}", f"block_style={style}", "dim=8", "num_heads=2", *SMALL.get(row, []))
     return specimen_of(compose(*given, job="check"))
 
 

@@ -152,8 +152,8 @@ def test_second_derivatives_are_those_of_the_reference() -> None:
     given = [torch.randn(1, 20, 2, 4), -torch.rand(1, 20, 2), torch.randn(1, 20, 1, 3), torch.randn(1, 20, 1, 3)]
     given = [x.bfloat16().float().requires_grad_() for x in (*given, torch.zeros(1, 2, 4, 3))]
     found = []
-    for operand in (torch.bfloat16, None):
-        y, _ = duality(*given[:5], None, 16, 0, operand)
+    for matmul_dtype in (torch.bfloat16, None):
+        y, _ = duality(*given[:5], None, 16, 0, matmul_dtype)
         first = torch.autograd.grad(y.square().sum(), given, create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), given))
     assert CALLS == [80, 20]

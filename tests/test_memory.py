@@ -44,7 +44,7 @@ def test_a_counter_is_a_number_for_each_head() -> None:
 class Leaning(BlockRule):
     """Adds to every step what the first one was told to begin with."""
 
-    roles = ("lean",)
+    own_slots = ("lean",)
 
     def begin(self, carry: memory.Memory) -> memory.Memory:
         return carry | {"lean": {name: torch.full_like(x, 0.01) for name, x in carry["commit"].items()}}

@@ -256,9 +256,9 @@ def test_all_tokens_of_a_call_are_one_mini_batch_of_whole(compute_chunk: int) ->
     assert_equal(layer, expected)
 
 
-@pytest.mark.parametrize("pull", [False, True])
-def test_several_passes_of_an_online_rule_go_on_with_its_momentum(pull: bool) -> None:
-    settings: dict[str, Any] = {"momentum": "none", "decay": "per_head", "pull": True} if pull else {}
+@pytest.mark.parametrize("decay_to_init", [False, True])
+def test_several_passes_of_an_online_rule_go_on_with_its_momentum(decay_to_init: bool) -> None:
+    settings: dict[str, Any] = {"momentum": "none", "decay": "per_head", "decay_to_init": True} if decay_to_init else {}
     layer = made(plain(), Momentum(4, anchor="online", read="final", steps=2, **settings))
 
     def expected(x: Tensor) -> Tensor:

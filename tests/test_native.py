@@ -233,7 +233,7 @@ def test_what_is_not_accepted() -> None:
     gated = given.tokens.with_gates(alpha=given.tokens.gates.eta)
     assert "gate" in str(kernel.reason_rejected(given._replace(tokens=gated)))
     assert "fp32" in str(kernel.reason_rejected(given_of({name: value.double() for name, value in x.items()}, 16)))
-    assert "fp32" in str(kernel.reason_rejected(given._replace(operand=torch.bfloat16)))
+    assert "fp32" in str(kernel.reason_rejected(given._replace(matmul_dtype=torch.bfloat16)))
     assert "width of 24" in str(kernel.reason_rejected(given_of(inputs("linear", 24, 16, True, "none"), 16)))
     assert "8 tokens" in str(kernel.reason_rejected(given_of(x, 8)))
     odd = given_of(inputs("mlp", 16, 16, True, "none", 40), 16)

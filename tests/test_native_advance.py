@@ -289,7 +289,7 @@ def test_what_was_loaded_is_no_part_of_the_kernel(kind: str) -> None:
 def test_what_is_not_accepted() -> None:
     kernel, x = KERNELS["linear"], given("linear")
     assert "gate" in str(kernel.reason_not_decoded(x._replace(tokens=x.tokens.with_gates(alpha=x.tokens.gates.eta))))
-    assert "fp32" in str(kernel.reason_not_decoded(x._replace(operand=torch.bfloat16)))
+    assert "fp32" in str(kernel.reason_not_decoded(x._replace(matmul_dtype=torch.bfloat16)))
     doubled = x._replace(weights={name: w.double() for name, w in x.weights.items()})
     assert "fp32" in str(kernel.reason_not_decoded(doubled))
     assert "width of 24" in str(kernel.reason_not_decoded(given("linear", 24)))

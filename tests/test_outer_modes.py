@@ -104,7 +104,7 @@ def test_first_order_of_an_online_rule(form: str) -> None:
 RULES: dict[str, Any] = {
     "token steps": lambda: descent(token_steps="per_head"),
     "clipped": lambda: descent(max_norm=0.05),
-    "momentum": lambda: Momentum(4, base_lr=0.3, lr_scale="none", decay="per_head", pull=True),
+    "momentum": lambda: Momentum(4, base_lr=0.3, lr_scale="none", decay="per_head", decay_to_init=True),
     "exclusive": lambda: descent(read="exclusive"),
     "previous": lambda: descent(read="previous", steps=2),
     "final": lambda: WholeSequence(steps=3, base_lr=4.0),
@@ -193,7 +193,7 @@ def test_no_kernel_takes_another_derivative() -> None:
 def ridge(steps: int, **settings: Any) -> Momentum:
     """Descent on all tokens with a pull to W0: strictly convex for a linear map, however few the tokens."""
     chosen: dict[str, Any] = {"mini_batch_size": 1, "anchor": "batch", "read": "final", "steps": steps, "base_lr": 0.02}
-    chosen |= {"lr_scale": "none", "momentum": "none", "decay": "constant", "decay_init": 0.97, "pull": True}
+    chosen |= {"lr_scale": "none", "momentum": "none", "decay": "constant", "decay_init": 0.97, "decay_to_init": True}
     return Momentum(**{**chosen, **settings})
 
 

@@ -397,7 +397,7 @@ def test_a_forgotten_super_is_said(base: type) -> None:
     [
         *((Linear, name) for name in ("init", "slow", "shapes", "weights", "linear_map", "belongs")),
         *((Reconstruction, name) for name in ("views", "loss", "setup")),
-        *((GradientDescent, name) for name in ("gates", "bases", "has_token_steps")),
+        *((GradientDescent, name) for name in ("gates", "slots", "has_token_steps")),
     ],
 )
 def test_a_name_that_the_base_class_uses(base: type, name: str, value: object, call: str) -> None:
@@ -470,13 +470,13 @@ def test_a_learner_that_is_another_in_other_company() -> None:
 
 
 class Averaging(BlockRule):
-    """A moving mean of the steps, as the text says: `roles` are zero in the first mini-batch."""
+    """A moving mean of the steps, as the text says: `own_slots` are zero in the first mini-batch."""
 
-    roles = ("mean",)
+    own_slots = ("mean",)
 
-    def move(self, carry: dict[str, dict[str, Tensor]], alpha: Any, beta: Any) -> dict[str, dict[str, Tensor]]:
-        mean = {name: 0.5 * carry["mean"][name] + u for name, u in carry["update"].items()}
-        return {"commit": {name: w + mean[name] for name, w in carry["commit"].items()}, "mean": mean}
+    def move(self, memory: dict[str, dict[str, Tensor]], alpha: Any, beta: Any) -> dict[str, dict[str, Tensor]]:
+        mean = {name: 0.5 * memory["mean"][name] + u for name, u in memory["update"].items()}
+        return {"commit": {name: w + mean[name] for name, w in memory["commit"].items()}, "mean": mean}
 
 
 def test_roles_of_a_block_rule_start_from_zero() -> None:

@@ -87,7 +87,7 @@ def test_muon_in_token_space_is_muon() -> None:
     ("make", "word"),
     [
         (lambda: Momentum(nesterov=True, momentum="none"), "optimizer.momentum=none"),
-        (lambda: Momentum(pull=True), "optimizer.decay=none"),
+        (lambda: Momentum(decay_to_init=True), "optimizer.decay=none"),
         (lambda: Momentum(gradient_at="decayed", decay="per_head"), "optimizer.anchor=online"),
         (lambda: Momentum(momentum_init=1.5), "optimizer.momentum_init=1.5"),
         (lambda: BlockMomentum(read="inclusive"), "optimizer.read=previous"),

@@ -16,7 +16,7 @@ from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, Linear
 from metattt.learners.base import Learner
-from metattt.modules import spread
+from metattt.modules import expand_like
 from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Momentum, Preconditioned, StepSize
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks import Pairs, Reconstruction, Task, WindowViews
@@ -38,12 +38,12 @@ class Own(InnerOptimizer):
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.heads = num_heads
         self.maps = nn.ModuleDict({name: nn.Linear(dim, num_heads) for name in "e" + self.names if name not in "rd"})
-        self.rates = nn.Linear(dim, num_heads * len(self.weight_names))
+        self.weight_lr = nn.Linear(dim, num_heads * len(self.weight_names))
         self.channels = nn.Linear(dim, dim)
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         found = {LETTERS.get(name, "eta"): linear(x).sigmoid().mT for name, linear in self.maps.items()}
-        for name, maps, sign in (("rates", self.rates, 1), ("decay", self.channels, -1)):
+        for name, maps, sign in (("weight_lr", self.weight_lr, 1), ("decay", self.channels, -1)):
             if name[0] in self.names:
                 found[name] = sign * maps(x).sigmoid().unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return Gates(**{**found, "eta": 0.3 * found["eta"]}), state
@@ -59,9 +59,9 @@ class PerMiniBatch(Own, BlockRule):
         BlockRule.build(self, dim, num_heads, head_dim)
         Own.build(self, dim, num_heads, head_dim)
 
-    def move(self, carry: dict[str, Tensors], alpha: Tensor | None, beta: Tensor | None) -> dict[str, Tensors]:
+    def move(self, memory: dict[str, Tensors], alpha: Tensor | None, beta: Tensor | None) -> dict[str, Tensors]:
         kept = torch.ones(1, 1) if alpha is None else alpha
-        return {"commit": {name: spread(kept, w) * w + carry["update"][name] for name, w in carry["commit"].items()}}
+        return {"commit": {name: expand_like(kept, w) * w + memory["update"][name] for name, w in memory["commit"].items()}}
 
 
 def rule(base: type[InnerOptimizer], **attributes: Any) -> Callable[..., InnerOptimizer]:
@@ -83,13 +83,13 @@ x = torch.randn(2, 11, 8, dtype=torch.float64, generator=torch.Generator().manua
 EXACT: dict[str, tuple[Callable[..., Learner], Callable[..., InnerOptimizer]]] = {
     "momentum that nothing declares": (Linear, rule(Own, names="b")),
     "all gates": (Linear, rule(Own, names="abk", nesterov=True)),
-    "all gates, solved": (LINEAR_MAP, online(names="abk", pull=True, gradient_at="decayed")),
-    "no momentum where it is declared": (Linear, rule(Own, has_momentum=True, nesterov=True, pull=True)),
+    "all gates, solved": (LINEAR_MAP, online(names="abk", decay_to_init=True, gradient_at="decayed")),
+    "no momentum where it is declared": (Linear, rule(Own, has_momentum=True, nesterov=True, decay_to_init=True)),
     "a write gate alone": (Linear, rule(Own, names="k")),
     "a write gate alone, MLP": (MLP, rule(Own, names="k")),
     "a write gate and channel decays": (LINEAR_MAP, online(names="dk")),
     "the same, read before": (LINEAR_MAP, partial(online(names="dk", gradient_at="decayed"), read="exclusive")),
-    "rates": (Linear, partial(rule(Own, names="ar"), read="previous")),
+    "weight_lr": (Linear, partial(rule(Own, names="ar"), read="previous")),
     "decay per mini-batch": (Linear, rule(PerMiniBatch, names="a")),
     "decay per mini-batch, by halves": (Linear, rule(PerMiniBatch, names="ak", update_decays=True)),
 }
@@ -107,7 +107,7 @@ def test_forms_and_splits_agree(name: str) -> None:
 
 
 def three_rates(x: Tensor) -> Gates:
-    return Gates(x[..., :2].mT, rates=x[..., None, :3].expand(-1, -1, 2, -1).transpose(1, 2))
+    return Gates(x[..., :2].mT, weight_lr=x[..., None, :3].expand(-1, -1, 2, -1).transpose(1, 2))
 
 
 REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {

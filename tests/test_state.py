@@ -128,8 +128,8 @@ def test_a_state_prints_short(name: str) -> None:
     _, state, _ = of_layer(name)
     text = repr(state)
     assert text.startswith("State(pos=[5, 5, 5], phase=") and len(text.splitlines()) <= 12
-    for role, weights in state.weights.items():
-        assert f"weights: {role} -> " in text
+    for slot, weights in state.weights.items():
+        assert f"weights: {slot} -> " in text
         assert all(f"{key} {list(x.shape)}" in text for key, x in list(weights.items())[:8])
     for part in ("task", "optimizer", "learner"):
         assert (f"\n  {part}: " in text) == bool(getattr(state, part))

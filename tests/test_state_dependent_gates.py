@@ -163,9 +163,9 @@ class Forgetful(Momentum):
 
 class Pooled(BlockMomentum):
     def gates_at(self, gates: Gates, committed: Committed) -> Gates:
-        assert gates.alpha is not None and gates.rates is not None
+        assert gates.alpha is not None and gates.weight_lr is not None
         norms = committed.gradient_norms()
-        return gates._replace(alpha=gates.alpha * torch.exp(-norms), rates=gates.rates / (1 + norms.unsqueeze(-1)))
+        return gates._replace(alpha=gates.alpha * torch.exp(-norms), weight_lr=gates.weight_lr / (1 + norms.unsqueeze(-1)))
 
 
 OWN: dict[str, Callable[[], InnerOptimizer]] = {
@@ -203,7 +203,7 @@ def test_fast_paths_refuse() -> None:
     assert Specimen(linear, task, lambda: GradientDescent(4, "online")).make().plan.form == "solved"
     online = Specimen(linear, task, lambda: Careful(4, "online")).make()
     assert online.plan.form == "dual" and "depend on the weights" in online.plan.reasons["solved"]
-    assert online.optimizer.bases == ("commit", "weights") and online.optimizer.period == 4
+    assert online.optimizer.slots == ("commit", "weights") and online.optimizer.period == 4
 
 
 def test_a_gate_that_is_put_on_a_rule_later() -> None:
@@ -239,8 +239,8 @@ def test_tokens_without_a_step_keep_their_gates() -> None:
     layer = Specimen(Linear, task, lambda: Frozen(4, decay="constant", decay_init=1.0)).make()
     x = torch.randn(2, 9, 8, dtype=torch.float64)
     after = run(layer, x).state.weights
-    for role in ("commit", "weights"):
-        for name, w in after.get(role, {}).items():
+    for slot in ("commit", "weights"):
+        for name, w in after.get(slot, {}).items():
             torch.testing.assert_close(w, layer.learner.init[name].expand_as(w))
 
 

@@ -133,7 +133,7 @@ def rewritten(file: Path, change: Any) -> None:
     """The file with another text about its tensors, and a checksum that fits it: as somebody who wants to deceive writes it."""
     from safetensors import safe_open
 
-    from metattt.disk import digest
+    from metattt.io import digest
 
     with safe_open(file, "pt") as opened:
         held, about = {name: opened.get_tensor(name) for name in opened.keys()}, json.loads(opened.metadata()["metattt"])  # noqa: SIM118

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from metattt.cli import main
 from metattt.errors import MetaTTTError
-from metattt.extras import MissingExtra, need
+from metattt.optional import MissingExtra, need
 from metattt.sweeps.record import (
     CELL,
     LONGEST_NAME,

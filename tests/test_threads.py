@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metattt
+from metattt.functional import replica, with_values
 from metattt.layer import TTTLayer
 from metattt.learners import ModuleLearner
 from metattt.optimizers import GradientDescent
-from metattt.replica import replica, with_values
 from metattt.tasks import Reconstruction
 
 THREADS, CALLS = 4, 4

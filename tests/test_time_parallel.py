@@ -57,7 +57,7 @@ TOKENS, WINDOWS = 48, 4
 HYBRID = ("ttt_linear", "attention", "delta_net", "linear_attention")
 LAYERS = ("ttt_linear", "ttt_mlp", "delta_net", "linear_attention", "hybrid")
 SCANNED = ("linear_attention", "mamba2", "retnet")
-PLAIN = ("frame=plain",)  # without convolutions, whose tails go ahead of the state
+PLAIN = ("block_style=plain",)  # without convolutions, whose tails go ahead of the state
 BLOCKS = ("kda", "hgrn2", "rwkv7")  # their norms and gates
 OTHERS = ("mamba2", "titans", "nested_transformer")
 

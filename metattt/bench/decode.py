@@ -184,7 +184,7 @@ class DecodeBenchmark(Benchmark):
     def _ours(self, model: LanguageModel, state: LanguageModelState) -> None:
         with torch.inference_mode():
             for index, token in enumerate(self._ids(self.tokens, 3).split(1, dim=1)):
-                _, state = model.step(token, state, in_place=index > 0)  # the first state is that of all rounds
+                _, state = model.step(token, state, donate_state=index > 0)  # the first state is that of all rounds
 
     def _replayed(self, graph: CapturedStep) -> None:
         with torch.inference_mode():
@@ -223,7 +223,7 @@ class DecodeBenchmark(Benchmark):
     def _tokens(self, layer: TTTLayer, state: State, x: Tensor) -> None:
         with torch.inference_mode():
             for index, token in enumerate(x.split(1, dim=1)):
-                _, state = layer(token, state, in_place=index > 0)
+                _, state = layer(token, state, donate_state=index > 0)
 
     def _apart(self, token: Callable[[], object]) -> Row:
         """What one token costs the host and the device, where these are two."""

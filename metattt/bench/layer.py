@@ -60,7 +60,7 @@ class LayerBenchmark(Benchmark):
         dim, num_heads: of the layers.
         rounds: timed calls of each way, in turn.
         baseline: one of `layers`, whose time in its first form the others are told as multiples of; null is torch's attention.
-        overrides: for every layer, such as `frame=plain`.
+        overrides: for every layer, such as `block_style=plain`.
         limit: seconds; a way whose calls take longer is not taken to the next length.
         device: `cpu`, `cuda`, or `auto`.
     """
@@ -106,7 +106,7 @@ class LayerBenchmark(Benchmark):
             pick_device(device),
         )
         self.baseline, self.overrides = baseline or ATTENTION, list(overrides)
-        self.operand = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.matmul_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def run(self, say: Callable[[str], None]) -> Report:
         checks: list[Check] = []
@@ -119,7 +119,7 @@ class LayerBenchmark(Benchmark):
         peer_layers, missing = self._peers()
         checks.append(self._check_attention(peer_layers[ATTENTION]))
         ways |= {(name, ""): layer for name, layer in peer_layers.items()}
-        ceiling = ceilings(self.device, self.operand)
+        ceiling = ceilings(self.device, self.matmul_dtype)
         rows: list[Row] = []
         against_peer: list[Row] = []
         against_form: list[Row] = []
@@ -140,7 +140,7 @@ class LayerBenchmark(Benchmark):
         tables = {"Time": rows, f"Times as long as {self.baseline}": against_peer}
         if against_form:
             tables["Times as long as another form"] = against_form
-        settings = {key: str(value) if key in ("device", "operand") else value for key, value in vars(self).items()}
+        settings = {key: str(value) if key in ("device", "matmul_dtype") else value for key, value in vars(self).items()}
         return Report("Whole layers", self._text(missing, ceiling), tables, checks, settings, self._panels(rows))
 
     # -- what is timed -------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class LayerBenchmark(Benchmark):
         return x.to(self.device)
 
     def _outputs(self, layer: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.operand is torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.matmul_dtype is torch.bfloat16):
             y: Tensor = layer(x)[0]
         return y
 
@@ -226,8 +226,8 @@ class LayerBenchmark(Benchmark):
             if form != reference:
                 error = compare(self._run(other, x, torch.float32), expected)
                 checks.append(require(f"{name}, {form} and {reference}, outputs and gradients, fp32", error, 1e-3))
-            if self.operand is not torch.float32:
-                error = distance(self._run(other, x, self.operand).y.float(), expected.y)
+            if self.matmul_dtype is not torch.float32:
+                error = distance(self._run(other, x, self.matmul_dtype).y.float(), expected.y)
                 checks.append(require(f"{name}, {form} in bf16 and {reference} in fp32, outputs", error, 1e-1))
         form, layer = next(iter(layers.items()))
         with torch.no_grad():
@@ -300,7 +300,7 @@ class LayerBenchmark(Benchmark):
     def _text(self, missing: str, ceiling: Ceilings) -> str:
         overrides = f"Every layer with `{' '.join(self.overrides)}`. " if self.overrides else ""
         return (
-            f"B = {self.batch}, D = {self.dim}, {self.num_heads} heads, {str(self.operand).removeprefix('torch.')} operands, "
+            f"B = {self.batch}, D = {self.dim}, {self.num_heads} heads, {str(self.matmul_dtype).removeprefix('torch.')} operands, "
             f"{self.rounds} rounds in turn in one process, projections included. A way that takes more than {self.limit:g} s is not taken "
             f"to longer sequences. {overrides}{ATTENTION}: four projections and `F.scaled_dot_product_attention`. flash-linear-attention: "
             f"{missing or 'in the tables'}.\n\n"

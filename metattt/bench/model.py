@@ -69,7 +69,7 @@ class ModelBenchmark(Benchmark):
         self.preset, self.layers, self.overrides, self.bound = preset, list(layers), list(overrides), bound
         self.train_length, self.contexts, self.decode_tokens = train_length, sorted(contexts), decode_tokens
         self.rounds, self.decode_rounds, self.device = rounds, decode_rounds, pick_device(device)
-        self.operand = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.matmul_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.baseline = "attention" if "attention" in layers else self.layers[0]
 
     def run(self, say: Callable[[str], None]) -> Report:
@@ -78,7 +78,7 @@ class ModelBenchmark(Benchmark):
             say(f"{name}: checking")
             checks += self._check(name)
         models = {name: self._model(name).to(self.device) for name in self.layers}
-        ceiling = ceilings(self.device, self.operand)
+        ceiling = ceilings(self.device, self.matmul_dtype)
         say("timing training steps")
         training, ratio = self._training(models, ceiling)
         prefill: list[Row] = []
@@ -96,7 +96,7 @@ class ModelBenchmark(Benchmark):
         }
         forms = "; ".join(f"{name}: form={_form(model)}" for name, model in models.items())
         text = (
-            f"Preset {self.preset} with the Mamba backbone, one sequence, {str(self.operand).removeprefix('torch.')} operands, all in "
+            f"Preset {self.preset} with the Mamba backbone, one sequence, {str(self.matmul_dtype).removeprefix('torch.')} operands, all in "
             f"turn in one process. {forms}. Training: forward, backward and AdamW on {self.train_length} tokens, {self.rounds} rounds. "
             f"Prefill: one call, with the logits of its last token, {self.rounds} rounds. Decoding: {self.decode_tokens} tokens, one after "
             f"the other, from the state after a prefill, {self.decode_rounds} rounds. Ratios are made round by round. `attention` is "
@@ -106,7 +106,7 @@ class ModelBenchmark(Benchmark):
             f"the bytes of parameters and states at {ceiling.bytes / 1e9:.1f} GB/s, measured with a product of a large matrix and a "
             "vector. Both in the same process."
         )
-        settings = {key: str(value) if key in ("device", "operand") else value for key, value in vars(self).items()}
+        settings = {key: str(value) if key in ("device", "matmul_dtype") else value for key, value in vars(self).items()}
         return Report("Language models", text, tables, checks, settings, self._panels(prefill, decoding))
 
     # -- models and their check ----------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class ModelBenchmark(Benchmark):
     # -- what is timed -------------------------------------------------------------------------------------------------
 
     def _cast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.operand is torch.bfloat16)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.matmul_dtype is torch.bfloat16)
 
     def _training(self, models: Mapping[str, LanguageModel], ceiling: Ceilings) -> tuple[list[Row], list[Row]]:
         ids = self._ids(self.train_length + 1, 2)
@@ -220,7 +220,7 @@ class ModelBenchmark(Benchmark):
         growth: list[Row] = []
         versus: list[Row] = []
         for name, found in states.items():
-            parameters = sum(parameter.numel() for parameter in models[name].parameters()) * self.operand.itemsize
+            parameters = sum(parameter.numel() for parameter in models[name].parameters()) * self.matmul_dtype.itemsize
             for length, state in found.items():
                 took = seconds[f"{name} {length}"]
                 milliseconds = summary([1000 * second / self.decode_tokens for second in took])

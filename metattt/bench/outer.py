@@ -20,7 +20,7 @@ CAUSAL = ("ttt_linear", "ttt_mlp")
 CONVERGED = (
     "layer=custom", "learner=linear_map", "learner.bias=true", "task=reconstruction", "optimizer=momentum",
     "optimizer.mini_batch_size=1", "optimizer.anchor=batch", "optimizer.read=final", "optimizer.momentum=none",
-    "optimizer.decay=constant", "optimizer.decay_init=0.97", "optimizer.pull=true", "optimizer.base_lr=0.002",
+    "optimizer.decay=constant", "optimizer.decay_init=0.97", "optimizer.decay_to_init=true", "optimizer.base_lr=0.002",
     "optimizer.lr=constant", "optimizer.lr_scale=none",
 )  # fmt: skip
 """Ridge regression by gradient descent on all tokens: the fixed point that `implicit` differentiates."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from metattt.extras import absence
+from metattt.optional import absence
 
 Row = dict[str, Any]  # JSON values by column
 

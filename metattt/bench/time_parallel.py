@@ -156,7 +156,7 @@ def message_bytes(layer: str, dim: int) -> int:
     _, state = model.features(torch.zeros(1, READ, dtype=torch.long))
     handed = state.layers[0]
     if scannable(made, dim):  # W0 stays behind
-        handed = handed._replace(weights={role: named for role, named in handed.weights.items() if role not in FIXED})
+        handed = handed._replace(weights={slot: named for slot, named in handed.weights.items() if slot not in FIXED})
     return sum(slot.nbytes for slot in frame_of((handed, state.tails[0]))[1])
 
 

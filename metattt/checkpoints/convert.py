@@ -15,8 +15,8 @@ from metattt.checkpoints.tensors import write_tensors
 from metattt.checkpoints.trained import Weights, read_weights
 from metattt.checkpoints.trust import modules
 from metattt.checkpoints.writing import new_folder, write_model
-from metattt.disk import write_text
 from metattt.errors import MetaTTTError, check_choice
+from metattt.io import write_text
 from metattt.models.published import from_ours, to_ours, with_clipped_steps
 from metattt.models.published_config import PublishedConfig, build_empty
 

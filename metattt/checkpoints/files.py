@@ -17,8 +17,8 @@ from metattt.checkpoints import rolling
 from metattt.checkpoints.folder import standing
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.tensors import open_tensors
-from metattt.disk import check_own, digest, path_of, read_object
 from metattt.errors import MetaTTTError
+from metattt.io import check_own, digest, path_of, read_object
 
 Tensors = Literal["all", "weights", "none"]
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it

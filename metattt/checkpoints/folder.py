@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from metattt.checkpoints.plain import put_together
 from metattt.checkpoints.tensors import Piece, TensorFile, header_checksum, open_tensors
-from metattt.disk import check_own, digest, inside, read_object, read_text
 from metattt.errors import MetaTTTError
+from metattt.io import check_own, digest, inside, read_object, read_text
 
 CONTENT = "checkpoint.json"
 TOKENIZER = "tokenizer.json"  # of the `tokenizers` library

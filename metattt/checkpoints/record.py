@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from metattt.checkpoints.naming import to_names, to_targets
 from metattt.checkpoints.trust import REFERENCE, check_plain
-from metattt.disk import inside, read_text
 from metattt.errors import MetaTTTError
+from metattt.io import inside, read_text
 
 RECORD = "metattt"  # the entry of a run's checkpoint
 PUBLISHED_CONFIG = "config.json"  # the configuration of a published model

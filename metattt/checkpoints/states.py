@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from metattt.checkpoints.plain import SCALARS, TENSOR, put_together, take_apart
 from metattt.checkpoints.tensors import checksum, open_tensors, write_tensors
-from metattt.disk import check_own, parse, path_of, sync
 from metattt.errors import MetaTTTError
+from metattt.io import check_own, parse, path_of, sync
 from metattt.models.language_model import LanguageModelState
 from metattt.state import State
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from metattt.disk import digest, sync
 from metattt.errors import MetaTTTError
+from metattt.io import digest, sync
 
 OURS = "metattt"  # the entry of the header with what is ours in it
 LONGEST_HEADER = 100 * 2**20  # bytes; the limit of the format

@@ -18,8 +18,8 @@ from metattt.checkpoints.naming import OF_TRAINING
 from metattt.checkpoints.record import PUBLISHED_CONFIG, RECORD, checked_record, record_config
 from metattt.checkpoints.trust import check_amounts
 from metattt.composition.instantiate import instantiate_model
-from metattt.disk import read_object
 from metattt.errors import MetaTTTError
+from metattt.io import read_object
 from metattt.models.language_model import LanguageModel
 from metattt.models.published import Side, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty

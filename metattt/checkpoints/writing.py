@@ -29,8 +29,8 @@ from metattt.checkpoints.folder import (
 )
 from metattt.checkpoints.plain import take_apart
 from metattt.checkpoints.tensors import Piece, write_tensors
-from metattt.disk import digest, sync, write_text
 from metattt.errors import MetaTTTError
+from metattt.io import digest, sync, write_text
 
 NEW = ".part"  # after a folder's name while it is written
 

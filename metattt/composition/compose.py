@@ -22,11 +22,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.announced import announced
+from metattt.composition.block_style import KEY as BLOCK_STYLE
+from metattt.composition.block_style import apply_block_style
 from metattt.composition.blocks import fill_blocks, take_settings
 from metattt.composition.choices import groups, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
-from metattt.composition.frame import KEY as FRAME
-from metattt.composition.frame import apply_frame
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.keys import check_keys
 from metattt.composition.messages import (
@@ -137,7 +137,7 @@ def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
         for name in [name for name, entry in entries.items_ex(resolve=False) if entry is None]:
             with open_dict(entries):
                 del entries[name]  # null in a file, as `left_out` on the command line
-    apply_frame(cfg, overrides, str(chosen.get(FRAME)))
+    apply_block_style(cfg, overrides, str(chosen.get(BLOCK_STYLE)))
     check_keys(cfg, keys_of(job), job)
     _check_parameters(cfg, job)
     _check_chosen(cfg, overrides)

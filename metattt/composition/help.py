@@ -141,11 +141,11 @@ class _Composed:
 
     def rows(self, group: str) -> Iterator[tuple[str, str, str]]:
         """Dotted key, value, and what it is, of the keys of a group."""
-        frame = self.values.get("frame", {}).get(group, {})
+        style = self.values.get("block_style", {}).get(group, {})
         for key, value in _flat(self.values.get(group), group):
             if key in NOT_SET_THERE or (key.rpartition(".")[2].startswith("_") and value != "???"):
                 continue
-            value = frame.get(key.removeprefix(f"{group}."), value)
+            value = style.get(key.removeprefix(f"{group}."), value)
             yield key, _yaml(value), self.said.get(key, "") or ", ".join(map(_yaml, self.allowed.get(key, ())))
 
     def _read(self, path: str, package: str) -> None:

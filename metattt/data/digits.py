@@ -11,7 +11,7 @@ from metattt.data.base import MOST_ROWS, MOST_SEED
 from metattt.data.images import NO_LABEL, Batch, Images
 from metattt.data.windows import batches_in_order, batches_of_run, process
 from metattt.errors import MetaTTTError, check_integer, check_number
-from metattt.extras import need
+from metattt.optional import need
 from metattt.registry import register
 
 SIDE = 8  # pixels

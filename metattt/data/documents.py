@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metattt.data.manifest import MANIFEST
-from metattt.disk import path_of
 from metattt.errors import MetaTTTError
-from metattt.extras import need
+from metattt.io import path_of
+from metattt.optional import need
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, ReadError
 from metattt.data.windows import batches_in_order, batches_of_run, process
-from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_choice, check_integer
-from metattt.extras import need
+from metattt.io import path_of
+from metattt.optional import need
 from metattt.registry import register
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from metattt.disk import inside, parse, read_text, write_whole
 from metattt.errors import MetaTTTError
+from metattt.io import inside, parse, read_text, write_whole
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"

@@ -32,8 +32,8 @@ from metattt.data.sources import Divided, Source, is_local, open_source
 from metattt.data.target import begin, check_free, finish
 from metattt.data.tokenizers import load_tokenizer
 from metattt.data.units import Work, cut, digest, finished_units, is_held_out, size, start_worker, write_unit
-from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
+from metattt.io import path_of
 from metattt.locking import FolderLock
 
 LIMITS = {"shard_bytes": 2**40, "workers": 1024}

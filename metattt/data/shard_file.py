@@ -19,7 +19,7 @@ import xxhash
 
 from metattt.data.base import ReadError
 from metattt.data.manifest import CHECKSUM
-from metattt.disk import inside
+from metattt.io import inside
 
 CHUNK = 2**20  # bytes that are read and checked at a time
 

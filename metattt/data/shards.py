@@ -11,8 +11,8 @@ from metattt.data.manifest import read_manifest, refuse_strangers
 from metattt.data.shard_file import Seen, ShardFile, check_together, trust
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Split, WindowArray, WindowData, no_test_text
-from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
+from metattt.io import path_of
 from metattt.registry import register
 
 DOCUMENT_TOKENS = 1024  # of a held-out document, for a sample

@@ -9,9 +9,9 @@ from itertools import chain, count, islice
 from typing import Any
 
 from metattt.data.documents import FOREIGN, SUFFIXES, Document, find_files, half_a_character, iterate_documents
-from metattt.disk import path_of
 from metattt.errors import MetaTTTError
-from metattt.extras import need
+from metattt.io import path_of
+from metattt.optional import need
 
 
 class Source(ABC):

@@ -20,8 +20,8 @@ from metattt.data.documents import FOREIGN
 from metattt.data.sources import Stream, is_local
 from metattt.data.tokenizers import load_tokenizer
 from metattt.data.windows import Split, WindowArray, WindowData, Windows, no_test_text, process
-from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_integer
+from metattt.io import path_of
 from metattt.registry import register
 
 LONGEST_BLOCK = 2**20  # windows

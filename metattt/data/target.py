@@ -25,8 +25,8 @@ from metattt.data.manifest import (
 from metattt.data.shard_file import ShardFile
 from metattt.data.tokenizers import FileTokenizer, fingerprint, read_tokenizer
 from metattt.data.windows import Tokenizer
-from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
+from metattt.io import write_whole
 from metattt.locking import LOCK
 
 

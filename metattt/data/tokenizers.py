@@ -19,9 +19,9 @@ from metattt.data.manifest import TOKENIZER
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizer_probe import GROWTH, growth_of, try_tokenizer
 from metattt.data.windows import Tokenizer
-from metattt.disk import inside, path_of, read_text
 from metattt.errors import MetaTTTError
-from metattt.extras import need
+from metattt.io import inside, path_of, read_text
+from metattt.optional import need
 
 MOST_BYTES = 2**27  # of a tokenizer.json; those of 256,000 tokens have a quarter of it
 FREE_IDS = 1024

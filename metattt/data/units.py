@@ -33,8 +33,8 @@ from metattt.data.shard_file import ShardFile
 from metattt.data.tokenizer_probe import trust
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Tokenizer
-from metattt.disk import sync, write_whole
 from metattt.errors import MetaTTTError
+from metattt.io import sync, write_whole
 
 
 @dataclass

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.errors import MetaTTTError, NotFinite, check_choice
-from metattt.extras import need
 from metattt.models.language_model import LanguageModel
+from metattt.optional import need
 
 BINS = ("log", "fixed", "none")
 

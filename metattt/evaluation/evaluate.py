@@ -27,9 +27,9 @@ from metattt.errors import MetaTTTError, NotFinite, check_choice
 from metattt.evaluation import by_position, images, sequences
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.output import claim
-from metattt.extras import absence
 from metattt.measures import inner_loss
 from metattt.models.language_model import LanguageModel
+from metattt.optional import absence
 from metattt.registry import PARAMETERS
 
 ROWS = 40  # a table with more positions than this is left to the CSV

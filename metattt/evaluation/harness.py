@@ -26,9 +26,9 @@ from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
 from metattt.errors import MetaTTTError, NotFinite, check_integer
-from metattt.extras import need
 from metattt.generation.text import ends, generate_text
 from metattt.models.language_model import LanguageModel
+from metattt.optional import need
 
 need("lm_eval", extra="eval", what="metattt eval tasks=")
 from lm_eval.api.model import TemplateLM  # noqa: E402

@@ -24,8 +24,8 @@ from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import NO_LABEL, Images
 from metattt.errors import MetaTTTError
 from metattt.evaluation.output import claim
-from metattt.extras import absence
 from metattt.measures.inner_steps import inner_losses_by_layer
+from metattt.optional import absence
 from metattt.registry import PARAMETERS
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.base import MOST_ROWS
 from metattt.data.images import CorruptImage, ImageData
-from metattt.disk import path_of
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.evaluation.images import drawn_alike, probabilities
 from metattt.evaluation.output import claim
-from metattt.extras import need
+from metattt.io import path_of
+from metattt.optional import need
 
 ROWS = 40  # pictures that the table shows
 LONGEST_NAME = 200  # characters of a class

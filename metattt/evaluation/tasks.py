@@ -14,7 +14,7 @@ from rich.table import Table
 
 from metattt.errors import MetaTTTError, check_integer
 from metattt.evaluation.harness import MetaTTTLM
-from metattt.extras import need
+from metattt.optional import need
 
 need("lm_eval", extra="eval", what="metattt eval tasks=")
 from lm_eval import simple_evaluate  # noqa: E402

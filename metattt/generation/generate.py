@@ -18,10 +18,10 @@ from metattt.checkpoints.trained import load_model, open_trained
 from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import tokenizer_of
-from metattt.disk import parse, path_of, read_text
 from metattt.errors import MetaTTTError, NotFinite, check_integer
 from metattt.generation.sampling import generate as sample_tokens
 from metattt.generation.text import Continuation, TextTokenizer, check_text, ends, generate_text
+from metattt.io import parse, path_of, read_text
 from metattt.models.language_model import LanguageModel
 
 

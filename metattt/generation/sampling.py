@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
 from metattt.generation.static_step import CapturedStep, PlainStep, one_token_step
-from metattt.inner.faults import require_ids
+from metattt.inner.diagnostics import require_ids
 from metattt.inner.packing import check_flags
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.state import count_sequences

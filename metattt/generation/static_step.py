@@ -43,7 +43,7 @@ class PlainStep:
 
     def __call__(self, token: Tensor) -> Tensor:
         """The token of every sequence `[B]` to the logits `[B, V]` of the next one."""
-        logits, self.state = self.model.step(token.unsqueeze(1), self.state, in_place=True)
+        logits, self.state = self.model.step(token.unsqueeze(1), self.state, donate_state=True)
         return logits[:, -1]
 
 
@@ -122,7 +122,7 @@ def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[Langu
     """
     apart = _apart(state)
     token = torch.zeros(_sequences(apart), dtype=torch.long, device=model.embedding.weight.device)
-    _, after = model.step(token.unsqueeze(1), apart.map(torch.clone), in_place=True)  # also compiles what is compiled
+    _, after = model.step(token.unsqueeze(1), apart.map(torch.clone), donate_state=True)  # also compiles what is compiled
     static = _filled(apart, after).map(torch.clone)
     wanted, found = _structure(static), _structure(after)
     for path in {**wanted, **found}:
@@ -134,7 +134,7 @@ def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[Langu
 def step_in_place(model: LanguageModel, token: Tensor, static: LanguageModelState) -> Tensor:
     """Logits `[B, V]` of one step that leaves the new state where `static` is, the copies included."""
     old = dict(_leaves(static))
-    logits, after = model.step(token.unsqueeze(1), static, in_place=True)
+    logits, after = model.step(token.unsqueeze(1), static, donate_state=True)
     held = {x.untyped_storage().data_ptr() for x in old.values() if isinstance(x, Tensor)}
     copies: list[tuple[Tensor, Tensor]] = []
     for path, new in _leaves(after):
@@ -159,9 +159,9 @@ def _filled(before: Any, after: Any) -> Any:
     the last commit. A rule that counts no places keeps its number."""
     if isinstance(before, State) and isinstance(after, State):
         weights = dict(before.weights)
-        for role in after.weights.keys() - weights.keys():
-            nothing = {name: torch.zeros_like(x) for name, x in after.weights[role].items()}
-            weights[role] = content(before.weights, role) or nothing
+        for slot in after.weights.keys() - weights.keys():
+            nothing = {name: torch.zeros_like(x) for name, x in after.weights[slot].items()}
+            weights[slot] = content(before.weights, slot) or nothing
         return before._replace(weights=weights, phase=after.phase)
     if _is_node(before) and type(before) is type(after) and len(before) == len(after):
         return _rebuilt(before, [_filled(x, y) for x, y in zip(_items(before), _items(after), strict=True)])

@@ -3,11 +3,11 @@
 After `import metattt.hf`, `AutoConfig` and `AutoModelForCausalLM` know the folders that `metattt export` writes.
 """
 
-from metattt.extras import need
 from metattt.hf.cache import MetaTTTCache
 from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
 from metattt.hf.tokenizer import to_transformers
+from metattt.optional import need
 
 _transformers = need("transformers", extra="hf", what="metattt.hf")
 _transformers.AutoConfig.register(MetaTTTConfig.model_type, MetaTTTConfig)

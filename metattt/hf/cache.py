@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.extras import need
 from metattt.models.language_model import LanguageModelState
+from metattt.optional import need
 from metattt.state import count_sequences
 
 need("transformers", extra="hf", what="metattt.hf")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from metattt.extras import need
 from metattt.layer import TTTLayer
+from metattt.optional import need
 
 if TYPE_CHECKING:
     from metattt.hf.model import MetaTTTForCausalLM

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from metattt.checkpoints.record import checked_record, make_record, record_config
 from metattt.checkpoints.trust import check_amounts
 from metattt.errors import MetaTTTError
-from metattt.extras import need
+from metattt.optional import need
 
 need("transformers", extra="hf", what="metattt.hf")
 from transformers import PreTrainedConfig  # noqa: E402

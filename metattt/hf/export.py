@@ -20,14 +20,14 @@ from metattt.checkpoints.writing import new_folder
 from metattt.composition.settings import settings
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
-from metattt.disk import sync, write_text
 from metattt.errors import MetaTTTError, check_choice
-from metattt.extras import need
 from metattt.generation.text import ends
 from metattt.hf.card import CARD, model_card
 from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
 from metattt.hf.tokenizer import to_transformers
+from metattt.io import sync, write_text
+from metattt.optional import need
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -16,10 +16,10 @@ from metattt.checkpoints.trained import check_numbers
 from metattt.checkpoints.trust import check_amounts
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.extras import need
 from metattt.hf.cache import MetaTTTCache
 from metattt.hf.config import MetaTTTConfig
 from metattt.models.language_model import LanguageModel
+from metattt.optional import need
 
 need("transformers", extra="hf", what="metattt.hf")
 from transformers import GenerationMixin, PreTrainedModel  # noqa: E402
@@ -144,7 +144,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             raise MetaTTTError("attention_mask has a row of padding alone, which no token can follow: leave out that prompt")
         try:
             logits, state = self.model.step(
-                input_ids, state, mask, last_only=last_only, in_place=not torch.is_grad_enabled()
+                input_ids, state, mask, last_only=last_only, donate_state=not torch.is_grad_enabled()
             )
         except AttributeError as error:
             self._explain_adapters(error)

@@ -6,8 +6,8 @@ from typing import Any
 
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import BYTES, FileTokenizer
-from metattt.extras import need
 from metattt.generation.text import ends
+from metattt.optional import need
 
 SEPARATOR = "<|endoftext|>"  # the name of token 256 of the bytes
 

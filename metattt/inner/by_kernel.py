@@ -27,45 +27,45 @@ log = logging.getLogger("metattt")
 def scan(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Memory,
+    memory: Memory,
     blocks: Sequence[Block],
     padded: bool,
-    own: bool,
+    donate_state: bool,
 ) -> tuple[Tensor, Memory]:
     """The blocks one after the other, each by a kernel where one takes it and by the forms elsewhere.
 
     Args:
         padded: some columns are unfilled.
-        own: the weights of `carry` may be written over.
+        donate_state: the weights of `memory` may be written over.
     """
     size, tau, decoding = loop.rule.mini_batch_size, loop.rule.token_steps(), not torch.is_grad_enabled()
-    sums = "update" in loop.plan.roles  # a rule without token steps carries W_t of an open mini-batch, not M as kernels do
+    sums = "update" in loop.plan.slots  # a rule without token steps carries W_t of an open mini-batch, not M as kernels do
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
     outputs: list[Tensor] = []
-    runs = _runs(blocks, size, set(carry) == {"commit"}, decoding)
+    runs = _runs(blocks, size, set(memory) == {"commit"}, decoding)
     parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.length for block in run]) for run in runs])
     for run, part in zip(runs, parts, strict=True):
         given, first, y = (
-            MiniBatches(part, carry.get("commit", {}), slow, tau, size, loop.operand, loop.group_size),
+            MiniBatches(part, memory.get("commit", {}), slow, tau, size, loop.matmul_dtype, loop.group_size),
             run[0],
             None,
         )
-        if _whole(first, size) and set(carry) == {"commit"}:
+        if _whole(first, size) and set(memory) == {"commit"}:
             kernel = kernel_of(loop.plan, given)
             if kernel is not None:
                 with torch.autocast(part.k.device.type, enabled=False):
                     y, weights = kernel.scan(given, partial(_reference, loop))
-                carry = {"commit": weights}
+                memory = {"commit": weights}
         elif decoding and sums and _open(first, padded):
             kernel = decoder_of(loop.plan, given)
             if kernel is not None:
-                y, weights, update = kernel.advance(given, carry.get("update"), first.phase, own)
-                carry = {"commit": weights} if update is None else {"commit": weights, "update": update}
+                y, weights, update = kernel.advance(given, memory.get("update"), first.phase, donate_state)
+                memory = {"commit": weights} if update is None else {"commit": weights, "update": update}
         if y is None:
-            y, carry = in_groups(loop, part, carry, run, True)
-        own = True  # what follows was made in this call
+            y, memory = in_groups(loop, part, memory, run, True)
+        donate_state = True  # what follows was made in this call
         outputs.append(y)  # type: ignore[arg-type]
-    return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), carry
+    return (torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 
 
 def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
@@ -128,16 +128,16 @@ def _decided_by(given: MiniBatches) -> tuple[object, ...]:
     types = [x.dtype for x in (k, v, q, eta, *given.weights.values(), *given.slow.values())]
     tau = None if given.tau is None else given.tau.dtype
     gates = [gate is None for gate in given.tokens.gates]
-    return (k.device, tau, given.operand, given.size, k.shape[-1], v.shape[-1], *types, *gates)
+    return (k.device, tau, given.matmul_dtype, given.size, k.shape[-1], v.shape[-1], *types, *gates)
 
 
 def _reference(loop: InnerLoop, given: MiniBatches) -> tuple[Tensor, Tensors]:
     """What a kernel computes, by the dual form."""
     blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.views.k.shape[2] // given.size)
     rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
-    y, carry = plainly(loop.but(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
+    y, memory = plainly(loop.but(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
     assert y is not None
-    return y, carry["commit"]
+    return y, memory["commit"]
 
 
 def _whole(block: Block, size: int) -> bool:

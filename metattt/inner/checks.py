@@ -63,12 +63,12 @@ def check_generalised(loop: InnerLoop, tokens: Tokens) -> None:
         raise MetaTTTError(
             f"decays for every channel are {tokens.gates.decay.shape[-1]} wide and keys {tokens.views.k.shape[-1]}: they must be equal"
         )
-    alone = tokens.gates.alpha is None and tokens.gates.beta is None and not rule.pull and not loop.task.together
+    alone = tokens.gates.alpha is None and tokens.gates.beta is None and not rule.decay_to_init and not loop.task.together
     if tokens.gates.decay is not None and not alone:
         raise MetaTTTError(
-            "decays for every channel stand alone: no decay per head, momentum, pull to W0 or window beside them"
+            "decays for every channel stand alone: no decay per head, momentum, decay to W0 or window beside them"
         )
-    if (tokens.views.p is not None or tokens.views.b is not None) and loop.plan.linear != "squared":
+    if (tokens.views.erase_key is not None or tokens.views.erase_direction is not None) and loop.plan.linear != "squared":
         raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
     if tokens.pairs is not None and loop.learner.mixes_tokens:
         raise MetaTTTError(

@@ -12,7 +12,7 @@ from metattt.inner.forms import dual, primal
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import FastWeights
-from metattt.modules import spread
+from metattt.modules import expand_like
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
@@ -48,8 +48,8 @@ class Committed:
         """‖∇ℓ_t(W_a)‖ over all fast weights, `[B, H, n]`."""
         loop = self._work
         if loop.plan.form == "dual":
-            sites, deltas = dual.record(loop, self.weights, self._tokens, lambda losses: [losses.sum()])
-            gram = dual.PerTokenGradients(sites, deltas[0], loop.operand).gram()
+            uses, deltas = dual.record(loop, self.weights, self._tokens, lambda losses: [losses.sum()])
+            gram = dual.PerTokenGradients(uses, deltas[0], loop.matmul_dtype).gram()
             squared = gram.diagonal(dim1=-2, dim2=-1)
         elif loop.learner.mixes_tokens:
             squared = self._one_by_one()
@@ -63,7 +63,7 @@ class Committed:
         loop, names = self._work, list(self.weights)
 
         def losses(*weights: Tensor) -> Tensor:
-            accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.operand)
+            accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype)
             return loop.losses(accessor, self.k, self.v)
 
         like = self._tokens.gates.eta
@@ -82,7 +82,7 @@ def gated(loop: InnerLoop, tokens: Tokens, commit: Tensors) -> Tokens:
     """
     given = tokens.gates
     found = loop.rule.gates_at(given, Committed(loop, commit, tokens))
-    live, changed = given.eta != 0, {}
+    is_filled, changed = given.eta != 0, {}
     for name, before, after in zip(Gates._fields, given, found, strict=True):
         if (before is None) != (after is None):
             raise MetaTTTError(
@@ -90,5 +90,5 @@ def gated(loop: InnerLoop, tokens: Tokens, commit: Tensors) -> Tokens:
                 f"{'not' if before is None else 'one'} of them: give the same gates in `gates`"
             )
         if after is not None and after is not before:
-            changed[name] = torch.where(spread(live, after), after.to(before), before)  # type: ignore[arg-type]
+            changed[name] = torch.where(expand_like(is_filled, after), after.to(before), before)  # type: ignore[arg-type]
     return tokens.with_gates(**changed)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from metattt.functional import with_values
 from metattt.inner.export import inlined
 from metattt.inner.recompute import random_state, recompute, replay
 from metattt.inner.tokens import Block, Tokens, rows
 from metattt.memory import Memory
 from metattt.modules import transformed
-from metattt.replica import with_values
 from metattt.state import Tensors
 from metattt.tasks.base import Views
 from metattt.torch_private import saved_tensor_hooks
@@ -33,45 +33,45 @@ STORED = 128  # tokens: a call no longer than this keeps everything for its back
 
 
 def in_groups(
-    loop: InnerLoop, tokens: Tokens, carry: Memory, blocks: Sequence[Block], read: bool
+    loop: InnerLoop, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
 ) -> tuple[Tensor | None, Memory]:
     """`InnerLoop.mini_batches`, in groups of `layer.group_size` that are run again in the backward pass."""
     size = loop.group_size
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
     if torch.compiler._is_exporting_flag and loop.plan.form != "solved":
-        return recomputed(loop, tokens, carry, blocks, read, inlined)
+        return recomputed(loop, tokens, memory, blocks, read, inlined)
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
-        return plainly(loop, tokens, carry, blocks, read)
-    if not _differentiable(loop, tokens, carry):  # the inner gradients alone must not make the result look as if it were
+        return plainly(loop, tokens, memory, blocks, read)
+    if not _differentiable(loop, tokens, memory):  # the inner gradients alone must not make the result look as if it were
         with torch.no_grad():
-            return plainly(loop, tokens, carry, blocks, read)
+            return plainly(loop, tokens, memory, blocks, read)
     if size is None:
         # (not under a checkpoint of somebody's: every gradient inside the forward pass would run it again)
         few = tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None
         size = 0 if few else max(1, round(math.sqrt(len(blocks))))
     if size == 0:
-        return plainly(loop, tokens, carry, blocks, read)
-    key = (read, loop.operand, tuple(carry), *(x is None for x in tokens.tensors))
+        return plainly(loop, tokens, memory, blocks, read)
+    key = (read, loop.matmul_dtype, tuple(memory), *(x is None for x in tokens.tensors))
     if key not in loop.plan.beside:
-        loop.plan.beside[key] = captured(loop, tokens, carry, read)
+        loop.plan.beside[key] = captured(loop, tokens, memory, read)
     if loop.plan.beside[key]:
         loop.plan.say_stored(loop.plan.beside[key])
-        return plainly(loop, tokens, carry, blocks, read)
+        return plainly(loop, tokens, memory, blocks, read)
     groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
     outputs: list[Tensor] = []
     pieces = tokens.split([sum([block.length for block in group]) for group in groups])
     for group, piece in zip(groups, pieces, strict=True):
-        y, carry = recomputed(loop, piece, carry, group, read)
+        y, memory = recomputed(loop, piece, memory, group, read)
         outputs += [] if y is None else [y]
-    return (torch.cat(outputs, dim=2) if outputs else None), carry
+    return (torch.cat(outputs, dim=2) if outputs else None), memory
 
 
-def _differentiable(loop: InnerLoop, tokens: Tokens, carry: Memory) -> bool:
+def _differentiable(loop: InnerLoop, tokens: Tokens, memory: Memory) -> bool:
     """Whether the outer loop wants a derivative by anything here."""
     for x in tokens.tensors:
         if x is not None and x.requires_grad:
             return True
-    weights = [x for named in carry.values() for x in named.values()]
+    weights = [x for named in memory.values() for x in named.values()]
     return any(
         x.requires_grad for part in (loop.task, loop.learner, loop.rule) for x in (*weights, *part.parameters())
     )
@@ -80,12 +80,12 @@ def _differentiable(loop: InnerLoop, tokens: Tokens, carry: Memory) -> bool:
 def plainly(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Memory,
+    memory: Memory,
     blocks: Sequence[Block],
     read: bool,
     slow: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor | None, Memory]:
-    """`InnerLoop.mini_batches` with autocast off: `loop.operand` says where rounding is allowed.
+    """`InnerLoop.mini_batches` with autocast off: `loop.matmul_dtype` says where rounding is allowed.
 
     `slow` stands for the learner's slow weights, where these are not the module's own.
     """
@@ -93,21 +93,21 @@ def plainly(
     if rule.has_token_steps and not torch.compiler.is_compiling():
         rule = rule.with_token_steps(rule.token_steps())
     with torch.autocast(tokens.views.k.device.type, enabled=False):
-        if loop.operand != dtype:
+        if loop.matmul_dtype != dtype:
             alike = tokens.in_common  # stays so: a window of rows, not of copies
             views = [
                 rows(x).to(dtype).unfold(2, x.shape[3], 1).mT if x is not None and alike and x.ndim == 5 else x
                 for x in tokens.views
             ]
             tokens = Tokens(Views(*[None if x is None else x.to(dtype) for x in views]), tokens.gates)  # type: ignore[arg-type]
-        wide = {name: value.to(dtype) for name, value in given.items()}
-        return loop.but(rule=rule, slow=wide).mini_batches(tokens, carry, blocks, read)
+        slow = {name: value.to(dtype) for name, value in given.items()}
+        return loop.but(rule=rule, slow=slow).mini_batches(tokens, memory, blocks, read)
 
 
 def recomputed(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Memory,
+    memory: Memory,
     blocks: Sequence[Block],
     read: bool,
     through: Callable[..., Sequence[Tensor]] = recompute,
@@ -118,16 +118,16 @@ def recomputed(
     (`torch.func.functional_call` would put them into the parts themselves, where another thread finds them.) `through`
     runs a function of tensors: `recompute`, or what writes it out for an export.
     """
-    body, given, after = _as_function(loop, tokens, carry, blocks, read, buffers=through is not recompute)
+    body, given, after = _as_function(loop, tokens, memory, blocks, read, buffers=through is not recompute)
     outputs = iter(through(body, *given))
     y = next(outputs) if read else None
     leaving: Memory = {}
-    for role, name in after:
-        leaving.setdefault(role, {})[name] = next(outputs)
+    for slot, name in after:
+        leaving.setdefault(slot, {})[name] = next(outputs)
     return y, leaving
 
 
-def captured(loop: InnerLoop, tokens: Tokens, carry: Memory, read: bool) -> list[str]:
+def captured(loop: InnerLoop, tokens: Tokens, memory: Memory, read: bool) -> list[str]:
     """Names of tensors that a derivative must reach and recomputation would miss: those that the inner loop comes to by
     a way of its own (a closure, a partial, what `views` made and `loss` uses), not as a token, weight or parameter.
 
@@ -135,7 +135,7 @@ def captured(loop: InnerLoop, tokens: Tokens, carry: Memory, read: bool) -> list
     since a read may look at commits alone.
     """
     one = tokens.map(lambda x: x[:, :, :1])
-    body, given, _ = _as_function(loop, one, carry, [Block(1, 0, True, 1)], read)
+    body, given, _ = _as_function(loop, one, memory, [Block(1, 0, True, 1)], read)
     # All inputs are differentiated, so that no leaf has to be made inside.
     inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
     device = inputs[0].device
@@ -158,7 +158,7 @@ def captured(loop: InnerLoop, tokens: Tokens, carry: Memory, read: bool) -> list
 def _as_function(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Memory,
+    memory: Memory,
     blocks: Sequence[Block],
     read: bool,
     buffers: bool = False,
@@ -170,21 +170,21 @@ def _as_function(
     if buffers:
         parameters |= dict(parts.named_buffers())
     present = [x is not None for x in tokens.tensors]
-    keys = [(role, name) for role, weights in carry.items() for name in weights]
+    keys = [(slot, name) for slot, weights in memory.items() for name in weights]
     after: list[tuple[str, str]] = []
 
     def body(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         given = Tokens.from_tensors([next(rest) if here else None for here in present])
         entering: Memory = {}
-        for role, name in keys:
-            entering.setdefault(role, {})[name] = next(rest)
+        for slot, name in keys:
+            entering.setdefault(slot, {})[name] = next(rest)
         values = dict(zip(parameters, rest, strict=True))
         task, learner, rule = with_values(parts, values)
         inside = loop.but(task=task, learner=learner, rule=rule)  # type: ignore[arg-type]
         y, leaving = plainly(inside, given, entering, blocks, read)
-        after[:] = [(role, name) for role, weights in leaving.items() for name in weights]
-        return ([y] if y is not None else []) + [leaving[role][name] for role, name in after]
+        after[:] = [(slot, name) for slot, weights in leaving.items() for name in weights]
+        return ([y] if y is not None else []) + [leaving[slot][name] for slot, name in after]
 
-    entering = [carry[role][name] for role, name in keys]
+    entering = [memory[slot][name] for slot, name in keys]
     return body, [*[x for x in tokens.tensors if x is not None], *entering, *parameters.values()], after

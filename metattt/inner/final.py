@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 def steps(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Memory,
+    memory: Memory,
     blocks: Sequence[Block],
-    live: Tensor | None,
+    is_filled: Tensor | None,
     after: Tensor,
 ) -> Iterator[Memory]:
-    """The carry before the first inner step of a `final` read and after each of them."""
+    """The memory before the first inner step of a `final` read and after each of them."""
     rule, filled = loop.rule, after % loop.rule.mini_batch_size
     order = rule.permutation(tokens.views.k.shape[2], tokens.views.k.device)
-    yield carry
+    yield memory
     if order is not None:
-        if live is not None:
+        if is_filled is not None:
             raise MetaTTTError(
                 "optimizer.sampling=sgd takes parts of equal size, and padding makes them unequal: use full"
             )
         size = tokens.views.k.shape[2] // rule.steps
         for part in tokens.map(lambda x: _permuted(x, order)).split(size):
-            _, carry = in_groups(loop, part, carry, [Block(size, 0, True, size)], False)
-            yield carry
+            _, memory = in_groups(loop, part, memory, [Block(size, 0, True, size)], False)
+            yield memory
         return
     for step in range(rule.steps):
-        _, carry = in_groups(loop, tokens, carry, blocks, False)
-        yield carry
+        _, memory = in_groups(loop, tokens, memory, blocks, False)
+        yield memory
         if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
-            again = rule.again(carry, filled)
-            carry = again if live is None else choose(live.any(1), again, carry, {**carry, **again})
+            again = rule.again(memory, filled)
+            memory = again if is_filled is None else choose(is_filled.any(1), again, memory, {**memory, **again})
 
 
-def answers(
-    loop: InnerLoop, tokens: Tokens, carry: Memory, blocks: Sequence[Block]
+def predictions(
+    loop: InnerLoop, tokens: Tokens, memory: Memory, blocks: Sequence[Block]
 ) -> Tensor:
     """All queries answered by one set of weights, in pieces that are recomputed in the backward pass: mini-batches
     where their tokens see each other."""
     count, size = tokens.views.q.shape[2], loop.rule.compute_chunk or 2048
     if not loop.learner.mixes_tokens:
         blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
-    y, _ = in_groups(loop, tokens, carry, blocks, True)
+    y, _ = in_groups(loop, tokens, memory, blocks, True)
     assert y is not None
     return y
 

@@ -79,22 +79,22 @@ def check_outer(outer: str, learner: Learner, optimizer: InnerOptimizer) -> None
 def converged(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Memory,
+    memory: Memory,
     blocks: Sequence[Block],
-    live: Tensor | None,
+    is_filled: Tensor | None,
     after: Tensor,
 ) -> tuple[Tensors, Memory]:
-    """W* with its implicit derivative, and the carry after the inner steps, which has none.
+    """W* with its implicit derivative, and the memory after the inner steps, which has none.
 
     Raises:
         MetaTTTError: the steps did not converge; or in the backward pass, the inner problem is not strictly convex.
     """
     filled = after % loop.rule.mini_batch_size
     with torch.no_grad():
-        passes = steps(loop, tokens, carry, blocks, live, after)
+        passes = steps(loop, tokens, memory, blocks, is_filled, after)
         start = last = loop.rule.current(next(passes), filled)
         sizes: list[Tensor] = []  # of the steps, [B, H]
-        left = carry
+        left = memory
         for left in passes:
             now = loop.rule.current(left, filled)
             sizes, last = [*sizes[:1], _norm([now[n] - last[n] for n in now])], now
@@ -108,7 +108,7 @@ def converged(
         )
     names = list(start)
     at = {name: last[name].detach().requires_grad_() for name in names}
-    entering = {role: carry[role] for role in ("origin",) if role in carry} | {"anchor": at}
+    entering = {slot: memory[slot] for slot in ("origin",) if slot in memory} | {"anchor": at}
     after_one = in_groups(loop, tokens, entering, blocks, False)[1]
     stepped = loop.rule.current(after_one, filled)
     points = [at[name] for name in names]
@@ -169,7 +169,7 @@ def conjugate_gradients(
         p, squared = r + torch.where(open_, after / squared, 0).unsqueeze(-1) * p, after
     raise MetaTTTError(
         "layer.outer=implicit: conjugate gradients found no solution, so the inner problem is not strictly convex here: "
-        "give it more tokens than the learner has inputs, optimizer=momentum with optimizer.pull=true, or layer.outer=exact"
+        "give it more tokens than the learner has inputs, optimizer=momentum with optimizer.decay_to_init=true, or layer.outer=exact"
     )
 
 

@@ -1,7 +1,7 @@
-"""Where tokens go: padding to the end, and every sequence onto a frame whose mini-batches end at common columns.
+"""Where tokens go: padding to the end, and every sequence onto columns in which its mini-batches end at common columns.
 
 Token j of a sequence that has read `pos` tokens belongs to place `(pos + j) mod b` of its mini-batch. Where sequences
-differ in this phase, or documents start inside a sequence, tokens are laid out on a *frame*: a document starts at a
+differ in this phase, or documents start inside a sequence, tokens are laid out in *columns*: a document starts at a
 multiple of b, a continued one at its phase, and unfilled columns change nothing (η = 0, α = β = 1, κ = 0).
 
 The layout depends on the values of masks and positions. They are fetched from the device once, unless they are on the host
@@ -25,7 +25,7 @@ from metattt.state import Context, State
 
 
 @dataclass(frozen=True)
-class Frame:
+class ColumnLayout:
     """The layout of one call: its blocks, and how tokens get to columns and back.
 
     Attributes:
@@ -39,17 +39,17 @@ class Frame:
     blocks: Sequence[Block]
     source: Tensor | None
     column: Tensor | None
-    live: Tensor | None
+    is_filled: Tensor | None
     phase: int | None
 
-    def place(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         """`[B, H, T, ...]` to `[B, H, columns, ...]`, zeros in unfilled columns."""
         if self.source is None:
             return x
         padded = torch.cat([x, x.new_zeros(*x.shape[:2], 1, *x.shape[3:])], dim=2)
         return _gather(padded, self.source)
 
-    def take(self, y: Tensor) -> Tensor:
+    def gather(self, y: Tensor) -> Tensor:
         """The inverse of `place` on filled columns."""
         return y if self.column is None else _gather(y, self.column)
 
@@ -84,7 +84,7 @@ class Packing:
         self._back: Tensor | None = None
         self._start: Tensor | None = None
         self._moved: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._frames: dict[tuple[object, ...], tuple[Tensor, Frame]] = {}
+        self._layouts: dict[tuple[object, ...], tuple[Tensor, ColumnLayout]] = {}
 
     def sort(self, x: Tensor) -> Tensor:
         """Tokens of `x` `[B, T, ...]` with padding last, and 0 there: junk at padding, NaN included, must not reach a
@@ -152,14 +152,14 @@ class Packing:
         last = (lengths - 1).clamp(min=0).unsqueeze(1)
         return positions, torch.where(lengths > 0, positions.gather(1, last).squeeze(1) + 1, pos)
 
-    def frame(self, ctx: Context, state: State, period: int | None, block: int, plain: Sequence[Block]) -> Frame:
-        """As `make_frame`, once for all layers that stand at the same `pos` and have the same mini-batches."""
+    def layout(self, ctx: Context, state: State, period: int | None, block: int, plain: Sequence[Block]) -> ColumnLayout:
+        """As `make_layout`, once for all layers that stand at the same `pos` and have the same mini-batches."""
         if torch.compiler.is_compiling():
-            return make_frame(ctx, state, period, block, plain)
+            return make_layout(ctx, state, period, block, plain)
         key = (id(state.pos), state.phase, period, block)
-        if key not in self._frames:
-            self._frames[key] = state.pos, make_frame(ctx, state, period, block, plain, self.host)
-        return self._frames[key][1]
+        if key not in self._layouts:
+            self._layouts[key] = state.pos, make_layout(ctx, state, period, block, plain, self.host)
+        return self._layouts[key][1]
 
     @staticmethod
     def _index(order: Tensor, x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def _sorted(mask: Tensor | None, reset: Tensor | None, order: Tensor | None) -> 
 Host = tuple[Tensor | None, Tensor | None]
 
 
-def make_frame(
+def make_layout(
     ctx: Context,
     state: State,
     period: int | None,
@@ -255,8 +255,8 @@ def make_frame(
     host: Host | None = None,
     open_: Tensor | None = None,
     lead: Tensor | None = None,
-) -> Frame:
-    """The frame of one call.
+) -> ColumnLayout:
+    """The layout of one call.
 
     Args:
         state: where sequences stand before the call.
@@ -278,7 +278,7 @@ def make_frame(
     if ctx.first is None and phase is not None:
         if ctx.valid is not None:
             return _padded(ctx.valid, phase, period, block, plain, host)
-        return Frame(plain, None, None, None, 0 if period is None else (phase + length) % block)
+        return ColumnLayout(plain, None, None, None, 0 if period is None else (phase + length) % block)
     if ctx.first is None and length == 1:
         return _single(ctx, open_, block)
     return _unaligned(ctx, open_, lead, block, None if period is not None else 0, host)
@@ -286,7 +286,7 @@ def make_frame(
 
 def _padded(
     valid: Tensor, phase: int, period: int | None, block: int, plain: Sequence[Block], host: Host | None
-) -> Frame:
+) -> ColumnLayout:
     """Sequences that stand at the same place, and end at different ones: columns are tokens."""
     seen = valid if torch.compiler.is_compiling() else valid.cpu() if host is None or host[0] is None else host[0]
     parts = seen.split([x.length for x in plain], dim=1)
@@ -297,7 +297,7 @@ def _padded(
     if period is not None and not torch.compiler.is_compiling():
         ends = (seen.sum(1) + phase) % block
         end = int(ends[0]) if len(ends) and bool((ends == ends[0]).all()) else None
-    return Frame(blocks, None, None, valid, end)
+    return ColumnLayout(blocks, None, None, valid, end)
 
 
 def _told_apart(
@@ -330,14 +330,14 @@ def _told_apart(
     ]
 
 
-def _single(ctx: Context, phase: Tensor, block: int) -> Frame:
+def _single(ctx: Context, phase: Tensor, block: int) -> ColumnLayout:
     """One token per sequence, each at a place of its own."""
-    live = None if ctx.valid is None else ctx.valid
-    seen = torch.ones_like(phase) if live is None else live[:, 0].long()
-    return Frame([Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, live, None)
+    is_filled = None if ctx.valid is None else ctx.valid
+    seen = torch.ones_like(phase) if is_filled is None else is_filled[:, 0].long()
+    return ColumnLayout([Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, is_filled, None)
 
 
-def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int | None, host: Host | None) -> Frame:
+def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int | None, host: Host | None) -> ColumnLayout:
     """Different phases, or documents that start inside a sequence."""
     batch, length = ctx.positions.shape
     device, tracing = ctx.positions.device, torch.compiler.is_compiling()
@@ -368,32 +368,32 @@ def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int |
     target = torch.where(valid, column, columns)
     source = torch.full((batch, columns + 1), length, dtype=torch.long, device=open_.device)
     source = source.scatter(1, target, index)[:, :-1]
-    live = source < length
+    is_filled = source < length
     lengths = [min(block, columns - start) for start in range(0, columns, block)]
     blocks = [Block(size, 0, size == block, size) for size in lengths]
-    parts = live.split(lengths, dim=1)
+    parts = is_filled.split(lengths, dim=1)
     filled = [
         (torch.arange(1, size + 1, device=open_.device) * part).amax(1)
         for size, part in zip(lengths, parts, strict=True)
     ]
     again = [None if restart is None else restart[:, i] for i in range(len(blocks))]
     made = _told_apart(blocks, [part[:, -1] for part in parts], filled, again, device)
-    source, column, live = (_sent(x, device) for x in (source, column.clamp(0, columns - 1), live))
-    return Frame(made, source, column, live, end)
+    source, column, is_filled = (_sent(x, device) for x in (source, column.clamp(0, columns - 1), is_filled))
+    return ColumnLayout(made, source, column, is_filled, end)
 
 
-def mask_gates(tokens: Tokens, live: Tensor | None) -> Tokens:
-    """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0, no decay. `live` `[B, columns]`."""
-    if live is None:
+def mask_gates(tokens: Tokens, is_filled: Tensor | None) -> Tokens:
+    """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0, no decay. `is_filled` `[B, columns]`."""
+    if is_filled is None:
         return tokens
-    live = live.unsqueeze(1)
-    eta, alpha, beta, kappa, rates, decay = tokens.gates
-    if kappa is None and not (alpha is None and beta is None and rates is None):
+    is_filled = is_filled.unsqueeze(1)
+    eta, alpha, beta, kappa, weight_lr, decay = tokens.gates
+    if kappa is None and not (alpha is None and beta is None and weight_lr is None):
         kappa = torch.ones_like(tokens.views.q[..., 0], dtype=eta.dtype)
     return tokens.with_gates(
-        eta=torch.where(live if eta.ndim == 3 else live.unsqueeze(-1), eta, 0),
-        alpha=None if alpha is None else torch.where(live, alpha, 1),
-        beta=None if beta is None else torch.where(live, beta, 1),
-        kappa=None if kappa is None else torch.where(live, kappa, 0),
-        decay=None if decay is None else torch.where(live.unsqueeze(-1), decay, 0),
+        eta=torch.where(is_filled if eta.ndim == 3 else is_filled.unsqueeze(-1), eta, 0),
+        alpha=None if alpha is None else torch.where(is_filled, alpha, 1),
+        beta=None if beta is None else torch.where(is_filled, beta, 1),
+        kappa=None if kappa is None else torch.where(is_filled, kappa, 0),
+        decay=None if decay is None else torch.where(is_filled.unsqueeze(-1), decay, 0),
     )

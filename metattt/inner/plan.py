@@ -27,7 +27,7 @@ class Plan:
         kernels: those that compute this combination; the first one that takes a call is used.
         reasons: of the other kernels and of a solved form that does not hold, why.
         strict: a call that no kernel takes is refused instead of computed as `dual`.
-        roles: of the tensors carried for every fast weight.
+        slots: names of the tensors carried for every fast weight.
         period: tokens after which the rule repeats itself; None: all tokens are alike to it.
         block: tokens that the scan hands on together.
         chunk: tokens per compute step; None: a whole block.
@@ -46,7 +46,7 @@ class Plan:
     kernels: list[Kernel] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     strict: bool = False
-    roles: tuple[str, ...] = ()
+    slots: tuple[str, ...] = ()
     period: int | None = None
     block: int = 1
     chunk: int | None = None

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
 from metattt.inner.checks import check_generalised
-from metattt.inner.claims import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.inner.implicit import check_outer
 from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
 from metattt.inner.tokens import Tokens
 from metattt.inner.trial import check_alone, check_token_local, looks_ahead, materialized, unsupported
+from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import Context, DataGates
@@ -89,7 +89,7 @@ def make_plan(
         reasons,
         strict=form == "fused",
         outer=outer,
-        roles=optimizer.bases,
+        slots=optimizer.slots,
         period=period,
         block=block,
         chunk=None if mixes else 1 if by_token else optimizer.chunk,

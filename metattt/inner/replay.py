@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.packing import Frame, make_frame, mask_gates
+from metattt.inner.packing import ColumnLayout, make_layout, mask_gates
 from metattt.inner.tokens import NAMES, Tokens, consecutive
 from metattt.state import Context, State, Tensors
 
@@ -38,22 +38,22 @@ def _with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[T
     return Tokens.from_tensors(joined), context
 
 
-def begun_again(plan: Plan, tokens: Tokens, state: State, ctx: Context, size: int) -> tuple[Tokens, Frame]:
-    """The tokens of a call after those of the open mini-batch, in the columns of a frame."""
+def begun_again(plan: Plan, tokens: Tokens, state: State, ctx: Context, size: int) -> tuple[Tokens, ColumnLayout]:
+    """The tokens of a call after those of the open mini-batch, in the columns of a layout."""
     tokens, ctx = _with_tail(tokens, ctx, state, size)
     start = torch.zeros_like(state.pos)
     lead = start if state.phase is not None else state.pos % size - (size - 1)
     begin = state._replace(phase=None if state.phase is None else 0)
     blocks, _ = consecutive(tokens.views.k.shape[2], 0, size)
-    frame = make_frame(ctx, begin, plan.period, plan.block, blocks, None, start, lead)
-    return mask_gates(tokens.map(frame.place), frame.live), frame
+    layout = make_layout(ctx, begin, plan.period, plan.block, blocks, None, start, lead)
+    return mask_gates(tokens.map(layout.scatter), layout.is_filled), layout
 
 
-def tail(placed: Tokens, frame: Frame, after: Tensor, size: int) -> Tensors:
+def tail(placed: Tokens, layout: ColumnLayout, after: Tensor, size: int) -> Tensors:
     """The last `b − 1` columns of every sequence, zeros where they do not belong to the open mini-batch."""
     columns = placed.k.shape[2]
     places = torch.arange(1, columns + 1, device=after.device)
-    end = torch.full_like(after, columns) if frame.live is None else (places * frame.live).amax(1)
+    end = torch.full_like(after, columns) if layout.is_filled is None else (places * layout.is_filled).amax(1)
     slot = torch.arange(size - 1, device=after.device)
     belongs = (slot >= size - 1 - (after % size).unsqueeze(1)).unsqueeze(1)
     index = end.unsqueeze(1) + slot  # in columns padded by b − 1 on the left

@@ -72,7 +72,7 @@ class Tokens(NamedTuple):
     @property
     def erases(self) -> bool:
         """Whether what is erased is not what the gradient of the loss erases, or decays channel by channel."""
-        return self.views.p is not None or self.views.b is not None or self.gates.decay is not None
+        return self.views.erase_key is not None or self.views.erase_direction is not None or self.gates.decay is not None
 
     @property
     def generalised(self) -> bool:
@@ -89,7 +89,7 @@ class Tokens(NamedTuple):
     def in_common(self) -> bool:
         """Whether pair j of a token is pair j − 1 of the next one, as in a window of tokens. It is where both are the same
         numbers in memory."""
-        if self.pairs is None or self.views.p is not None or self.views.b is not None:
+        if self.pairs is None or self.views.erase_key is not None or self.views.erase_direction is not None:
             return False
         return self.k.shape[2] > 1 < self.k.shape[3] and all(x.stride(2) == x.stride(3) for x in (self.k, self.v))
 
@@ -119,11 +119,11 @@ class Tokens(NamedTuple):
             kappa = at(torch.ones_like(gates.beta) if kappa is None else kappa, pairs - 1, 0.0)
         elif kappa is not None:
             kappa = kappa.repeat_interleave(pairs, 2)
-        rates = None if gates.rates is None else gates.rates.repeat_interleave(pairs, 2)
+        weight_lr = None if gates.weight_lr is None else gates.weight_lr.repeat_interleave(pairs, 2)
         alpha, beta, decay = at(gates.alpha, 0, 1.0), at(gates.beta, 0, 1.0), at(gates.decay, 0, 0.0)
-        p, b = (None if x is None else x.flatten(2, 3) for x in (self.views.p, self.views.b))
+        p, b = (None if x is None else x.flatten(2, 3) for x in (self.views.erase_key, self.views.erase_direction))
         k, v = (rows(x) if in_common else x.flatten(2, 3) for x in (self.k, self.v))
-        return Tokens(Views(k, v, self.q, p, b), Gates(eta.flatten(2, 3), alpha, beta, kappa, rates, decay))
+        return Tokens(Views(k, v, self.q, p, b), Gates(eta.flatten(2, 3), alpha, beta, kappa, weight_lr, decay))
 
 
 NAMES = (*Views._fields, *Gates._fields)
@@ -193,7 +193,7 @@ class MiniBatches(NamedTuple):
         slow: outer-loop weights of the learner by name, `[H, *shape]`.
         tau: token steps `[1 or H, b]`; None: all 1.
         size: b, tokens per mini-batch.
-        operand: type to which matmul operands are rounded.
+        matmul_dtype: type to which matmul operands are rounded.
         group_size: mini-batches whose weights are recomputed together in the backward pass; None leaves it to the
             kernel.
     """
@@ -203,13 +203,13 @@ class MiniBatches(NamedTuple):
     slow: Tensors
     tau: Tensor | None
     size: int
-    operand: torch.dtype
+    matmul_dtype: torch.dtype
     group_size: int | None
 
 
 Scan = Callable[[MiniBatches], tuple[Tensor, Tensors]]
 
 
-def rated(factor: Tensor, rates: Tensor | None, index: int) -> Tensor:
+def rated(factor: Tensor, weight_lr: Tensor | None, index: int) -> Tensor:
     """`factor` `[B, H, n]` of the tokens' gradients as it is for fast weight number `index`."""
-    return factor if rates is None else factor * rates[..., index]
+    return factor if weight_lr is None else factor * weight_lr[..., index]

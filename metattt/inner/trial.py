@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
-from metattt.inner.claims import remembered
+from metattt.inner.verify import remembered
 from metattt.learners.base import Learner
-from metattt.learners.fast_weights import FastWeights, Record, UnsupportedOperation
+from metattt.learners.fast_weights import FastWeights, RecordingWeights, UnsupportedOperation
 from metattt.tasks.base import Task
 
 P = TypeVar("P", bound=nn.Module)
@@ -49,7 +49,7 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
     """Why the dual form cannot express a learner (the weight and the operation), or None if it can."""
     with torch.device("cpu"), torch.enable_grad():
         fast, slow, k, v = _tiny(task, learner, num_heads, d_in)
-        record = Record(fast, slow, k.dtype)
+        record = RecordingWeights(fast, slow, k.dtype)
         try:
             task.loss(learner.predict(record, k), v)
         except UnsupportedOperation as error:

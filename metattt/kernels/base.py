@@ -45,7 +45,7 @@ class Kernel(ABC):
 
         Called when a layer is built, and again when a setting of a part has changed. What it says of the learner's
         function and of the loss is not taken on trust: `function` and `loss` are compared with the objects themselves
-        (`metattt.inner.claims`).
+        (`metattt.inner.verify`).
         """
 
     @staticmethod
@@ -82,7 +82,7 @@ class Kernel(ABC):
         return "whole mini-batches only"
 
     def advance(
-        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
+        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         """Tokens of one open mini-batch, without derivatives: decoding.
 
@@ -128,11 +128,11 @@ class Kernel(ABC):
         ]
         for name, affine in given.slow.items():
             wanted.append((name, affine, (heads, width)))
-        for name, own in zip(self.weights, learner, strict=False):
+        for name, donate_state in zip(self.weights, learner, strict=False):
             if name in weights:
-                wanted.append((name, weights[name], (batch, heads, *own)))
+                wanted.append((name, weights[name], (batch, heads, *donate_state)))
                 if update is not None:
-                    wanted.append((f"update {name}", update[name], (batch, heads, *own)))
+                    wanted.append((f"update {name}", update[name], (batch, heads, *donate_state)))
         device = CPU if native else tokens.views.k.device
         for name, x, expected in wanted:
             if x is None:
@@ -175,7 +175,7 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 RULE = (
-    "coefficients", "current", "commit", "observe", "in_token_space", "bases", "permutation", "accumulates", "period", "block",
+    "coefficients", "current", "commit", "observe", "in_token_space", "slots", "permutation", "accumulates", "period", "block",
     "_token_steps_at", "_token_step_coefficients", "_plain_coefficients", "_general_coefficients",
 )  # fmt: skip
 """What makes `InnerOptimizer` the linear rule that kernels compute: none of it may be replaced, on the class or on the
@@ -197,7 +197,7 @@ def linear_rule(optimizer: InnerOptimizer) -> str | None:
         (optimizer.steps != 1, f"optimizer.steps={optimizer.steps}"),
         (optimizer.max_norm is not None, "optimizer.max_norm clips"),
         (optimizer.has_momentum, "momentum is carried between mini-batches"),
-        (optimizer.pull, "optimizer.pull decays towards W0"),
+        (optimizer.decay_to_init, "optimizer.decay_to_init decays towards W0"),
     ):
         if wrong:
             return reason

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from metattt.component import Component
 from metattt.errors import MetaTTTError, check_number
 from metattt.learners.fast_weights import FastWeights
+from metattt.memory_limit import check_memory_limit
 from metattt.modules import standardize
-from metattt.room import check_room
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
@@ -133,7 +133,7 @@ class Learner(Component, ABC):
                 weights = weights | affine
             weights = self._chosen(weights)
             self.step_scales.update(self._factors([name for name, weight in weights.items() if weight.fast]))
-            check_room(
+            check_memory_limit(
                 num_heads * sum(math.prod(weight.shape) for weight in weights.values()),
                 f"a {type(self).__name__} learner",
                 "lower the sizes of learner, or dim",

@@ -1,7 +1,7 @@
 """How a learner reaches its weights: a few primitives over named tensors.
 
-The same learner runs with plain weights (`FastWeights`), with weights that record what an update needs (`Record`), and
-with weights that differ from token to token but are never materialised (`ReadRows`). Which of these it is, the learner
+The same learner runs with plain weights (`FastWeights`), with weights that record what an update needs (`RecordingWeights`), and
+with weights that differ from token to token but are never materialised (`PerTokenWeights`). Which of these it is, the learner
 does not know.
 
 With `z = aW` for token s and `δ_s = ∂ℓ_s/∂z_s`, the gradient of ℓ_s is `a_sᵀδ_s` (arXiv 2407.04620, App. A). Recording
@@ -43,15 +43,15 @@ class FastWeights:
     Args:
         fast: weights that the inner loop trains, each `[B, H, *shape]`.
         slow: weights that only the outer loop trains (a norm's affine, say), each `[H, *shape]`.
-        operand: type to which matmul operands are rounded (bf16 under autocast); sums stay in the weights' own type.
+        matmul_dtype: type to which matmul operands are rounded (bf16 under autocast); sums stay in the weights' own type.
 
     Inputs `x` are `[B, H, T, ..., d]`: axes between `T` and `d` are positions inside one token.
     """
 
     factored = False  #: True if the weights exist only inside the primitives, so that no other operation can use them
 
-    def __init__(self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor], operand: torch.dtype):
-        self._fast, self._slow, self._operand = fast, slow, operand
+    def __init__(self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor], matmul_dtype: torch.dtype):
+        self._fast, self._slow, self._matmul_dtype = fast, slow, matmul_dtype
 
     def _value(self, name: str) -> Tensor:
         """The tensor behind `name`, `[B or 1, H, *shape]`."""
@@ -78,9 +78,9 @@ class FastWeights:
         matrix = self._value(weight)
         matrix = matrix.flatten(3).mT if transpose else matrix.flatten(2, -2)
         if x.ndim == 4:
-            z = matmul(x, matrix, self._operand)
+            z = matmul(x, matrix, self._matmul_dtype)
         else:
-            z = matmul(x.flatten(2, -2), matrix, self._operand)
+            z = matmul(x.flatten(2, -2), matrix, self._matmul_dtype)
             z = z.view(*z.shape[:2], *x.shape[2:-1], z.shape[-1])
         return z if bias is None else z + per_token(self._value(bias), z)
 
@@ -137,7 +137,7 @@ class OpaqueWeight:
     __matmul__ = __rmatmul__ = __pow__ = __neg__ = __getitem__ = _refuse
 
 
-class Site(NamedTuple):
+class WeightUse(NamedTuple):
     """One use of a fast weight: the input of the primitive, its output, and the weights it served."""
 
     weight: str | None
@@ -167,7 +167,7 @@ def for_probes() -> AbstractContextManager[Any]:
     return outside
 
 
-class Record(FastWeights):
+class RecordingWeights(FastWeights):
     """Plain weights that remember, at each use, what a per-token gradient is made of.
 
     Args:
@@ -181,18 +181,18 @@ class Record(FastWeights):
         self,
         fast: Mapping[str, Tensor],
         slow: Mapping[str, Tensor],
-        operand: torch.dtype,
+        matmul_dtype: torch.dtype,
         probes: Iterable[Tensor | float] | None = None,
     ):
-        super().__init__(fast, slow, operand)
+        super().__init__(fast, slow, matmul_dtype)
         self.probes: Iterator[Tensor | float] | None = None if probes is None else iter(probes)
-        self.sites: list[Site] = []
+        self.uses: list[WeightUse] = []
         self.outputs: list[Tensor] = []
 
     def __getitem__(self, name: str) -> Any:
         return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
 
-    def _site(
+    def _use(
         self,
         z: Tensor,
         weight: str | None,
@@ -209,24 +209,24 @@ class Record(FastWeights):
             z = z + next(self.probes)
         elif not z.requires_grad:
             z = z.detach().requires_grad_()
-        self.sites.append(Site(weight, bias, x if weight else None, transpose, scale))
+        self.uses.append(WeightUse(weight, bias, x if weight else None, transpose, scale))
         self.outputs.append(z)
         return z
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
         if bias is not None and self._is_number(bias):
             return self.bias(self.linear(x, weight, transpose=transpose), bias)
-        return self._site(super().linear(x, weight, bias, transpose=transpose), weight, bias, x, transpose=transpose)
+        return self._use(super().linear(x, weight, bias, transpose=transpose), weight, bias, x, transpose=transpose)
 
     def bias(self, x: Tensor, bias: str) -> Tensor:
         if self._is_number(bias) and x.shape[-1] != 1:
             return x + self._number(bias, x)
-        return self._site(super().bias(x, bias), None, bias, None)
+        return self._use(super().bias(x, bias), None, bias, None)
 
     def scale(self, x: Tensor, scale: str) -> Tensor:
         if self._is_number(scale) and x.shape[-1] != 1:
             return x * self._number(scale, x)
-        return self._site(super().scale(x, scale), scale, None, x, scale=True)
+        return self._use(super().scale(x, scale), scale, None, x, scale=True)
 
     def _is_number(self, name: str) -> bool:
         return name in self._fast and self._fast[name].shape[2:].numel() == 1
@@ -238,14 +238,14 @@ class Record(FastWeights):
     def embedding(self, index: Tensor, weight: str) -> Tensor:
         z = super().embedding(index, weight)
         return (
-            self._site(z, weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype))
+            self._use(z, weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype))
             if weight in self._fast
             else z
         )
 
 
 class Gradients(Protocol):
-    """What `ReadRows` asks of the tokens' gradients G_s."""
+    """What `PerTokenWeights` asks of the tokens' gradients G_s."""
 
     @property
     def paired(self) -> Collection[tuple[str, str, bool]]:
@@ -259,29 +259,29 @@ class Gradients(Protocol):
         is included."""
 
 
-class ReadRows(FastWeights):
+class PerTokenWeights(FastWeights):
     """Weights that differ from query to query: `W_t = Σ_B rows_B(t) · B − Σ_s mix_ts G_s`, never materialised.
 
     Args:
-        bases: (row `[B, H, m]` or None for ones, weights by name) of each base.
+        terms: (row `[B, H, m]` or None for ones, weights by name) of each term.
         mix: `[B, H, m, n]`, η included.
-        gradients: what `Record` found at the anchor.
-        slow, operand: as in `FastWeights`.
+        gradients: what `RecordingWeights` found at the anchor.
+        slow, matmul_dtype: as in `FastWeights`.
     """
 
     factored = True
 
     def __init__(
         self,
-        bases: Sequence[tuple[Tensor | None, Tensors]],
+        terms: Sequence[tuple[Tensor | None, Tensors]],
         mix: Tensor,
         gradients: Gradients,
         slow: Mapping[str, Tensor],
-        operand: torch.dtype,
+        matmul_dtype: torch.dtype,
     ):
-        super().__init__(bases[0][1], slow, operand)
-        self.bases, self.mix, self.gradients = bases, mix, gradients
-        self.parts = [FastWeights(weights, slow, operand) for _, weights in bases]
+        super().__init__(terms[0][1], slow, matmul_dtype)
+        self.terms, self.mix, self.gradients = terms, mix, gradients
+        self.parts = [FastWeights(weights, slow, matmul_dtype) for _, weights in terms]
 
     def __getitem__(self, name: str) -> Any:
         return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
@@ -289,7 +289,7 @@ class ReadRows(FastWeights):
     def _combine(self, parts: Sequence[Tensor]) -> Tensor:
         """`Σ_B rows_B(t) part_B` over parts `[B, H, m, ..., d]`."""
         total: Tensor | None = None
-        for (row, _), part in zip(self.bases, parts, strict=True):
+        for (row, _), part in zip(self.terms, parts, strict=True):
             part = part if row is None else part * row.view(*row.shape, *(1,) * (part.ndim - 3))
             total = part if total is None else total + part
         assert total is not None

@@ -64,15 +64,15 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         Where sequences differ, `document` `[B, S]` numbers the documents (−1 for padding); κ between different ones is
         0.
         """
-        wide = torch.promote_types(views.k.dtype, torch.float32)
+        accum_dtype = torch.promote_types(views.k.dtype, torch.float32)
         with torch.autocast(views.k.device.type, enabled=False):
-            k, v, q = (view.to(wide) for view in (views.k, views.v, views.q))
+            k, v, q = (view.to(accum_dtype) for view in (views.k, views.v, views.q))
             past = state["k"].shape[2] if state else 0
             document = self._documents(state, ctx, past)
             old = state["k"] if state else k[:, :, :0]
             data = torch.cat([old, k], dim=2)
             new = self._kernel(k, data, document, past)  # [B, H, T, S]
-            identity = torch.eye(k.shape[2], dtype=wide, device=k.device)
+            identity = torch.eye(k.shape[2], dtype=accum_dtype, device=k.device)
             factor, solved = self._grow(new, v, identity, state)
             asked = self._kernel(q, data, document, past).mT
             whitened = torch.linalg.solve_triangular(factor, asked, upper=False)  # C

@@ -102,7 +102,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
     context, _ = layer.context(x, state)
     views, gates, *_ = layer.tokens(x, state, context)
     eta = gates.eta if gates.eta.ndim == 3 else gates.eta.abs().amax(-1)  # of the pairs of a token
-    eta = eta if gates.rates is None else eta * gates.rates.abs().amax(-1)
+    eta = eta if gates.weight_lr is None else eta * gates.weight_lr.abs().amax(-1)
     gate = getattr(rule, "decay_gate", None)  # some rules hand on its logits
     alpha = gate(x) if gate is not None else None
     alpha = gates.alpha if alpha is None else alpha
@@ -119,15 +119,15 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
 def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`before`, `after`, `rising` and `worse` of `Health`, of `TOKENS` tokens of every sequence."""
     rule, loop = layer.optimizer, layer.inner
-    wide, operand = tokens.gates.eta.dtype, tokens.k.dtype
-    slow = {name: value.to(wide) for name, value in layer.learner.slow.items()}
-    alone = loop.but(slow=slow, operand=operand)
+    accum_dtype, matmul_dtype = tokens.gates.eta.dtype, tokens.k.dtype
+    slow = {name: value.to(accum_dtype) for name, value in layer.learner.slow.items()}
+    alone = loop.but(slow=slow, matmul_dtype=matmul_dtype)
     batch, count = tokens.k.shape[0], tokens.k.shape[2]
     size = min(rule.mini_batch_size, count)
     looked = _spread(count // size, max(1, TOKENS // size))
     by_token = rule.read in ("inclusive", "exclusive") and not layer.learner.mixes_tokens
     state = State(tokens.k.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
-    begun = now = rule.current(loop.start(batch, wide), 0)
+    begun = now = rule.current(loop.start(batch, accum_dtype), 0)
     seen: list[list[Tensor]] = []  # with W0, W_{t−1} and W_t: [B, H, n] of every mini-batch that is looked at
     first = 0
     for index in looked:
@@ -141,11 +141,11 @@ def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Te
             old, state = now, State(state.pos + width, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(read.weights, read.phase or 0)
             if first > index * size:  # before that, what lies between two mini-batches is read at once
-                losses.append([_losses(alone, weights, token, wide) for weights in (begun, old, now)])
+                losses.append([_losses(alone, weights, token, accum_dtype) for weights in (begun, old, now)])
         seen.append([torch.cat(values, 2) for values in zip(*losses, strict=True)])
     start, before, after = (torch.stack(values) for values in zip(*seen, strict=True))  # [mini-batches, B, H, n]
     rising, worse = ~(after <= before), ~(before <= start)  # NaN is no progress either
-    return before.mean((0, 1)), after.mean((0, 1)), rising.to(wide).mean((0, 1)), worse.to(wide).mean((0, 1))
+    return before.mean((0, 1)), after.mean((0, 1)), rising.to(accum_dtype).mean((0, 1)), worse.to(accum_dtype).mean((0, 1))
 
 
 def _slice(start: int, stop: int, value: Tensor) -> Tensor:
@@ -158,9 +158,9 @@ def _spread(count: int, wanted: int) -> list[int]:
     return [count - 1] if wanted == 1 else [place * (count - 1) // (wanted - 1) for place in range(wanted)]
 
 
-def _losses(loop: InnerLoop, weights: Tensors, tokens: Tokens, wide: torch.dtype) -> Tensor:
+def _losses(loop: InnerLoop, weights: Tensors, tokens: Tokens, accum_dtype: torch.dtype) -> Tensor:
     """ℓ of every token under one set of weights per sequence, `[B, H, n]`; the mean of its pairs, where it gives
     several."""
     with torch.autocast(tokens.k.device.type, enabled=False):
-        losses = loop.losses(FastWeights(weights, loop.slow, loop.operand), tokens.k.to(wide), tokens.v.to(wide))
+        losses = loop.losses(FastWeights(weights, loop.slow, loop.matmul_dtype), tokens.k.to(accum_dtype), tokens.v.to(accum_dtype))
     return losses if losses.ndim == 3 else losses.mean(3)

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 
 from metattt.combined import Combined
 from metattt.errors import MetaTTTError, NotFinite
-from metattt.extras import need
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
 from metattt.models.language_model import LanguageModel
+from metattt.optional import need
 from metattt.state import State, Tensors
 
 Curves = dict[str, Tensor]
@@ -151,8 +151,8 @@ class _Recorder:
             state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
         context, _ = layer.context(x, state)
         views, gates, *_ = layer.tokens(x, state, context)
-        operand, wide, loop = views.k.dtype, gates.eta.dtype, layer.inner
-        first = rule.current(loop.start(x.shape[0], wide), 0)
+        matmul_dtype, accum_dtype, loop = views.k.dtype, gates.eta.dtype, layer.inner
+        first = rule.current(loop.start(x.shape[0], accum_dtype), 0)
         count, rest = divmod(x.shape[1], size)
         lengths = [size] * count + [rest] * (rest > 0)
         pieces = Tokens(views, gates).split(lengths)
@@ -164,16 +164,16 @@ class _Recorder:
             inner = State(after, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(inner.weights, 0)
             self._record(
-                tokens.map(lambda view: view.to(wide)), {"init": first, "step_0": before, "step_1": now}, operand
+                tokens.map(lambda view: view.to(accum_dtype)), {"init": first, "step_0": before, "step_1": now}, matmul_dtype
             )
 
-    def _record(self, tokens: Tokens, weights: dict[str, Tensors], operand: torch.dtype) -> None:
+    def _record(self, tokens: Tokens, weights: dict[str, Tensors], matmul_dtype: torch.dtype) -> None:
         learner, k, v = self.layer.learner, tokens.k, tokens.v
         slow = {name: value.to(k.dtype) for name, value in learner.slow.items()}
         with torch.autocast(k.device.type, enabled=False):
             for name, fast in weights.items():
                 # all tokens of the mini-batch are predicted: a learner that mixes tokens sees those before the last one
-                predicted = learner.predict(FastWeights(fast, slow, operand), k)[:, :, -1]
+                predicted = learner.predict(FastWeights(fast, slow, matmul_dtype), k)[:, :, -1]
                 self.errors[name].append((predicted - v[:, :, -1]).square().mean())
         target = v - k if learner.residual else v
         self.targets.append(target[:, :, -1])

@@ -44,17 +44,17 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     state = State(x.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
     ctx, after = layer.context(x, state)
     views, gates, *_ = layer.tokens(x, state, ctx)
-    tokens, operand, wide = Tokens(views, gates), views.k.dtype, gates.eta.dtype
-    loop = layer.inner.but(operand=operand)
-    slow = {name: value.to(wide) for name, value in learner.slow.items()}
+    tokens, matmul_dtype, accum_dtype = Tokens(views, gates), views.k.dtype, gates.eta.dtype
+    loop = layer.inner.but(matmul_dtype=matmul_dtype)
+    slow = {name: value.to(accum_dtype) for name, value in learner.slow.items()}
     losses = []
     blocks, _ = consecutive(count, 0, layer.plan.block)
     sizes = [block.length for block in blocks] if learner.mixes_tokens else rule.compute_chunk or 2048
     pieces = tokens.split(sizes)
-    for carry in steps(loop, tokens, loop.start(batch, wide), blocks, None, after):
-        accessor = FastWeights(rule.current(carry, after % rule.mini_batch_size), slow, operand)
+    for memory in steps(loop, tokens, loop.start(batch, accum_dtype), blocks, None, after):
+        accessor = FastWeights(rule.current(memory, after % rule.mini_batch_size), slow, matmul_dtype)
         with torch.autocast(x.device.type, enabled=False):
-            parts = [layer.task.loss(learner.predict(accessor, p.k.to(wide)), p.v.to(wide)).sum((0, 2)) for p in pieces]
+            parts = [layer.task.loss(learner.predict(accessor, p.k.to(accum_dtype)), p.v.to(accum_dtype)).sum((0, 2)) for p in pieces]
         losses.append(torch.stack(parts).sum(0) / (batch * count * x.shape[-1] // layer.num_heads))
     return torch.stack(losses)
 

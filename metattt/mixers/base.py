@@ -56,7 +56,7 @@ class Mixer(SequenceLayer):
         """
 
     def run(
-        self, x: Tensor, state: State, packing: Packing | None = None, in_place: bool = False
+        self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, State]:
         """`mix`, from state to state; see `SequenceLayer.run`."""
         ctx, after = self.context(x, state, packing)

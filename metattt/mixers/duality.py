@@ -21,7 +21,7 @@ def duality(
     first: Tensor | None,
     chunk_size: int,
     group_size: int | None,
-    operand: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`h_t = a_t h_{t−1} + x_t b_tᵀ`, `y_t = h_t c_t`, with one decay `a_t` per head.
 
@@ -32,15 +32,15 @@ def duality(
         memory: h `[B, H, P, N]` before the first token.
         first: `[B, T]` True where a document starts, and h from 0; None: nowhere.
         chunk_size, group_size: as in `by_chunks`.
-        operand: type to which operands of matmuls may be rounded; where it has 16 bits, the kernels of
+        matmul_dtype: type to which operands of matmuls may be rounded; where it has 16 bits, the kernels of
             flash-linear-attention are used if they are there. None: none.
 
     Returns:
         y `[B, T, H, P]` and h after the last token.
     """
-    if first is None and operand is not None:
+    if first is None and matmul_dtype is not None:
         plain = partial(duality, first=None, chunk_size=chunk_size, group_size=group_size)
-        found = scan_by_fla(x, log_decay, b, c, memory, operand, plain)
+        found = scan_by_fla(x, log_decay, b, c, memory, matmul_dtype, plain)
         if found is not None:
             return found
     if first is not None:

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import check_integer
+from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
 from metattt.mixers.initial import convolution
 from metattt.mixers.scan import scan
 from metattt.modules import exact
 from metattt.registry import register
-from metattt.room import check_room
 from metattt.state import Context, Tensors
 
 
@@ -64,7 +64,7 @@ class Longhorn(Mixer):
             check_integer("layer.dt_rank", dt_rank)
         width, rank = expand * dim, dt_rank or math.ceil(dim / 16)
         numbers = width * (3 * dim + 2 * rank + 2 * d_state)
-        check_room(numbers, f"a Longhorn layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank")
+        check_memory_limit(numbers, f"a Longhorn layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank")
         self.width, self.d_state, self.rank = width, d_state, rank
         self.in_proj = nn.Linear(dim, 2 * width, bias=False)
         self.conv1d = convolution(width, conv_width)
@@ -95,15 +95,15 @@ class Longhorn(Mixer):
         v = F.silu(v)
         low, k, q = self.x_proj(v).split([self.rank, self.d_state, self.d_state], dim=-1)
         beta = F.linear(low, self.dt_head.weight)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with exact(x.device.type):
-            v, z, k, q, beta = (one.to(wide) for one in (v, z, k, q, beta))
-            beta = torch.sigmoid(beta + self.dt_head.bias.to(wide))
+            v, z, k, q, beta = (one.to(accum_dtype) for one in (v, z, k, q, beta))
+            beta = torch.sigmoid(beta + self.dt_head.bias.to(accum_dtype))
             if ctx.valid is not None:
                 beta = beta * ctx.valid.unsqueeze(-1)  # Δ = 0: nothing is forgotten or written
             s = memory["memory"] if memory else v.new_zeros(len(x), self.width, self.d_state)
             y, s = scan(implicit, s, q, ctx.first, (beta, v, k), (), self.chunk_size, self.group_size)
-            y = (y + self.D.to(wide) * v) * F.silu(z)
+            y = (y + self.D.to(accum_dtype) * v) * F.silu(z)
         return self.out_proj(y.to(x.dtype)), {"conv": tail, "memory": s}
 
 

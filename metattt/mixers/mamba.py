@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import check_integer
+from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
 from metattt.mixers.initial import check_steps, convolution, step_bias
 from metattt.mixers.scan import scan
 from metattt.modules import exact
 from metattt.registry import register
-from metattt.room import check_room
 from metattt.state import Context, Tensors
 
 
@@ -65,7 +65,7 @@ class Mamba(Mixer):
         check_steps(dt_min, dt_max)
         width, rank = expand * dim, dt_rank or math.ceil(dim / 16)
         numbers = width * (3 * dim + 2 * rank + 3 * d_state)
-        check_room(numbers, f"a Mamba layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank")
+        check_memory_limit(numbers, f"a Mamba layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank")
         self.width, self.d_state, self.rank = width, d_state, rank
         self.in_proj = nn.Linear(dim, 2 * width, bias=False)
         self.conv1d = convolution(width, conv_width)
@@ -98,16 +98,16 @@ class Mamba(Mixer):
         u = F.silu(u)
         low, b, c = self.x_proj(u).split([self.rank, self.d_state, self.d_state], dim=-1)
         dt = F.linear(low, self.dt_proj.weight)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with exact(x.device.type):
-            u, z, b, c, dt = (one.to(wide) for one in (u, z, b, c, dt))
-            dt = F.softplus(dt + self.dt_proj.bias.to(wide))
+            u, z, b, c, dt = (one.to(accum_dtype) for one in (u, z, b, c, dt))
+            dt = F.softplus(dt + self.dt_proj.bias.to(accum_dtype))
             if ctx.valid is not None:
                 dt = dt * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
             h = memory["memory"] if memory else u.new_zeros(len(x), self.width, self.d_state)
-            rates = -self.A_log.to(wide).exp()
+            rates = -self.A_log.to(accum_dtype).exp()
             y, h = scan(selective, h, c, ctx.first, (dt, u, b), (rates,), self.chunk_size, self.group_size)
-            y = (y + self.D.to(wide) * u) * F.silu(z)
+            y = (y + self.D.to(accum_dtype) * u) * F.silu(z)
         return self.out_proj(y.to(x.dtype)), {"conv": tail, "memory": h}
 
 

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_integer
+from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
 from metattt.mixers.duality import duality
 from metattt.mixers.initial import check_steps, convolution, step_bias
 from metattt.modules import exact
 from metattt.registry import register
-from metattt.room import check_room
 from metattt.state import Context, Tensors
 
 NORM_EPS = 1e-5
@@ -98,7 +98,7 @@ class Mamba2(Mixer):
                 f"layer.ngroups={ngroups} does not divide the {heads} heads: change it, or layer.head_dim"
             )
         convolved = width + 2 * ngroups * d_state
-        check_room(
+        check_memory_limit(
             dim * (2 * width + convolved + heads) + conv_width * convolved,
             f"a Mamba-2 layer of dim={dim}",
             "lower dim, layer.expand, layer.d_state or layer.ngroups",
@@ -131,20 +131,20 @@ class Mamba2(Mixer):
         groups = self.ngroups * self.d_state
         z, convolved, dt = self.in_proj(x).split([self.width, self.width + 2 * groups, self.heads], dim=-1)
         convolved, tail = self.conv1d(convolved, memory.get("conv"), ctx)
-        wide, operand = torch.promote_types(x.dtype, torch.float32), convolved.dtype
+        accum_dtype, matmul_dtype = torch.promote_types(x.dtype, torch.float32), convolved.dtype
         with exact(x.device.type):
-            z, convolved, dt = (one.to(wide) for one in (z, F.silu(convolved), dt))
+            z, convolved, dt = (one.to(accum_dtype) for one in (z, F.silu(convolved), dt))
             u, b, c = convolved.split([self.width, groups, groups], dim=-1)
             u = u.unflatten(-1, (self.heads, self.head_dim))
             b, c = (one.unflatten(-1, (self.ngroups, self.d_state)) for one in (b, c))
-            dt = F.softplus(dt + self.dt_bias.to(wide))
+            dt = F.softplus(dt + self.dt_bias.to(accum_dtype))
             if ctx.valid is not None:
                 dt = dt * ctx.valid.unsqueeze(-1)  # a = 1, and nothing is written
             h = memory["memory"] if memory else u.new_zeros(len(x), self.heads, self.head_dim, self.d_state)
-            log_decay = -dt * self.A_log.to(wide).exp()
+            log_decay = -dt * self.A_log.to(accum_dtype).exp()
             written = dt.unsqueeze(-1) * u
-            y, h = duality(written, log_decay, b, c, h, ctx.first, self.chunk_size, self.group_size, operand)
-            y = self.norm((y + self.D.to(wide).unsqueeze(-1) * u).flatten(2), z)
+            y, h = duality(written, log_decay, b, c, h, ctx.first, self.chunk_size, self.group_size, matmul_dtype)
+            y = self.norm((y + self.D.to(accum_dtype).unsqueeze(-1) * u).flatten(2), z)
         return self.out_proj(y.to(x.dtype)), {"conv": tail, "memory": h}
 
     def extra_repr(self) -> str:

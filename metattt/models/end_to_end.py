@@ -56,11 +56,11 @@ class EndToEndBlock(Block):
         tail: None,
         ctx: Context,
         packing: Packing | None = None,
-        in_place: bool = False,
+        donate_state: bool = False,
         weights: Tensors | None = None,
     ) -> tuple[Tensor, Any, None]:
         """As `Block.forward`, with the fast weights `[B, 1, *shape]` by name."""
-        y, state = self.mix(x, state, ctx, packing, in_place)
+        y, state = self.mix(x, state, ctx, packing, donate_state)
         x = x + self.layer_post(y)
         if self.memory is not None:
             assert self.memory_norm is not None and self.memory_post is not None and weights is not None
@@ -69,11 +69,11 @@ class EndToEndBlock(Block):
 
     def remember(self, x: Tensor, weights: Tensors) -> Tensor:
         """`f(x; W)` of the memory, `[B, T, D]`; sums are in the type of the weights."""
-        memory, wide = self.memory, next(iter(weights.values())).dtype
+        memory, accum_dtype = self.memory, next(iter(weights.values())).dtype
         assert memory is not None
-        operand = torch.get_autocast_dtype(x.device.type) if rounds(x.device.type) else x.dtype
-        slow = {name: value.to(wide) for name, value in memory.slow.items()}
-        y: Tensor = memory.predict(FastWeights(weights, slow, operand), x.to(wide).unsqueeze(1))
+        matmul_dtype = torch.get_autocast_dtype(x.device.type) if rounds(x.device.type) else x.dtype
+        slow = {name: value.to(accum_dtype) for name, value in memory.slow.items()}
+        y: Tensor = memory.predict(FastWeights(weights, slow, matmul_dtype), x.to(accum_dtype).unsqueeze(1))
         return y.squeeze(1).to(x.dtype)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -194,13 +194,13 @@ class EndToEnd(LanguageModel):
         )  # fmt: skip
 
     def _read(
-        self, ids: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, in_place: bool
+        self, ids: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """The layers of a state are those of the blocks, and an `Adaptation`."""
         held = before.layers[-1]
         if held is not None:
             _check_held(held, len(ids), self.suffix)
-        x, layers, tails = self._through(self.prefix, self.embedding(ids), before, ctx, packing, in_place)
+        x, layers, tails = self._through(self.prefix, self.embedding(ids), before, ctx, packing, donate_state)
         x, states, held = self.inner.run(x, ids, before.layers[self.prefix : -1], held, packing)
         return x, [*layers, *states, held], [*tails, *(None for _ in states), None]
 

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from metattt.functional import with_values
 from metattt.inner.packing import Packing
 from metattt.inner.recompute import recompute
 from metattt.learners.fast_weights import for_probes, needs_probes
 from metattt.learners.window import EMPTY
-from metattt.modules import rounds, spread
-from metattt.replica import with_values
+from metattt.modules import expand_like, rounds
 from metattt.state import State, Tensors, count_bytes, map_tensors
 
 PLACE = torch.empty(0)  # where a tensor stood
@@ -224,8 +224,8 @@ class Loop(NamedTuple):
             y, after = read(refill(weights, leaves))
             shape[:] = [skeleton((y, after))]
             logits = head(norm(y))
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            nats = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
+            accum_dtype = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            nats = F.cross_entropy(accum_dtype.flatten(0, 1), labels.flatten(), reduction="sum")
             return nats / self.size, flatten((y, after))
 
         gradients, found = gradients_of(loss, flatten(weights), self.first_order)
@@ -241,7 +241,7 @@ class Loop(NamedTuple):
         factor = (
             self.clip * squared.clamp(min=self.clip**2).rsqrt()
         )  # [B]; 1 exactly where nothing is clipped, or nearly
-        return [g * spread(factor, g) for g in gradients]
+        return [g * expand_like(factor, g) for g in gradients]
 
     def _merged(self, now: tuple[Any, ...], before: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...]:
         """The states of `rows` from `now`, the others from `before`."""
@@ -291,8 +291,8 @@ def gradients_of(
     enabled outside (with `first_order`, the gradients without)."""
     if needs_probes():
         with for_probes():
-            value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
-            gradients = pull(torch.ones_like(value))
+            value, decay_to_init, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
+            gradients = decay_to_init(torch.ones_like(value))
         return [g.detach() for g in gradients] if first_order else list(gradients), found
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -370,7 +370,7 @@ def _blank(state: State | None, fresh: Tensor) -> State | None:
         return None
     learner = dict(state.learner)
     learner["position"] = learner["position"].masked_fill(fresh.unsqueeze(1), EMPTY)
-    task = {name: x.masked_fill(spread(fresh, x), 0) for name, x in state.task.items()}
+    task = {name: x.masked_fill(expand_like(fresh, x), 0) for name, x in state.task.items()}
     return state._replace(pos=state.pos.masked_fill(fresh, 0), learner=learner, task=task)
 
 

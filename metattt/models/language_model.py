@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.inner.causality import Causality
-from metattt.inner.faults import FAILURES, require_ids
+from metattt.inner.diagnostics import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
+from metattt.memory_limit import check_memory_limit
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
-from metattt.room import check_room
 from metattt.sequence_layer import SequenceLayer
 from metattt.state import Context, count_bytes, map_tensors, move_tensors
 
@@ -112,25 +112,25 @@ class Block(nn.Module):
         self.ffn = SwiGLU(dim, ffn_dim)
 
     def forward(
-        self, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None = None, in_place: bool = False
+        self, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, Any, Any]:
         """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later.
 
-        `packing`: of the model's call; `in_place`: the state may be written over.
+        `packing`: of the model's call; `donate_state`: the state may be written over.
         """
         if self.conv is not None and self.conv_norm is not None:
             y, tail = self.conv(self.conv_norm(x), tail, ctx)
             x = x + y
-        y, state = self.mix(x, state, ctx, packing, in_place)
+        y, state = self.mix(x, state, ctx, packing, donate_state)
         x = x + y
         return x + self.ffn(self.ffn_norm(x)), state, tail
 
     def mix(
-        self, x: Tensor, state: Any, ctx: Context, packing: Packing | None = None, in_place: bool = False
+        self, x: Tensor, state: Any, ctx: Context, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, Any]:
         """`layer(norm(x))`, and the state of the layer after it."""
         if self.ours:
-            return self.layer(self.layer_norm(x), state, packing=packing, in_place=in_place)
+            return self.layer(self.layer_norm(x), state, packing=packing, donate_state=donate_state)
         return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
 
 
@@ -179,9 +179,9 @@ def check_blocks(key: str, count: int, numbers: int) -> None:
     Raises:
         MetaTTTError: they take more than the machine's memory, on whatever device their parameters are.
     """
-    check_room(count * numbers, f"a model of {key}={count}", f"lower {key}, dim or the width of the MLPs")
+    check_memory_limit(count * numbers, f"a model of {key}={count}", f"lower {key}, dim or the width of the MLPs")
     with torch.device("cpu"):  # what a block takes beside its parameters is there on any device
-        check_room(count * OVERHEAD, f"a model of {key}={count}", f"lower {key}")
+        check_memory_limit(count * OVERHEAD, f"a model of {key}={count}", f"lower {key}")
 
 
 def upgrade(settings: dict[str, Any], version: int) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class LanguageModel(nn.Module):
         for name, flag in (flags | {"checkpoint_blocks": checkpoint_blocks}).items():
             check_flag(f"model.{name}", flag)
         layers = pattern_of(layer, blocks, num_layers)
-        check_room(dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim")
+        check_memory_limit(dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim")
         check_blocks("model.num_layers", num_layers, 3 * dim * ffn_dim + dim * dim)
         self.vocab_size = vocab_size
         self.checkpoint_blocks = checkpoint_blocks
@@ -301,15 +301,15 @@ class LanguageModel(nn.Module):
         reset: Tensor | None = None,
         *,
         last_only: bool = False,
-        in_place: bool = False,
+        donate_state: bool = False,
     ) -> tuple[Tensor, LanguageModelState]:
         """As `forward`, going on from `state` (None: from the beginning), with the state after the last token.
 
         `last_only`: logits `[B, 1, V]` of the last real token of every sequence, which is all that sampling needs.
-        `in_place`: the caller gives up `state`, and its weights may be written over.
+        `donate_state`: the caller gives up `state`, and its weights may be written over.
         """
         self._require_causal()
-        features, state = self.features(ids, state, mask, reset, in_place)
+        features, state = self.features(ids, state, mask, reset, donate_state)
         if last_only and mask is not None:
             last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1)
             features = features[torch.arange(len(ids), device=ids.device), last].unsqueeze(1)
@@ -360,7 +360,7 @@ class LanguageModel(nn.Module):
         state: LanguageModelState | None = None,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
-        in_place: bool = False,
+        donate_state: bool = False,
     ) -> tuple[Tensor, LanguageModelState]:
         """As `step`, with what the head reads in place of logits: `[B, T, D]`, normed."""
         read = ids
@@ -380,7 +380,7 @@ class LanguageModel(nn.Module):
                 raise MetaTTTError(
                     f"the state is of a model with {len(before.layers) - self.carried} blocks, this one has {len(self.blocks)}"
                 )
-            x, layers, tails = self._read(ids, before, ctx, packing, in_place)
+            x, layers, tails = self._read(ids, before, ctx, packing, donate_state)
             features = self.final_norm(x)
             if packing is not None:
                 features = packing.restore(features)
@@ -390,31 +390,31 @@ class LanguageModel(nn.Module):
             raise
 
     def _read(
-        self, ids: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, in_place: bool
+        self, ids: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """What the last block makes of the tokens `[B, T, D]`, and what the state after them is made of."""
-        return self._through(len(self.blocks), self.embedding(ids), before, ctx, packing, in_place)
+        return self._through(len(self.blocks), self.embedding(ids), before, ctx, packing, donate_state)
 
     def _through(
-        self, count: int, x: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, in_place: bool
+        self, count: int, x: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """`x` `[B, T, D]` after the first `count` blocks, with their states and tails."""
         layers, tails = [], []
         for number, (state, tail) in enumerate(zip(before.layers[:count], before.tails, strict=False)):
-            x, state, tail = self.run_block(number, x, state, tail, ctx, packing, in_place)
+            x, state, tail = self.run_block(number, x, state, tail, ctx, packing, donate_state)
             layers.append(state)
             tails.append(tail)
         return x, layers, tails
 
     def run_block(
-        self, number: int, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None, in_place: bool
+        self, number: int, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, Any, Any]:
         """The block of this number, called as `Block.forward` says; with `checkpoint_blocks` it is run again in the backward
         pass."""
         block = self.blocks[number]
         if self.checkpoint_blocks and torch.is_grad_enabled():
             return checkpoint(block, x, state, tail, ctx, packing, use_reentrant=False)
-        return block(x, state, tail, ctx, packing, in_place)
+        return block(x, state, tail, ctx, packing, donate_state)
 
     def check_causal(self) -> None:
         """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.

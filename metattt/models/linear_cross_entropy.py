@@ -47,13 +47,13 @@ def linear_cross_entropy(
         ]
         return torch.cat(losses)
     device = x.device.type
-    operand = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    matmul_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if (
-        OF_TORCH and operand == weight.dtype == _wide(x).dtype
+        OF_TORCH and matmul_dtype == weight.dtype == _wide(x).dtype
     ):  # from 16-bit operands torch's would return a 16-bit loss
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
         return F.linear_cross_entropy(x, weight, labels, reduction="sum", ignore_index=ignore_index, options=options)
-    total: Tensor = _Chunked.apply(x, weight, labels, ignore_index, size, operand)
+    total: Tensor = _Chunked.apply(x, weight, labels, ignore_index, size, matmul_dtype)
     return total
 
 
@@ -62,29 +62,29 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, size: int, operand: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, size: int, matmul_dtype: torch.dtype
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        w = weight.to(operand)
-        wide = torch.promote_types(operand, torch.float32)
-        total = torch.zeros((), device=x.device, dtype=wide)
+        w = weight.to(matmul_dtype)
+        accum_dtype = torch.promote_types(matmul_dtype, torch.float32)
+        total = torch.zeros((), device=x.device, dtype=accum_dtype)
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=accum_dtype) if needs_weight else None
         for start in range(0, x.shape[0], size):
             here = slice(start, start + size)
-            rows, real = x[here].to(operand), labels[here] != ignore_index
+            rows, real = x[here].to(matmul_dtype), labels[here] != ignore_index
             own = labels[here].where(real, 0).unsqueeze(1)
-            logits = (rows @ w.mT).to(wide)
+            logits = (rows @ w.mT).to(accum_dtype)
             normaliser = logits.logsumexp(1, keepdim=True)
             total += ((normaliser - logits.gather(1, own)).squeeze(1) * real).sum()
             if grad_x is None and grad_weight is None:
                 continue
             error = logits.sub_(normaliser).exp_()  # softmax − one-hot, 0 where no loss is taken
-            error.scatter_add_(1, own, -torch.ones_like(own, dtype=wide)).mul_(real.unsqueeze(1))
-            error = error.to(operand)
+            error.scatter_add_(1, own, -torch.ones_like(own, dtype=accum_dtype)).mul_(real.unsqueeze(1))
+            error = error.to(matmul_dtype)
             if grad_x is not None:
                 grad_x[here] = error @ w
-            if grad_weight is not None and operand == wide:
+            if grad_weight is not None and matmul_dtype == accum_dtype:
                 grad_weight.addmm_(error.mT, rows)
             elif grad_weight is not None:
                 grad_weight += error.mT @ rows

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from metattt.errors import MetaTTTError
-from metattt.extras import need
 from metattt.models.vision import ImageTransformer
+from metattt.optional import need
 
 register_model = need("timm.models", extra="images", what="metattt.models.timm").register_model
 

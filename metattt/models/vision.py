@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
-from metattt.extras import need
+from metattt.memory_limit import check_memory_limit
 from metattt.models.language_model import check_blocks
+from metattt.optional import need
 from metattt.registry import register
-from metattt.room import check_room
 
 need("timm", extra="images", what="model=vision_transformer")
 from timm.models.vision_transformer import VisionTransformer  # noqa: E402
@@ -101,7 +101,7 @@ class ImageTransformer(VisionTransformer):
             )
         check_blocks("model.depth", depth, int((2 * mlp_ratio + 1) * embed_dim**2))
         tokens = (img_size // patch_size) ** 2
-        check_room(tokens * embed_dim, f"an image of {tokens} tokens", "lower model.img_size, or raise model.patch_size")
+        check_memory_limit(tokens * embed_dim, f"an image of {tokens} tokens", "lower model.img_size, or raise model.patch_size")
         super().__init__(
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim, depth=depth,
             num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False, act_layer="gelu_tanh",

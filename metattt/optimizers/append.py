@@ -106,7 +106,7 @@ class Append(InnerOptimizer, takes=()):
 
     def _levels(self, x: Tensor) -> Tensor:
         """λ in fp32 or wider: `[B, T, D]` to `[B, H, T, n]`."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            logit = x.to(wide).unsqueeze(1) @ self.level_weight.to(wide).mT
-            return F.softplus(self.level_scale.to(wide).unsqueeze(1) * logit)
+            logit = x.to(accum_dtype).unsqueeze(1) @ self.level_weight.to(accum_dtype).mT
+            return F.softplus(self.level_scale.to(accum_dtype).unsqueeze(1) * logit)

@@ -31,7 +31,7 @@ MAX_STEPS = 100_000  # more are a slip, and would not end
 class Gates(NamedTuple):
     """Per-token numbers of the rule `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, each `[B, H, T]`.
 
-    Absent gates are None: α = 1, β = 0, κ = 1. `rates` `[B, H, T, n]` multiplies η by a factor of its own for each of
+    Absent gates are None: α = 1, β = 0, κ = 1. `weight_lr` `[B, H, T, n]` multiplies η by a factor of its own for each of
     the learner's n fast weights, in the order of their names; only rules without weights per token (`BlockRule`) may
     give it. `decay` `[B, H, T, d_in]` is the logarithm of a decay for every input channel of a linear learner,
     `W_t = Diag(exp(decay_t)) W_{t−1} + S_t`, from −∞ to 0. Where a token has n pairs (`Views`), η may be `[B, H, T, n]`.
@@ -41,21 +41,21 @@ class Gates(NamedTuple):
     alpha: Tensor | None = None
     beta: Tensor | None = None
     kappa: Tensor | None = None
-    rates: Tensor | None = None
+    weight_lr: Tensor | None = None
     decay: Tensor | None = None
 
 
 class Coefficients(NamedTuple):
-    """The rule over `n` tokens as linear combinations of the tensors carried in (*bases*) and the tokens' gradients.
+    """The rule over `n` tokens as linear combinations of the tensors carried in and the tokens' gradients.
 
     `W_t = Σ_B rows[B]_t · B − Σ_{s≤t} mix_ts G_s` is what the read row t sees; after the tokens
-    `B' = Σ_A carry[B][0][A] · A − Σ_s carry[B][1]_s G_s`. A factor None stands for 1; a base that is not in `carry`
-    stays. η is inside `mix` and the gradient weights.
+    `B' = Σ_A advance[B][0][A] · A − Σ_s advance[B][1]_s G_s`. A factor None stands for 1; slots that `advance` does not name
+    are unchanged. η is inside `mix` and the gradient weights.
     """
 
     rows: dict[str, Tensor | None]  # [B, H, n]
     mix: Tensor | None  # [B, H, n, n]; None if no row is read
-    carry: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
+    advance: dict[str, tuple[dict[str, Tensor | None], Tensor]]  # factors [B, H], gradient weights [B, H, n]
 
 
 class InnerOptimizer(Component, ABC):
@@ -149,14 +149,14 @@ class InnerOptimizer(Component, ABC):
     #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
     max_norm: float | None = setting(default=None, init=False, above=0)
     scale_free = False  #: a step stays the same when all gradients of a weight are multiplied by a number
-    pull = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
+    decay_to_init = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     whole = False  #: all tokens of a call are one mini-batch, whatever `mini_batch_size` is
     #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
     gradient_at: Literal["previous", "decayed"] = setting(default="previous", init=False)
 
-    def begin(self, carry: Memory) -> Memory:
-        """What a sequence starts with, from W0 in every role that holds weights."""
-        return carry
+    def begin(self, memory: Memory) -> Memory:
+        """What a sequence starts with, from W0 in every slot that holds weights."""
+        return memory
 
     # -- what the layer asks -------------------------------------------------------------------------------------------
 
@@ -204,12 +204,12 @@ class InnerOptimizer(Component, ABC):
             MetaTTTError: naming the gate, and what to leave out or to set.
         """
         kind = type(self).__name__
-        if gates.rates is not None and gates.rates.shape[-1] != len(self.weight_names):
+        if gates.weight_lr is not None and gates.weight_lr.shape[-1] != len(self.weight_names):
             raise MetaTTTError(
-                f"{kind} gives rates of shape {list(gates.rates.shape)}, expected [B, H, T, {len(self.weight_names)}]: one for "
+                f"{kind} gives rates of shape {list(gates.weight_lr.shape)}, expected [B, H, T, {len(self.weight_names)}]: one for "
                 f"each of {', '.join(self.weight_names)}"
             )
-        if gates.rates is not None and (self.read in ("inclusive", "exclusive") or self.anchor == "online"):
+        if gates.weight_lr is not None and (self.read in ("inclusive", "exclusive") or self.anchor == "online"):
             raise MetaTTTError(
                 f"{kind} gives rates, which weights per token do not have (optimizer.anchor={self.anchor}, "
                 f"optimizer.read={self.read}): set anchor=minibatch and read=previous, or learner.step_scale in their place"
@@ -257,20 +257,20 @@ class InnerOptimizer(Component, ABC):
         return self.read not in ("block", "final")
 
     @property
-    def bases(self) -> tuple[str, ...]:
+    def slots(self) -> tuple[str, ...]:
         """Roles of the tensors carried for every fast weight; the first is W0 at the start, as are all but `update` and
         `momentum`."""
         has_phase, sees_commit = self.accumulates, self.read in ("previous", "committed") or self.state_dependent
         names = ["commit"] if has_phase or sees_commit or self.anchor == "minibatch" else []
         names += ["anchor"] if self.anchor == "batch" else []
-        names += ["origin"] if self.pull else []
+        names += ["origin"] if self.decay_to_init else []
         names += ["update"] if has_phase else ["weights"]
         return (*names, "momentum") if self.has_momentum else tuple(names)
 
     @property
     def period(self) -> int | None:
         """Tokens after which the rule repeats itself, or None if all tokens are alike to it."""
-        return self.mini_batch_size if "commit" in self.bases or self.read == "block" else None
+        return self.mini_batch_size if "commit" in self.slots or self.read == "block" else None
 
     @property
     def block(self) -> int:
@@ -282,13 +282,13 @@ class InnerOptimizer(Component, ABC):
         """Tokens per compute step, at most a block. (An online rule that is not solved goes token by token.)"""
         return min(self.compute_chunk or 128, self.block)
 
-    def current(self, carry: Memory, filled: int | Tensor) -> Tensors:
+    def current(self, memory: Memory, filled: int | Tensor) -> Tensors:
         """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a plain
         integer)."""
-        base = carry[newest(carry)]
-        if "update" not in carry:
+        base = memory[newest(memory)]
+        if "update" not in memory:
             return base
-        update = carry["update"]
+        update = memory["update"]
         tau = self._token_steps_at(filled, 1, next(iter(update.values()))).squeeze(-1)
         if self.max_norm is not None:
             tau = tau * clip_factor(sum(x.flatten(2).square().sum(-1) for x in update.values()), self.max_norm)
@@ -312,28 +312,28 @@ class InnerOptimizer(Component, ABC):
             return shifted[:, first : first + count].unsqueeze(0)
         return shifted[:, first].mT.unsqueeze(-1)  # one place per sequence: count is 1
 
-    def commit(self, carry: Memory, filled: int | Tensor) -> Memory:
-        """The carry after a mini-batch is complete: `W_a ← W_t`, and a new one begins."""
-        kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", "momentum")}
-        return {"commit": self.current(carry, filled), **kept}
+    def commit(self, memory: Memory, filled: int | Tensor) -> Memory:
+        """The memory after a mini-batch is complete: `W_a ← W_t`, and a new one begins."""
+        kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", "momentum")}
+        return {"commit": self.current(memory, filled), **kept}
 
-    def again(self, carry: Memory, filled: int | Tensor) -> Memory:
-        """What the next pass of a `final` read begins with, from the carry after one: all weights are the newest."""
-        now = self.current(carry, filled)
-        kept = {role: carry[role] for role in ("origin", "momentum") if role in carry}
-        return kept | ({role: now for role in carry if role in ("commit", "anchor")} or {"weights": now})
+    def again(self, memory: Memory, filled: int | Tensor) -> Memory:
+        """What the next pass of a `final` read begins with, from the memory after one: all weights are the newest."""
+        now = self.current(memory, filled)
+        kept = {slot: memory[slot] for slot in ("origin", "momentum") if slot in memory}
+        return kept | ({slot: now for slot in memory if slot in ("commit", "anchor")} or {"weights": now})
 
-    def observe(self, carry: Memory, gates: Gates) -> Memory:
-        """The carry with whatever the rule collects from the gates of `n` tokens for its next commit."""
-        return carry
+    def observe(self, memory: Memory, gates: Gates) -> Memory:
+        """Accumulates what the next commit needs of the gates of `n` tokens."""
+        return memory
 
     def permutation(self, count: int, device: torch.device) -> Tensor | None:
         """`[1, H, T]` order in which the steps of a `final` read take the tokens, one part a step; None: every step
         takes all."""
         return None
 
-    def in_token_space(self, phase: int | Tensor, count: int, carry: Memory) -> bool:
-        """Whether `commit` can use the step of a whole mini-batch in factored form (role `factors`), which then must be
+    def in_token_space(self, phase: int | Tensor, count: int, memory: Memory) -> bool:
+        """Whether `commit` can use the step of a whole mini-batch in factored form (slot `factors`), which then must be
         one chunk."""
         return False
 
@@ -349,7 +349,7 @@ class InnerOptimizer(Component, ABC):
         Args:
             gates: `[B, H, n]` each, fp32 or wider.
             phase: place of the first token in its mini-batch; `[B]` if it differs, and then n = 1.
-            carried: the bases at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the
+            carried: slots at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the
                 anchor.
             read: which rows to compute; None for the carried tensors alone.
         """
@@ -387,26 +387,26 @@ class InnerOptimizer(Component, ABC):
         decay, start = decays(alpha)  # A, c0
         written = decay if gates.kappa is None else decay * gates.kappa.unsqueeze(-2)  # A diag(κ)
         rows = {base: start}
-        if self.pull:
+        if self.decay_to_init:
             rows["origin"] = (decay @ (1 - alpha).unsqueeze(-1)).squeeze(-1)
-        carry: dict[str, tuple[dict[str, Tensor | None], Tensor]] = {}
+        advance: dict[str, tuple[dict[str, Tensor | None], Tensor]] = {}
         mix = written
         if gates.beta is not None:
-            memory, kept = decays(gates.beta)  # P, p
+            sums, kept = decays(gates.beta)  # P, p
             if self.nesterov:  # what is written is diag(β) S − diag(η) G
                 ahead = written * gates.beta.unsqueeze(-2)
-                mix, written = ahead @ memory + written, ahead
+                mix, written = ahead @ sums + written, ahead
             else:
-                mix = written @ memory
+                mix = written @ sums
             if momentum:
                 rows["momentum"] = (written @ kept.unsqueeze(-1)).squeeze(-1)  # cS
-            carry["momentum"] = ({"momentum": kept[..., -1]} if momentum else {}, memory[..., -1, :] * eta)
+            advance["momentum"] = ({"momentum": kept[..., -1]} if momentum else {}, sums[..., -1, :] * eta)
         mix = mix * eta.unsqueeze(-2)
-        carry["weights"] = ({name: row[..., -1] for name, row in rows.items()}, mix[..., -1, :])
+        advance["weights"] = ({name: row[..., -1] for name, row in rows.items()}, mix[..., -1, :])
         if read == "exclusive":  # row t − 1 for query t
             rows = {name: F.pad(row[..., :-1], (1, 0), value=float(name == base)) for name, row in rows.items()}
             mix = F.pad(mix[..., :-1, :], (0, 0, 1, 0))
-        return Coefficients({**rows}, None if read is None else mix, carry)
+        return Coefficients({**rows}, None if read is None else mix, advance)
 
 
 def clip_factor(squared_norm: Tensor | int, max_norm: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.memory import Memory, where, zeros
-from metattt.modules import spread
+from metattt.modules import expand_like
 from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer, Read
 from metattt.optimizers.gradient_descent import SHARING, StepSize
 from metattt.optimizers.momentum import Gate, check_gate
@@ -31,7 +31,7 @@ class BlockRule(StepSize):
     """
 
     #: what `move` carries on; zeros in the first mini-batch, but for what `begin` makes
-    roles: tuple[str, ...] = setting(default=(), init=False)
+    own_slots: tuple[str, ...] = setting(default=(), init=False)
 
     read: Read = "previous"
 
@@ -61,8 +61,8 @@ class BlockRule(StepSize):
         return abs(self.scale)
 
     @abstractmethod
-    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        """New `commit` (and `roles`) from the carry, whose `update` holds `−Σ_s η_s G_s`; pooled gates are `[B, H]`."""
+    def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
+        """New `commit` (and `own_slots`) from the memory, whose `update` holds `−Σ_s η_s G_s`; pooled gates are `[B, H]`."""
 
     def equations(self) -> list[str]:
         """η_t, and the sum of gradients that `move` is given; what it makes of them is for the subclass to say."""
@@ -76,43 +76,43 @@ class BlockRule(StepSize):
         ]
 
     @property
-    def bases(self) -> tuple[str, ...]:
+    def slots(self) -> tuple[str, ...]:
         anchor = ("anchor",) if self.anchor == "batch" else ()
-        origin = ("origin",) if self.pull else ()
-        return ("commit", *anchor, *origin, "update", *self.roles, "pool")
+        origin = ("origin",) if self.decay_to_init else ()
+        return ("commit", *anchor, *origin, "update", *self.own_slots, "pool")
 
-    def current(self, carry: Memory, filled: int | Tensor) -> Tensors:
-        if "update" not in carry:
-            return carry["commit"]
-        now = self.commit(carry, filled)["commit"]
+    def current(self, memory: Memory, filled: int | Tensor) -> Tensors:
+        if "update" not in memory:
+            return memory["commit"]
+        now = self.commit(memory, filled)["commit"]
         if isinstance(filled, int):
             return now
-        return where(filled > 0, now, carry["commit"])
+        return where(filled > 0, now, memory["commit"])
 
-    def commit(self, carry: Memory, filled: int | Tensor) -> Memory:
-        pool = carry.get("pool", {})
+    def commit(self, memory: Memory, filled: int | Tensor) -> Memory:
+        pool = memory.get("pool", {})
         alpha, beta = (pool[name] / pool["count"].clamp(min=1) if name in pool else None for name in ("alpha", "beta"))
-        kept = {role: weights for role, weights in carry.items() if role in ("anchor", "origin", *self.roles)}
-        begun = {role: zeros(role, carry["commit"]) for role in self.roles if role not in carry}
-        return kept | self.move(carry | begun, alpha, beta)
+        kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", *self.own_slots)}
+        begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
+        return kept | self.move(memory | begun, alpha, beta)
 
-    def again(self, carry: Memory, filled: int | Tensor) -> Memory:
+    def again(self, memory: Memory, filled: int | Tensor) -> Memory:
         """All that the rule carries goes on. A mini-batch that the end of the call cuts off is a commit of its pass."""
-        after = self.commit(carry, filled) if "update" in carry else carry
-        if isinstance(filled, Tensor) and after is not carry:
-            after = {role: where(filled > 0, after[role], carry.get(role)) for role in after}
-        return after | {role: after["commit"] for role in ("anchor",) if role in after}
+        after = self.commit(memory, filled) if "update" in memory else memory
+        if isinstance(filled, Tensor) and after is not memory:
+            after = {slot: where(filled > 0, after[slot], memory.get(slot)) for slot in after}
+        return after | {slot: after["commit"] for slot in ("anchor",) if slot in after}
 
-    def observe(self, carry: Memory, gates: Gates) -> Memory:
+    def observe(self, memory: Memory, gates: Gates) -> Memory:
         if gates.alpha is None and gates.beta is None:
-            return carry
+            return memory
         given = {name: gate for name, gate in (("alpha", gates.alpha), ("beta", gates.beta)) if gate is not None}
         # κ is 0 at padding, which must not count; without any, all tokens do
         counted = torch.ones_like(next(iter(given.values()))) if gates.kappa is None else gates.kappa
         new = {name: (gate * counted).sum(-1) for name, gate in given.items()}
         new["count"] = counted.sum(-1)
-        pool = carry.get("pool")
-        return carry | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
+        pool = memory.get("pool")
+        return memory | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
 
     def coefficients(self, gates: Gates, phase: int | Tensor, carried: object, read: object) -> Coefficients:
         started = "update" in carried  # type: ignore[operator]
@@ -155,8 +155,8 @@ class BlockMomentum(BlockRule):
         super().configure()
         self.per_weight = self.lr == "per_weight"
         self.lr = "constant" if self.per_weight else self.lr
-        self.roles = ("momentum",) if self.momentum != "none" else ()
-        self.pull = self.row_norm  # W0 is carried, for its norms
+        self.own_slots = ("momentum",) if self.momentum != "none" else ()
+        self.decay_to_init = self.row_norm  # W0 is carried, for its norms
         self.scale_free = self.orthogonalize
 
     def check_settings(self) -> None:
@@ -217,10 +217,10 @@ class BlockMomentum(BlockRule):
 
     def _rates(self, x: Tensor) -> Tensor:
         """η of every fast weight, `[B, H, T, n]`, in fp32 or wider."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            rates = F.softplus(x.to(wide) @ self.rate_weight.to(wide).mT + self.rate_bias.to(wide))
-        return rates.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            weight_lr = F.softplus(x.to(accum_dtype) @ self.rate_weight.to(accum_dtype).mT + self.rate_bias.to(accum_dtype))
+        return weight_lr.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _pooled(self, gate: Gate, x: Tensor) -> Tensor | None:
         if self.pool == "logits" and gate.source in ("shared", "per_head"):
@@ -234,27 +234,27 @@ class BlockMomentum(BlockRule):
             else mean
         )
 
-    def in_token_space(self, phase: int | Tensor, count: int, carry: Memory) -> bool:
-        whole = isinstance(phase, int) and phase == 0 and count == self.mini_batch_size and "update" not in carry
+    def in_token_space(self, phase: int | Tensor, count: int, memory: Memory) -> bool:
+        whole = isinstance(phase, int) and phase == 0 and count == self.mini_batch_size and "update" not in memory
         return self.orthogonalize and self.momentum == "none" and whole
 
-    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
+    def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
-        memory = dict(carry["update"])
+        sums = dict(memory["update"])
         if beta is not None:
-            memory = {name: spread(beta, x) * carry["momentum"][name] + x for name, x in memory.items()}
+            sums = {name: expand_like(beta, x) * memory["momentum"][name] + x for name, x in sums.items()}
         after, schedule = {}, SCHEDULES[self.newton_schulz]
-        for name, weight in carry["commit"].items():
-            step, factors = memory[name], carry.get("factors", {})
+        for name, weight in memory["commit"].items():
+            step, factors = sums[name], memory.get("factors", {})
             if self.orthogonalize and f"{name}.left" in factors:
                 step = newton_schulz_factored(factors[f"{name}.left"], factors[f"{name}.right"], schedule)
             elif self.orthogonalize and weight.ndim == 4:
                 step = newton_schulz(step, schedule)
-            moved = (weight if alpha is None else spread(alpha, weight) * weight) + step
+            moved = (weight if alpha is None else expand_like(alpha, weight) * weight) + step
             if self.row_norm and weight.ndim == 4:
-                moved = moved * (_output_norms(carry["origin"][name]) / _output_norms(moved))
+                moved = moved * (_output_norms(memory["origin"][name]) / _output_norms(moved))
             after[name] = moved
-        return {"commit": after} | ({"momentum": memory} if self.roles else {})
+        return {"commit": after} | ({"momentum": sums} if self.own_slots else {})
 
 
 @register(group="optimizer", name="sign")
@@ -267,8 +267,8 @@ class Sign(BlockRule):
     def equations(self) -> list[str]:
         return [*super().equations(), f"W_j = W_{{j−1}} + {self.size:g} sign(U_j)"]
 
-    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        return {"commit": {name: x + self.size * carry["update"][name].sign() for name, x in carry["commit"].items()}}
+    def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
+        return {"commit": {name: x + self.size * memory["update"][name].sign() for name, x in memory["commit"].items()}}
 
 
 @register(group="optimizer", name="adam")
@@ -282,7 +282,7 @@ class Adam(BlockRule):
         eps: added to the root of the second moment.
     """
 
-    roles = ("momentum", "second", "age")
+    own_slots = ("momentum", "second", "age")
     scale_free = True
 
     base_lr = 0.01
@@ -301,21 +301,21 @@ class Adam(BlockRule):
             f"W_j = W_{{j−1}} + {self.size:g} m̂_j/(√n̂_j + {self.eps:g}), m̂_j = m_j/(1 − {one:g}^j), n̂_j = n_j/(1 − {two:g}^j)",
         ]
 
-    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
+    def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         first: Tensors = {}
         second: Tensors = {}
         age: Tensors = {}
         after: Tensors = {}
-        for name, x in carry["update"].items():
-            old = {role: carry[role][name] for role in self.roles}
+        for name, x in memory["update"].items():
+            old = {slot: memory[slot][name] for slot in self.own_slots}
             first[name] = self.beta1 * old["momentum"] + (1 - self.beta1) * x
             second[name] = self.beta2 * old["second"] + (1 - self.beta2) * x.square()
             age[name] = old["age"] + 1
-            count = spread(age[name], x)
+            count = expand_like(age[name], x)
             mean = first[name] / (1 - self.beta1**count)
             # The root has no derivative at 0, where Adam stands still: the floor keeps the outer gradient finite.
             root = (second[name] / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
-            after[name] = carry["commit"][name] + self.size * mean / (root + self.eps)
+            after[name] = memory["commit"][name] + self.size * mean / (root + self.eps)
         return {"commit": after, "momentum": first, "second": second, "age": age}
 
 

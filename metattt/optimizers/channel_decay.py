@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
+from metattt.memory_limit import check_memory_limit
 from metattt.modules import exact, step_bias
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import StepSize
 from metattt.optimizers.momentum import STEPS
 from metattt.registry import register
-from metattt.room import check_room
 from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
@@ -71,7 +71,7 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
         inner = dim if self.rank is None else head_dim if self.rank == "head_dim" else int(self.rank)
-        check_room(dim * inner, f"a projection of rank {inner}", "lower optimizer.rank")
+        check_memory_limit(dim * inner, f"a projection of rank {inner}", "lower optimizer.rank")
         self.down = None if self.rank is None else nn.Parameter(torch.randn(inner, dim) * 0.02)
         self.up = nn.Parameter(torch.randn(dim, inner) * 0.02)
         if self.decay == "softplus":
@@ -103,15 +103,15 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with exact(x.device.type):
-            hidden = x.to(wide)
+            hidden = x.to(accum_dtype)
             if self.down is not None:
-                hidden = hidden @ self.down.to(wide).mT
-            logit = (torch.tanh(hidden) if self.tanh else hidden) @ self.up.to(wide).mT + self.bias.to(wide)
+                hidden = hidden @ self.down.to(accum_dtype).mT
+            logit = (torch.tanh(hidden) if self.tanh else hidden) @ self.up.to(accum_dtype).mT + self.bias.to(accum_dtype)
             logit = logit.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, d]
             if self.decay == "softplus":
-                decay = -self.log_rate.to(wide).exp().view(-1, 1, 1) * F.softplus(logit)
+                decay = -self.log_rate.to(accum_dtype).exp().view(-1, 1, 1) * F.softplus(logit)
             elif self.decay == "bounded":
                 decay = -self.strongest * torch.sigmoid(logit)
             else:

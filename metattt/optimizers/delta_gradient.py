@@ -32,5 +32,5 @@ class DeltaGradientDescent(Momentum):
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
     ) -> tuple[Views, Gates, Tensors]:
-        erased = views.k if views.p is None else views.p
-        return views._replace(p=erased + views.k), gates._replace(eta=gates.eta / (1 + gates.eta)), state
+        erased = views.k if views.erase_key is None else views.erase_key
+        return views._replace(erase_key=erased + views.k), gates._replace(eta=gates.eta / (1 + gates.eta)), state

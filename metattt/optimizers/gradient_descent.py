@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.memory_limit import check_memory_limit
 from metattt.modules import exact, rounds
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
-from metattt.room import check_room
 from metattt.setting import setting
 from metattt.state import Context, Tensors
 
@@ -51,16 +51,16 @@ class StepSize(InnerOptimizer):
             self.lr_bias = nn.Parameter(torch.zeros(heads))
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         if self.lr == "constant":
-            eta = x.new_ones((1, 1, 1), dtype=wide) * self.scale
+            eta = x.new_ones((1, 1, 1), dtype=accum_dtype) * self.scale
             return Gates(eta.expand(x.shape[0], self.num_heads, x.shape[1])), state
-        if x.shape[1] == 1 and x.dtype == self.lr_weight.dtype == wide and not rounds(x.device.type):
+        if x.shape[1] == 1 and x.dtype == self.lr_weight.dtype == accum_dtype and not rounds(x.device.type):
             # for one token the number of operations counts
             eta = (torch.sigmoid(F.linear(x, self.lr_weight, self.lr_bias)) * self.scale).mT
             return Gates(eta if len(self.lr_weight) == self.num_heads else eta.expand(-1, self.num_heads, -1)), state
         with exact(x.device.type):
-            logit = x.to(wide) @ self.lr_weight.to(wide).mT + self.lr_bias.to(wide)
+            logit = x.to(accum_dtype) @ self.lr_weight.to(accum_dtype).mT + self.lr_bias.to(accum_dtype)
             eta = self.scale * torch.sigmoid(logit).mT
         return Gates(eta.expand(-1, self.num_heads, -1)), state
 
@@ -109,7 +109,7 @@ class GradientDescent(StepSize):
         super().build(dim, num_heads, head_dim)
         if self.token_step_sharing != "none":
             heads = num_heads if self.token_step_sharing == "per_head" else 1
-            check_room(heads * self.mini_batch_size, "the token steps", "lower optimizer.mini_batch_size")
+            check_memory_limit(heads * self.mini_batch_size, "the token steps", "lower optimizer.mini_batch_size")
             self.token_step_offset = nn.Parameter(torch.zeros(heads, self.mini_batch_size))
             self.fixed = (*self.fixed, "mini_batch_size")
 
@@ -130,8 +130,8 @@ class GradientDescent(StepSize):
         """The δ for which `token_step_map=relu` has the τ that this rule has for `offset`: `[1 or H, b]`, in its type."""
         if self.token_step_map == "relu":
             return offset
-        wide = offset.to(torch.promote_types(offset.dtype, torch.float32))
-        return (self._steps(wide) - _places(self.mini_batch_size, wide)).to(offset.dtype)
+        accum_dtype = offset.to(torch.promote_types(offset.dtype, torch.float32))
+        return (self._steps(accum_dtype) - _places(self.mini_batch_size, accum_dtype)).to(offset.dtype)
 
     def _steps(self, offset: Tensor) -> Tensor:
         """τ for δ."""

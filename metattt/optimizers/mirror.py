@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.memory import Memory
-from metattt.modules import spread
+from metattt.modules import expand_like
 from metattt.optimizers.base import Coefficients, Gates
 from metattt.optimizers.block import BlockRule
 from metattt.optimizers.gradient_descent import StepSize
@@ -64,7 +64,7 @@ class MirrorDescent(BlockRule):
 
     def configure(self) -> None:
         super().configure()
-        self.roles = () if self.retention == "elastic_net" else ("dual",)
+        self.own_slots = () if self.retention == "elastic_net" else ("dual",)
 
     def check_settings(self) -> None:
         check_gate("decay_init", self.decay, self.decay_init)
@@ -104,7 +104,7 @@ class MirrorDescent(BlockRule):
         if self.retention == "lq":
             entries = (dual.square() + SMOOTHING).flatten(2)
             norm = entries.pow(0.5 * self.q).sum(-1).pow((self.q - 2) / self.q)  # ‖A‖_q^(q−2)
-            return dual / spread(norm, dual)
+            return dual / expand_like(norm, dual)
         if self.retention == "softmax":
             by_output = self.simplex == "output" and dual.ndim > 3
             count = dual.shape[-2] if by_output else math.prod(dual.shape[2:])
@@ -118,39 +118,39 @@ class MirrorDescent(BlockRule):
             return dual.log_softmax(-2)
         return dual.flatten(2).log_softmax(-1).view_as(dual)
 
-    def begin(self, carry: Memory) -> Memory:
-        if not self.roles:
-            return carry
+    def begin(self, memory: Memory) -> Memory:
+        if not self.own_slots:
+            return memory
         return {
-            role: values if role == "dual" else {name: self.weights(x) for name, x in values.items()}
-            for role, values in carry.items()
+            slot: values if slot == "dual" else {name: self.weights(x) for name, x in values.items()}
+            for slot, values in memory.items()
         }
 
-    def move(self, carry: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        dual = self._dual(carry)
+    def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
+        dual = self._dual(memory)
         after = {"commit": {name: self.weights(x) for name, x in dual.items()}}
         if self.retention == "softmax":
             dual = {name: self._log_softmax(x) for name, x in dual.items()}
-        return after | ({"dual": dual} if self.roles else {})
+        return after | ({"dual": dual} if self.own_slots else {})
 
-    def _dual(self, carry: Memory) -> Tensors:
+    def _dual(self, memory: Memory) -> Tensors:
         """A after the tokens of the open mini-batch."""
-        before = carry["dual"] if self.roles else carry["commit"]
-        if "update" not in carry:
+        before = memory["dual"] if self.own_slots else memory["commit"]
+        if "update" not in memory:
             return before
-        lost = carry.get("pool", {}).get("lost")
+        lost = memory.get("pool", {}).get("lost")
         return {
-            name: (x if lost is None else spread(1 - lost, x) * x) + carry["update"][name] for name, x in before.items()
+            name: (x if lost is None else expand_like(1 - lost, x) * x) + memory["update"][name] for name, x in before.items()
         }
 
-    def observe(self, carry: Memory, gates: Gates) -> Memory:
+    def observe(self, memory: Memory, gates: Gates) -> Memory:
         """Collects `1 − Π_t α_t`, what the dual state of the last commit loses."""
         if gates.alpha is None:
-            return carry
+            return memory
         kept = gates.alpha.prod(-1)
-        if "pool" in carry:
-            kept = kept * (1 - carry["pool"]["lost"])
-        return carry | {"pool": {"lost": 1 - kept}}
+        if "pool" in memory:
+            kept = kept * (1 - memory["pool"]["lost"])
+        return memory | {"pool": {"lost": 1 - kept}}
 
     def coefficients(self, gates: Gates, phase: object, carried: object, read: object) -> Coefficients:
         started = "update" in carried  # type: ignore[operator]

@@ -37,12 +37,12 @@ class Momentum(GradientDescent, takes=TAKEN):
             head h (arXiv 2307.08621, Sec. 2.3); `mamba2` ties both gates, η = Δ_t and α = exp(−Δ_t a_h) with Δ_t =
             softplus(θ x + c) (arXiv 2405.21060, Sec. 7.1, a from 1 to 16), whatever `base_lr`, `lr` and `lr_scale` say.
         decay_init: α, or its initial value, where it is constant or a sigmoid's.
-        pull: decay towards W0 instead of zero.
+        decay_to_init: decay towards W0 instead of zero.
         gradient_at: with anchor `online`: take the gradient at `W_{t−1}` (`previous`) or at `α_t W_{t−1}` (`decayed`,
             Gated DeltaNet).
 
     Raises:
-        MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or a pull without decay.
+        MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or `decay_to_init` without decay.
     """
 
     momentum: Literal["none", "constant", "shared", "per_head"] = setting(default="per_head", fixed=True)
@@ -52,7 +52,7 @@ class Momentum(GradientDescent, takes=TAKEN):
         default="none", fixed=True
     )
     decay_init: float = setting(default=0.99, fixed=True)
-    pull: bool = setting(default=False)
+    decay_to_init: bool = setting(default=False)
     gradient_at: Literal["previous", "decayed"] = setting(default="previous")
 
     def configure(self) -> None:
@@ -74,9 +74,9 @@ class Momentum(GradientDescent, takes=TAKEN):
                 f"optimizer.base_lr={self.base_lr} has no meaning with optimizer.decay=mamba2, whose step size is Δ: "
                 "leave it out"
             )
-        if self.pull and self.decay == "none":
+        if self.decay_to_init and self.decay == "none":
             raise MetaTTTError(
-                "optimizer.pull=true says where weights decay to, and optimizer.decay=none does not decay them"
+                "optimizer.decay_to_init=true says where weights decay to, and optimizer.decay=none does not decay them"
             )
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
@@ -150,22 +150,22 @@ class Gate(nn.Module):
 
     def logit(self, x: Tensor) -> Tensor:
         """`θ x + c` in fp32 or wider: `[B, T, D]` to `[B, H or 1, T]`."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return (x.to(wide) @ self.weight.to(wide).mT + self.bias.to(wide)).mT
+            return (x.to(accum_dtype) @ self.weight.to(accum_dtype).mT + self.bias.to(accum_dtype)).mT
 
     def forward(self, x: Tensor) -> Tensor | None:
         """The gate of each token, `[B, H, T]`."""
         shape = (x.shape[0], self.num_heads, x.shape[1])
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         if self.source == "constant":
-            return x.new_full((1, 1, 1), self.initial, dtype=wide).expand(shape)
+            return x.new_full((1, 1, 1), self.initial, dtype=accum_dtype).expand(shape)
         if self.source == "softplus":
-            rate = self.log_rate.to(wide).exp().view(-1, 1)
+            rate = self.log_rate.to(accum_dtype).exp().view(-1, 1)
             return torch.exp(-rate * F.softplus(self.logit(x))).expand(shape)
         if self.source == "retnet":
             # Not a buffer, which a narrower type would round to 1 and `to_empty` would leave without values.
-            return (1 - x.new_full((self.num_heads,), 0.5, dtype=wide).cumprod(0) / 16).view(1, -1, 1).expand(shape)
+            return (1 - x.new_full((self.num_heads,), 0.5, dtype=accum_dtype).cumprod(0) / 16).view(1, -1, 1).expand(shape)
         if self.source in ("shared", "per_head"):
             return torch.sigmoid(self.logit(x)).expand(shape)
         return None

@@ -84,7 +84,7 @@ class Preconditioned(Momentum, takes=TAKEN):
         curvature = running_sum(gamma, omega.unsqueeze(-1) * k.square(), state.get("curvature"), CHUNK)
         distance = torch.log(curvature + EPS) - self.centre.to(k.dtype).view(-1, 1, 1)
         factor = self.squash ** (-distance / (1 + distance.abs()))
-        erased = views.k if views.p is None else views.p
-        views = views._replace(k=(k * factor).to(views.k.dtype), p=erased)
+        erased = views.k if views.erase_key is None else views.erase_key
+        views = views._replace(k=(k * factor).to(views.k.dtype), erase_key=erased)
         last = curvature[:, :, -1].clone()  # a state must not hold on to a whole call
         return views, gates, {**state, "curvature": last}

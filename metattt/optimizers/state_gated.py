@@ -24,7 +24,7 @@ class StateGated(Momentum):
 
     Args:
         mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
-        momentum, momentum_init, nesterov, decay, decay_init, pull, gradient_at: see `Momentum`.
+        momentum, momentum_init, nesterov, decay, decay_init, decay_to_init, gradient_at: see `Momentum`.
         step_gate: s_t: `alignment` ⟨f(k_t; W_a), v_t⟩/√d, the confidence of TTT3R (arXiv 2509.26645, Eq. 8: scaled
             products of state and observation), `loss` ℓ_t(W_a), or `gradient` ‖∇ℓ_t(W_a)‖, the momentary surprise of
             Titans (arXiv 2501.00663, Eq. 8).

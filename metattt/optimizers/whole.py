@@ -62,8 +62,8 @@ class WholeSequence(InnerOptimizer, takes=("steps",)):
         return [eta, f"W_i = W_{{i−1}} − η Σ_s ∇ℓ_s(W_{{i−1}}), i = 1…{self.steps}, s over {over}"]
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        count = ctx.lengths.to(wide) / (self.steps if self.sampling == "sgd" else 1)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
+        count = ctx.lengths.to(accum_dtype) / (self.steps if self.sampling == "sgd" else 1)
         eta = self.base_lr / (self.head_dim * count.clamp(min=1))
         return Gates(eta.view(-1, 1, 1).expand(-1, self.num_heads, x.shape[1])), state
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from metattt.errors import MetaTTTError
+from metattt.functional import replica, with_values
 from metattt.inner.causality import same, visible
 from metattt.inner.packing import Packing
 from metattt.layer import TTTLayer
 from metattt.output import HeadRMSNorm
-from metattt.replica import replica, with_values
 from metattt.state import State
 
 COUNT = 6  # tokens that a divided layer is tried on
@@ -87,11 +87,11 @@ class DividedLayer(TTTLayer):
     """A layer of which this process has some heads. Its state is that of these heads."""
 
     def run(
-        self, x: Tensor, state: State, packing: Packing | None = None, in_place: bool = False
+        self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, State]:
         """As `TTTLayer.run`; `x` and the outputs are those of all heads, the same in every process."""
         local, x = self.local(x)
-        return local.run(x, state, packing, in_place)
+        return local.run(x, state, packing, donate_state)
 
     def check_state(self, x: Tensor, state: Any) -> None:
         self.__dict__["division"][0].check_state(x, state)

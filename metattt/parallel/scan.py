@@ -19,7 +19,7 @@ from metattt.inner.packing import Packing
 from metattt.layer import TTTLayer
 from metattt.memory import Memory
 from metattt.models.language_model import LanguageModel
-from metattt.modules import CausalConv, spread
+from metattt.modules import CausalConv, expand_like
 from metattt.optimizers.base import Gates
 from metattt.parallel.heads import DividedLayer, runs_alike
 from metattt.sequence_layer import Call
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from metattt.parallel.relay import Relay
 
 COUNT, BEFORE = 9, 5  # tokens that the layer is tried on, and tokens read before them
-FIXED = ("anchor", "origin")  # roles that hold W0 from the first token to the last
+FIXED = ("anchor", "origin")  # slots that hold W0 from the first token to the last
 
 
 class Scan:
@@ -55,7 +55,7 @@ class Scan:
         return CausalConv.forward(conv, *self.pass_on("tail", x, conv.tail(conv.pad(x, None), ctx)), ctx)
 
     def run(
-        self, layer: TTTLayer, x: Tensor, state: State, packing: Packing | None, in_place: bool
+        self, layer: TTTLayer, x: Tensor, state: State, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, State]:
         """As `TTTLayer.run`: what the task and the learner carry is taken from the process before as late as it can be,
         and handed on as soon as it can be."""
@@ -109,11 +109,11 @@ def moved(fresh: Memory, factor: Tensor, weights: Memory, origin: Memory) -> Mem
     """`W'₀ + A (W − W₀)`, of every tensor that moves; `origin` are those of a fresh sequence."""
     first = next(iter(origin.values()))
     return {
-        role: {
-            name: x + spread(factor, x) * (_carried(weights, role)[name] - first[name]) for name, x in named.items()
+        slot: {
+            name: x + expand_like(factor, x) * (_carried(weights, slot)[name] - first[name]) for name, x in named.items()
         }
-        for role, named in fresh.items()
-        if role not in FIXED
+        for slot, named in fresh.items()
+        if slot not in FIXED
     }
 
 
@@ -154,10 +154,10 @@ def scannable(layer: nn.Module, dim: int) -> bool:
             return False
         for scale in (0.1, 10.0):  # weights that the layer's own tokens would not lead to
             weights = {
-                role: named
-                if role in FIXED
+                slot: named
+                if slot in FIXED
                 else {n: w + scale * torch.randn(w.shape, generator=generator).to(w) for n, w in named.items()}
-                for role, named in state.weights.items()
+                for slot, named in state.weights.items()
             }
             if not _moves_so(layer, x[:, BEFORE:], state._replace(weights=weights)):
                 return False
@@ -203,11 +203,11 @@ def _moves_so(layer: TTTLayer, x: Tensor, state: State) -> bool:
     fresh = left_by(layer, views, gates, state._replace(weights=origin), call)
     expected = moved(fresh, kept(gates, call.ctx), state.weights, origin)
     first = next(iter(origin.values()))
-    expected |= {role: first for role in found if role in FIXED}
-    alike = {role: named.keys() for role, named in found.items()} == {role: of.keys() for role, of in expected.items()}
-    return alike and all(same(w, expected[role][n]) for role, named in found.items() for n, w in named.items())
+    expected |= {slot: first for slot in found if slot in FIXED}
+    alike = {slot: named.keys() for slot, named in found.items()} == {slot: of.keys() for slot, of in expected.items()}
+    return alike and all(same(w, expected[slot][n]) for slot, named in found.items() for n, w in named.items())
 
 
-def _carried(weights: Memory, role: str) -> dict[str, Tensor]:
-    """The tensors of a role; at the start all roles are W0, and `weights` is not yet there."""
-    return weights[role] if role in weights else next(iter(weights.values()))
+def _carried(weights: Memory, slot: str) -> dict[str, Tensor]:
+    """The tensors of a slot; at the start all slots are W0, and `weights` is not yet there."""
+    return weights[slot] if slot in weights else next(iter(weights.values()))

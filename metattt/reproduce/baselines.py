@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from metattt.data.sequences import Part, SequenceData
-from metattt.extras import need
+from metattt.optional import need
 
 Array = np.ndarray
 Fit = Callable[[Array, Array, Array], Array]  # x [S, i, d], y [S, i] and questions [S, d] to answers [S]

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from omegaconf import OmegaConf
 
 from metattt.composition.compose import compose
-from metattt.disk import digest
 from metattt.errors import MetaTTTError
+from metattt.io import digest
 from metattt.reproduce.progress import Progress
 from metattt.sweeps.cell import GRACE_SECONDS, STOPPED, reason, start
 from metattt.sweeps.record import CELL, OUTPUT, read_cell, write_cell

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metattt.bench.report import environment, markdown_table
-from metattt.disk import write_whole
-from metattt.extras import absence
+from metattt.io import write_whole
+from metattt.optional import absence
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,8 +11,8 @@ from rich.markdown import Markdown
 from metattt.composition.choices import choices
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.overrides import searched
-from metattt.disk import path_of
 from metattt.errors import MetaTTTError
+from metattt.io import path_of
 from metattt.locking import FolderLock
 from metattt.reproduce.base import Claim
 from metattt.reproduce.cells import Runner

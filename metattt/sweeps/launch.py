@@ -23,8 +23,8 @@ from metattt.composition.information import application
 from metattt.composition.messages import explain_composition
 from metattt.composition.overrides import prepare
 from metattt.errors import MetaTTTError
-from metattt.extras import need
 from metattt.locking import FolderLock
+from metattt.optional import need
 from metattt.sweeps.cell import RunCell
 from metattt.sweeps.record import Sweep, difference, read_sweep, same, write_sweep
 

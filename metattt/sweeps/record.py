@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from omegaconf import OmegaConf
 
-from metattt.disk import digest, read_text, write_whole
-from metattt.disk import parse as parse_json
 from metattt.errors import MetaTTTError
+from metattt.io import digest, read_text, write_whole
+from metattt.io import parse as parse_json
 
 SWEEP = "sweep.json"  # in the folder of a sweep
 CELL = "cell.json"  # in the folder of a cell

@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from metattt.disk import path_of, write_whole
 from metattt.errors import MetaTTTError
-from metattt.extras import absence
+from metattt.io import path_of, write_whole
 from metattt.metrics_file import STEP, Row, of_validation, read_rows
+from metattt.optional import absence
 from metattt.sweeps.picture import draw
 from metattt.sweeps.record import CELL, OUTPUT, read_cell, read_sweep
 

@@ -30,8 +30,8 @@ class Views(NamedTuple):
     k: Tensor
     v: Tensor
     q: Tensor
-    p: Tensor | None = None
-    b: Tensor | None = None
+    erase_key: Tensor | None = None
+    erase_direction: Tensor | None = None
     weight: Tensor | None = None
 
     def for_every_head(self) -> Views:

@@ -54,10 +54,10 @@ class DecodedReconstruction(Task):
         return Views(k, x.to(k.dtype).unsqueeze(1).expand(-1, self.num_heads, -1, -1), q), state
 
     def loss(self, prediction: Tensor, v: Tensor) -> Tensor:
-        wide = prediction.dtype
-        decoded = prediction @ self.decoder.to(wide) + self.decoder_bias.to(wide)
+        accum_dtype = prediction.dtype
+        decoded = prediction @ self.decoder.to(accum_dtype) + self.decoder_bias.to(accum_dtype)
         if self.decoder_norm:
-            decoded = standardize(decoded) * self.norm_scale.to(wide).unsqueeze(1) + self.norm_bias.to(wide).unsqueeze(
+            decoded = standardize(decoded) * self.norm_scale.to(accum_dtype).unsqueeze(1) + self.norm_bias.to(accum_dtype).unsqueeze(
                 1
             )
         return 0.5 * (decoded - v).square().sum(-1)

@@ -286,9 +286,9 @@ class Reconstruction(Task):
 
     def _delta(self, x: Tensor) -> Tensor:
         """δ of every token, `[B, G, T, 1]`, in fp32 or wider."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with exact(x.device.type):
-            logit = x.to(wide) @ self.delta_weight.to(wide).mT + self.delta_bias.to(wide)
+            logit = x.to(accum_dtype) @ self.delta_weight.to(accum_dtype).mT + self.delta_bias.to(accum_dtype)
             return F.softplus(logit).mT.unsqueeze(-1)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -326,10 +326,10 @@ class Reconstruction(Task):
 
 def rotary_table(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[B, 1, T, width/2]` of the rotary encoding (RoFormer, Eq. 15), computed in fp32 or wider."""
-    wide = torch.promote_types(dtype, torch.float32)
+    accum_dtype = torch.promote_types(dtype, torch.float32)
     plain = type(positions) is Tensor and positions.device.type == "cpu" and not torch.compiler.is_compiling()
-    frequency = (_known_frequencies if plain else _frequencies)(width, theta, positions.device, wide)
-    angle = positions[:, None, :, None].to(wide) * frequency
+    frequency = (_known_frequencies if plain else _frequencies)(width, theta, positions.device, accum_dtype)
+    angle = positions[:, None, :, None].to(accum_dtype) * frequency
     return angle.cos(), angle.sin()
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.memory_limit import check_memory_limit
 from metattt.registry import register
-from metattt.room import check_room
 from metattt.setting import setting
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
@@ -34,7 +34,7 @@ class RWKV7Views(Reconstruction, takes=()):
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)
         rank = head_dim if self.rank == "head_dim" else int(self.rank)
-        check_room(dim * rank, f"a projection of rank {rank}", "lower task.rank")
+        check_memory_limit(dim * rank, f"a projection of rank {rank}", "lower task.rank")
         self.rate_down = nn.Parameter(torch.randn(rank, dim) * 0.02)
         self.rate_up = nn.Parameter(torch.randn(dim, rank) * 0.02)
         self.rate_bias = nn.Parameter(torch.zeros(dim))

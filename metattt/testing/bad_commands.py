@@ -274,7 +274,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         optimizer=momentum optimizer.momentum_init=<2|-1|nan>
         optimizer=momentum optimizer.decay=per_head optimizer.decay_init=<2|-1|nan>
         optimizer=momentum optimizer.momentum=none optimizer.nesterov=true
-        optimizer=momentum optimizer.pull=true
+        optimizer=momentum optimizer.decay_to_init=true
         optimizer=momentum optimizer.gradient_at=decayed
         optimizer=block_momentum optimizer.read=inclusive
         optimizer=block_momentum optimizer.anchor=online

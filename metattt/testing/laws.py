@@ -203,7 +203,7 @@ def limits(spec: Specimen) -> float:
     x = spec.tokens()
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
     views, gates, *_ = layer.tokens(x, start, layer.context(x, start)[0])
-    if views.p is not None or views.b is not None or gates.decay is not None:
+    if views.erase_key is not None or views.erase_direction is not None or gates.decay is not None:
         raise NotApplicable("an erase view and decays for every channel are defined for online anchors only")
     if views.k.ndim == 5 and not layer.task.together:
         raise NotApplicable("pairs that are learned one after the other are defined for online anchors only")

@@ -114,13 +114,13 @@ def _round_steps(rule: InnerOptimizer, generator: torch.Generator) -> None:
     """What a rule commits is rounded to bfloat16 before."""
     commit = rule.commit
 
-    def rounded(carry: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
-        steps = {role: carry[role] for role in ("update", "factors") if role in carry}
+    def rounded(memory: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
+        steps = {slot: memory[slot] for slot in ("update", "factors") if slot in memory}
         steps = {
-            role: {name: _rounded(x, torch.bfloat16, generator) for name, x in step.items()}
-            for role, step in steps.items()
+            slot: {name: _rounded(x, torch.bfloat16, generator) for name, x in step.items()}
+            for slot, step in steps.items()
         }
-        return commit(carry | steps, filled)
+        return commit(memory | steps, filled)
 
     rule.commit = rounded  # type: ignore[method-assign]
 

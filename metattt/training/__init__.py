@@ -1,6 +1,6 @@
 """Training: the outer loop, through Lightning, which every module here needs."""
 
-from metattt.extras import MissingExtra, absence, need
+from metattt.optional import MissingExtra, absence, need
 
 need("lightning", extra="train", what="training")
 need("torchmetrics", extra="train", what="training")

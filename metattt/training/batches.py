@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import lightning
 
 from metattt.errors import MetaTTTError
-from metattt.room import check_room
+from metattt.memory_limit import check_memory_limit
 
 MOST_BATCHES = 1_000_000  # per step; more are a slip, and the step would not end
 
@@ -69,7 +69,7 @@ def _share(count: int, unit: str, batch_size: int, world_size: int, setting: str
             f"set trainer.devices or the batch so that they divide"
         )
     share = count // world_size
-    check_room(2 * min(batch_size, share) * numbers, f"a batch of {min(batch_size, share)} {unit}", "lower data.batch_size")
+    check_memory_limit(2 * min(batch_size, share) * numbers, f"a batch of {min(batch_size, share)} {unit}", "lower data.batch_size")
     if share > MOST_BATCHES * batch_size:
         raise MetaTTTError(
             f"{setting} are {share // batch_size:,} batches per step of one process: a step has at most {MOST_BATCHES:,}"

@@ -13,8 +13,8 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from metattt.checkpoints.rolling import set_aside
-from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
+from metattt.io import write_whole
 from metattt.metrics_file import STEP, Row, of_validation, read_rows
 from metattt.registry import register
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 from metattt.checkpoints.tensors import read_tensors, write_tensors
-from metattt.disk import read_object
 from metattt.errors import MetaTTTError
+from metattt.io import read_object
 
 RECORD, WEIGHTS, VERSION = "record.json", "model.safetensors", 1
 BATCH, RANDOM = "batch", "random"  # first part of the names in `step-<rank>.safetensors`

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from metattt.checkpoints.record import RECORD
 from metattt.data.images import NO_LABEL
 from metattt.errors import MetaTTTError, check_integer, check_number
-from metattt.extras import need
+from metattt.optional import need
 from metattt.registry import register
 from metattt.training.batches import recount_batches
 from metattt.training.text_module import check_betas

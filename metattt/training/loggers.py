@@ -15,9 +15,9 @@ from typing import Any
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from metattt.disk import read_object, write_whole
 from metattt.errors import MetaTTTError
-from metattt.extras import need
+from metattt.io import read_object, write_whole
+from metattt.optional import need
 from metattt.registry import register
 from metattt.training.run_folder import LOGGED_AS
 

@@ -142,8 +142,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
             step = gradient.add(mean, alpha=group["momentum"])
             alike.setdefault((step.shape, step.dtype, step.device), []).append((parameter, step))
         for (shape, dtype, _), pairs in alike.items():
-            wide = torch.promote_types(dtype, torch.float32)
-            polar = newton_schulz(torch.stack([step for _, step in pairs]).to(wide))
+            accum_dtype = torch.promote_types(dtype, torch.float32)
+            polar = newton_schulz(torch.stack([step for _, step in pairs]).to(accum_dtype))
             size = group["lr"] * RMS * math.sqrt(max(shape))
             for (parameter, _), direction in zip(pairs, polar.to(dtype), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-size)

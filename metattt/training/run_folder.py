@@ -15,8 +15,8 @@ from metattt.checkpoints import rolling
 from metattt.checkpoints.naming import to_names
 from metattt.checkpoints.record import VERSION, checked_record, read_yaml, record_config
 from metattt.checkpoints.trust import check_plain
-from metattt.disk import write_whole
 from metattt.errors import MetaTTTError
+from metattt.io import write_whole
 from metattt.locking import FolderLock
 from metattt.metrics_file import read_rows
 from metattt.training.csv_log import check_log

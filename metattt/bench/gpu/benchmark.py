@@ -32,8 +32,8 @@ from metattt.bench.gpu.tuned import FILE as TUNED
 from metattt.bench.gpu.tuned import entries, tables
 from metattt.bench.peers import ON_A_GPU, PEERS
 from metattt.bench.report import Report
-from metattt.disk import write_whole
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
+from metattt.io import write_whole
 from metattt.locking import FolderLock
 from metattt.registry import register
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from metattt.disk import sync, write_whole
 from metattt.errors import MetaTTTError
+from metattt.io import sync, write_whole
 
 FILE = "results.jsonl"
 DONE, FAILED = "done", "failed"

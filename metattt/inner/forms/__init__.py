@@ -23,7 +23,7 @@ FORMS = {
     "mixed": mixed.chunk,
     "summed": summed.chunk,
 }
-"""`chunk(loop, tokens, carry, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the carry
+"""`chunk(loop, tokens, memory, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the memory
 after them."""
 
 SHARE = ("dual", "summed")

@@ -29,8 +29,8 @@ CHUNK = {"cpu": 32}  # tokens by device, where the rule leaves it open; on a CPU
 LARGE_CHUNK = 64
 
 
-def chunk(loop: InnerLoop, tokens: Tokens, carry: Memory, read: str | None) -> tuple[Tensor | None, Memory]:
-    """Predictions and the carry after the tokens: the solved form (`metattt.inner.forms.solved`) with channel decays.
+def chunk(loop: InnerLoop, tokens: Tokens, memory: Memory, read: str | None) -> tuple[Tensor | None, Memory]:
+    """Predictions and the memory after the tokens: the solved form (`metattt.inner.forms.solved`) with channel decays.
 
     With predictions `F_t = p_t W'_t` (W' is W_{t−1}, before or after its decay as the rule says), what is erased along
     b and written along k, `W_t = Diag(a_t) W_{t−1} − η_t (b_tᵀ F_t − k_tᵀ v_t)`:
@@ -39,8 +39,8 @@ def chunk(loop: InnerLoop, tokens: Tokens, carry: Memory, read: str | None) -> t
     """
     assert loop.learner.linear_map is not None
     assert tokens.gates.decay is not None
-    name, rule, operand, read_before = loop.learner.linear_map[0], loop.rule, loop.operand, read == "exclusive"
-    base, count = carry[newest(carry)][name], tokens.views.k.shape[2]
+    name, rule, matmul_dtype, read_before = loop.learner.linear_map[0], loop.rule, loop.matmul_dtype, read == "exclusive"
+    base, count = memory[newest(memory)][name], tokens.views.k.shape[2]
     pairs = count // tokens.views.q.shape[2]
     size = min(count, max(1, (rule.compute_chunk or CHUNK.get(tokens.views.k.device.type, LARGE_CHUNK)) // pairs) * pairs)
 
@@ -52,20 +52,20 @@ def chunk(loop: InnerLoop, tokens: Tokens, carry: Memory, read: str | None) -> t
     written = gates.eta if gates.kappa is None else gates.eta * gates.kappa  # there is no momentum here
     step = scaled(written, loop.learner.step_scales.get(name))
     k, v, eta = split(tokens.views.k), split(tokens.views.v), split(step.unsqueeze(-1))
-    b, erases = None if tokens.views.b is None else split(tokens.views.b), loop.plan.linear == "squared"
+    b, erases = None if tokens.views.erase_direction is None else split(tokens.views.erase_direction), loop.plan.linear == "squared"
     constant = loop.plan.outer == "first_order"
     if constant:  # the outer loop takes every G = bᵀF − kᵀv for a constant, but not how far it decays
         k, v, b = k.detach(), v.detach(), None if b is None else b.detach()
     q = split(tokens.views.q if pairs == 1 else tokens.views.q.repeat_interleave(pairs, 2))
-    rows = [Rows(k if tokens.views.p is None else split(tokens.views.p), rule.gradient_at == "previous")] if erases else []
+    rows = [Rows(k if tokens.views.erase_key is None else split(tokens.views.erase_key), rule.gradient_at == "previous")] if erases else []
     rows += [] if read is None else [Rows(q, read_before)]
     columns = [k] if b is None or not erases else [k, b]
-    scores, until, left = decayed_scores(rows, columns, split(tokens.gates.decay.exp(), 1.0), operand)
+    scores, until, left = decayed_scores(rows, columns, split(tokens.gates.decay.exp(), 1.0), matmul_dtype)
     reached = [row.decayed(until) for row in rows]
     # The weights lose Σ columnᵀ (η made): made is `fixed + met W₀` for the erased column, and −v for another one.
     fixed, met, labels = -v, None, None
     if erases:
-        right = -v if b is None else matmul(scores[0][0], eta * v, operand)
+        right = -v if b is None else matmul(scores[0][0], eta * v, matmul_dtype)
         solved = solve_unit_lower(scores[0][-1] * eta.mT, torch.cat([right, reached[0]], -1))
         fixed, met = solved.split([v.shape[-1], k.shape[-1]], -1)
         labels = None if b is None else -eta * v
@@ -79,13 +79,13 @@ def chunk(loop: InnerLoop, tokens: Tokens, carry: Memory, read: str | None) -> t
     given = (eta, fixed, met, labels, until[..., -1:, :].mT, lost, asked, seen)
     by_chunk: list[Iterable[Any]] = [repeat(None) if x is None else x.unbind(2) for x in given]
     for rate, made, through, label, keep, column, query, score in zip(*by_chunk, strict=False):
-        made = made if through is None else made + matmul(through, weight, operand)
+        made = made if through is None else made + matmul(through, weight, matmul_dtype)
         update = rate * (made.detach() if constant else made)
         update = update if label is None else torch.cat([label, update], -2)
         if query is not None:
-            predictions.append(matmul(query, weight, operand) - matmul(score, update, operand))
-        weight = keep * weight - matmul(column, update, operand)
-    after = {**carry, "weights": {name: weight}}
+            predictions.append(matmul(query, weight, matmul_dtype) - matmul(score, update, matmul_dtype))
+        weight = keep * weight - matmul(column, update, matmul_dtype)
+    after = {**memory, "weights": {name: weight}}
     if read is None:
         return None, after
     return torch.cat(predictions, 2)[:, :, (0 if read_before else pairs - 1) : count : pairs], after

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import Tokens, rated
-from metattt.learners.fast_weights import ReadRows, Record, Site, for_probes, matmul, needs_probes
+from metattt.learners.fast_weights import PerTokenWeights, RecordingWeights, WeightUse, for_probes, matmul, needs_probes
 from metattt.memory import Memory
-from metattt.modules import spread
+from metattt.modules import expand_like
 from metattt.optimizers.base import Coefficients, clip_factor
 from metattt.state import Tensors
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`."""
-    anchor = loop.anchor(tokens, carry, phase)
-    sites, deltas = record(loop, anchor, tokens, _sum)
-    gradients = PerTokenGradients(sites, deltas[0], loop.operand, loop.learner.step_scales)
-    return finish(loop, tokens, carry, phase, read, anchor, gradients)
+    anchor = loop.anchor(tokens, memory, phase)
+    uses, deltas = record(loop, anchor, tokens, _sum)
+    gradients = PerTokenGradients(uses, deltas[0], loop.matmul_dtype, loop.learner.step_scales)
+    return finish(loop, tokens, memory, phase, read, anchor, gradients)
 
 
 def _sum(losses: Tensor) -> list[Tensor]:
@@ -36,7 +36,7 @@ def _sum(losses: Tensor) -> list[Tensor]:
 
 def record(
     loop: InnerLoop, anchor: Tensors, tokens: Tokens, totals: Callable[[Tensor], list[Tensor]]
-) -> tuple[list[Site], list[Sequence[Tensor]]]:
+) -> tuple[list[WeightUse], list[Sequence[Tensor]]]:
     """The uses of the fast weights at the anchor, and by their outputs the derivatives of each of `totals(losses)`.
 
     `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs
@@ -45,11 +45,11 @@ def record(
     k, v, constant = tokens.views.k, tokens.views.v, loop.plan.outer == "first_order"
     if needs_probes():
         with for_probes():
-            sites, deltas = _probed(loop, anchor, k, v, totals)
-        return (_constant(sites), [[x.detach() for x in row] for row in deltas]) if constant else (sites, deltas)
+            uses, deltas = _probed(loop, anchor, k, v, totals)
+        return (_constant(uses), [[x.detach() for x in row] for row in deltas]) if constant else (uses, deltas)
     keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():
-        weights = Record(anchor, loop.slow, loop.operand)
+        weights = RecordingWeights(anchor, loop.slow, loop.matmul_dtype)
         wanted = totals(loop.losses(weights, k, v))
         found: list[Sequence[Tensor]] = []
         for total in wanted:
@@ -65,39 +65,39 @@ def record(
                 )
             )
     if keep:
-        return weights.sites, found
-    return _constant(weights.sites), found
+        return weights.uses, found
+    return _constant(weights.uses), found
 
 
-def _constant(sites: list[Site]) -> list[Site]:
-    return [site if site.input is None else site._replace(input=site.input.detach()) for site in sites]
+def _constant(uses: list[WeightUse]) -> list[WeightUse]:
+    return [use if use.input is None else use._replace(input=use.input.detach()) for use in uses]
 
 
 def _probed(
     loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor, totals: Callable[[Tensor], list[Tensor]]
-) -> tuple[list[Site], list[Sequence[Tensor]]]:
-    sites: list[Site] = []
+) -> tuple[list[WeightUse], list[Sequence[Tensor]]]:
+    uses: list[WeightUse] = []
 
     def recorded(*probes: Tensor) -> tuple[Tensor, list[Tensor]]:
-        weights = Record(anchor, loop.slow, loop.operand, probes)
+        weights = RecordingWeights(anchor, loop.slow, loop.matmul_dtype, probes)
         wanted = torch.stack(totals(loop.losses(weights, k, v)))
-        sites[:] = weights.sites
-        return wanted, [site.input for site in weights.sites if site.input is not None]
+        uses[:] = weights.uses
+        return wanted, [use.input for use in weights.uses if use.input is not None]
 
     probes = [k.new_zeros(shape) for shape in probe_shapes(loop, anchor, k, v)]
-    wanted, pull, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
+    wanted, decay_to_init, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
     rest = iter(inputs)
-    sites = [site if site.input is None else site._replace(input=next(rest)) for site in sites]
-    return sites, [pull(row) for row in torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)]
+    uses = [use if use.input is None else use._replace(input=next(rest)) for use in uses]
+    return uses, [decay_to_init(row) for row in torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)]
 
 
 def probe_shapes(loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
     """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the
     pass away."""
-    key = (k.shape, v.shape, k.dtype, loop.operand)
+    key = (k.shape, v.shape, k.dtype, loop.matmul_dtype)
     if torch.compiler.is_compiling() or key not in loop.plan.shapes:
         with torch.no_grad():
-            weights = Record(anchor, loop.slow, loop.operand, probes=itertools.repeat(0.0))
+            weights = RecordingWeights(anchor, loop.slow, loop.matmul_dtype, probes=itertools.repeat(0.0))
             loop.losses(weights, k, v)
         shapes = [z.shape for z in weights.outputs]
         if torch.compiler.is_compiling():
@@ -109,7 +109,7 @@ def probe_shapes(loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor) -> list
 def finish(
     loop: InnerLoop,
     tokens: Tokens,
-    carry: Memory,
+    memory: Memory,
     phase: int | Tensor,
     read: str | None,
     anchor: Tensors,
@@ -120,23 +120,23 @@ def finish(
     Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
     """
     rule, band, y = loop.rule, band_of(tokens), None
-    how = rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
+    how = rule.coefficients(tokens.gates, phase, memory, read)  # type: ignore[arg-type]
     if read is not None:
         if rule.max_norm is not None:
-            how = _clipped(how, gradients, tokens.gates.eta, carry.get("update"), read, rule.max_norm)
+            how = _clipped(how, gradients, tokens.gates.eta, memory.get("update"), read, rule.max_norm)
         how = _of_tokens(how, tokens, read)
         assert how.mix is not None
         mix = how.mix if band is None else how.mix @ band
-        bases = [(row, carry[base]) for base, row in how.rows.items()]
-        y = loop.learner.predict(ReadRows(bases, mix, gradients, loop.slow, loop.operand), tokens.views.q)
-    after = dict(carry)
-    for base, (factors, weight) in how.carry.items():
+        terms = [(row, memory[base]) for base, row in how.rows.items()]
+        y = loop.learner.predict(PerTokenWeights(terms, mix, gradients, loop.slow, loop.matmul_dtype), tokens.views.q)
+    after = dict(memory)
+    for base, (factors, weight) in how.advance.items():
         after[base] = moved = {}
         for i, (name, value) in enumerate(anchor.items()):
-            factor = weight if tokens.gates.rates is None else rated(weight, tokens.gates.rates, i)
+            factor = weight if tokens.gates.weight_lr is None else rated(weight, tokens.gates.weight_lr, i)
             factor = factor if band is None else factor @ band
-            moved[name] = combine(carry, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
-    if rule.in_token_space(phase, tokens.views.q.shape[2], carry) and not loop.learner.mixes_tokens:
+            moved[name] = combine(memory, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
+    if rule.in_token_space(phase, tokens.views.q.shape[2], memory) and not loop.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
 
@@ -162,12 +162,12 @@ def _of_tokens(how: Coefficients, tokens: Tokens, read: str) -> Coefficients:
     return how._replace(rows=rows, mix=how.mix[..., start::pairs, :])
 
 
-def combine(carry: Memory, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:
+def combine(memory: Memory, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:
     """`Σ_A factor_A · A − moved` for one weight."""
     total = -moved
     for base, factor in factors.items():
-        value = carry[base][name]
-        total = total + (value if factor is None else spread(factor, value) * value)
+        value = memory[base][name]
+        total = total + (value if factor is None else expand_like(factor, value) * value)
     return total
 
 
@@ -178,7 +178,7 @@ def _factors(gradients: PerTokenGradients, tokens: Tokens, anchor: Tensors) -> T
     for i, (name, weight) in enumerate(anchor.items()):
         pair = gradients.factors(name)
         if pair is not None and tokens.views.k.shape[2] < min(weight.shape[2:]):
-            eta = rated(tokens.gates.eta, tokens.gates.rates, i)
+            eta = rated(tokens.gates.eta, tokens.gates.weight_lr, i)
             eta = eta if band is None else eta @ band
             found[f"{name}.left"] = -pair[0] * eta.unsqueeze(-1)
             found[f"{name}.right"] = pair[1]
@@ -236,16 +236,16 @@ class PerTokenGradients:
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        uses: Sequence[WeightUse],
         deltas: Sequence[Tensor],
-        operand: torch.dtype,
+        matmul_dtype: torch.dtype,
         scales: Mapping[str, float] = NO_SCALES,
     ):
         self.terms: dict[str, list[Outer | Direct]] = {}
         self.paired: set[tuple[str, str, bool]] = set()
-        self._operand = operand
-        for site, delta in zip(sites, deltas, strict=True):
-            weight, bias, inputs, transpose, scale = site
+        self._matmul_dtype = matmul_dtype
+        for use, delta in zip(uses, deltas, strict=True):
+            weight, bias, inputs, transpose, scale = use
             inner = tuple(range(3, delta.ndim - 1))  # positions inside a token
             if weight and inputs is not None:
                 if scale:
@@ -272,8 +272,8 @@ class PerTokenGradients:
             if isinstance(term, Direct):
                 part = (factor.unsqueeze(-2) @ term.value).view(*factor.shape[:2], *shape)
             else:
-                spread = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
-                part = matmul((term.left * spread.unsqueeze(-1)).mT, term.right, self._operand).view(
+                expand_like = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
+                part = matmul((term.left * expand_like.unsqueeze(-1)).mT, term.right, self._matmul_dtype).view(
                     *term.left.shape[:2], *shape
                 )
             total = part if total is None else total + part
@@ -339,7 +339,7 @@ class PerTokenGradients:
         for term in self.terms.get(name, ()):
             assert isinstance(term, Outer)
             left, right = (term.right, term.left) if transpose else (term.left, term.right)
-            scores = matmul(x, left.mT, self._operand)
+            scores = matmul(x, left.mT, self._matmul_dtype)
             if plus_one:
                 scores = scores + 1
             if queries == term.positions == 1:
@@ -347,6 +347,6 @@ class PerTokenGradients:
             else:
                 grid = scores.unflatten(-1, (-1, term.positions)).unflatten(2, (-1, queries))  # [B, H, m, P', n, P]
                 scores = (grid * mix[:, :, :, None, :, None]).flatten(4).flatten(2, 3)
-            part = matmul(scores, right, self._operand)
+            part = matmul(scores, right, self._matmul_dtype)
             total = part if total is None else total + part
         return total

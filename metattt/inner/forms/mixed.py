@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metattt.inner.forms.dual import NO_SCALES, PerTokenGradients, finish, record, scaled
 from metattt.inner.tokens import Tokens
-from metattt.learners.fast_weights import Site
+from metattt.learners.fast_weights import WeightUse
 from metattt.memory import Memory
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`."""
-    anchor = loop.anchor(tokens, carry, phase)
-    sites, each = record(loop, anchor, tokens, _one_by_one)
+    anchor = loop.anchor(tokens, memory, phase)
+    uses, each = record(loop, anchor, tokens, _one_by_one)
     columns = [torch.stack(column) for column in zip(*each, strict=True)]
-    gradients = MixedGradients(sites, columns, loop.operand, loop.learner.step_scales)
-    return finish(loop, tokens, carry, phase, read, anchor, gradients)
+    gradients = MixedGradients(uses, columns, loop.matmul_dtype, loop.learner.step_scales)
+    return finish(loop, tokens, memory, phase, read, anchor, gradients)
 
 
 def _one_by_one(losses: Tensor) -> list[Tensor]:
@@ -48,38 +48,38 @@ class Cotangents(NamedTuple):
 
 
 class MixedGradients(PerTokenGradients):
-    """`G_s` of every fast weight from the cotangents of each loss; what `ReadRows` and the carry ask of
+    """`G_s` of every fast weight from the cotangents of each loss; what `PerTokenWeights` and the memory ask of
     `PerTokenGradients`.
 
     Args:
-        sites: uses of the weights, in order.
+        uses: uses of the weights, in order.
         deltas: `[s, B, H, n, ..., d]` for each use: the gradient of every loss by its output.
-        operand: unused here: the cotangents are contracted in the weights' own type.
+        matmul_dtype: unused here: the cotangents are contracted in the weights' own type.
         scales: as in `PerTokenGradients`.
     """
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        uses: Sequence[WeightUse],
         deltas: Sequence[Tensor],
-        operand: torch.dtype,
+        matmul_dtype: torch.dtype,
         scales: Mapping[str, float] = NO_SCALES,
     ):
-        super().__init__([], [], operand)
+        super().__init__([], [], matmul_dtype)
         self.uses: dict[str, list[Cotangents]] = {}
         self.vectors: dict[str, list[Tensor]] = {}
-        for site, delta in zip(sites, deltas, strict=True):
+        for use, delta in zip(uses, deltas, strict=True):
             delta = delta.movedim(0, 2)  # [B, H, s, n, ..., d]
             rows = tuple(range(3, delta.ndim - 1))
-            if site.weight and site.input is not None and site.scale:
-                product = site.input.unsqueeze(2) * scaled(delta, scales.get(site.weight))
-                self.vectors.setdefault(site.weight, []).append(product.sum(rows))
-            elif site.weight and site.input is not None:
-                moved = scaled(delta, scales.get(site.weight))
-                use = Cotangents(site.input.flatten(2, -2), moved.flatten(3, -2), site.transpose)
-                self.uses.setdefault(site.weight, []).append(use)
-            if site.bias:
-                self.vectors.setdefault(site.bias, []).append(scaled(delta, scales.get(site.bias)).sum(rows))
+            if use.weight and use.input is not None and use.scale:
+                product = use.input.unsqueeze(2) * scaled(delta, scales.get(use.weight))
+                self.vectors.setdefault(use.weight, []).append(product.sum(rows))
+            elif use.weight and use.input is not None:
+                moved = scaled(delta, scales.get(use.weight))
+                pulled = Cotangents(use.input.flatten(2, -2), moved.flatten(3, -2), use.transpose)
+                self.uses.setdefault(use.weight, []).append(pulled)
+            if use.bias:
+                self.vectors.setdefault(use.bias, []).append(scaled(delta, scales.get(use.bias)).sum(rows))
 
     def weighted_sum(self, name: str, factor: Tensor, shape: Sequence[int]) -> Tensor:
         total = factor.new_zeros(*factor.shape[:2], *shape)

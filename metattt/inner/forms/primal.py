@@ -12,7 +12,7 @@ from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory
-from metattt.modules import spread
+from metattt.modules import expand_like
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
     `FORMS`."""
@@ -32,11 +32,11 @@ def chunk(
         y, seen_at = None, pairs - 1 if read == "inclusive" else 0
         for i in range(pairs):
             pair = tokens.map(lambda x, i=i: x[:, :, i : i + 1]).with_views(q=tokens.views.q)  # type: ignore[misc]
-            answer, carry = chunk(loop, pair, carry, phase, read if i == seen_at else None)
+            answer, memory = chunk(loop, pair, memory, phase, read if i == seen_at else None)
             y = answer if i == seen_at else y
-        return y, carry
-    anchor = loop.anchor(tokens, carry, phase)
-    names, bases = list(anchor), rule.bases
+        return y, memory
+    anchor = loop.anchor(tokens, memory, phase)
+    names, slots = list(anchor), rule.slots
     batch, _, count = tokens.gates.eta.shape
     scales = loop.learner.step_scales
     found = {name: scaled(g, scales.get(name)) for name, g in gradients(loop, tokens, anchor).items()}
@@ -44,44 +44,44 @@ def chunk(
     for t in range(count):
         step = {}
         for i, (name, g) in enumerate(found.items()):
-            eta = rated(tokens.gates.eta, tokens.gates.rates, i)[:, :, t]
-            step[name] = -spread(eta, g[:, t]) * g[:, t]
-        before = rule.current(carry, phase + t) if read == "exclusive" or "update" not in bases else {}
-        if "update" in bases:
+            eta = rated(tokens.gates.eta, tokens.gates.weight_lr, i)[:, :, t]
+            step[name] = -expand_like(eta, g[:, t]) * g[:, t]
+        before = rule.current(memory, phase + t) if read == "exclusive" or "update" not in slots else {}
+        if "update" in slots:
             one = Gates(*[None if gate is None else gate[:, :, t : t + 1] for gate in tokens.gates])  # type: ignore[arg-type]
-            kept = rule.coefficients(one, phase + t, carry, None).carry["update"][0].get("update")
-            carry = carry | {"update": _add(_scaled(carry.get("update"), kept), step)}
+            kept = rule.coefficients(one, phase + t, memory, None).advance["update"][0].get("update")
+            memory = memory | {"update": _add(_scaled(memory.get("update"), kept), step)}
         else:
             _, alpha, beta, kappa, _, decay = (None if gate is None else gate[:, :, t] for gate in tokens.gates)
             if beta is not None:
-                memory = _add(_scaled(carry.get("momentum"), beta), step)
-                step = _add(_scaled(memory, beta), step) if rule.nesterov else memory
-                carry = carry | {"momentum": memory}
+                momentum = _add(_scaled(memory.get("momentum"), beta), step)
+                step = _add(_scaled(momentum, beta), step) if rule.nesterov else momentum
+                memory = memory | {"momentum": momentum}
             old = _scaled(before, alpha)
             if decay is not None and old is not None:
                 old = {name: decay.exp().unsqueeze(-1) * x for name, x in old.items()}
             moved = _add(old, _scaled(step, kappa))
-            if rule.pull and alpha is not None:
-                moved = _add(_scaled(carry["origin"], 1 - alpha), moved)
-            carry = carry | {"weights": moved}
+            if rule.decay_to_init and alpha is not None:
+                moved = _add(_scaled(memory["origin"], 1 - alpha), moved)
+            memory = memory | {"weights": moved}
         if read is not None and t % pairs == (pairs - 1 if read == "inclusive" else 0):
-            seen.append(before if read == "exclusive" else rule.current(carry, phase + t + 1))
+            seen.append(before if read == "exclusive" else rule.current(memory, phase + t + 1))
     if read is None:
-        return None, carry
+        return None, memory
     rows = {name: torch.stack([w[name] for w in seen], dim=1).flatten(0, 1) for name in names}
-    y = loop.learner.predict(FastWeights(rows, loop.slow, loop.operand), _alone(tokens.views.q))
-    return y.squeeze(2).unflatten(0, (batch, count // pairs)).transpose(1, 2), carry
+    y = loop.learner.predict(FastWeights(rows, loop.slow, loop.matmul_dtype), _alone(tokens.views.q))
+    return y.squeeze(2).unflatten(0, (batch, count // pairs)).transpose(1, 2), memory
 
 
 def gradients(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> Tensors:
     """∇ℓ_t of every token, `[B, n, H, *shape]` by name."""
     names = list(anchor)
     batch, heads, count = tokens.gates.eta.shape
-    if tokens.views.p is not None or tokens.views.b is not None:
+    if tokens.views.erase_key is not None or tokens.views.erase_direction is not None:
         return _generalised(loop, tokens, names[0], anchor[names[0]])
 
     def losses(*weights: Tensor) -> Tensor:
-        accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.operand)
+        accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype)
         return loop.losses(accessor, _alone(tokens.views.k), _alone(tokens.views.v))
 
     copies = [anchor[name].unsqueeze(1).expand(-1, count, *anchor[name].shape[1:]).flatten(0, 1) for name in names]
@@ -107,7 +107,7 @@ def _alone(x: Tensor) -> Tensor:
 def _scaled(weights: Tensors | None, factor: Tensor | None) -> Tensors | None:
     if weights is None or factor is None:
         return weights
-    return {name: spread(factor, x) * x for name, x in weights.items()}
+    return {name: expand_like(factor, x) * x for name, x in weights.items()}
 
 
 def _add(a: Tensors | None, b: Tensors | None) -> Tensors:

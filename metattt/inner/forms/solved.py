@@ -11,7 +11,7 @@ from torch import Tensor
 from metattt.inner.forms import channels
 from metattt.inner.forms.dual import PerTokenGradients, finish, scaled
 from metattt.inner.tokens import Tokens
-from metattt.learners.fast_weights import FastWeights, Site
+from metattt.learners.fast_weights import FastWeights, WeightUse
 from metattt.memory import Memory
 from metattt.ops.chunk import matmul, solve_unit_lower
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`."""
     if tokens.gates.decay is not None:
-        return channels.chunk(loop, tokens, carry, read)
-    gradients = solve(loop, tokens, carry, phase)
-    return finish(loop, tokens, carry, phase, read, loop.rule.current(carry, phase), gradients)
+        return channels.chunk(loop, tokens, memory, read)
+    gradients = solve(loop, tokens, memory, phase)
+    return finish(loop, tokens, memory, phase, read, loop.rule.current(memory, phase), gradients)
 
 
-def solve(loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor) -> PerTokenGradients:
+def solve(loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor) -> PerTokenGradients:
     """Gradients at the newest weights, with errors `E_s = p_s W_{s−1} − v_s` and `G_s = k_sᵀ E_s`; p is k where no
     erase view is given.
 
@@ -44,7 +44,7 @@ def solve(loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor) -
     k, v, _, p, b, _ = tokens.views
     if loop.plan.linear == "dot":  # the gradient −kᵀv of −⟨v, kW⟩ does not depend on the weights
         return _gradients(loop, (k, -v))
-    how = loop.rule.coefficients(tokens.gates, phase, carry, "exclusive")
+    how = loop.rule.coefficients(tokens.gates, phase, memory, "exclusive")
     assert how.mix is not None
     before, rows, alpha = how.mix, how.rows, tokens.gates.alpha if loop.rule.gradient_at == "decayed" else None
     pairs = k.shape[2] // tokens.views.q.shape[2]
@@ -57,17 +57,17 @@ def solve(loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor) -
     asked = k if p is None else p
     right = torch.zeros_like(v)
     for base, row in rows.items():
-        z = FastWeights(carry[base], {}, loop.operand).linear(asked, weight, bias)
+        z = FastWeights(memory[base], {}, loop.matmul_dtype).linear(asked, weight, bias)
         right = right + (z if row is None else row.unsqueeze(-1) * z)
     if alpha is not None:
         before, right = before * alpha.unsqueeze(-1), right * alpha.unsqueeze(-1)
     scales = loop.learner.step_scales
     factor, own = scales.get(weight), 0 if bias is None else scales.get(bias, 1)
-    gram = scaled(matmul(asked, k.mT, loop.operand), factor) + own
+    gram = scaled(matmul(asked, k.mT, loop.matmul_dtype), factor) + own
     if b is None:
         return _gradients(loop, (k, solve_unit_lower(before * gram, right - v)))
-    erased = scaled(matmul(asked, b.mT, loop.operand), factor)
-    made = solve_unit_lower(before * erased, right + matmul(before * gram, v, loop.operand))
+    erased = scaled(matmul(asked, b.mT, loop.matmul_dtype), factor)
+    made = solve_unit_lower(before * erased, right + matmul(before * gram, v, loop.matmul_dtype))
     return _gradients(loop, (b, made), (k, -v))
 
 
@@ -77,5 +77,5 @@ def _gradients(loop: InnerLoop, *pairs: tuple[Tensor, Tensor]) -> PerTokenGradie
     weight, bias = loop.learner.linear_map
     if loop.plan.outer == "first_order":
         pairs = tuple((a.detach(), delta.detach()) for a, delta in pairs)
-    sites = [Site(weight, bias, a, False, False) for a, _ in pairs]
-    return PerTokenGradients(sites, [delta for _, delta in pairs], loop.operand, loop.learner.step_scales)
+    uses = [WeightUse(weight, bias, a, False, False) for a, _ in pairs]
+    return PerTokenGradients(uses, [delta for _, delta in pairs], loop.matmul_dtype, loop.learner.step_scales)

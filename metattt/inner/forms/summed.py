@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from metattt.functional import with_values
 from metattt.inner.forms.dual import band_of, combine, scaled
 from metattt.inner.gradients import vjp
 from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory
-from metattt.replica import with_values
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, carry: Memory, phase: int | Tensor, read: str | None
+    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`; no row is read."""
-    anchor = loop.anchor(tokens, carry, phase)
-    how = loop.rule.coefficients(tokens.gates, phase, carry, read)  # type: ignore[arg-type]
+    anchor = loop.anchor(tokens, memory, phase)
+    how = loop.rule.coefficients(tokens.gates, phase, memory, read)  # type: ignore[arg-type]
     names, count = list(anchor), len(anchor)
     if loop.plan.outer == "first_order":
         loop, tokens, anchor = _as_constants(loop, tokens, anchor)
 
     def losses(*weights: Tensor) -> Tensor:
         return loop.losses(
-            FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.operand), tokens.views.k, tokens.views.v
+            FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype), tokens.views.k, tokens.views.v
         )
 
     weights, band = [anchor[name] for name in names], band_of(tokens)
@@ -40,21 +40,21 @@ def chunk(
     def of_losses(factor: Tensor) -> Tensor:
         return factor if band is None else factor @ band
 
-    if tokens.gates.rates is None:
-        found = vjp(losses, weights, [of_losses(weight) for _, weight in how.carry.values()])
+    if tokens.gates.weight_lr is None:
+        found = vjp(losses, weights, [of_losses(weight) for _, weight in how.advance.values()])
     else:  # a backward pass per weight, each with the weight's own step sizes
-        factors = [of_losses(rated(weight, tokens.gates.rates, i)) for _, weight in how.carry.values() for i in range(count)]
+        factors = [of_losses(rated(weight, tokens.gates.weight_lr, i)) for _, weight in how.advance.values() for i in range(count)]
         each = vjp(losses, weights, factors)
         found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
     scales = loop.learner.step_scales
     moved = {
         base: {
-            name: combine(carry, factors, name, scaled(g, scales.get(name)))
+            name: combine(memory, factors, name, scaled(g, scales.get(name)))
             for name, g in zip(names, sums, strict=True)
         }
-        for (base, (factors, _)), sums in zip(how.carry.items(), found, strict=True)
+        for (base, (factors, _)), sums in zip(how.advance.items(), found, strict=True)
     }
-    return None, carry | moved
+    return None, memory | moved
 
 
 def _as_constants(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> tuple[InnerLoop, Tokens, Tensors]:

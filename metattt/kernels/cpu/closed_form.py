@@ -63,12 +63,12 @@ class ClosedForm(KernelOnCPU):
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         gates, dtype = given.tokens.gates, given.tokens.gates.eta.dtype
-        if gates.beta is not None or gates.rates is not None:
+        if gates.beta is not None or gates.weight_lr is not None:
             return "a momentum gate, or a step size for every weight"
         if given.tau is not None and (gates.alpha is not None or gates.kappa is not None):
             return "token steps beside a gate"
-        if given.operand != dtype or dtype not in (torch.float32, torch.float64):
-            return f"operands of {str(given.operand).removeprefix('torch.')} on the CPU"
+        if given.matmul_dtype != dtype or dtype not in (torch.float32, torch.float64):
+            return f"operands of {str(given.matmul_dtype).removeprefix('torch.')} on the CPU"
         return None
 
     def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:

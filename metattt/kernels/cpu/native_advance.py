@@ -23,7 +23,7 @@ _pack = struct.Struct(f"={5 + 5 * 4 + 4 + 4 * MOST_WEIGHTS}q").pack  # `struct A
 
 
 def advance(
-    function: Any, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
+    function: Any, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
 ) -> tuple[Tensor, Tensors, Tensors | None]:
     """`function` of a library, for all learners; see `NativeForm.advance`."""
     tokens, tau, weights = given.tokens, given.tau, given.weights
@@ -36,10 +36,10 @@ def advance(
     before = None if update is None else [_dense(update[name].to(x.dtype)) for name, x in weights.items()]
     committed: list[Tensor] | None = None
     if completes or not aligned:
-        committed = start if own else [torch.empty_like(x) for x in start]
+        committed = start if donate_state else [torch.empty_like(x) for x in start]
     updated: list[Tensor] | None = None
     if not completes or count > 1:  # the last token of a mini-batch needs no M after it
-        updated = before if own and before is not None else [torch.empty_like(x) for x in start]
+        updated = before if donate_state and before is not None else [torch.empty_like(x) for x in start]
     y = torch.empty_strided(
         (batch, heads, count, width), (count * heads * width, width, heads * width, 1), dtype=k.dtype
     )

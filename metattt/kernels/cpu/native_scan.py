@@ -57,7 +57,7 @@ class NativeForm(KernelOnCPU):
         gates = given.tokens.gates[1:]
         if gates.count(None) != len(gates):
             return "a gate besides the step size"
-        if given.operand != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
+        if given.matmul_dtype != torch.float32 or {x.dtype for x in flat(given)} != {torch.float32}:
             return "numbers other than fp32"
         if misfit is not None:
             return misfit
@@ -70,7 +70,7 @@ class NativeForm(KernelOnCPU):
         return _answers[key]
 
     def advance(
-        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
+        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         """Tokens of an open mini-batch, without gradients, where `reason_not_decoded` has nothing against it.
 
@@ -93,7 +93,7 @@ class NativeForm(KernelOnCPU):
         function = _functions.get(key)
         if function is None:
             function = _functions[key] = self._function(given)
-        return advance(function, given, update, phase, own)
+        return advance(function, given, update, phase, donate_state)
 
     def _function(self, given: MiniBatches) -> Any:
         defines = self.defines(given)

@@ -45,7 +45,7 @@ class AdvancesOnGPU(Kernel):
         return None
 
     def advance(
-        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, own: bool
+        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         self.check(given, update, phase)
         tokens, weights = given.tokens, given.weights
@@ -56,20 +56,20 @@ class AdvancesOnGPU(Kernel):
         scale, shift = (given.slow[name].contiguous() for name in ("norm_scale", "norm_bias"))
         tau = None if given.tau is None else given.tau.contiguous()
         phase = phase.contiguous() if isinstance(phase, Tensor) else phase
-        mine = own  # the update: the first token's is made here in any case
+        donated = donate_state  # the update: the first token's is made here in any case
         with torch.cuda.device_of(k):  # Triton launches on the current device
             for index in range(count):
                 place = phase + index if count > 1 else phase
                 last = not isinstance(place, Tensor) and place == given.size - 1
                 start = self._dense(weights)
                 before = None if update is None else self._dense(update)
-                new = None if not (last or isinstance(place, Tensor)) else start if own else _like(start)
-                opened = None if last else before if mine and before is not None else _like(start)
+                new = None if not (last or isinstance(place, Tensor)) else start if donate_state else _like(start)
+                opened = None if last else before if donated and before is not None else _like(start)
                 o, *views, eta = (x[:, :, index] for x in (y, q, k, v, tokens.gates.eta))
                 state = start, before, new, opened
                 self.launch(o, views[0], views[1], views[2], eta, scale, shift, tau, place, given.size, *state)
                 weights = weights if new is None else self._named(new)
-                update, mine = None if opened is None else self._named(opened), True
+                update, donated = None if opened is None else self._named(opened), True
         return y, weights, update
 
     def _dense(self, part: Tensors) -> Part:

@@ -43,21 +43,21 @@ class OnGPU(Kernel):
         width = tokens.views.k.shape[-1]
         if any(gate is not None for gate in tokens.gates[1:]):
             return "gates other than the step size"
-        if given.operand not in OPERANDS or tokens.gates.eta.dtype != torch.float32:
-            return f"operands of {str(given.operand).removeprefix('torch.')}"
+        if given.matmul_dtype not in OPERANDS or tokens.gates.eta.dtype != torch.float32:
+            return f"operands of {str(given.matmul_dtype).removeprefix('torch.')}"
         if width not in WIDTHS or tokens.views.v.shape[-1] != width:
             return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
         if given.size not in SIZES:
             return f"optimizer.mini_batch_size={given.size}, not one of {', '.join(map(str, SIZES))}"
-        needed, room = self.shared_bytes(width, given.size, given.operand), shared_memory(tokens.views.k.device)
+        needed, room = self.shared_bytes(width, given.size, given.matmul_dtype), shared_memory(tokens.views.k.device)
         if needed > room:
             return (
                 f"{needed:,} bytes of shared memory for head width {width}, optimizer.mini_batch_size={given.size} in "
-                f"{str(given.operand).removeprefix('torch.')}, where the device has {room:,}"
+                f"{str(given.matmul_dtype).removeprefix('torch.')}, where the device has {room:,}"
             )
         return None
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        q, k, v = (x.to(given.operand).transpose(1, 2) for x in (given.tokens.views.q, given.tokens.views.k, given.tokens.views.v))
+        q, k, v = (x.to(given.matmul_dtype).transpose(1, 2) for x in (given.tokens.views.q, given.tokens.views.k, given.tokens.views.v))
         y, weights = self.operation(q, k, v, given.tokens.gates.eta.transpose(1, 2), given)
         return y.transpose(1, 2).to(given.tokens.gates.eta.dtype), dict(zip(given.weights, weights, strict=True))

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError
+from metattt.functional import replica
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
 from metattt.learners.module.composed import Normalize
-from metattt.learners.module.standin import StandIn
-from metattt.learners.module.translation import Translation
+from metattt.learners.module.standin import ParameterProxy
+from metattt.learners.module.translation import ParameterTranslator
 from metattt.registry import register
-from metattt.replica import replica
 from metattt.setting import setting
 
 
@@ -172,8 +172,8 @@ class ModuleLearner(Learner):
     def _together(self, w: FastWeights, x: Tensor) -> Tensor:
         """All tokens in one batch, on the accessor's primitives."""
         batch, heads, count = x.shape[:3]
-        translation = Translation(w, (batch, heads, count))
-        standins = {name: StandIn(translation, name, shape, x.dtype, x.device) for name, shape in self._shapes.items()}
+        translation = ParameterTranslator(w, (batch, heads, count))
+        standins = {name: ParameterProxy(translation, name, shape, x.dtype, x.device) for name, shape in self._shapes.items()}
         with translation:
             y = self._run(self._own(), standins, x.flatten(0, 2))
         return y.unflatten(0, (batch, heads, count))

@@ -12,7 +12,7 @@ from torch import Tensor
 from metattt.learners.fast_weights import UnsupportedOperation
 
 if TYPE_CHECKING:
-    from metattt.learners.module.translation import Translation
+    from metattt.learners.module.translation import ParameterTranslator
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -24,7 +24,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class StandIn:
+class ParameterProxy:
     """Stands for one parameter of a module.
 
     Args:
@@ -41,7 +41,7 @@ class StandIn:
 
     def __init__(
         self,
-        owner: Translation,
+        owner: ParameterTranslator,
         name: str,
         shape: torch.Size,
         dtype: torch.dtype,
@@ -84,34 +84,34 @@ class StandIn:
     def numel(self) -> int:
         return self.shape.numel()
 
-    def _with(self, **changes: Any) -> StandIn:
+    def _with(self, **changes: Any) -> ParameterProxy:
         kept = {
             key: getattr(self, key) for key in ("owner", "name", "shape", "dtype", "device", "transposed", "functions")
         }
-        return StandIn(**{**kept, **changes})
+        return ParameterProxy(**{**kept, **changes})
 
-    def then(self, function: Callable[[Tensor], Tensor]) -> StandIn:
+    def then(self, function: Callable[[Tensor], Tensor]) -> ParameterProxy:
         return self._with(functions=(*self.functions, function))
 
-    def t(self) -> StandIn:
+    def t(self) -> ParameterProxy:
         if self.ndim != 2:
             raise self.refusal("a transpose")
         return self._with(shape=self.shape[::-1], transposed=not self.transposed)
 
     T = mT = property(t)
 
-    def transpose(self, first: int, second: int) -> StandIn:
+    def transpose(self, first: int, second: int) -> ParameterProxy:
         if {first % 2, second % 2} != {0, 1}:
             raise self.refusal("transpose")
         return self.t()
 
-    def to(self, *target: Any, **options: Any) -> StandIn:
+    def to(self, *target: Any, **options: Any) -> ParameterProxy:
         return self  # sums of the inner loop keep the weights' type
 
-    def float(self) -> StandIn:
+    def float(self) -> ParameterProxy:
         return self
 
-    def view(self, *shape: Any) -> StandIn:
+    def view(self, *shape: Any) -> ParameterProxy:
         if not self.is_vector:
             raise self.refusal("view")
         shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -119,7 +119,7 @@ class StandIn:
 
     reshape = view
 
-    def unsqueeze(self, axis: int) -> StandIn:
+    def unsqueeze(self, axis: int) -> ParameterProxy:
         return self.view(torch.empty(self.shape, device="meta").unsqueeze(axis).shape)
 
     def __add__(self, other: Any) -> Any:
@@ -155,10 +155,10 @@ class StandIn:
     __matmul__ = __pow__ = __getitem__ = __neg__ = _refuse
 
 
-def standins(values: Iterable[Any]) -> Iterator[StandIn]:
+def standins(values: Iterable[Any]) -> Iterator[ParameterProxy]:
     """The stand-ins among arguments, one level of lists deep."""
     for value in values:
-        if isinstance(value, StandIn):
+        if isinstance(value, ParameterProxy):
             yield value
         elif isinstance(value, list | tuple):
-            yield from (x for x in value if isinstance(x, StandIn))
+            yield from (x for x in value if isinstance(x, ParameterProxy))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.module.composed import COMPOSED, Normalize, unpadded
-from metattt.learners.module.standin import UNARY, StandIn, standins
+from metattt.learners.module.standin import UNARY, ParameterProxy, standins
 
 ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
@@ -26,7 +26,7 @@ ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
 ALIASES = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "mm": "matmul"}
 
 
-class Translation(Normalize):
+class ParameterTranslator(Normalize):
     """Carries out what a module does with its parameters, on the accessor.
 
     Args:
@@ -48,7 +48,7 @@ class Translation(Normalize):
         name = getattr(function, "__name__", str(function))
         return self.translate(ALIASES.get(name, name), standin, args, kwargs)
 
-    def translate(self, name: str, standin: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def translate(self, name: str, standin: ParameterProxy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ELEMENTWISE and kwargs.get("alpha", 1) == 1 and kwargs.get("rounding_mode") is None:
             return self.elementwise(name, args[0], args[1] if len(args) > 1 else kwargs.get("other"))
         if name in UNARY and standin.is_vector and len(args) == 1 and not kwargs.get("inplace"):
@@ -68,21 +68,21 @@ class Translation(Normalize):
 
     # -- the primitives ------------------------------------------------------------------------------------------------
 
-    def split(self, x: Any, standin: StandIn, operation: str) -> Tensor:
+    def split(self, x: Any, standin: ParameterProxy, operation: str) -> Tensor:
         """`[N, ...]` to `[B, H, T, ...]`."""
         if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[0] != self.count:
             raise standin.refusal(f"{operation} on something that is not a batch of tokens")
         return x.unflatten(0, self.tokens)
 
-    def use(self, standin: StandIn, kind: str) -> str:
+    def use(self, standin: ParameterProxy, kind: str) -> str:
         """The weight's name, after a check that it is used in one way only (as a matrix, or entry by entry)."""
         if self.kinds.setdefault(standin.name, kind) != kind or (kind == "matrix" and standin.functions):
             raise standin.refusal("a matrix product and an elementwise operation")
         return standin.name
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
-        if not isinstance(weight, StandIn):
-            if isinstance(input, StandIn):
+        if not isinstance(weight, ParameterProxy):
+            if isinstance(input, ParameterProxy):
                 raise input.refusal("linear as an input")
             return F.linear(input, weight) + bias
         if weight.ndim != 2:
@@ -91,26 +91,26 @@ class Translation(Normalize):
         if x.ndim == 3:
             raise weight.refusal("linear on something that is not a batch of tokens")
         fused = None
-        if isinstance(bias, StandIn) and bias.shape == weight.shape[:1] and not bias.functions:
+        if isinstance(bias, ParameterProxy) and bias.shape == weight.shape[:1] and not bias.functions:
             fused = self.use(bias, "entries")
         z = self.w.linear(x, self.use(weight, "matrix"), fused, transpose=not weight.transposed).flatten(0, 2)
         return z if bias is None or fused is not None else z + bias
 
     def matmul(self, input: Any, other: Any = None, mat2: Any = None) -> Any:
         other = mat2 if other is None else other
-        if not isinstance(other, StandIn):
+        if not isinstance(other, ParameterProxy):
             raise next(standins((input,))).refusal("matmul on the left")
         return (input * other).sum(-1) if other.ndim == 1 else self.linear(input, other.mT)
 
     def addmm(self, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
         if (beta, alpha) != (1, 1):
             raise next(standins((input, mat1, mat2))).refusal(f"addmm with beta={beta}, alpha={alpha}")
-        return self.matmul(mat1, mat2) + input if isinstance(mat2, StandIn) else mat1 @ mat2 + input
+        return self.matmul(mat1, mat2) + input if isinstance(mat2, ParameterProxy) else mat1 @ mat2 + input
 
     def embedding(
         self,
         input: Any,
-        weight: StandIn,
+        weight: ParameterProxy,
         padding_idx: int | None = None,
         max_norm: Any = None,
         *options: Any,
@@ -162,7 +162,7 @@ class Translation(Normalize):
         self, x: Tensor, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, operation: str
     ) -> Tensor:
         """`[N, C, h, w]` to `[N, C', h', w']`: a matrix product with unfolded windows."""
-        if not isinstance(weight, StandIn):
+        if not isinstance(weight, ParameterProxy):
             raise bias.refusal(f"{operation} with a weight that is not trained")
         if groups != 1:
             raise weight.refusal(f"{operation} with groups={groups}")
@@ -187,7 +187,7 @@ class Translation(Normalize):
         z = z if bias is None else z + bias
         return z.mT.unflatten(-1, (height, width))
 
-    def prelu(self, input: Tensor, weight: StandIn) -> Any:
+    def prelu(self, input: Tensor, weight: ParameterProxy) -> Any:
         negative = input.clamp(max=0)
         moved = negative * weight if weight.shape[0] == 1 else (negative.movedim(1, -1) * weight).movedim(-1, 1)
         return input.clamp(min=0) + moved
@@ -195,11 +195,11 @@ class Translation(Normalize):
     def elementwise(self, name: str, a: Any, b: Any) -> Any:
         """A sum, difference, product or quotient of a stand-in with tokens, or of a vector with a number."""
         operation = ELEMENTWISE[name]
-        standin, other = (a, b) if isinstance(a, StandIn) else (b, a)
+        standin, other = (a, b) if isinstance(a, ParameterProxy) else (b, a)
         swapped = standin is b
         if isinstance(other, int | float) and standin.is_vector:
             return standin.then(lambda z: operation(other, z) if swapped else operation(z, other))
-        if isinstance(other, StandIn):
+        if isinstance(other, ParameterProxy):
             raise standin.refusal(f"{name} with the fast weight {other.name!r}")
         self.split(other, standin, name)
         shape = standin.shape[1:] if standin.ndim == other.ndim and standin.shape[0] == 1 else standin.shape
@@ -208,7 +208,7 @@ class Translation(Normalize):
         z = self.entries(standin).view(self.count, *(1,) * (other.ndim - 1 - len(shape)), *shape)
         return operation(other, z) if swapped else operation(z, other)
 
-    def entries(self, standin: StandIn) -> Tensor:
+    def entries(self, standin: ParameterProxy) -> Tensor:
         """The weight of every token, `[N, entries]`: the gradient of an elementwise operation has no smaller form."""
         value = self.w._value(self.use(standin, "entries"))
         z = self.w.bias(value.new_zeros(*self.tokens, value.shape[2:].numel()), standin.name).flatten(0, 2)

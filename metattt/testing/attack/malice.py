@@ -19,7 +19,7 @@ import yaml
 
 from metattt.checkpoints.folder import CONTENT, canonical
 from metattt.data.manifest import write_signed
-from metattt.disk import digest
+from metattt.io import digest
 
 PAYLOADS: dict[str, dict[str, Any]] = {
     "os.system": {"_args_": ["touch {canary}"]},

@@ -1,4 +1,4 @@
-"""What stands around a rule: short convolutions, norms and gates of the published blocks, and `frame=plain` without them."""
+"""What stands around a rule: short convolutions, norms and gates of the published blocks, and `block_style=plain` without them."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ def test_autocast_keeps_the_norms_wide() -> None:
 
 
 def test_plain_takes_the_block_away_and_what_is_given_stays() -> None:
-    plain = metattt.build("layer=kda", "frame=plain", *SIZE)
+    plain = metattt.build("layer=kda", "block_style=plain", *SIZE)
     assert type(plain.norm) is torch.nn.LayerNorm and plain.norm.eps == 1e-6
     assert plain.gate is None and not hasattr(plain.task, "conv_q")
-    mixed = metattt.build("layer=kda", "frame=plain", "layer.gate=silu", "task.short_conv=3", *SIZE)
+    mixed = metattt.build("layer=kda", "block_style=plain", "layer.gate=silu", "task.short_conv=3", *SIZE)
     assert mixed.gate.weight.shape == (8, 8) and mixed.task.conv_v.weight.shape == (8, 1, 3)
-    block = compose("model.blocks=[kda,ttt_linear]", "frame=plain", "model.blocks.kda.layer.gate=silu", *SIZE)
+    block = compose("model.blocks=[kda,ttt_linear]", "block_style=plain", "model.blocks.kda.layer.gate=silu", *SIZE)
     first, second = (block.model.blocks.layers[name] for name in block.model.blocks.pattern)
     assert (first.gate, first.output_norm, second.gate) == ("silu", True, False)
 
@@ -148,7 +148,7 @@ def test_plain_takes_the_block_away_and_what_is_given_stays() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["layer=mamba", "frame=plain"], "frame=plain sets nothing of this layer"),
+        (["layer=mamba", "block_style=plain"], "block_style=plain sets nothing of this layer"),
         (["layer=kda", "layer.gate=false"], "layer.gate_rank=head_dim is of a gate"),
         (["layer=kda", "layer.gate_rank=0"], "layer.gate_rank=0"),
         (["layer=kda", "layer.output_norm=batch"], "layer.output_norm=batch is not allowed: it must be true .LayerNorm., false or one of"),

@@ -12,7 +12,7 @@ import torch
 from metattt.errors import MetaTTTError
 
 
-def check_room(count: float, what: str, advice: str) -> None:
+def check_memory_limit(count: float, what: str, advice: str) -> None:
     """Refuses tensors that this machine cannot hold, before they are made.
 
     Args:

@@ -66,9 +66,9 @@ def _of_state(state: object, x: Tensor) -> str | None:
     """What a state has that none of ours has."""
     if not isinstance(state, State):
         return f"state is a {type(state).__name__}, expected what an earlier call of the layer has returned, or None"
-    roles = state.weights if isinstance(state.weights, Mapping) else None
-    groups = [state.task, state.optimizer, state.learner, *(() if roles is None else roles.values())]
-    if roles is None or not isinstance(state.pos, Tensor) or not all(isinstance(group, Mapping) for group in groups):
+    slots = state.weights if isinstance(state.weights, Mapping) else None
+    groups = [state.task, state.optimizer, state.learner, *(() if slots is None else slots.values())]
+    if slots is None or not isinstance(state.pos, Tensor) or not all(isinstance(group, Mapping) for group in groups):
         return "the state is damaged: its parts must be dictionaries of tensors, and pos a tensor; start with state=None"
     tensors = {f"{key}": value for group in groups for key, value in group.items()} | {"pos": state.pos}
     for name, tensor in tensors.items():
