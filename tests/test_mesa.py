@@ -189,8 +189,8 @@ def test_derivatives_of_first_and_second_order(solver: Any) -> None:
 def test_transforms_of_torch_func(tolerance: float) -> None:
     made, x = layer(chunk=3, tolerance=tolerance), tokens(5)
     expected = run(made, x, grads=True)
-    y, decay_to_init = vjp(lambda x: made(x)[0], x)
-    torch.testing.assert_close(decay_to_init(cotangent(y))[0], expected.grads["x"])
+    y, pull = vjp(lambda x: made(x)[0], x)
+    torch.testing.assert_close(pull(cotangent(y))[0], expected.grads["x"])
     torch.testing.assert_close(vmap(lambda x: made(x[None])[0][0])(x), expected.y)
     each = vmap(grad(lambda x: made(x[None])[0].square().sum()))(x)
     leaf = x.clone().requires_grad_()

@@ -128,11 +128,11 @@ class Kernel(ABC):
         ]
         for name, affine in given.slow.items():
             wanted.append((name, affine, (heads, width)))
-        for name, donate_state in zip(self.weights, learner, strict=False):
+        for name, shape in zip(self.weights, learner, strict=False):
             if name in weights:
-                wanted.append((name, weights[name], (batch, heads, *donate_state)))
+                wanted.append((name, weights[name], (batch, heads, *shape)))
                 if update is not None:
-                    wanted.append((f"update {name}", update[name], (batch, heads, *donate_state)))
+                    wanted.append((f"update {name}", update[name], (batch, heads, *shape)))
         device = CPU if native else tokens.views.k.device
         for name, x, expected in wanted:
             if x is None:

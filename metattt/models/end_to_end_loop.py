@@ -224,8 +224,8 @@ class Loop(NamedTuple):
             y, after = read(refill(weights, leaves))
             shape[:] = [skeleton((y, after))]
             logits = head(norm(y))
-            accum_dtype = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            nats = F.cross_entropy(accum_dtype.flatten(0, 1), labels.flatten(), reduction="sum")
+            widened = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            nats = F.cross_entropy(widened.flatten(0, 1), labels.flatten(), reduction="sum")
             return nats / self.size, flatten((y, after))
 
         gradients, found = gradients_of(loss, flatten(weights), self.first_order)
@@ -291,8 +291,8 @@ def gradients_of(
     enabled outside (with `first_order`, the gradients without)."""
     if needs_probes():
         with for_probes():
-            value, decay_to_init, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
-            gradients = decay_to_init(torch.ones_like(value))
+            value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
+            gradients = pull(torch.ones_like(value))
         return [g.detach() for g in gradients] if first_order else list(gradients), found
     keep = torch.is_grad_enabled()
     with torch.enable_grad():

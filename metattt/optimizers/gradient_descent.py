@@ -130,8 +130,8 @@ class GradientDescent(StepSize):
         """The δ for which `token_step_map=relu` has the τ that this rule has for `offset`: `[1 or H, b]`, in its type."""
         if self.token_step_map == "relu":
             return offset
-        accum_dtype = offset.to(torch.promote_types(offset.dtype, torch.float32))
-        return (self._steps(accum_dtype) - _places(self.mini_batch_size, accum_dtype)).to(offset.dtype)
+        place = offset.to(torch.promote_types(offset.dtype, torch.float32))
+        return (self._steps(place) - _places(self.mini_batch_size, accum_dtype)).to(offset.dtype)
 
     def _steps(self, offset: Tensor) -> Tensor:
         """τ for δ."""

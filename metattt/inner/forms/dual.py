@@ -85,10 +85,10 @@ def _probed(
         return wanted, [use.input for use in weights.uses if use.input is not None]
 
     probes = [k.new_zeros(shape) for shape in probe_shapes(loop, anchor, k, v)]
-    wanted, decay_to_init, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
+    wanted, pull, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
     rest = iter(inputs)
     uses = [use if use.input is None else use._replace(input=next(rest)) for use in uses]
-    return uses, [decay_to_init(row) for row in torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)]
+    return uses, [pull(row) for row in torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)]
 
 
 def probe_shapes(loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
@@ -272,8 +272,8 @@ class PerTokenGradients:
             if isinstance(term, Direct):
                 part = (factor.unsqueeze(-2) @ term.value).view(*factor.shape[:2], *shape)
             else:
-                expand_like = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
-                part = matmul((term.left * expand_like.unsqueeze(-1)).mT, term.right, self._matmul_dtype).view(
+                widened = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
+                part = matmul((term.left * widened.unsqueeze(-1)).mT, term.right, self._matmul_dtype).view(
                     *term.left.shape[:2], *shape
                 )
             total = part if total is None else total + part

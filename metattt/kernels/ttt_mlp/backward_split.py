@@ -150,7 +150,7 @@ def reading_kernel(
         if BIAS:
             b1 = tl.load(b1_at + tile + units)
         z2 = dot_add(tl.trans(w2), gelu(dot(w1, kt) + b1[:, None]).to(OP), z2)
-    g2, hat, rstd, residual, decay_to_init, along = inner_gradient(z2 + b2[:, None], kt, vt, gamma, beta, rows, D, DP)
+    g2, hat, rstd, residual, pull, along = inner_gradient(z2 + b2[:, None], kt, vt, gamma, beta, rows, D, DP)
     og2 = g2.to(OP)
     tl.store(place_in(columns, at, HAT, COLUMNS, rows_at, lanes, DP, BP), hat)
     tl.store(place_in(columns, at, RESIDUAL, COLUMNS, rows_at, lanes, DP, BP), residual)
@@ -158,7 +158,7 @@ def reading_kernel(
     tl.store(place_in(operands, at, K, OPERANDS, rows_at, lanes, DP, BP), kt)
     tl.store(place_in(operands, at, Q, OPERANDS, rows_at, lanes, DP, BP), qt)
     square = (gamma * gamma)[:, None]
-    tilted = square * hat + decay_to_init
+    tilted = square * hat + pull
     tl.store(place_in(columns, at, TILTED, COLUMNS, rows_at, lanes, DP, BP), tilted)
     last = 1.0
     if TAU:

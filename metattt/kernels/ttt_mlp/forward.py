@@ -56,9 +56,9 @@ def inner_gradient(z2, kt, vt, scale, bias, rows, D: tl.constexpr, DP: tl.conste
     mean(γ·residual·x̂)."""
     hat, rstd = normalize(z2, rows, D, DP)
     residual = kt.to(tl.float32) + scale[:, None] * hat + bias[:, None] - vt.to(tl.float32)
-    decay_to_init = scale[:, None] * residual
-    g2, along = project(decay_to_init, hat, rows, D, DP)
-    return g2 * rstd[None, :], hat, rstd, residual, decay_to_init, along
+    pull = scale[:, None] * residual
+    g2, along = project(pull, hat, rows, D, DP)
+    return g2 * rstd[None, :], hat, rstd, residual, pull, along
 
 
 @triton.jit

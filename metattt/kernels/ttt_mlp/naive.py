@@ -105,8 +105,8 @@ def _mini_batch(
     z2 = read(x2, w2, b2)
     std = (z2.var(-1, correction=0, keepdim=True) + EPS).sqrt()
     hat = (z2 - z2.mean(-1, keepdim=True)) / std
-    decay_to_init = scale * (k + scale * hat + bias - v)
-    g2 = (decay_to_init - decay_to_init.mean(-1, keepdim=True) - hat * (decay_to_init * hat).mean(-1, keepdim=True)) / std
+    pull = scale * (k + scale * hat + bias - v)
+    g2 = (pull - pull.mean(-1, keepdim=True) - hat * (pull * hat).mean(-1, keepdim=True)) / std
     g1 = (g2 @ w2.mT) * _gelu_slope(z1)
 
     # Every token reads with the steps of the tokens up to itself.
