@@ -19,7 +19,7 @@ MARK = "<!-- Written by `metattt layers output=<this file>`: change the files of
 INTRO = f"""# The known layers
 
 A known layer is one short file, `metattt/configs/layer/<name>.yaml`, that chooses and sets the three parts: the task, the learner and
-the inner optimizer. `layer=<name>` takes it; what is given for a part beside it wins.
+the inner optimizer. `layer=<name>` takes it; other overrides win.
 
 ```bash
 metattt layers                                      # this page as a table; dim= and num_heads= for other widths
@@ -29,11 +29,11 @@ metattt layers layer=gated_delta_net optimizer.decay=none task.loss=dot
 metattt layers output=layers.md                     # this page
 ```
 
-**How to read it.** Beside the name of a part stands what differs from its defaults. *Causal*: no output depends on a later token.
+**How to read it.** Each part is followed by the settings that differ from its defaults. *Causal*: no output depends on a later token.
 *State*: what one sequence carries from call to call, all heads of one layer, in fp32, inside a mini-batch (between them it is smaller).
 *Cost of a token*: how the matrix products of one more token grow with the tokens read. The last three are measured on a few tokens.
 
-**A row of your own** is such a file in a folder `layer` of your own configurations, `metattt layers --config-dir my_configs`, or of an
+**Your own layer** is such a file in a folder `layer` of your own configurations, `metattt layers --config-dir my_configs`, or of an
 installed package (as that in `examples/third_party_learner`). It stands under *{OWN}*, or in a family if its third line says so,
 `{FORM}`, with `paper: none` where there is none:
 

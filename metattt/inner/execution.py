@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from metattt.functional import with_values
 from metattt.inner.export import inlined
+from metattt.inner.regions import by_regions
 from metattt.inner.recompute import random_state, recompute, replay
 from metattt.inner.tokens import Block, Tokens, rows
 from metattt.memory import Memory
@@ -40,7 +41,9 @@ def in_groups(
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
     if torch.compiler._is_exporting_flag and loop.plan.form != "solved":
         return recomputed(loop, tokens, memory, blocks, read, inlined)
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
+    if torch.compiler.is_compiling():
+        return by_regions(loop, tokens, memory, blocks, read)
+    if not torch.is_grad_enabled() or transformed():
         return plainly(loop, tokens, memory, blocks, read)
     if not _differentiable(loop, tokens, memory):  # the inner gradients alone must not make the result look as if it were
         with torch.no_grad():
