@@ -20,8 +20,8 @@ def vjp(
     """
     if needs_probes():
         with for_probes():
-            decay_to_init = torch.func.vjp(function, *inputs)[1]
-            found = [list(decay_to_init(cotangent)) for cotangent in cotangents]
+            pull = torch.func.vjp(function, *inputs)[1]
+            found = [list(pull(cotangent)) for cotangent in cotangents]
         return [[x.detach() for x in row] for row in found] if constant else found
     keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from metattt.kernels.base import Kernel
+from metattt.inner.tokens import MiniBatches, Scan
+from metattt.learners.base import Learner
+from metattt.optimizers.base import InnerOptimizer
+from metattt.state import Tensors
+from metattt.tasks.base import Task
 
 log = logging.getLogger("metattt")
+
+
+class Kernel(Protocol):
+    """What the inner loop asks of a kernel; `metattt.kernels.base` says what each means."""
+
+    name: str
+    device: str
+    traceable: bool
+
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None: ...
+    def function(self, weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor: ...
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor: ...
+    def reason_rejected(self, given: MiniBatches) -> str | None: ...
+    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]: ...
+    def reason_not_decoded(self, given: MiniBatches) -> str | None: ...
+    def advance(
+        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
+    ) -> tuple[Tensor, Tensors, Tensors | None]: ...
 
 
 @dataclass
@@ -37,7 +60,8 @@ class Plan:
         looks_ahead: tokens of a mini-batch see later ones.
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
-        beside: what recomputation would miss (`recompute.captured`), by what a call has; looked at once.
+        checked: kinds of tokens (`Tokens.kind`) that are known to fit the parts.
+        beside: what recomputation would miss (`execution.captured`), by what a call has; looked at once.
         decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
     """
 
@@ -56,6 +80,7 @@ class Plan:
     outer: str = "exact"
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
+    checked: set[tuple[object, ...]] = field(default_factory=set)
     decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
     beside: dict[tuple[object, ...], list[str]] = field(default_factory=dict)
     said: set[tuple[str, str, str]] = field(default_factory=set)
@@ -77,6 +102,7 @@ class Plan:
             self,
             kernels=list(self.kernels),
             shapes=dict(self.shapes),
+            checked=set(self.checked),
             decoders=dict(self.decoders),
             said=set(self.said),
         )
