@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+INNER = "metattt.inner"  # there, imports for types count, too
 PACKAGE = Path(__file__).resolve().parent.parent / "metattt"
 
 
@@ -65,14 +66,12 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def table() -> dict[str, list[str]]:
-    """Part -> what it may import, from top to bottom."""
+    """Part -> what it may import, from top to bottom; small parts may share a row."""
     rows = re.findall(
-        r"^\| `(\w+)` \| .* \|([^|]*)\|$", (PACKAGE / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+        r"^\| ((?:`\w+` )+)\| .* \|([^|]*)\|$", (PACKAGE / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
     )
-    return {name: re.findall(r"`([\w.]+)`", allowed) for name, allowed in rows}
-
-
-INNER = "metattt.inner"
+    names = re.compile(r"`([\w.]+)`")
+    return {name: names.findall(allowed) for parts, allowed in rows for name in names.findall(parts)}
 
 
 def test_no_circle_of_modules() -> None:

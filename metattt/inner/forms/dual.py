@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,11 +48,10 @@ def record(
         weights = RecordingWeights(anchor, loop.slow, loop.matmul_dtype)
         losses = loop.losses(weights, k, v)
         wanted = losses.sum((0, 1)).unbind() if by_token else [losses.sum()]
-        options = {"create_graph": keep, "retain_graph": keep or by_token}
-        options |= {"allow_unused": True, "materialize_grads": True}
+        grad = partial(torch.autograd.grad, create_graph=keep, retain_graph=keep or by_token, allow_unused=True)
         found: list[Sequence[Tensor]] = []
         for total in wanted:
-            found.append(torch.autograd.grad(total, weights.outputs, **options))
+            found.append(grad(total, weights.outputs, materialize_grads=True))
     return weights.uses if keep else _constant(weights.uses), found
 
 

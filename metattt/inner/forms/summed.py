@@ -43,9 +43,9 @@ def chunk(
         found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
     scales = loop.learner.step_scales
     after = dict(memory)
-    for (base, (factors, _)), sums in zip(how.advance.items(), found, strict=True):
+    for (base, (kept, _)), sums in zip(how.advance.items(), found, strict=True):
         moved = {name: scaled(g, scales.get(name)) for name, g in zip(names, sums, strict=True)}
-        after[base] = combine(memory, factors, moved)
+        after[base] = combine(memory, kept, moved)
     return None, after
 
 
