@@ -100,9 +100,9 @@ def say_cut(parts: Parts, phase: int | None, layout: ColumnLayout, count: int) -
     T."""
     begun = phase == 0 or parts.plan.period is None
     whole = begun and (layout.phase == 0 or all(block.commit is True for block in layout.blocks))
-    if whole or parts.plan.said_cut or torch.compiler.is_compiling():
+    if whole or ("cut",) in parts.plan.said or torch.compiler.is_compiling():
         return
-    parts.plan.said_cut = True
+    parts.plan.said.add(("cut",))
     warnings.warn(
         "optimizer.read=block answers a mini-batch of "
         f"optimizer.mini_batch_size={parts.rule.mini_batch_size} tokens by what all of them teach, and this "

@@ -30,19 +30,19 @@ class Committed:
 
     def __init__(self, loop: Parts, weights: Tensors, tokens: Tokens):
         self.weights, self.k, self.v, self.q = weights, tokens.views.k, tokens.views.v, tokens.views.q
-        self._work, self._tokens = loop, tokens
+        self._loop, self._tokens = loop, tokens
 
     def predict(self, x: Tensor) -> Tensor:
         """f(x; W_a), `[B, H, n, d]`."""
-        return self._work.predict(self.weights, x)
+        return self._loop.predict(self.weights, x)
 
     def losses(self) -> Tensor:
         """ℓ(f(k_t; W_a), v_t), `[B, H, n]`."""
-        return self._work.task.loss(self.predict(self.k), self.v)
+        return self._loop.task.loss(self.predict(self.k), self.v)
 
     def gradient_norms(self) -> Tensor:
         """‖∇ℓ_t(W_a)‖ over all fast weights, `[B, H, n]`."""
-        loop = self._work
+        loop = self._loop
         if loop.plan.form == "dual":
             uses, deltas = dual.record(loop, self.weights, self._tokens)
             gram = dual.PerTokenGradients(uses, deltas[0], loop.matmul_dtype).gram()
@@ -56,7 +56,7 @@ class Committed:
 
     def _one_by_one(self) -> Tensor:
         """‖∇ℓ_t‖² by a backward pass per token, for learners whose tokens look at each other."""
-        loop, names = self._work, list(self.weights)
+        loop, names = self._loop, list(self.weights)
 
         def losses(*weights: Tensor) -> Tensor:
             accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype)

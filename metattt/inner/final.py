@@ -44,9 +44,7 @@ def steps(
             memory = again if is_filled is None else choose(is_filled.any(1), again, memory, {**memory, **again})
 
 
-def predictions(
-    loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block]
-) -> Tensor:
+def predictions(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block]) -> Tensor:
     """All queries answered by one set of weights, in pieces that are recomputed in the backward pass: mini-batches
     where their tokens see each other."""
     count, size = tokens.views.q.shape[2], loop.rule.compute_chunk or 2048

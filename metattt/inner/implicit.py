@@ -27,7 +27,7 @@ from metattt.inner.tokens import Block, Tokens
 from metattt.memory import Memory
 from metattt.state import Tensors
 
-CONVERGED = 1e-3  # of the first step: the last one may be so long
+CONVERGED = 1e-3  # the length of the last step by that of the first, at most
 ITERATIONS = 1000  # of conjugate gradients, at most
 
 

@@ -63,6 +63,7 @@ class Plan:
         checked: kinds of tokens (`Tokens.kind`) that are known to fit the parts.
         beside: what recomputation would miss (`execution.captured`), by what a call has; looked at once.
         decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
+        said: what has been told in the log, or by a warning, and is not told again.
     """
 
     form: str
@@ -83,8 +84,7 @@ class Plan:
     checked: set[tuple[object, ...]] = field(default_factory=set)
     decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
     beside: dict[tuple[object, ...], list[str]] = field(default_factory=dict)
-    said: set[tuple[str, str, str]] = field(default_factory=set)
-    said_cut: bool = False  #: that a call cuts the mini-batches of a `block` read
+    said: set[tuple[str, ...]] = field(default_factory=set)
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
 
     @property
@@ -109,8 +109,8 @@ class Plan:
 
     def say_stored(self, beside: list[str]) -> None:
         """Once, that mini-batches are stored because of tensors that recomputation would miss."""
-        if ("stored", "", "") not in self.said:
-            self.said.add(("stored", "", ""))
+        if ("stored",) not in self.said:
+            self.said.add(("stored",))
             log.warning(
                 "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s by "
                 "a closure or a tensor made outside; use parameters as attributes of a part, or set layer.group_size=0",

@@ -22,9 +22,7 @@ def chunk(
     """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
     `FORMS`."""
     rule, pairs = loop.rule, tokens.views.k.shape[2] // tokens.views.q.shape[2]
-    if (
-        pairs > 1 and not loop.task.together
-    ):  # one after the other: each pair is a step of its own, and one of them is read
+    if pairs > 1 and not loop.task.together:  # each pair is a step of its own, and one of them is read
         y, seen_at = None, pairs - 1 if read == "inclusive" else 0
         for i in range(pairs):
             pair = tokens.map(lambda x, i=i: x[:, :, i : i + 1]).with_views(q=tokens.views.q)  # type: ignore[misc]
