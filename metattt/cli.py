@@ -53,7 +53,7 @@ COMMANDS = {  # name: (what it does, module, function)
     ),
     "layers": (
         "the known layers: family and paper, three parts, state and cost of each; with layer=<name>, its equations",
-        "metattt.known_layers",
+        "metattt.catalog.known_layers",
         "layers",
     ),
     "runs": (

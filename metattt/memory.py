@@ -42,11 +42,11 @@ def at_start(
     held = [slot for slot in slots if slot in WEIGHTS and slot != "weights"]
     if "commit" not in held and "anchor" not in held:
         held.append("weights")
-    memory: Memory = {slot: {} for slot in held}
+    memory: Memory = {}
     for name, value in init:
+        start = value.to(dtype).expand(batch, *value.shape)
         for slot in held:
-            start = value.to(dtype).expand(batch, *value.shape)
-            memory[slot][name] = start.clone(memory_format=torch.contiguous_format)
+            memory.setdefault(slot, {})[name] = start.clone(memory_format=torch.contiguous_format)
     return memory
 
 

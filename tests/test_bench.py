@@ -17,10 +17,10 @@ from metattt.bench.published_decoding import PublishedDecoding
 from metattt.bench.report import Check, Panel, Report, looks_of, markdown_table
 from metattt.bench.state import StateAndCost
 from metattt.bench.timing import in_turn, ratios, summary
+from metattt.catalog.known_layers import known_layers, readable
+from metattt.catalog.layer_measures import examine
 from metattt.cli import main
 from metattt.errors import MetaTTTError
-from metattt.known_layers import known_layers, readable
-from metattt.layer_measures import examine
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_is_known_of_a_layer(name: str, causal: bool, state: str | None, gr
 
 
 def test_metattt_layers_lists_every_layer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("metattt.known_layers.known_layers", lambda _: ["delta_net", "lact"])
+    monkeypatch.setattr("metattt.catalog.known_layers.known_layers", lambda _: ["delta_net", "lact"])
     assert main(["layers", "dim=16", "num_heads=2"]) == 0
     out = capsys.readouterr().out
     for word in ("delta_net", "lact", "swiglu", "block_momentum", "orthogonalize=true", "anchor=online"):

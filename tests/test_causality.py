@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from metattt.catalog.known_layers import known_layers
 from metattt.checkpoints.record import RECORD, make_record
 from metattt.checkpoints.trained import load_model
 from metattt.cli import main
@@ -20,7 +21,6 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.inner.causality import Causality, declared, found_out
-from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
 from metattt.learners import Linear
 from metattt.models.language_model import LanguageModel

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import metattt
+from metattt.catalog.layer_measures import examine
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
 from metattt.checkpoints.writing import write_model
@@ -22,7 +23,6 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer
-from metattt.layer_measures import examine
 from metattt.learners import KernelEstimator, Linear
 from metattt.measures.inner_health import inner_health
 from metattt.mixers.mamba2 import Mamba2

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import metattt
+from metattt.catalog.known_layers import known_layers
 from metattt.errors import MetaTTTError
-from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
 from metattt.learners import Convolution, GlobalEstimator, Learner, ModuleLearner, SwiGLU
 from metattt.optimizers import GradientDescent, InnerOptimizer

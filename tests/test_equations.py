@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from metattt import TTTLayer, build
+from metattt.catalog.equations import equations, text
 from metattt.cli import main
-from metattt.equations import equations, text
 from metattt.learners import MLP, Learner, Linear, Weight
 from metattt.optimizers import BlockRule, Gates, GradientDescent, InnerOptimizer, Sign
 from metattt.tasks import Reconstruction, Task, Views

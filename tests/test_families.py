@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from metattt.catalog.families import FAMILIES, OWN, Source, ordered, source, sources
+from metattt.catalog.known_layers import MEASURED, known_layers, written_down
+from metattt.catalog.layer_measures import Operations, examine, write_down
+from metattt.catalog.page import INTRO, MARK, place_of
 from metattt.cli import main
 from metattt.errors import MetaTTTError
-from metattt.families import FAMILIES, OWN, Source, ordered, source, sources
-from metattt.known_layers import MEASURED, known_layers, written_down
-from metattt.layer_measures import Operations, examine, write_down
-from metattt.layer_page import INTRO, MARK, place_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "layers.md"
 SIZE = ("dim=8", "num_heads=2")
@@ -92,17 +92,17 @@ def test_the_committed_page_is_that_of_the_configurations(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["delta_net", "self_attention", "lact_block", "longhorn"])
 def test_what_is_written_down_is_so(name: str) -> None:
-    assert written_down(64, 4)[name] == examine(name, 64, 4), "run `python -m metattt.layer_measures`"
+    assert written_down(64, 4)[name] == examine(name, 64, 4), "run `python -m metattt.catalog.layer_measures`"
 
 
 def test_every_layer_is_written_down_as_it_is_configured() -> None:
-    assert set(written_down(64, 4)) == set(known_layers()), "run `python -m metattt.layer_measures`"
+    assert set(written_down(64, 4)) == set(known_layers()), "run `python -m metattt.catalog.layer_measures`"
     assert written_down(32, 4) == {} == written_down(64, 2)  # these are measured
 
 
 @pytest.mark.slow
 def test_all_that_is_written_down_is_so() -> None:
-    assert MEASURED.read_text() == write_down(64, 4), "run `python -m metattt.layer_measures`"
+    assert MEASURED.read_text() == write_down(64, 4), "run `python -m metattt.catalog.layer_measures`"
 
 
 def test_the_table_needs_no_torch() -> None:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data import ByteTokenizer
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate, sample
 from metattt.generation.text import Continuation, generate_text
-from metattt.known_layers import known_layers
 from metattt.models import LanguageModel
 
 TOKENIZER = ByteTokenizer()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+INNER = "metattt.inner"  # there, imports for types count, too
 PACKAGE = Path(__file__).resolve().parent.parent / "metattt"
 
 
@@ -19,26 +20,27 @@ def modules(package: Path) -> dict[str, Path]:
     return {name.removesuffix(".__init__"): file for name, file in found.items()}
 
 
-def statements(nodes: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported: functions and `if TYPE_CHECKING` are left out."""
+def statements(nodes: Sequence[ast.stmt], types: bool = False) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported: functions are left out, and unless `types`, `if TYPE_CHECKING`."""
     for node in nodes:
         yield node
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from statements(node.orelse)
+            yield from statements([*(node.body if types else []), *node.orelse], types)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for part in ("body", "orelse", "finalbody"):
-                yield from statements(getattr(node, part, []))
+                yield from statements(getattr(node, part, []), types)
             for branch in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-                yield from statements(branch.body)
+                yield from statements(branch.body, types)
 
 
-def imports(package: Path) -> dict[str, set[str]]:
-    """Module of `package` -> modules of `package` that it imports when it is imported itself."""
+def imports(package: Path, types: str = "/") -> dict[str, set[str]]:
+    """Module of `package` -> modules of `package` that it imports when it is imported itself; modules whose names begin
+    with `types` also those that they import for their types alone."""
     files = modules(package)
     graph: dict[str, set[str]] = {}
     for name, file in files.items():
         found: set[str] = set()
-        for node in statements(ast.parse(file.read_text(encoding="utf-8")).body):
+        for node in statements(ast.parse(file.read_text(encoding="utf-8")).body, name.startswith(types)):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -64,20 +66,21 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def table() -> dict[str, list[str]]:
-    """Part -> what it may import, from top to bottom."""
+    """Part -> what it may import, from top to bottom; small parts may share a row."""
     rows = re.findall(
-        r"^\| `(\w+)` \| .* \|([^|]*)\|$", (PACKAGE / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+        r"^\| ((?:`\w+` )+)\| .* \|([^|]*)\|$", (PACKAGE / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
     )
-    return {name: re.findall(r"`([\w.]+)`", allowed) for name, allowed in rows}
+    names = re.compile(r"`([\w.]+)`")
+    return {name: names.findall(allowed) for parts, allowed in rows for name in names.findall(parts)}
 
 
 def test_no_circle_of_modules() -> None:
-    assert circle(imports(PACKAGE)) == []
+    assert circle(imports(PACKAGE, INNER)) == []
 
 
 def test_no_circle_of_folders() -> None:
     folders: dict[str, set[str]] = {}
-    for module, used in imports(PACKAGE).items():
+    for module, used in imports(PACKAGE, INNER).items():
         folders.setdefault(part(module), set()).update({part(one) for one in used} - {part(module)})
     assert circle(folders) == []
 
@@ -94,7 +97,7 @@ def test_every_part_has_a_row() -> None:
 def test_arrows_are_those_of_the_table() -> None:
     listed = table()
     strangers = []
-    for module, used in sorted(imports(PACKAGE).items()):
+    for module, used in sorted(imports(PACKAGE, INNER).items()):
         allowed = {f"metattt.{one}" for one in (part(module), *listed.get(part(module), ())) if one != "metattt"}
         strangers += [
             f"{module} imports {one}"
@@ -122,5 +125,6 @@ def test_what_counts_as_an_import(tmp_path: Path, source: str, found: set[str]) 
         (package / f"{name}.py").touch()
     (package / "a.py").write_text(source)
     assert imports(package)["sample.a"] == found
+    assert imports(package, "sample")["sample.a"] == ({"sample.b"} if "TYPE_CHECKING" in source else found)
     (package / "b.py").write_text("import sample.a")
     assert bool(circle(imports(package))) == ("sample.b" in found)

@@ -17,6 +17,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
 import metattt
+from metattt.catalog.layer_measures import examine
 from metattt.cli import main
 from metattt.combined import Combined
 from metattt.composition.compose import compose
@@ -24,7 +25,6 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
 from metattt.inner.causality import found_out
-from metattt.layer_measures import examine
 from metattt.mixers import Longhorn, Mamba, Mamba2, Mixer
 from metattt.mixers.chunks import by_chunks
 from metattt.mixers.duality import duality

@@ -114,8 +114,8 @@ def test_a_model_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     model = instantiate_model(cfg)
     planned = []
-    make_frame = packing.make_frame
-    monkeypatch.setattr(packing, "make_frame", lambda *args: planned.append(1) or make_frame(*args))
+    make_layout = packing.make_layout
+    monkeypatch.setattr(packing, "make_layout", lambda *args: planned.append(1) or make_layout(*args))
     ids = torch.randint(256, (2, 40))
     mask, reset = flags(2, 40)
     with torch.no_grad():

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import metattt
+from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import load_components
 from metattt.errors import MetaTTTError
-from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, NestedTTT, Weight
 from metattt.mixers import Mixer

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from metattt.catalog.known_layers import known_layers
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
 from metattt.checkpoints.writing import write_model
@@ -20,7 +21,6 @@ from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.known_layers import known_layers
 from metattt.models import LanguageModel, from_jax, from_published, to_jax, to_published
 from metattt.models.published_config import build_empty
 from metattt.training.checkpoint_files import write_run

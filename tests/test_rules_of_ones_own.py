@@ -37,7 +37,7 @@ class Own(InnerOptimizer):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.heads = num_heads
-        self.maps = nn.ModuleDict({name: nn.Linear(dim, num_heads) for name in "e" + self.names if name not in "rd"})
+        self.maps = nn.ModuleDict({name: nn.Linear(dim, num_heads) for name in "e" + self.names if name not in "wd"})
         self.weight_lr = nn.Linear(dim, num_heads * len(self.weight_names))
         self.channels = nn.Linear(dim, dim)
 
@@ -89,7 +89,7 @@ EXACT: dict[str, tuple[Callable[..., Learner], Callable[..., InnerOptimizer]]] =
     "a write gate alone, MLP": (MLP, rule(Own, names="k")),
     "a write gate and channel decays": (LINEAR_MAP, online(names="dk")),
     "the same, read before": (LINEAR_MAP, partial(online(names="dk", gradient_at="decayed"), read="exclusive")),
-    "weight_lr": (Linear, partial(rule(Own, names="ar"), read="previous")),
+    "weight_lr": (Linear, partial(rule(Own, names="aw"), read="previous")),
     "decay per mini-batch": (Linear, rule(PerMiniBatch, names="a")),
     "decay per mini-batch, by halves": (Linear, rule(PerMiniBatch, names="ak", update_decays=True)),
 }
@@ -119,8 +119,8 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
             ("max_norm", rule(Own, names=name, max_norm=0.1)),
         )
     },
-    "rates by token": (rule(Own, names="r"), r"Mine gives rates, .* set anchor=minibatch and read=previous"),
-    "rates online": (partial(online(names="r"), read="previous"), r"Mine gives rates, .*optimizer\.anchor=online"),
+    "rates by token": (rule(Own, names="w"), r"Mine gives rates, .* set anchor=minibatch and read=previous"),
+    "rates online": (partial(online(names="w"), read="previous"), r"Mine gives rates, .*optimizer\.anchor=online"),
     "another number of rates": (
         partial(rule(Own, gates=lambda self, x, state, ctx: (three_rates(x), state)), read="previous"),
         r"Mine gives rates of shape \[1, 2, 1, 3\], expected \[B, H, T, 2\]: one for each of w1, b1",

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import metattt
+from metattt.catalog.layer_measures import examine
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.layer_measures import examine
 from metattt.learners import KernelEstimator
 from metattt.optimizers import Append
 from metattt.tasks import Reconstruction

@@ -22,9 +22,8 @@ from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, measure, ratios, summary
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.inner.loop import InnerLoop
-from metattt.inner.plan import Plan
+from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Block, MiniBatches, Tokens
-from metattt.kernels.base import Kernel
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP

@@ -15,13 +15,13 @@ from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.peers import Peer, peers
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, summary
+from metattt.catalog.known_layers import known_layers
+from metattt.catalog.layer_measures import Operations
 from metattt.composition.compose import build
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.inner.planning import ASKED
-from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
-from metattt.layer_measures import Operations
 from metattt.registry import register
 from metattt.testing.specimen import Run, compare, cotangent, distance, gradients, randomize
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.report import Check, Report, Row
+from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_layer, instantiate_model
 from metattt.errors import MetaTTTError, check_choice, check_number
 from metattt.inner.tokens import Tokens
-from metattt.known_layers import known_layers
 from metattt.registry import register
 from metattt.state import State
 from metattt.testing.specimen import distance

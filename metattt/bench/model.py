@@ -14,12 +14,12 @@ from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.ceilings import Ceilings, ceilings
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn, ratios, summary
+from metattt.catalog.known_layers import known_layers
+from metattt.catalog.layer_measures import Operations
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.composition.settings import pick_device
 from metattt.errors import MetaTTTError, check_choice, check_number
-from metattt.known_layers import known_layers
-from metattt.layer_measures import Operations
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.registry import register
 from metattt.testing.specimen import distance, randomize

@@ -13,9 +13,9 @@ from torch import Tensor
 from metattt.bench.base import Benchmark, check_counts, require
 from metattt.bench.report import Check, Panel, Report, Row
 from metattt.bench.timing import in_turn
+from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice, check_integer
-from metattt.known_layers import known_layers
 from metattt.layer import TTTLayer
 from metattt.registry import register
 from metattt.state import State

@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups, plainly
+from metattt.inner.parts import Parts
+from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Block, MiniBatches, Tokens
 from metattt.memory import Memory
 from metattt.modules import transformed
 from metattt.state import Tensors
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-    from metattt.inner.plan import Plan
-    from metattt.kernels.base import Kernel
-
 log = logging.getLogger("metattt")
 
+
 def scan(
-    loop: InnerLoop,
+    loop: Parts,
     tokens: Tokens,
     memory: Memory,
     blocks: Sequence[Block],
@@ -43,23 +40,20 @@ def scan(
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
     outputs: list[Tensor] = []
     runs = _runs(blocks, size, set(memory) == {"commit"}, decoding)
-    parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.length for block in run]) for run in runs])
-    for run, part in zip(runs, parts, strict=True):
-        given, first, y = (
-            MiniBatches(part, memory.get("commit", {}), slow, tau, size, loop.matmul_dtype, loop.group_size),
-            run[0],
-            None,
-        )
-        if _whole(first, size) and set(memory) == {"commit"}:
+    parts = [tokens] if len(runs) == 1 else tokens.split([sum([block.length for block in run]) for _, run in runs])
+    for (whole, run), part in zip(runs, parts, strict=True):
+        given = MiniBatches(part, memory.get("commit", {}), slow, tau, size, loop.matmul_dtype, loop.group_size)
+        y: Tensor | None = None
+        if whole and set(memory) == {"commit"}:
             kernel = kernel_of(loop.plan, given)
             if kernel is not None:
-                with torch.autocast(part.k.device.type, enabled=False):
+                with torch.autocast(part.views.k.device.type, enabled=False):
                     y, weights = kernel.scan(given, partial(_reference, loop))
                 memory = {"commit": weights}
-        elif decoding and sums and _open(first, padded):
+        elif decoding and sums and _open(run[0], padded):
             kernel = decoder_of(loop.plan, given)
             if kernel is not None:
-                y, weights, update = kernel.advance(given, memory.get("update"), first.phase, donate_state)
+                y, weights, update = kernel.advance(given, memory.get("update"), run[0].phase, donate_state)
                 memory = {"commit": weights} if update is None else {"commit": weights, "update": update}
         if y is None:
             y, memory = in_groups(loop, part, memory, run, True)
@@ -131,21 +125,13 @@ def _decided_by(given: MiniBatches) -> tuple[object, ...]:
     return (k.device, tau, given.matmul_dtype, given.size, k.shape[-1], v.shape[-1], *types, *gates)
 
 
-def _reference(loop: InnerLoop, given: MiniBatches) -> tuple[Tensor, Tensors]:
+def _reference(loop: Parts, given: MiniBatches) -> tuple[Tensor, Tensors]:
     """What a kernel computes, by the dual form."""
     blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.views.k.shape[2] // given.size)
     rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
-    y, memory = plainly(loop.but(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
+    y, memory = plainly(loop._replace(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
     assert y is not None
     return y, memory["commit"]
-
-
-def _whole(block: Block, size: int) -> bool:
-    """Whether this is one mini-batch of `size` tokens for all sequences, from its first token to its commit."""
-    phase = block.phase
-    if block.length != size:  # a branch: under torch.compile the comparison itself is symbolic
-        return False
-    return isinstance(phase, int) and phase == 0 and block.commit is True and block.restart is None
 
 
 def _open(block: Block, padded: bool) -> bool:
@@ -154,18 +140,20 @@ def _open(block: Block, padded: bool) -> bool:
     return block.restart is None and (same or (isinstance(block.phase, Tensor) and not padded))
 
 
-def _runs(blocks: Sequence[Block], size: int, committed: bool, decoding: bool) -> list[list[Block]]:
-    """Whole mini-batches together, as a kernel takes them, and what lies between; all of that alone while decoding.
+def _runs(blocks: Sequence[Block], size: int, committed: bool, decoding: bool) -> list[tuple[bool, list[Block]]]:
+    """Blocks together, and whether they are whole mini-batches (of `size` tokens for all sequences, from the first token
+    to the commit), as a kernel takes them; what lies between, block by block while decoding.
 
     `committed`: at the first block a mini-batch begins; where not, the first block ends one that an earlier call began.
     """
-    runs: list[list[Block]] = []
-    kind: bool | None = None
-    for number, block in enumerate(blocks):
-        whole = _whole(block, size) and (committed or number > 0)
-        if kind == whole and (whole or not decoding):
-            runs[-1].append(block)
+    runs: list[tuple[bool, list[Block]]] = []
+    for block in blocks:
+        whole = False
+        if block.length == size:  # a branch: under torch.compile the comparison itself is symbolic
+            begins = isinstance(block.phase, int) and block.phase == 0 and (committed or len(runs) > 0)
+            whole = begins and block.commit is True and block.restart is None
+        if runs and runs[-1][0] == whole and (whole or not decoding):
+            runs[-1][1].append(block)
         else:
-            runs.append([block])
-        kind = whole
+            runs.append((whole, [block]))
     return runs

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.forms import dual, primal
 from metattt.inner.gradients import vjp
+from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import FastWeights
 from metattt.modules import expand_like
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
-
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
 
 EPS = 1e-6  # a norm is √(‖·‖² + ε²): it has a derivative at 0
 
@@ -32,23 +28,23 @@ class Committed:
         k, v, q: views of the tokens, `[B, H, n, ·]`.
     """
 
-    def __init__(self, loop: InnerLoop, weights: Tensors, tokens: Tokens):
+    def __init__(self, loop: Parts, weights: Tensors, tokens: Tokens):
         self.weights, self.k, self.v, self.q = weights, tokens.views.k, tokens.views.v, tokens.views.q
-        self._work, self._tokens = loop, tokens
+        self._loop, self._tokens = loop, tokens
 
     def predict(self, x: Tensor) -> Tensor:
         """f(x; W_a), `[B, H, n, d]`."""
-        return self._work.predict(self.weights, x)
+        return self._loop.predict(self.weights, x)
 
     def losses(self) -> Tensor:
         """ℓ(f(k_t; W_a), v_t), `[B, H, n]`."""
-        return self._work.task.loss(self.predict(self.k), self.v)
+        return self._loop.task.loss(self.predict(self.k), self.v)
 
     def gradient_norms(self) -> Tensor:
         """‖∇ℓ_t(W_a)‖ over all fast weights, `[B, H, n]`."""
-        loop = self._work
+        loop = self._loop
         if loop.plan.form == "dual":
-            uses, deltas = dual.record(loop, self.weights, self._tokens, lambda losses: [losses.sum()])
+            uses, deltas = dual.record(loop, self.weights, self._tokens)
             gram = dual.PerTokenGradients(uses, deltas[0], loop.matmul_dtype).gram()
             squared = gram.diagonal(dim1=-2, dim2=-1)
         elif loop.learner.mixes_tokens:
@@ -60,7 +56,7 @@ class Committed:
 
     def _one_by_one(self) -> Tensor:
         """‖∇ℓ_t‖² by a backward pass per token, for learners whose tokens look at each other."""
-        loop, names = self._work, list(self.weights)
+        loop, names = self._loop, list(self.weights)
 
         def losses(*weights: Tensor) -> Tensor:
             accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype)
@@ -74,7 +70,7 @@ class Committed:
         return torch.stack(norms, dim=-1)
 
 
-def gated(loop: InnerLoop, tokens: Tokens, commit: Tensors) -> Tokens:
+def gated(loop: Parts, tokens: Tokens, commit: Tensors) -> Tokens:
     """Tokens with the gates that the rule gives them in sight of the last commit.
 
     Raises:

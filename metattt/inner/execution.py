@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from metattt.functional import with_values
 from metattt.inner.export import inlined
-from metattt.inner.regions import by_regions
+from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
+from metattt.inner.regions import by_regions
 from metattt.inner.tokens import Block, Tokens, rows
 from metattt.memory import Memory
 from metattt.modules import transformed
@@ -27,14 +27,11 @@ from metattt.state import Tensors
 from metattt.tasks.base import Views
 from metattt.torch_private import saved_tensor_hooks
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-
 STORED = 128  # tokens: a call no longer than this keeps everything for its backward pass instead of running it again
 
 
 def in_groups(
-    loop: InnerLoop, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
+    loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
 ) -> tuple[Tensor | None, Memory]:
     """`InnerLoop.mini_batches`, in groups of `layer.group_size` that are run again in the backward pass."""
     size = loop.group_size
@@ -69,7 +66,7 @@ def in_groups(
     return (torch.cat(outputs, dim=2) if outputs else None), memory
 
 
-def _differentiable(loop: InnerLoop, tokens: Tokens, memory: Memory) -> bool:
+def _differentiable(loop: Parts, tokens: Tokens, memory: Memory) -> bool:
     """Whether the outer loop wants a derivative by anything here."""
     for x in tokens.tensors:
         if x is not None and x.requires_grad:
@@ -81,7 +78,7 @@ def _differentiable(loop: InnerLoop, tokens: Tokens, memory: Memory) -> bool:
 
 
 def plainly(
-    loop: InnerLoop,
+    loop: Parts,
     tokens: Tokens,
     memory: Memory,
     blocks: Sequence[Block],
@@ -104,11 +101,11 @@ def plainly(
             ]
             tokens = Tokens(Views(*[None if x is None else x.to(dtype) for x in views]), tokens.gates)  # type: ignore[arg-type]
         slow = {name: value.to(dtype) for name, value in given.items()}
-        return loop.but(rule=rule, slow=slow).mini_batches(tokens, memory, blocks, read)
+        return loop._replace(rule=rule, slow=slow).mini_batches(tokens, memory, blocks, read)
 
 
 def recomputed(
-    loop: InnerLoop,
+    loop: Parts,
     tokens: Tokens,
     memory: Memory,
     blocks: Sequence[Block],
@@ -130,7 +127,7 @@ def recomputed(
     return y, leaving
 
 
-def captured(loop: InnerLoop, tokens: Tokens, memory: Memory, read: bool) -> list[str]:
+def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> list[str]:
     """Names of tensors that a derivative must reach and recomputation would miss: those that the inner loop comes to by
     a way of its own (a closure, a partial, what `views` made and `loss` uses), not as a token, weight or parameter.
 
@@ -159,7 +156,7 @@ def captured(loop: InnerLoop, tokens: Tokens, memory: Memory, read: bool) -> lis
 
 
 def _as_function(
-    loop: InnerLoop,
+    loop: Parts,
     tokens: Tokens,
     memory: Memory,
     blocks: Sequence[Block],
@@ -184,7 +181,7 @@ def _as_function(
             entering.setdefault(slot, {})[name] = next(rest)
         values = dict(zip(parameters, rest, strict=True))
         task, learner, rule = with_values(parts, values)
-        inside = loop.but(task=task, learner=learner, rule=rule)  # type: ignore[arg-type]
+        inside = loop._replace(task=task, learner=learner, rule=rule)  # type: ignore[arg-type]
         y, leaving = plainly(inside, given, entering, blocks, read)
         after[:] = [(slot, name) for slot, weights in leaving.items() for name in weights]
         return ([y] if y is not None else []) + [leaving[slot][name] for slot, name in after]

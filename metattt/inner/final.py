@@ -4,21 +4,18 @@ queries."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups
+from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
 from metattt.memory import Memory, choose
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-
 
 def steps(
-    loop: InnerLoop,
+    loop: Parts,
     tokens: Tokens,
     memory: Memory,
     blocks: Sequence[Block],
@@ -47,9 +44,7 @@ def steps(
             memory = again if is_filled is None else choose(is_filled.any(1), again, memory, {**memory, **again})
 
 
-def predictions(
-    loop: InnerLoop, tokens: Tokens, memory: Memory, blocks: Sequence[Block]
-) -> Tensor:
+def predictions(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block]) -> Tensor:
     """All queries answered by one set of weights, in pieces that are recomputed in the backward pass: mini-batches
     where their tokens see each other."""
     count, size = tokens.views.q.shape[2], loop.rule.compute_chunk or 2048

@@ -14,25 +14,20 @@ W*, and no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_choice
+from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups
 from metattt.inner.final import steps
+from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
 from metattt.memory import Memory
-from metattt.optimizers.base import InnerOptimizer
 from metattt.state import Tensors
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-    from metattt.learners.base import Learner
-
-OUTER = ("exact", "first_order", "implicit")
-CONVERGED = 1e-3  # of the first step: the last one may be so long
+CONVERGED = 1e-3  # the length of the last step by that of the first, at most
 ITERATIONS = 1000  # of conjugate gradients, at most
 
 
@@ -41,43 +36,8 @@ def tolerance(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** (2 / 3))
 
 
-def check_outer(outer: str, learner: Learner, optimizer: InnerOptimizer) -> None:
-    """Refuses an outer derivative that a combination does not have.
-
-    Raises:
-        MetaTTTError: naming the override.
-    """
-    check_choice("layer.outer", outer, OUTER)
-    if outer == "exact":
-        return
-    if not learner.has_weights:
-        raise MetaTTTError(
-            f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set layer.outer=exact"
-        )
-    if outer == "first_order":
-        return
-    kind = type(optimizer)
-    linear = all(getattr(kind, name) is getattr(InnerOptimizer, name) for name in ("coefficients", "current", "commit"))
-    for wrong, reason in (
-        (optimizer.read != "final", f"optimizer.read={optimizer.read} (set it to final)"),
-        (
-            optimizer.anchor != "batch",
-            f"optimizer.anchor={optimizer.anchor} (set it to batch, or optimizer.sampling=full)",
-        ),
-        (not linear, f"{kind.__name__}, which is not gradient descent"),
-        (optimizer.has_momentum, "momentum"),
-        (optimizer.accumulates, "token steps or clipping"),
-        (bool(learner.step_scales), "learner.step_scale"),
-    ):
-        if wrong:
-            raise MetaTTTError(
-                f"layer.outer=implicit needs steps on all tokens of a call until they end, not {reason}: "
-                "or set layer.outer=exact"
-            )
-
-
 def converged(
-    loop: InnerLoop,
+    loop: Parts,
     tokens: Tokens,
     memory: Memory,
     blocks: Sequence[Block],

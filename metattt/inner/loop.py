@@ -23,33 +23,24 @@ of tokens; how many of them are run together, and with which of them kept for a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from metattt.inner.by_kernel import scan
-from metattt.inner.checks import check_call, say_cut
+from metattt.inner.checks import check_places, check_tokens, say_cut
 from metattt.inner.committed import gated
 from metattt.inner.execution import in_groups
 from metattt.inner.final import predictions, steps
 from metattt.inner.forms import FORMS, SHARE
 from metattt.inner.implicit import converged
 from metattt.inner.packing import Packing, make_layout, mask_gates
+from metattt.inner.parts import Parts
 from metattt.inner.replay import begun_again, tail
-from metattt.inner.tokens import Block, Tokens, consecutive, joined
-from metattt.learners.base import Learner
-from metattt.learners.fast_weights import FastWeights
-from metattt.memory import Memory, at_start, choose
-from metattt.modules import expand_like
-from metattt.optimizers.base import InnerOptimizer
+from metattt.inner.tokens import Block, Tokens, joined
+from metattt.memory import Memory, choose
 from metattt.state import Context, State, Tensors
-from metattt.tasks.base import Task
-
-if TYPE_CHECKING:
-    from metattt.inner.plan import Plan
-
 
 
 class Result(NamedTuple):
@@ -61,50 +52,9 @@ class Result(NamedTuple):
     learner: Tensors
 
 
-@dataclass(eq=False)
-class InnerLoop:
-    """The three parts at work along a sequence; made for one call.
-
-    Args:
-        rule: the inner optimizer.
-        plan: what is known of the combination.
-        group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores
-            everything (a kernel takes a size of its own then).
-        matmul_dtype: type to which matmul operands are rounded: that of the views.
-        slow: the learner's outer-loop weights `[H, *shape]` in the type of the fast ones, while mini-batches are run.
-    """
-
-    task: Task
-    learner: Learner
-    rule: InnerOptimizer
-    plan: Plan
-    group_size: int | None = None
-    matmul_dtype: torch.dtype = torch.float32
-    slow: Tensors = field(default_factory=dict)
-
-    def but(
-        self,
-        *,
-        task: Task | None = None,
-        learner: Learner | None = None,
-        rule: InnerOptimizer | None = None,
-        matmul_dtype: torch.dtype | None = None,
-        slow: Tensors | None = None,
-    ) -> InnerLoop:
-        """The same loop with some of its parts exchanged. (Compilers do not follow `dataclasses.replace`.)"""
-        return InnerLoop(
-            self.task if task is None else task,
-            self.learner if learner is None else learner,
-            self.rule if rule is None else rule,
-            self.plan,
-            self.group_size,
-            self.matmul_dtype if matmul_dtype is None else matmul_dtype,
-            self.slow if slow is None else slow,
-        )
-
-    def start(self, batch: int, dtype: torch.dtype) -> Memory:
-        """What a fresh sequence carries: W0, or what the rule makes of it."""
-        return self.rule.begin(at_start(self.plan.slots, self.learner.init.items(), batch, dtype))
+class InnerLoop(Parts):
+    """The parts along a sequence: `run` a call, its `columns`, their `mini_batches`, one `mini_batch`; what it reads, and
+    how it is `learn`ed."""
 
     def run(
         self, tokens: Tokens, state: State, after: Tensor, ctx: Context, packing: Packing | None, donate_state: bool = False
@@ -117,31 +67,30 @@ class InnerLoop:
             after: `[B]` tokens since the start of the document, after the call.
             donate_state: the state's weights may be written over.
         """
-        check_call(self, tokens, state, ctx)
-        loop, plan, memory = self.but(matmul_dtype=tokens.views.k.dtype), self.plan, state.weights
+        rule, plan, memory, count = self.rule, self.plan, state.weights, tokens.views.q.shape[2]
+        known = tokens.kind in plan.checked and (rule.has_token_steps or rule.token_steps() is None)
+        if torch.compiler.is_compiling() or not known:
+            check_tokens(self, tokens)
+        if ctx.valid is not None or ctx.first is not None or state.phase is None:
+            check_places(self, state, ctx)
         if not memory:
             memory, donate_state = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
         if plan.replays:
-            size, count = self.rule.mini_batch_size, tokens.views.k.shape[2]
-            placed, layout = begun_again(plan, tokens, state, ctx, size)
-            say_cut(self, state.phase, layout.phase, layout.blocks, tokens)
-            y, memory = loop.columns(placed, memory, layout.blocks, layout.is_filled, after, False)
-            y = layout.gather(y)
-            return Result(y[:, :, y.shape[2] - count :], memory, layout.phase, tail(placed, layout, after, size))
-        plain: list[Block] = []
-        phase = 0 if plan.period is None else state.phase
-        if phase is not None and ctx.first is None:
-            plain, end = consecutive(tokens.views.k.shape[2], phase, plan.block)
-            if ctx.valid is None:
-                say_cut(self, phase, end, plain, tokens)
-                y, memory = loop.columns(tokens, memory, plain, None, after, donate_state)
-                return Result(y, memory, 0 if plan.period is None else end, {})
-        make = make_layout if packing is None else packing.layout
-        layout = make(ctx, state, plan.period, plan.block, plain)
-        say_cut(self, phase, layout.phase, layout.blocks, tokens)
-        placed = mask_gates(tokens if layout.source is None else tokens.map(layout.scatter), layout.is_filled)
-        y, memory = loop.columns(placed, memory, layout.blocks, layout.is_filled, after, donate_state)
-        return Result(layout.gather(y), memory, layout.phase, {})
+            tokens, layout = begun_again(plan, tokens, state, ctx, rule.mini_batch_size)
+        else:
+            layout = (make_layout if packing is None else packing.layout)(ctx, state, plan.period, plan.block)
+        if rule.read == "block":
+            say_cut(self, state.phase, layout, count)
+        if layout.source is not None:
+            tokens = tokens.map(layout.scatter)
+        if layout.is_filled is not None:
+            tokens = mask_gates(tokens, layout.is_filled)
+        loop = self._replace(matmul_dtype=tokens.views.k.dtype)
+        y, memory = loop.columns(tokens, memory, layout.blocks, layout.is_filled, after, donate_state)
+        y = y if layout.column is None else layout.gather(y)
+        if plan.replays:
+            y, open_ = y[:, :, y.shape[2] - count :], tail(tokens, layout, after, rule.mini_batch_size)
+        return Result(y, memory, layout.phase, open_ if plan.replays else {})
 
     def columns(
         self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], is_filled: Tensor | None, after: Tensor, donate_state: bool
@@ -201,69 +150,32 @@ class InnerLoop:
     ) -> tuple[Tensor | None, Memory, Memory]:
         """The inner steps on one block: what queries see if `read` says which weights, the memory before the commit and
         after it."""
-        entering, rule, y = memory, self.rule, None
+        entering, rule, plan, y = memory, self.rule, self.plan, None
         steps = rule.steps if rule.read != "final" else 1
-        in_common = self.task.together and self.plan.form in SHARE and tokens.in_common
-        size = self._chunk_size(tokens, block, in_common)
+        in_common = self.task.together and plan.form in SHARE and tokens.in_common
+        size = plan.chunk or block.length  # tokens whose gradients are taken together
+        if tokens.gates.decay is not None and plan.form == "solved":
+            size = block.length  # it splits them itself
+        elif tokens.views.k.ndim == 5 and not in_common:
+            size = max(1, size // tokens.views.k.shape[3])
         for step in range(1, steps + 1):
             phase, ys = block.phase, []
             for piece in [tokens] if size >= block.length else tokens.split(size):
-                if self.plan.sees_weights:
+                if plan.sees_weights:
                     piece = gated(self, piece, memory["commit"])
                 memory = rule.observe(memory, piece.gates)
                 piece = piece if piece.views.k.ndim == 4 else piece.apart(in_common and piece.in_common)
-                y, memory = FORMS[self.plan.form](self, piece, memory, phase, read)
+                y, memory = FORMS[plan.form](self, piece, memory, phase, read)
                 phase = phase + piece.views.q.shape[2]
                 ys.append(y)
             before = memory
-            if "commit" in memory and (step < steps or block.commit is not False):
-                memory = self._commit(memory, block, step == steps)
-        if self.plan.replays or steps > 1:
+            if "commit" in memory and (step < steps or block.commit is not False):  # `W_a ← W_t`
+                memory = rule.commit(before, block.filled)
+                if step == steps and isinstance(block.commit, Tensor):
+                    memory = choose(block.commit, memory, before, [slot for slot in {**before, **memory} if slot != "factors"])
+        if plan.replays or steps > 1:
             memory = _only_complete(entering, memory, block.commit)
         return (torch.cat(ys, dim=2) if read is not None and len(ys) > 1 else y), before, memory  # type: ignore[arg-type]
-
-    def _chunk_size(self, tokens: Tokens, block: Block, in_common: bool) -> int:
-        """Tokens whose gradients are taken together."""
-        if tokens.gates.decay is not None and self.plan.form == "solved":
-            return block.length  # it splits them itself
-        size = self.plan.chunk or block.length
-        return size if tokens.views.k.ndim == 4 or in_common else max(1, size // tokens.views.k.shape[3])
-
-    # -- the parts, at one set of weights per sequence -----------------------------------------------------------------
-
-    def predict(self, weights: Tensors, q: Tensor) -> Tensor:
-        """Queries `[B, H, n, d]` answered by one set of weights per sequence."""
-        return self.learner.predict(FastWeights(weights, self.slow, self.matmul_dtype), q)
-
-    def losses(self, weights: FastWeights, k: Tensor, v: Tensor) -> Tensor:
-        """ℓ per token, `[B, H, T]`."""
-        return self.task.loss(self.learner.predict(weights, k), v)
-
-    def anchor(self, tokens: Tokens, memory: Memory, phase: int | Tensor) -> Tensors:
-        """The weights at which the chunk's gradients are taken."""
-        if self.rule.anchor != "online":
-            return memory["anchor" if self.rule.anchor == "batch" else "commit"]
-        weights = self.rule.current(memory, phase)
-        if self.rule.gradient_at == "decayed":
-            return decayed(weights, tokens, 0)
-        return weights
-
-    def _commit(self, memory: Memory, block: Block, last: bool) -> Memory:
-        """`W_a ← W_t` where the mini-batch is complete."""
-        after = self.rule.commit(memory, block.filled)
-        if not last or block.commit is True:
-            return after
-        assert isinstance(block.commit, Tensor)
-        return choose(block.commit, after, memory, [slot for slot in {**memory, **after} if slot != "factors"])
-
-
-def decayed(weights: Tensors, tokens: Tokens, at: int) -> Tensors:
-    """The weights after the decay of a token."""
-    if tokens.gates.alpha is not None:
-        weights = {name: expand_like(tokens.gates.alpha[:, :, at], x) * x for name, x in weights.items()}
-    if tokens.gates.decay is not None:
-        weights = {name: tokens.gates.decay[:, :, at].exp().unsqueeze(-1) * x for name, x in weights.items()}
-    return weights
 
 
 def _only_complete(before: Memory, after: Memory, complete: bool | Tensor) -> Memory:

@@ -13,26 +13,25 @@ layers of a model share one `Packing`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import Block, Tokens
+from metattt.inner.tokens import Block, Tokens, consecutive
 from metattt.state import Context, State
 
 
-@dataclass(frozen=True)
-class ColumnLayout:
+class ColumnLayout(NamedTuple):
     """The layout of one call: its blocks, and how tokens get to columns and back.
 
     Attributes:
         blocks: what the scan walks over.
         source: `[B, columns]` token at each column, T where there is none; None if columns are tokens.
         column: `[B, T]` column of each token; None likewise.
-        live: `[B, columns]` filled columns; None if all are.
+        is_filled: `[B, columns]` filled columns; None if all are.
         phase: `pos mod b` after the call, None if it differs between sequences.
     """
 
@@ -44,14 +43,14 @@ class ColumnLayout:
 
     def scatter(self, x: Tensor) -> Tensor:
         """`[B, H, T, ...]` to `[B, H, columns, ...]`, zeros in unfilled columns."""
-        if self.source is None:
-            return x
+        assert self.source is not None
         padded = torch.cat([x, x.new_zeros(*x.shape[:2], 1, *x.shape[3:])], dim=2)
         return _gather(padded, self.source)
 
     def gather(self, y: Tensor) -> Tensor:
-        """The inverse of `place` on filled columns."""
-        return y if self.column is None else _gather(y, self.column)
+        """The inverse of `scatter` on filled columns."""
+        assert self.column is not None
+        return _gather(y, self.column)
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
@@ -152,13 +151,13 @@ class Packing:
         last = (lengths - 1).clamp(min=0).unsqueeze(1)
         return positions, torch.where(lengths > 0, positions.gather(1, last).squeeze(1) + 1, pos)
 
-    def layout(self, ctx: Context, state: State, period: int | None, block: int, plain: Sequence[Block]) -> ColumnLayout:
+    def layout(self, ctx: Context, state: State, period: int | None, block: int) -> ColumnLayout:
         """As `make_layout`, once for all layers that stand at the same `pos` and have the same mini-batches."""
         if torch.compiler.is_compiling():
-            return make_layout(ctx, state, period, block, plain)
+            return make_layout(ctx, state, period, block)
         key = (id(state.pos), state.phase, period, block)
         if key not in self._layouts:
-            self._layouts[key] = state.pos, make_layout(ctx, state, period, block, plain, self.host)
+            self._layouts[key] = state.pos, make_layout(ctx, state, period, block, self.host)
         return self._layouts[key][1]
 
     @staticmethod
@@ -240,7 +239,7 @@ def _sorted(mask: Tensor | None, reset: Tensor | None, order: Tensor | None) -> 
     return mask, reset
 
 
-# -- frames ------------------------------------------------------------------------------------------------------------
+# -- columns -----------------------------------------------------------------------------------------------------------
 
 
 Host = tuple[Tensor | None, Tensor | None]
@@ -251,7 +250,6 @@ def make_layout(
     state: State,
     period: int | None,
     block: int,
-    plain: Sequence[Block],
     host: Host | None = None,
     open_: Tensor | None = None,
     lead: Tensor | None = None,
@@ -262,23 +260,22 @@ def make_layout(
         state: where sequences stand before the call.
         period: tokens after which the rule repeats itself; None if it never looks at the phase.
         block: tokens that the scan hands on together; equal to `period` if there is one.
-        plain: the blocks, if all tokens were real and of one document.
         host: `ctx.valid` and `ctx.first` on the host, where they are at hand.
         open_: `[B]` columns before the first real token; None: its place in its mini-batch.
         lead: `[B]` column of index 0 in `ctx`; below `open_` where `ctx` begins with unfilled slots. None: the same.
     """
-    length, phase = ctx.positions.shape[1], state.phase
-    phase = 0 if period is None else phase
+    length, phase = ctx.positions.shape[1], 0 if period is None else state.phase
+    if ctx.first is None and phase is not None:
+        blocks, end = consecutive(length, phase, block)
+        if ctx.valid is not None:
+            return _padded(ctx.valid, phase, period, block, blocks, host)
+        return ColumnLayout(blocks, None, None, None, 0 if period is None else end)
     if period is None or (open_ is None and phase is not None and not torch.compiler.is_compiling()):
         at = "cpu" if not torch.compiler.is_compiling() else state.pos.device  # the host knows it, and lays tokens out
         open_ = torch.full(state.pos.shape, phase or 0, dtype=torch.long, device=at)
         lead = open_ if lead is None or period is None else lead
     open_ = state.pos % block if open_ is None else open_
     lead = open_ if lead is None else lead
-    if ctx.first is None and phase is not None:
-        if ctx.valid is not None:
-            return _padded(ctx.valid, phase, period, block, plain, host)
-        return ColumnLayout(plain, None, None, None, 0 if period is None else (phase + length) % block)
     if ctx.first is None and length == 1:
         return _single(ctx, open_, block)
     return _unaligned(ctx, open_, lead, block, None if period is not None else 0, host)
@@ -332,9 +329,8 @@ def _told_apart(
 
 def _single(ctx: Context, phase: Tensor, block: int) -> ColumnLayout:
     """One token per sequence, each at a place of its own."""
-    is_filled = None if ctx.valid is None else ctx.valid
-    seen = torch.ones_like(phase) if is_filled is None else is_filled[:, 0].long()
-    return ColumnLayout([Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, is_filled, None)
+    seen = torch.ones_like(phase) if ctx.valid is None else ctx.valid[:, 0].long()
+    return ColumnLayout([Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, ctx.valid, None)
 
 
 def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int | None, host: Host | None) -> ColumnLayout:
@@ -382,10 +378,8 @@ def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int |
     return ColumnLayout(made, source, column, is_filled, end)
 
 
-def mask_gates(tokens: Tokens, is_filled: Tensor | None) -> Tokens:
+def mask_gates(tokens: Tokens, is_filled: Tensor) -> Tokens:
     """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0, no decay. `is_filled` `[B, columns]`."""
-    if is_filled is None:
-        return tokens
     is_filled = is_filled.unsqueeze(1)
     eta, alpha, beta, kappa, weight_lr, decay = tokens.gates
     if kappa is None and not (alpha is None and beta is None and weight_lr is None):

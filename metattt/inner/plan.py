@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from metattt.kernels.base import Kernel
+from metattt.inner.tokens import MiniBatches, Scan
+from metattt.learners.base import Learner
+from metattt.optimizers.base import InnerOptimizer
+from metattt.state import Tensors
+from metattt.tasks.base import Task
 
 log = logging.getLogger("metattt")
+
+
+class Kernel(Protocol):
+    """What the inner loop asks of a kernel; `metattt.kernels.base` says what each means."""
+
+    name: str
+    device: str
+    traceable: bool
+
+    def reason_not_covered(self, task: Task, learner: Learner, optimizer: InnerOptimizer) -> str | None: ...
+    def function(self, weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], x: Tensor) -> Tensor: ...
+    def loss(self, prediction: Tensor, v: Tensor) -> Tensor: ...
+    def reason_rejected(self, given: MiniBatches) -> str | None: ...
+    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]: ...
+    def reason_not_decoded(self, given: MiniBatches) -> str | None: ...
+    def advance(
+        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
+    ) -> tuple[Tensor, Tensors, Tensors | None]: ...
 
 
 @dataclass
@@ -37,8 +60,10 @@ class Plan:
         looks_ahead: tokens of a mini-batch see later ones.
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
-        beside: what recomputation would miss (`recompute.captured`), by what a call has; looked at once.
+        checked: kinds of tokens (`Tokens.kind`) that are known to fit the parts.
+        beside: what recomputation would miss (`execution.captured`), by what a call has; looked at once.
         decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
+        said: what has been told in the log, or by a warning, and is not told again.
     """
 
     form: str
@@ -56,10 +81,10 @@ class Plan:
     outer: str = "exact"
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], list[torch.Size]] = field(default_factory=dict)
+    checked: set[tuple[object, ...]] = field(default_factory=set)
     decoders: dict[tuple[object, ...], Kernel | None] = field(default_factory=dict)
     beside: dict[tuple[object, ...], list[str]] = field(default_factory=dict)
-    said: set[tuple[str, str, str]] = field(default_factory=set)
-    said_cut: bool = False  #: that a call cuts the mini-batches of a `block` read
+    said: set[tuple[str, ...]] = field(default_factory=set)
     basis: tuple[object, ...] = ()  #: the state of the parts that it was made for
 
     @property
@@ -77,14 +102,15 @@ class Plan:
             self,
             kernels=list(self.kernels),
             shapes=dict(self.shapes),
+            checked=set(self.checked),
             decoders=dict(self.decoders),
             said=set(self.said),
         )
 
     def say_stored(self, beside: list[str]) -> None:
         """Once, that mini-batches are stored because of tensors that recomputation would miss."""
-        if ("stored", "", "") not in self.said:
-            self.said.add(("stored", "", ""))
+        if ("stored",) not in self.said:
+            self.said.add(("stored",))
             log.warning(
                 "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s by "
                 "a closure or a tensor made outside; use parameters as attributes of a part, or set layer.group_size=0",

@@ -7,16 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, check_choice
-from metattt.inner.checks import check_generalised
-from metattt.inner.implicit import check_outer
-from metattt.inner.loop import InnerLoop
-from metattt.inner.plan import Plan
+from metattt.inner.checks import check_tokens
+from metattt.inner.parts import Parts
+from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Tokens
 from metattt.inner.trial import check_alone, check_token_local, looks_ahead, materialized, unsupported
 from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
@@ -25,10 +23,8 @@ from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import Context, DataGates
 from metattt.tasks.base import Task, Views
 
-if TYPE_CHECKING:
-    from metattt.kernels.base import Kernel
-
 ASKED = ("auto", "primal", "dual", "summed", "fused")  #: of `layer.form`
+OUTER = ("exact", "first_order", "implicit")  #: of `layer.outer`
 
 
 def make_plan(
@@ -45,7 +41,7 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form`, `check_outer` and `check_generalised`, or labels that a learner
+        MetaTTTError: as `choose_form`, `check_outer` and `check_tokens`, or labels that a learner
             without weights cannot answer with.
     """
     found = gates_of(optimizer, dim, num_heads, d_in)
@@ -102,7 +98,7 @@ def make_plan(
         views = views_of(task, dim, optimizer.mini_batch_size)
         if views is None:
             views = Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
-        check_generalised(InnerLoop(task, learner, optimizer, plan), Tokens(views, found))
+        check_tokens(Parts(task, learner, optimizer, plan), Tokens(views, found))
     return plan
 
 
@@ -207,6 +203,41 @@ def hooked(learner: Learner) -> str | None:
 def gated_by_state(optimizer: InnerOptimizer) -> str | None:
     """Gates that depend on the weights, which fast paths do not ask for."""
     return f"the gates of {type(optimizer).__name__} depend on the weights" if optimizer.state_dependent else None
+
+
+def check_outer(outer: str, learner: Learner, optimizer: InnerOptimizer) -> None:
+    """Refuses an outer derivative that a combination does not have.
+
+    Raises:
+        MetaTTTError: naming the override.
+    """
+    check_choice("layer.outer", outer, OUTER)
+    if outer == "exact":
+        return
+    if not learner.has_weights:
+        raise MetaTTTError(
+            f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set layer.outer=exact"
+        )
+    if outer == "first_order":
+        return
+    kind = type(optimizer)
+    linear = all(getattr(kind, name) is getattr(InnerOptimizer, name) for name in ("coefficients", "current", "commit"))
+    for wrong, reason in (
+        (optimizer.read != "final", f"optimizer.read={optimizer.read} (set it to final)"),
+        (
+            optimizer.anchor != "batch",
+            f"optimizer.anchor={optimizer.anchor} (set it to batch, or optimizer.sampling=full)",
+        ),
+        (not linear, f"{kind.__name__}, which is not gradient descent"),
+        (optimizer.has_momentum, "momentum"),
+        (optimizer.accumulates, "token steps or clipping"),
+        (bool(learner.step_scales), "learner.step_scale"),
+    ):
+        if wrong:
+            raise MetaTTTError(
+                f"layer.outer=implicit needs steps on all tokens of a call until they end, not {reason}: "
+                "or set layer.outer=exact"
+            )
 
 
 def choose_form(

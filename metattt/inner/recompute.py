@@ -60,9 +60,9 @@ class _Recompute(torch.autograd.Function):
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(
-        device
-    ) if device.type != "cpu" else None
+    """Of the host's generator, and of the device's where it has one of its own."""
+    there = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return torch.get_rng_state(), there
 
 
 class replay:

@@ -8,20 +8,17 @@ and compiled once, and called for the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from metattt.inner.parts import Parts
+from metattt.inner.plan import Plan
 from metattt.inner.tokens import Block, Tokens
 from metattt.learners.base import Learner
 from metattt.memory import Memory
 from metattt.optimizers.base import InnerOptimizer
 from metattt.tasks.base import Task
-
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-    from metattt.inner.plan import Plan
 
 Names = tuple[tuple[str, str], ...]
 
@@ -29,12 +26,14 @@ SUPPORTED = torch.__version__ >= (2, 14)  # 2.11 fails on torch.func.vjp inside 
 
 
 def by_regions(
-    loop: InnerLoop, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
+    loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
 ) -> tuple[Tensor | None, Memory]:
     """`metattt.inner.execution.plainly`, with a region for every mini-batch that is like the one before it: of the same
     length and place, and entered and left with the same names in the memory."""
     from metattt.inner.execution import plainly
 
+    if not SUPPORTED or tokens.views.k.ndim == 5 or (tokens.gates.decay is not None and loop.plan.form == "solved"):
+        return plainly(loop, tokens, memory, blocks, read)  # several pairs a token; blocks that are joined
     outputs: list[Tensor] = []
     settled: Block | None = None
     for block, part in zip(blocks, tokens.split([block.length for block in blocks]), strict=True):
@@ -51,7 +50,7 @@ def by_regions(
         else:
             y, memory = plainly(loop, part, memory, [block], read)
             whole = isinstance(block.phase, int) and block.commit is True and block.restart is None
-            settled = block if SUPPORTED and whole and _names(memory) == names else None
+            settled = block if whole and _names(memory) == names else None
         if y is not None:
             outputs.append(y)
     return (torch.cat(outputs, dim=2) if outputs else None), memory

@@ -3,18 +3,14 @@ on."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.inner.packing import ColumnLayout, make_layout, mask_gates
-from metattt.inner.tokens import NAMES, Tokens, consecutive
+from metattt.inner.packing import ColumnLayout, make_layout
+from metattt.inner.plan import Plan
+from metattt.inner.tokens import NAMES, Tokens
 from metattt.state import Context, State, Tensors
-
-if TYPE_CHECKING:
-    from metattt.inner.plan import Plan
 
 
 def _with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[Tokens, Context]:
@@ -39,14 +35,12 @@ def _with_tail(tokens: Tokens, ctx: Context, state: State, size: int) -> tuple[T
 
 
 def begun_again(plan: Plan, tokens: Tokens, state: State, ctx: Context, size: int) -> tuple[Tokens, ColumnLayout]:
-    """The tokens of a call after those of the open mini-batch, in the columns of a layout."""
+    """The tokens of a call after those of the open mini-batch, and the columns that they all go to."""
     tokens, ctx = _with_tail(tokens, ctx, state, size)
     start = torch.zeros_like(state.pos)
     lead = start if state.phase is not None else state.pos % size - (size - 1)
     begin = state._replace(phase=None if state.phase is None else 0)
-    blocks, _ = consecutive(tokens.views.k.shape[2], 0, size)
-    layout = make_layout(ctx, begin, plan.period, plan.block, blocks, None, start, lead)
-    return mask_gates(tokens.map(layout.scatter), layout.is_filled), layout
+    return tokens, make_layout(ctx, begin, plan.period, plan.block, None, start, lead)
 
 
 def tail(placed: Tokens, layout: ColumnLayout, after: Tensor, size: int) -> Tensors:

@@ -70,6 +70,11 @@ class Tokens(NamedTuple):
         return [Tokens.from_tensors([None if x is None else x[i] for x in parts]) for i in range(len(parts[0]))]  # type: ignore[arg-type]
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """Which views and gates there are, and their axes after `[B, H, T]`."""
+        return tuple([None if x is None else x.shape[3:] for x in (*self.views, *self.gates)])
+
+    @property
     def erases(self) -> bool:
         """Whether what is erased is not what the gradient of the loss erases, or decays channel by channel."""
         return self.views.erase_key is not None or self.views.erase_direction is not None or self.gates.decay is not None

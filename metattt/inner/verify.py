@@ -8,23 +8,19 @@ the claim void, since it may change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from metattt.component import Component
+from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from metattt.component import Component
-    from metattt.learners.base import Learner
-    from metattt.tasks.base import Task
+from metattt.tasks.base import Task
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Function = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], Tensor]

@@ -72,7 +72,7 @@ class NestedTTT(ModuleLearner):
             return super().setup(num_heads, d_in, d_out)
 
     def equations(self) -> list[str]:
-        from metattt.equations import equations, text  # of layers, which hold learners
+        from metattt.catalog.equations import equations, text  # of layers, which hold learners
 
         module, weights = self._own(), {name: weight[0].view(self._shapes[name]) for name, weight in self.init.items()}
         with self._holding(module, weights, next(iter(weights.values())).dtype):

@@ -121,7 +121,7 @@ def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Te
     rule, loop = layer.optimizer, layer.inner
     accum_dtype, matmul_dtype = tokens.gates.eta.dtype, tokens.k.dtype
     slow = {name: value.to(accum_dtype) for name, value in layer.learner.slow.items()}
-    alone = loop.but(slow=slow, matmul_dtype=matmul_dtype)
+    alone = loop._replace(slow=slow, matmul_dtype=matmul_dtype)
     batch, count = tokens.k.shape[0], tokens.k.shape[2]
     size = min(rule.mini_batch_size, count)
     looked = _spread(count // size, max(1, TOKENS // size))

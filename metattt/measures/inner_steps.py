@@ -45,7 +45,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     ctx, after = layer.context(x, state)
     views, gates, *_ = layer.tokens(x, state, ctx)
     tokens, matmul_dtype, accum_dtype = Tokens(views, gates), views.k.dtype, gates.eta.dtype
-    loop = layer.inner.but(matmul_dtype=matmul_dtype)
+    loop = layer.inner._replace(matmul_dtype=matmul_dtype)
     slow = {name: value.to(accum_dtype) for name, value in learner.slow.items()}
     losses = []
     blocks, _ = consecutive(count, 0, layer.plan.block)

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.inner.forms.dual import scaled
+from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
 from metattt.memory import Memory
 from metattt.ops.channel_decays import Rows, decayed_scores
 from metattt.ops.chunk import matmul, solve_unit_lower
 from metattt.optimizers.base import newest
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-
-
 CHUNK = {"cpu": 32}  # tokens by device, where the rule leaves it open; on a CPU, joining costs more than products
 LARGE_CHUNK = 64
 
 
-def chunk(loop: InnerLoop, tokens: Tokens, memory: Memory, read: str | None) -> tuple[Tensor | None, Memory]:
+def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tuple[Tensor | None, Memory]:
     """Predictions and the memory after the tokens: the solved form (`metattt.inner.forms.solved`) with channel decays.
 
     With predictions `F_t = p_t W'_t` (W' is W_{t−1}, before or after its decay as the rule says), what is erased along

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import PerTokenWeights, RecordingWeights, WeightUse, for_probes, matmul, needs_probes
 from metattt.memory import Memory
@@ -16,28 +18,22 @@ from metattt.modules import expand_like
 from metattt.optimizers.base import Coefficients, clip_factor
 from metattt.state import Tensors
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
+    loop: Parts, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`."""
     anchor = loop.anchor(tokens, memory, phase)
-    uses, deltas = record(loop, anchor, tokens, _sum)
+    uses, deltas = record(loop, anchor, tokens)
     gradients = PerTokenGradients(uses, deltas[0], loop.matmul_dtype, loop.learner.step_scales)
     return finish(loop, tokens, memory, phase, read, anchor, gradients)
 
 
-def _sum(losses: Tensor) -> list[Tensor]:
-    return [losses.sum()]
-
-
 def record(
-    loop: InnerLoop, anchor: Tensors, tokens: Tokens, totals: Callable[[Tensor], list[Tensor]]
+    loop: Parts, anchor: Tensors, tokens: Tokens, by_token: bool = False
 ) -> tuple[list[WeightUse], list[Sequence[Tensor]]]:
-    """The uses of the fast weights at the anchor, and by their outputs the derivatives of each of `totals(losses)`.
+    """The uses of the fast weights at the anchor, and by their outputs the derivatives of the sum of the losses, or of
+    the loss of each token.
 
     `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs
     themselves. With `layer.outer=first_order` the inputs and the derivatives are constants.
@@ -45,28 +41,18 @@ def record(
     k, v, constant = tokens.views.k, tokens.views.v, loop.plan.outer == "first_order"
     if needs_probes():
         with for_probes():
-            uses, deltas = _probed(loop, anchor, k, v, totals)
+            uses, deltas = _probed(loop, anchor, k, v, by_token)
         return (_constant(uses), [[x.detach() for x in row] for row in deltas]) if constant else (uses, deltas)
     keep = torch.is_grad_enabled() and not constant
     with torch.enable_grad():
         weights = RecordingWeights(anchor, loop.slow, loop.matmul_dtype)
-        wanted = totals(loop.losses(weights, k, v))
+        losses = loop.losses(weights, k, v)
+        wanted = losses.sum((0, 1)).unbind() if by_token else [losses.sum()]
+        grad = partial(torch.autograd.grad, create_graph=keep, retain_graph=keep or by_token, allow_unused=True)
         found: list[Sequence[Tensor]] = []
         for total in wanted:
-            retain = keep or len(wanted) > 1
-            found.append(
-                torch.autograd.grad(
-                    total,
-                    weights.outputs,
-                    create_graph=keep,
-                    retain_graph=retain,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-            )
-    if keep:
-        return weights.uses, found
-    return _constant(weights.uses), found
+            found.append(grad(total, weights.outputs, materialize_grads=True))
+    return weights.uses if keep else _constant(weights.uses), found
 
 
 def _constant(uses: list[WeightUse]) -> list[WeightUse]:
@@ -74,15 +60,15 @@ def _constant(uses: list[WeightUse]) -> list[WeightUse]:
 
 
 def _probed(
-    loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor, totals: Callable[[Tensor], list[Tensor]]
+    loop: Parts, anchor: Tensors, k: Tensor, v: Tensor, by_token: bool
 ) -> tuple[list[WeightUse], list[Sequence[Tensor]]]:
     uses: list[WeightUse] = []
 
     def recorded(*probes: Tensor) -> tuple[Tensor, list[Tensor]]:
         weights = RecordingWeights(anchor, loop.slow, loop.matmul_dtype, probes)
-        wanted = torch.stack(totals(loop.losses(weights, k, v)))
+        losses = loop.losses(weights, k, v)
         uses[:] = weights.uses
-        return wanted, [use.input for use in weights.uses if use.input is not None]
+        return losses.sum((0, 1)) if by_token else losses.sum().view(1), [use.input for use in weights.uses if use.input is not None]
 
     probes = [k.new_zeros(shape) for shape in probe_shapes(loop, anchor, k, v)]
     wanted, pull, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
@@ -91,7 +77,7 @@ def _probed(
     return uses, [pull(row) for row in torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device)]
 
 
-def probe_shapes(loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
+def probe_shapes(loop: Parts, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
     """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the
     pass away."""
     key = (k.shape, v.shape, k.dtype, loop.matmul_dtype)
@@ -107,35 +93,43 @@ def probe_shapes(loop: InnerLoop, anchor: Tensors, k: Tensor, v: Tensor) -> list
 
 
 def finish(
-    loop: InnerLoop,
+    loop: Parts,
     tokens: Tokens,
     memory: Memory,
     phase: int | Tensor,
     read: str | None,
     anchor: Tensors,
     gradients: PerTokenGradients,
+    how: Coefficients | None = None,
 ) -> tuple[Tensor | None, Memory]:
-    """What queries read and what is carried on, from the gradients of the chunk's tokens.
+    """What queries read and what is carried on, from the gradients of the chunk's tokens; `how`: the rule's coefficients,
+    where they are at hand.
 
     Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
     """
-    rule, band, y = loop.rule, band_of(tokens), None
-    how = rule.coefficients(tokens.gates, phase, memory, read)  # type: ignore[arg-type]
+    rule, band, y = loop.rule, None, None
+    if how is None:
+        how = rule.coefficients(tokens.gates, phase, memory, read)  # type: ignore[arg-type]
+    pairs = tokens.gates.eta.shape[2] // tokens.views.q.shape[2]
+    if pairs > 1:
+        band = band_of(tokens)
     if read is not None:
         if rule.max_norm is not None:
             how = _clipped(how, gradients, tokens.gates.eta, memory.get("update"), read, rule.max_norm)
-        how = _of_tokens(how, tokens, read)
+        if pairs > 1:
+            how = _of_tokens(how, pairs, read)
         assert how.mix is not None
         mix = how.mix if band is None else how.mix @ band
         terms = [(row, memory[base]) for base, row in how.rows.items()]
         y = loop.learner.predict(PerTokenWeights(terms, mix, gradients, loop.slow, loop.matmul_dtype), tokens.views.q)
     after = dict(memory)
     for base, (factors, weight) in how.advance.items():
-        after[base] = moved = {}
+        sums: Tensors = {}
         for i, (name, value) in enumerate(anchor.items()):
             factor = weight if tokens.gates.weight_lr is None else rated(weight, tokens.gates.weight_lr, i)
             factor = factor if band is None else factor @ band
-            moved[name] = combine(memory, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
+            sums[name] = gradients.weighted_sum(name, factor, value.shape[2:])
+        after[base] = combine(memory, factors, sums)
     if rule.in_token_space(phase, tokens.views.q.shape[2], memory) and not loop.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
@@ -151,23 +145,22 @@ def band_of(tokens: Tokens) -> Tensor | None:
     return (row.unsqueeze(1) == torch.arange(count, device=row.device)).to(tokens.gates.eta.dtype)
 
 
-def _of_tokens(how: Coefficients, tokens: Tokens, read: str) -> Coefficients:
+def _of_tokens(how: Coefficients, pairs: int, read: str) -> Coefficients:
     """The rows that queries read, where a token has several pairs: after the last of them, or before the first."""
-    pairs = tokens.gates.eta.shape[2] // tokens.views.q.shape[2]
-    if pairs == 1:
-        return how
     start = pairs - 1 if read == "inclusive" else 0
     rows = {base: row if row is None else row[..., start::pairs] for base, row in how.rows.items()}
     assert how.mix is not None
     return how._replace(rows=rows, mix=how.mix[..., start::pairs, :])
 
 
-def combine(memory: Memory, factors: dict[str, Tensor | None], name: str, moved: Tensor) -> Tensor:
-    """`Σ_A factor_A · A − moved` for one weight."""
-    total = -moved
-    for base, factor in factors.items():
-        value = memory[base][name]
-        total = total + (value if factor is None else expand_like(factor, value) * value)
+def combine(memory: Memory, factors: dict[str, Tensor | None], moved: Tensors) -> Tensors:
+    """`Σ_A factor_A · A − moved` for every weight."""
+    total: Tensors = {}
+    for name, x in moved.items():
+        total[name] = -x
+        for base, factor in factors.items():
+            value = memory[base][name]
+            total[name] = total[name] + (value if factor is None else expand_like(factor, value) * value)
     return total
 
 
@@ -248,16 +241,17 @@ class PerTokenGradients:
             weight, bias, inputs, transpose, scale = use
             inner = tuple(range(3, delta.ndim - 1))  # positions inside a token
             if weight and inputs is not None:
+                moved = scales[weight] * delta if weight in scales else delta
                 if scale:
-                    product = inputs * scaled(delta, scales.get(weight))
+                    product = inputs * moved
                     term: Outer | Direct = Direct(product.sum(inner) if inner else product)
                 else:
-                    pair = (inputs.flatten(2, -2), scaled(delta, scales.get(weight)).flatten(2, -2))
+                    pair = (inputs.flatten(2, -2), moved.flatten(2, -2))
                     left, right = pair[::-1] if transpose else pair
                     term = Outer(left, right, left.shape[2] // delta.shape[2])
                 self.terms.setdefault(weight, []).append(term)
             if bias:
-                moved = scaled(delta, scales.get(bias))
+                moved = scales[bias] * delta if bias in scales else delta
                 self.terms.setdefault(bias, []).append(Direct(moved.sum(inner) if inner else moved))
             if weight and bias and not scale and scales.get(weight) == scales.get(bias):
                 self.paired.add((weight, bias, transpose))
@@ -272,10 +266,9 @@ class PerTokenGradients:
             if isinstance(term, Direct):
                 part = (factor.unsqueeze(-2) @ term.value).view(*factor.shape[:2], *shape)
             else:
-                widened = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
-                part = matmul((term.left * widened.unsqueeze(-1)).mT, term.right, self._matmul_dtype).view(
-                    *term.left.shape[:2], *shape
-                )
+                each = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
+                part = matmul((term.left * each.unsqueeze(-1)).mT, term.right, self._matmul_dtype)
+                part = part.view(*term.left.shape[:2], *shape)
             total = part if total is None else total + part
         return factor.new_zeros(*factor.shape[:2], *shape) if total is None else total
 

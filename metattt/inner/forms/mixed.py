@@ -9,33 +9,27 @@ token leaves for later ones (cached keys and values) was made by its own weights
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from metattt.inner.forms.dual import NO_SCALES, PerTokenGradients, finish, record, scaled
+from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import WeightUse
 from metattt.memory import Memory
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
+    loop: Parts, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`."""
     anchor = loop.anchor(tokens, memory, phase)
-    uses, each = record(loop, anchor, tokens, _one_by_one)
+    uses, each = record(loop, anchor, tokens, by_token=True)
     columns = [torch.stack(column) for column in zip(*each, strict=True)]
     gradients = MixedGradients(uses, columns, loop.matmul_dtype, loop.learner.step_scales)
     return finish(loop, tokens, memory, phase, read, anchor, gradients)
-
-
-def _one_by_one(losses: Tensor) -> list[Tensor]:
-    return [losses[:, :, s].sum() for s in range(losses.shape[2])]
 
 
 class Cotangents(NamedTuple):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from metattt.inner.forms.dual import scaled
 from metattt.inner.gradients import vjp
+from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory
@@ -16,19 +15,14 @@ from metattt.modules import expand_like
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
+    loop: Parts, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """The recurrences of the rule, written out: `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`. See
     `FORMS`."""
     rule, pairs = loop.rule, tokens.views.k.shape[2] // tokens.views.q.shape[2]
-    if (
-        pairs > 1 and not loop.task.together
-    ):  # one after the other: each pair is a step of its own, and one of them is read
+    if pairs > 1 and not loop.task.together:  # each pair is a step of its own, and one of them is read
         y, seen_at = None, pairs - 1 if read == "inclusive" else 0
         for i in range(pairs):
             pair = tokens.map(lambda x, i=i: x[:, :, i : i + 1]).with_views(q=tokens.views.q)  # type: ignore[misc]
@@ -73,7 +67,7 @@ def chunk(
     return y.squeeze(2).unflatten(0, (batch, count // pairs)).transpose(1, 2), memory
 
 
-def gradients(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> Tensors:
+def gradients(loop: Parts, tokens: Tokens, anchor: Tensors) -> Tensors:
     """∇ℓ_t of every token, `[B, n, H, *shape]` by name."""
     names = list(anchor)
     batch, heads, count = tokens.gates.eta.shape
@@ -90,7 +84,7 @@ def gradients(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> Tensors:
     return {name: g.unflatten(0, (batch, count)) for name, g in zip(names, found, strict=True)}
 
 
-def _generalised(loop: InnerLoop, tokens: Tokens, name: str, weight: Tensor) -> Tensors:
+def _generalised(loop: Parts, tokens: Tokens, name: str, weight: Tensor) -> Tensors:
     """`b_tᵀ(p_t W) − k_tᵀ v_t` of every token, for a linear learner: see `metattt.tasks.base.Views`."""
     k, v, _, p, b, _ = tokens.views
     made, erased = (k if p is None else p) @ weight, k if b is None else b

@@ -3,25 +3,20 @@ weights."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
 from metattt.functional import with_values
 from metattt.inner.forms.dual import band_of, combine, scaled
 from metattt.inner.gradients import vjp
+from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory
 from metattt.state import Tensors
 
-if TYPE_CHECKING:
-    from metattt.inner.loop import InnerLoop
-
 
 def chunk(
-    loop: InnerLoop, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
+    loop: Parts, tokens: Tokens, memory: Memory, phase: int | Tensor, read: str | None
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`; no row is read."""
     anchor = loop.anchor(tokens, memory, phase)
@@ -47,17 +42,14 @@ def chunk(
         each = vjp(losses, weights, factors)
         found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
     scales = loop.learner.step_scales
-    moved = {
-        base: {
-            name: combine(memory, factors, name, scaled(g, scales.get(name)))
-            for name, g in zip(names, sums, strict=True)
-        }
-        for (base, (factors, _)), sums in zip(how.advance.items(), found, strict=True)
-    }
-    return None, memory | moved
+    after = dict(memory)
+    for (base, (kept, _)), sums in zip(how.advance.items(), found, strict=True):
+        moved = {name: scaled(g, scales.get(name)) for name, g in zip(names, sums, strict=True)}
+        after[base] = combine(memory, kept, moved)
+    return None, after
 
 
-def _as_constants(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> tuple[InnerLoop, Tokens, Tensors]:
+def _as_constants(loop: Parts, tokens: Tokens, anchor: Tensors) -> tuple[Parts, Tokens, Tensors]:
     """What gradients are computed from, without derivatives: then `Σ_s η_s G_s` has those by η alone.
 
     Its graph is one of second order, of which the outer loop sees no more than these.
@@ -66,5 +58,5 @@ def _as_constants(loop: InnerLoop, tokens: Tokens, anchor: Tensors) -> tuple[Inn
     task, learner = with_values(parts, {name: x.detach() for name, x in parts.named_parameters()})
     slow = {name: x.detach() for name, x in loop.slow.items()}
     views = tokens.with_views(k=tokens.views.k.detach(), v=tokens.views.v.detach())
-    fixed = replace(loop, task=task, learner=learner, slow=slow)  # type: ignore[arg-type]
+    fixed = loop._replace(task=task, learner=learner, slow=slow)  # type: ignore[arg-type]
     return fixed, views, {name: x.detach() for name, x in anchor.items()}

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from metattt.catalog.families import FORM, OWN, Source
 from metattt.errors import MetaTTTError
-from metattt.families import FORM, OWN, Source
 from metattt.io import path_of, write_whole
 
 if TYPE_CHECKING:
-    from metattt.known_layers import KnownLayer
+    from metattt.catalog.known_layers import KnownLayer
 
 MARK = "<!-- Written by `metattt layers output=<this file>`: change the files of the layers instead. -->"
 """The first line of such a page: only a file that begins with it is written over."""

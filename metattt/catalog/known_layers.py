@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from metattt.catalog.families import Source, ordered, sources
+from metattt.catalog.page import page, place_of, write
 from metattt.composition.choices import choices, files_of
 from metattt.composition.flags import SEARCH_PATH
 from metattt.composition.overrides import searched
 from metattt.errors import MetaTTTError, check_choice
-from metattt.families import Source, ordered, sources
-from metattt.layer_page import page, place_of, write
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-MEASURED = files("metattt") / "known_layers.json"
-"""What `metattt.layer_measures` has found out about our layers at one width: the table then needs no torch."""
+MEASURED = files("metattt.catalog") / "known_layers.json"
+"""What `metattt.catalog.layer_measures` has found out about our layers at one width: the table then needs no torch."""
 
 GROUPS = ("task", "learner", "optimizer")
 GROWTH = ("constant", "tokens", "tokens²")
@@ -85,7 +85,7 @@ def _tabulate(cfg: DictConfig) -> None:
 
 
 def _examine(name: str, cfg: DictConfig, searching: Sequence[str]) -> KnownLayer:
-    from metattt.layer_measures import examine
+    from metattt.catalog.layer_measures import examine
 
     return examine(name, cfg.dim, cfg.num_heads, *searching)
 
@@ -107,9 +107,9 @@ def _table(family: str, rows: dict[str, KnownLayer], known: dict[str, Source]) -
 
 def _show(cfg: DictConfig, chosen: list[str]) -> None:
     """Prints the equations of the composed layer."""
+    from metattt.catalog.equations import Section, equations, text
+    from metattt.catalog.layer_measures import examined
     from metattt.composition.instantiate import instantiate_layer
-    from metattt.equations import Section, equations, text
-    from metattt.layer_measures import examined
 
     layer = instantiate_layer(cfg)
     name = next((one.removeprefix("layer=") for one in chosen if one.startswith("layer=")), "")

@@ -1,6 +1,6 @@
 """What is found out about a known layer by building it: its parts, and on a few tokens its state, cost and causality.
 
-`python -m metattt.layer_measures` writes it down for every layer of ours, at the width of `configs/layers.yaml`."""
+`python -m metattt.catalog.layer_measures` writes it down for every layer of ours, at the width of `configs/layers.yaml`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from omegaconf import DictConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from metattt.catalog.known_layers import GROUPS, MEASURED, KnownLayer, checksum, known_layers
 from metattt.combined import Combined
 from metattt.composition.choices import files_of
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_layer
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import found_out
-from metattt.known_layers import GROUPS, MEASURED, KnownLayer, checksum, known_layers
 from metattt.layer import TTTLayer
 from metattt.mixers.base import Mixer
 from metattt.registry import REGISTERED
@@ -161,7 +161,7 @@ def _is_causal(layer: TTTLayer | Combined | Mixer) -> bool:
 
 
 def write_down(dim: int, num_heads: int) -> str:
-    """What `metattt.known_layers.written_down` reads, a line a layer."""
+    """What `metattt.catalog.known_layers.written_down` reads, a line a layer."""
     configurations = files_of("layer")
     rows = []
     for name in known_layers():

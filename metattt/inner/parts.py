@@ -1,0 +1,71 @@
+"""The three parts at work: what the forms and everything around the loop know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metattt.inner.plan import Plan
+from metattt.inner.tokens import Block, Tokens
+from metattt.learners.base import Learner
+from metattt.learners.fast_weights import FastWeights
+from metattt.memory import Memory, at_start
+from metattt.modules import expand_like
+from metattt.optimizers.base import InnerOptimizer
+from metattt.state import Tensors
+from metattt.tasks.base import Task
+
+
+class Parts(NamedTuple):
+    """A task, a learner and an inner optimizer; made for one call.
+
+    Attributes:
+        rule: the inner optimizer.
+        plan: what is known of the combination.
+        group_size: mini-batches that are recomputed together in the backward pass; None takes √(T/b), 0 stores
+            everything (a kernel takes a size of its own then).
+        matmul_dtype: type to which matmul operands are rounded: that of the views.
+        slow: the learner's outer-loop weights `[H, *shape]` in the type of the fast ones, while mini-batches are run.
+    """
+
+    task: Task
+    learner: Learner
+    rule: InnerOptimizer
+    plan: Plan
+    group_size: int | None = None
+    matmul_dtype: torch.dtype = torch.float32
+    slow: Tensors = {}  # noqa: RUF012 (nothing is written into it)
+
+    def start(self, batch: int, dtype: torch.dtype) -> Memory:
+        """What a fresh sequence carries: W0, or what the rule makes of it."""
+        return self.rule.begin(at_start(self.plan.slots, self.learner.init.items(), batch, dtype))
+
+    def mini_batches(
+        self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
+    ) -> tuple[Tensor | None, Memory]:
+        """See `metattt.inner.loop.InnerLoop`."""
+        raise NotImplementedError
+
+    # -- at one set of weights per sequence ----------------------------------------------------------------------------
+
+    def predict(self, weights: Tensors, q: Tensor) -> Tensor:
+        """Queries `[B, H, n, d]` answered by one set of weights per sequence."""
+        return self.learner.predict(FastWeights(weights, self.slow, self.matmul_dtype), q)
+
+    def losses(self, weights: FastWeights, k: Tensor, v: Tensor) -> Tensor:
+        """ℓ per token, `[B, H, T]`."""
+        return self.task.loss(self.learner.predict(weights, k), v)
+
+    def anchor(self, tokens: Tokens, memory: Memory, phase: int | Tensor) -> Tensors:
+        """The weights at which the chunk's gradients are taken."""
+        if self.rule.anchor != "online":
+            return memory["anchor" if self.rule.anchor == "batch" else "commit"]
+        weights = self.rule.current(memory, phase)
+        if self.rule.gradient_at == "decayed" and tokens.gates.alpha is not None:
+            weights = {name: expand_like(tokens.gates.alpha[:, :, 0], x) * x for name, x in weights.items()}
+        if self.rule.gradient_at == "decayed" and tokens.gates.decay is not None:
+            weights = {name: tokens.gates.decay[:, :, 0].exp().unsqueeze(-1) * x for name, x in weights.items()}
+        return weights
