@@ -10,6 +10,7 @@ import torch
 
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import Block, Tokens
+from metattt.optimizers.checks import check_gates
 from metattt.state import Context, State
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ def check_call(loop: InnerLoop, tokens: Tokens, state: State, ctx: Context) -> N
         MetaTTTError: naming what to give instead.
     """
     rule, kind, mixes = loop.rule, type(loop.learner).__name__, loop.learner.mixes_tokens
-    rule.check(tokens.gates)
+    others = [gate for gate in tokens.gates[1:] if gate is not None]
+    if others or (not rule.has_token_steps and rule.token_steps() is not None):  # η alone is every rule's
+        check_gates(rule, tokens.gates)
     if tokens.erases or tokens.views.k.ndim == 5:
         check_generalised(loop, tokens)
     if loop.plan.looks_ahead and (ctx.valid is not None or ctx.first is not None or state.phase is None):

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from metattt.inner.forms.dual import scaled
 from metattt.inner.tokens import Tokens
-from metattt.memory import Memory
+from metattt.memory import Memory, newest
 from metattt.ops.channel_decays import Rows, decayed_scores
 from metattt.ops.chunk import matmul, solve_unit_lower
-from metattt.optimizers.base import newest
 
 if TYPE_CHECKING:
     from metattt.inner.loop import InnerLoop

@@ -13,7 +13,7 @@ from metattt.inner.tokens import Tokens, rated
 from metattt.learners.fast_weights import PerTokenWeights, RecordingWeights, WeightUse, for_probes, matmul, needs_probes
 from metattt.memory import Memory
 from metattt.modules import expand_like
-from metattt.optimizers.base import Coefficients, clip_factor
+from metattt.ops.linear_rule import Coefficients, clip_factor
 from metattt.state import Tensors
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def finish(
     Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
     """
     rule, band, y = loop.rule, band_of(tokens), None
-    how = rule.coefficients(tokens.gates, phase, memory, read)  # type: ignore[arg-type]
+    how = rule.coefficients(tokens.gates, phase, memory, read)
     if read is not None:
         if rule.max_norm is not None:
             how = _clipped(how, gradients, tokens.gates.eta, memory.get("update"), read, rule.max_norm)
@@ -136,7 +136,8 @@ def finish(
             factor = weight if tokens.gates.weight_lr is None else rated(weight, tokens.gates.weight_lr, i)
             factor = factor if band is None else factor @ band
             moved[name] = combine(memory, factors, name, gradients.weighted_sum(name, factor, value.shape[2:]))
-    if rule.in_token_space(phase, tokens.views.q.shape[2], memory) and not loop.learner.mixes_tokens:
+    begins = rule.in_token_space and isinstance(phase, int) and phase == 0 and "update" not in memory
+    if begins and tokens.views.q.shape[2] == rule.mini_batch_size and not loop.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
 
