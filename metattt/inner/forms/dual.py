@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import Tokens, rated
-from metattt.learners.fast_weights import PerTokenWeights, RecordingWeights, WeightUse, for_probes, matmul, needs_probes
+from metattt.learners.fast_weights import PerTokenWeights, RecordingWeights, WeightUse
 from metattt.memory import Memory
-from metattt.modules import expand_like
+from metattt.modules import expand_like, for_probes, needs_probes
+from metattt.ops.chunk import matmul
 from metattt.ops.linear_rule import Coefficients, clip_factor
 from metattt.state import Tensors
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.learners.fast_weights import UnsupportedOperation
+from metattt.learners.opaque import UnsupportedOperation
 
 if TYPE_CHECKING:
     from metattt.learners.module.translation import ParameterTranslator
