@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.memory import Memory, where, zeros
 from metattt.modules import expand_like
-from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer, Read
+from metattt.ops.linear_rule import Coefficients, token_step_coefficients
+from metattt.optimizers.base import Gates, InnerOptimizer, Read
 from metattt.optimizers.gradient_descent import SHARING, StepSize
 from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
@@ -105,9 +107,8 @@ class BlockRule(StepSize):
         pool = memory.get("pool")
         return memory | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
 
-    def coefficients(self, gates: Gates, phase: int | Tensor, carried: object, read: object) -> Coefficients:
-        started = "update" in carried  # type: ignore[operator]
-        return Coefficients({"commit": None}, None, {"update": ({"update": None} if started else {}, gates.eta)})
+    def coefficients(self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None) -> Coefficients:
+        return token_step_coefficients(gates.eta, None, phase, "update" in carried, None)
 
 
 @register(group="optimizer", name="block_momentum")
