@@ -61,8 +61,9 @@ class FastWeights:
 
     def __getitem__(self, name: str) -> Tensor:
         """The raw weight, for operations that no primitive covers; such a learner loses the dual form."""
-        value: Any = self._value(name)
-        return OpaqueWeight(name, value) if self.factored and name in self._fast else value
+        value = self._value(name)
+        seen: Any = OpaqueWeight(name, value) if self.factored and name in self._fast else value
+        return seen
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
         """`x @ W + b`: `[..., d_in]` to `[..., d_out]`; W is `(d_in, d_out)`, rows are tokens. `transpose` uses Wᵀ

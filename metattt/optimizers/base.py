@@ -218,7 +218,7 @@ class InnerOptimizer(Component, ABC):
     @property
     def block(self) -> int:
         """Tokens that the scan hands on together: a mini-batch, or any number where the rule has no period."""
-        return self.period or (self.compute_chunk or 64)
+        return self.period or self.compute_chunk or 64
 
     @property
     def chunk(self) -> int:
