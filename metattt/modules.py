@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -176,6 +176,26 @@ def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
 def transformed() -> bool:
     """Whether a transform is running: vmap, grad or jvp of `torch.func`, or a level of `torch.autograd.forward_ad`."""
     return forward_ad._current_level >= 0 or interpreter_stack() is not None
+
+
+def needs_probes() -> bool:
+    """Whether gradients inside the forward pass are `torch.func`'s to take.
+
+    `torch.func.vjp` does not run under saved-tensor hooks (any non-reentrant checkpoint, also a user's own), and
+    `torch.autograd.grad` does not run under compile, inside functorch transforms or in inference mode. So each is used
+    where the other fails.
+    """
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or transformed()
+
+
+def for_probes() -> AbstractContextManager[object]:
+    """Around `torch.func.vjp` and what it returns: in inference mode, torch 2.11 differentiates to zeros."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    outside = ExitStack()
+    outside.enter_context(torch.inference_mode(False))
+    outside.enter_context(torch.no_grad())
+    return outside
 
 
 def check_finite(x: Tensor) -> None:

@@ -43,8 +43,8 @@ class Own(InnerOptimizer):
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         found = {LETTERS.get(name, "eta"): linear(x).sigmoid().mT for name, linear in self.maps.items()}
-        for name, maps, sign in (("weight_lr", self.weight_lr, 1), ("decay", self.channels, -1)):
-            if name[0] in self.names:
+        for letter, name, maps, sign in (("r", "weight_lr", self.weight_lr, 1), ("d", "decay", self.channels, -1)):
+            if letter in self.names:
                 found[name] = sign * maps(x).sigmoid().unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return Gates(**{**found, "eta": 0.3 * found["eta"]}), state
 

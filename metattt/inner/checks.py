@@ -10,6 +10,7 @@ from metattt.errors import MetaTTTError
 from metattt.inner.packing import ColumnLayout
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
+from metattt.optimizers.checks import check_gates
 from metattt.state import Context, State
 
 
@@ -22,7 +23,7 @@ def check_tokens(parts: Parts, tokens: Tokens) -> None:
     Raises:
         MetaTTTError: naming what to give, or to set, instead.
     """
-    parts.rule.check(tokens.gates)
+    check_gates(parts.rule, tokens.gates)
     if tokens.erases or tokens.views.k.ndim == 5:
         _check_generalised(parts, tokens)
     parts.plan.checked.add(tokens.kind)

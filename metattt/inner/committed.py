@@ -19,14 +19,7 @@ EPS = 1e-6  # a norm is √(‖·‖² + ε²): it has a derivative at 0
 
 
 class Committed:
-    """W_a, the weights of the last commit, and `n` tokens of the mini-batch after it.
-
-    All pieces of a mini-batch see the same W_a, however a sequence is cut.
-
-    Attributes:
-        weights: W_a by name, `[B, H, *shape]`.
-        k, v, q: views of the tokens, `[B, H, n, ·]`.
-    """
+    """What `metattt.optimizers.committed.Committed` says, computed when it is asked for."""
 
     def __init__(self, loop: Parts, weights: Tensors, tokens: Tokens):
         self.weights, self.k, self.v, self.q = weights, tokens.views.k, tokens.views.v, tokens.views.q

@@ -11,7 +11,8 @@ from metattt.errors import MetaTTTError
 from metattt.inner.execution import in_groups
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
-from metattt.memory import Memory, choose
+from metattt.memory import Memory, choose, newest
+from metattt.optimizers.base import InnerOptimizer
 
 
 def steps(
@@ -40,8 +41,20 @@ def steps(
         _, memory = in_groups(loop, tokens, memory, blocks, False)
         yield memory
         if step + 1 < rule.steps:  # the next pass takes its gradients where this one ended
-            again = rule.again(memory, filled)
+            again = _again(rule, memory, filled)
             memory = again if is_filled is None else choose(is_filled.any(1), again, memory, {**memory, **again})
+
+
+def _again(rule: InnerOptimizer, memory: Memory, filled: Tensor) -> Memory:
+    """What the next pass begins with, from the memory after one: all weights are the newest. A mini-batch that the end of
+    the call cuts off, `filled` `[B]` tokens of it, is a commit of its pass."""
+    after = memory
+    if "update" in memory:
+        committed = rule.commit(memory, filled)
+        after = choose(filled > 0, committed, memory, committed)
+    now = after[newest(after)]
+    held = [slot for slot in after if slot in ("commit", "anchor")] or ["weights"]
+    return {slot: values for slot, values in after.items() if slot != "weights"} | dict.fromkeys(held, now)
 
 
 def predictions(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from metattt.learners.fast_weights import for_probes, needs_probes
+from metattt.modules import for_probes, needs_probes
 
 
 def vjp(

@@ -20,6 +20,7 @@ from metattt.inner.trial import check_alone, check_token_local, looks_ahead, mat
 from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.optimizers.checks import settle
 from metattt.state import Context, DataGates
 from metattt.tasks.base import Task, Views
 
@@ -46,7 +47,7 @@ def make_plan(
     """
     found = gates_of(optimizer, dim, num_heads, d_in)
     if optimizer.updates:
-        optimizer.look(num_heads, found)
+        settle(optimizer, num_heads, found)
     check_outer(outer, learner, optimizer)
     if not learner.has_weights:
         check_choice("layer.form", form, ASKED)
@@ -54,7 +55,7 @@ def make_plan(
             for name, gate in found._asdict().items():
                 given = gate is not None and not (name == "write" and bool((gate == 1).all()))
                 if given and name not in learner.gates:
-                    off = optimizer.data_gates.get(name, "another optimizer")
+                    off = getattr(optimizer, "data_gates", {}).get(name, "another optimizer")
                     raise MetaTTTError(f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}")
         if task.label_dim != dim // num_heads:
             raise MetaTTTError(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.inner.verify import remembered
 from metattt.learners.base import Learner
-from metattt.learners.fast_weights import FastWeights, RecordingWeights, UnsupportedOperation
+from metattt.learners.fast_weights import FastWeights, RecordingWeights
+from metattt.learners.opaque import UnsupportedOperation
 from metattt.tasks.base import Task
 
 P = TypeVar("P", bound=nn.Module)

@@ -175,8 +175,7 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 RULE = (
-    "coefficients", "current", "commit", "observe", "in_token_space", "slots", "permutation", "accumulates", "period", "block",
-    "_token_steps_at", "_token_step_coefficients", "_plain_coefficients", "_general_coefficients",
+    "coefficients", "current", "commit", "observe", "slots", "permutation", "accumulates", "period", "block",
 )  # fmt: skip
 """What makes `InnerOptimizer` the linear rule that kernels compute: none of it may be replaced, on the class or on the
 object."""

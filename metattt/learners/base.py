@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from metattt.component import Component
-from metattt.errors import MetaTTTError, check_number
+from metattt.errors import MetaTTTError
 from metattt.learners.fast_weights import FastWeights
+from metattt.learners.weight import Weight, chosen, step_factors
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import standardize
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Views
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One weight of a learner, per head.
-
-    Args:
-        shape: shape without the head axis; matrices are `(d_in, d_out)`.
-        std: standard deviation of the normal initial value; 0 gives zeros.
-        bound: draw from U(−bound, bound) instead.
-        value: constant initial value instead (1 for a norm's scale).
-        fast: trained by the inner loop. A slow weight is an ordinary outer-loop parameter of `f`.
-    """
-
-    shape: tuple[int, ...]
-    std: float = 0.02
-    bound: float | None = None
-    value: float | None = None
-    fast: bool = True
-
-    def sample(self, num_heads: int) -> Tensor:
-        if self.value is not None:
-            return torch.full((num_heads, *self.shape), float(self.value))
-        if self.bound is not None:
-            return torch.empty(num_heads, *self.shape).uniform_(-self.bound, self.bound)
-        return torch.randn(num_heads, *self.shape) * self.std if self.std else torch.zeros(num_heads, *self.shape)
 
 
 class Learner(Component, ABC):
@@ -124,15 +96,14 @@ class Learner(Component, ABC):
                     f"residual=True needs equal widths, not {d_in} and {d_out}: set learner.residual=false"
                 )
             self._begin()
-            weights = self.weights(d_in, d_out)
+            weights = dict(self.weights(d_in, d_out))
             if self.norm:
-                affine = {
-                    "norm_scale": Weight((d_out,), value=1.0, fast=False),
-                    "norm_bias": Weight((d_out,), 0.0, fast=False),
-                }
-                weights = weights | affine
-            weights = self._chosen(weights)
-            self.step_scales.update(self._factors([name for name, weight in weights.items() if weight.fast]))
+                weights["norm_scale"] = Weight((d_out,), value=1.0, fast=False, layer="norm")
+                weights["norm_bias"] = Weight((d_out,), 0.0, fast=False, layer="norm")
+            if self.trainable is not None:
+                weights = chosen(weights, self.trainable, type(self).__name__)
+            if self.step_scale is not None:
+                self.step_scales.update(step_factors(weights, self.step_scale, type(self).__name__))
             check_memory_limit(
                 num_heads * sum(math.prod(weight.shape) for weight in weights.values()),
                 f"a {type(self).__name__} learner",
@@ -161,66 +132,6 @@ class Learner(Component, ABC):
         y = f"LN({y})" if self.norm else y
         return f"{x} + {y}" if self.residual else y
 
-    def layer_of(self, name: str) -> str | None:
-        """What the layer of `f` is called that a weight belongs to: the number at the end of its name. None: no layer.
-
-        `step_scale=ρ` goes by it; layers follow each other as `weights` first names one of their weights.
-        """
-        if name in ("norm_scale", "norm_bias"):
-            return "norm"
-        number = re.search(r"\d+$", name)
-        return None if number is None else number[0]
-
-    def _chosen(self, weights: dict[str, Weight]) -> dict[str, Weight]:
-        """The weights, fast or slow as `trainable` says."""
-        if self.trainable is None:
-            return weights
-        kind, known = type(self).__name__, ", ".join(weights)
-        if not self.has_weights:
-            raise MetaTTTError(f"{kind} keeps its data and has no weights: set learner.trainable=null")
-        wanted = self.trainable
-        if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
-            raise MetaTTTError(f"learner.trainable={wanted} is not allowed: it must be a list of {known}, or null")
-        if not wanted:
-            raise MetaTTTError(
-                f"learner.trainable=[] leaves the inner loop nothing to learn: name one of {known} or more, or set it to null"
-            )
-        unknown = [name for name in wanted if name not in weights]
-        if unknown:
-            raise MetaTTTError(f"learner.trainable names {', '.join(unknown)}: the weights of {kind} are {known}")
-        return {name: replace(weight, fast=name in wanted) for name, weight in weights.items()}
-
-    def _factors(self, names: list[str]) -> dict[str, float]:
-        """c of the fast weights `names`, where it is not 1."""
-        given, kind = self.step_scale, type(self).__name__
-        if given is None:
-            return {}
-        if not self.has_weights:
-            raise MetaTTTError(f"{kind} keeps its data and takes no steps: set learner.step_scale=null")
-        if not isinstance(given, Mapping):
-            check_number("learner.step_scale", given, above=0, advice=", or a factor for every weight by name")
-            layers = [self.layer_of(name) for name in names]
-            if None in layers:
-                raise MetaTTTError(
-                    f"learner.step_scale={given} goes by layers, and the names of {kind}'s weights show none: "
-                    f"give factors by name, of {', '.join(names)}"
-                )
-            order = list(dict.fromkeys(layers))
-            given = {
-                name: float(given) ** (len(order) - 1 - order.index(layer))
-                for name, layer in zip(names, layers, strict=True)
-            }
-        unknown = [str(name) for name in given if name not in names]
-        if unknown:
-            raise MetaTTTError(
-                f"learner.step_scale names {', '.join(unknown)}: the fast weights of {kind} are {', '.join(names)}"
-            )
-        for name, factor in given.items():
-            check_number(
-                f"learner.step_scale.{name}", factor, above=0, advice=" (learner.trainable makes a weight slow)"
-            )
-        return {name: float(factor) for name, factor in given.items() if factor != 1}
-
     def predict(self, w: FastWeights, x: Tensor) -> Tensor:
         """What the layer calls: `forward` with the residual and norm switches applied."""
         return self.wrap(w, x, self(w, x))
@@ -238,6 +149,12 @@ class NonParametric(Learner):
     has_weights = False
     #: those of `write`, `keep` and `levels` that `scan` uses: a rule that gives others is refused
     gates: ClassVar[frozenset[str]] = frozenset()
+
+    def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
+        for key, what in (("trainable", "has no weights"), ("step_scale", "takes no steps")):
+            if getattr(self, key) is not None:
+                raise MetaTTTError(f"{type(self).__name__} keeps its data and {what}: set learner.{key}=null")
+        return super().setup(num_heads, d_in, d_out)
 
     @abstractmethod
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,19 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.modules import transformed
+from metattt.learners.opaque import OpaqueWeight
 from metattt.ops.chunk import matmul
-from metattt.state import Tensors
 
-
-class UnsupportedOperation(MetaTTTError):
-    """A fast weight was used outside the primitives, so that its per-token gradient has no factored form."""
-
-
-def per_token(vector: Tensor, like: Tensor) -> Tensor:
-    """Inserts axes so that `vector` `[B, H, d]` (or any shape with d numbers) broadcasts against `like`
-    `[B, H, T, ..., d]`."""
-    return vector.reshape(*vector.shape[:2], *(1,) * (like.ndim - 3), vector.shape[2:].numel())
+Weights = Mapping[str, Tensor]
 
 
 class FastWeights:
@@ -50,7 +40,7 @@ class FastWeights:
 
     factored = False  #: True if the weights exist only inside the primitives, so that no other operation can use them
 
-    def __init__(self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor], matmul_dtype: torch.dtype):
+    def __init__(self, fast: Weights, slow: Weights, matmul_dtype: torch.dtype):
         self._fast, self._slow, self._matmul_dtype = fast, slow, matmul_dtype
 
     def _value(self, name: str) -> Tensor:
@@ -64,9 +54,16 @@ class FastWeights:
             raise MetaTTTError(f"the learner declares no weight {name!r}: it has {', '.join(known)}.{hint}")
         return self._slow[name].unsqueeze(0)
 
+    def _vector(self, name: str, like: Tensor) -> Tensor:
+        """A weight of any shape with d numbers, broadcast against `like` `[B, H, T, ..., d]`."""
+        value = self._value(name)
+        return value.reshape(*value.shape[:2], *(1,) * (like.ndim - 3), value.shape[2:].numel())
+
     def __getitem__(self, name: str) -> Tensor:
         """The raw weight, for operations that no primitive covers; such a learner loses the dual form."""
-        return self._value(name)
+        value = self._value(name)
+        seen: Any = OpaqueWeight(name, value) if self.factored and name in self._fast else value
+        return seen
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
         """`x @ W + b`: `[..., d_in]` to `[..., d_out]`; W is `(d_in, d_out)`, rows are tokens. `transpose` uses Wᵀ
@@ -82,15 +79,15 @@ class FastWeights:
         else:
             z = matmul(x.flatten(2, -2), matrix, self._matmul_dtype)
             z = z.view(*z.shape[:2], *x.shape[2:-1], z.shape[-1])
-        return z if bias is None else z + per_token(self._value(bias), z)
+        return z if bias is None else z + self._vector(bias, z)
 
     def bias(self, x: Tensor, bias: str) -> Tensor:
         """`x + b`, b of shape `(d,)`, or of any shape with d numbers."""
-        return x + per_token(self._value(bias), x)
+        return x + self._vector(bias, x)
 
     def scale(self, x: Tensor, scale: str) -> Tensor:
         """`x ∘ s`, s of shape `(d,)`."""
-        return x * per_token(self._value(scale), x)
+        return x * self._vector(scale, x)
 
     def embedding(self, index: Tensor, weight: str) -> Tensor:
         """Row `index` of W: `[B, H, T, ...]` integers to `[B, H, T, ..., d]`; W is `(rows, d)`."""
@@ -110,61 +107,14 @@ class FastWeights:
 # -- while gradients are recorded and per-token weights are read -------------------------------------------------------
 
 
-class OpaqueWeight:
-    """Stands for a raw fast weight while recording: any operation on it is refused by the weight's name."""
-
-    def __init__(self, name: str, value: Tensor):
-        self._name, self.shape, self.ndim, self.dtype, self.device = (
-            name,
-            value.shape,
-            value.ndim,
-            value.dtype,
-            value.device,
-        )
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = next((a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, OpaqueWeight)), "?")
-        raise UnsupportedOperation(f"fast weight {name!r} is used by {getattr(function, '__name__', function)}")
-
-    def __getattr__(self, attribute: str) -> Any:
-        raise UnsupportedOperation(f"fast weight {self._name!r} is used by .{attribute}")
-
-    def _refuse(self, *_: Any) -> Any:
-        raise UnsupportedOperation(f"fast weight {self._name!r} is used by an arithmetic operator or by indexing")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __getitem__ = _refuse
-
-
 class WeightUse(NamedTuple):
     """One use of a fast weight: the input of the primitive, its output, and the weights it served."""
 
     weight: str | None
     bias: str | None
     input: Tensor | None
-    transpose: bool
-    scale: bool
-
-
-def needs_probes() -> bool:
-    """Whether gradients inside the forward pass are `torch.func`'s to take.
-
-    `torch.func.vjp` does not run under saved-tensor hooks (any non-reentrant checkpoint, also a user's own), and
-    `torch.autograd.grad` does not run under compile, inside functorch transforms or in inference mode. So each is used
-    where the other fails.
-    """
-    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or transformed()
-
-
-def for_probes() -> AbstractContextManager[Any]:
-    """Around `torch.func.vjp` and what it returns: in inference mode, torch 2.11 differentiates to zeros."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return nullcontext()
-    outside = ExitStack()
-    outside.enter_context(torch.inference_mode(False))
-    outside.enter_context(torch.no_grad())
-    return outside
+    transpose: bool = False
+    scale: bool = False
 
 
 class RecordingWeights(FastWeights):
@@ -177,56 +127,40 @@ class RecordingWeights(FastWeights):
 
     factored = True
 
-    def __init__(
-        self,
-        fast: Mapping[str, Tensor],
-        slow: Mapping[str, Tensor],
-        matmul_dtype: torch.dtype,
-        probes: Iterable[Tensor | float] | None = None,
-    ):
+    def __init__(self, fast: Weights, slow: Weights, matmul_dtype: torch.dtype, probes: Iterable[Tensor | float] | None = None):
         super().__init__(fast, slow, matmul_dtype)
         self.probes: Iterator[Tensor | float] | None = None if probes is None else iter(probes)
         self.uses: list[WeightUse] = []
         self.outputs: list[Tensor] = []
 
-    def __getitem__(self, name: str) -> Any:
-        return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
-
-    def _use(
-        self,
-        z: Tensor,
-        weight: str | None,
-        bias: str | None,
-        x: Tensor | None,
-        transpose: bool = False,
-        scale: bool = False,
-    ) -> Tensor:
-        weight = weight if weight in self._fast else None
-        bias = bias if bias in self._fast else None
+    def _use(self, z: Tensor, use: WeightUse) -> Tensor:
+        """The output `z` of a primitive, kept with what it is made of if a weight of it is fast."""
+        weight = use.weight if use.weight in self._fast else None
+        bias = use.bias if use.bias in self._fast else None
         if weight is None and bias is None:
             return z
         if self.probes is not None:
             z = z + next(self.probes)
         elif not z.requires_grad:
             z = z.detach().requires_grad_()
-        self.uses.append(WeightUse(weight, bias, x if weight else None, transpose, scale))
+        self.uses.append(WeightUse(weight, bias, use.input if weight else None, use.transpose, use.scale))
         self.outputs.append(z)
         return z
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
         if bias is not None and self._is_number(bias):
             return self.bias(self.linear(x, weight, transpose=transpose), bias)
-        return self._use(super().linear(x, weight, bias, transpose=transpose), weight, bias, x, transpose=transpose)
+        return self._use(super().linear(x, weight, bias, transpose=transpose), WeightUse(weight, bias, x, transpose))
 
     def bias(self, x: Tensor, bias: str) -> Tensor:
         if self._is_number(bias) and x.shape[-1] != 1:
             return x + self._number(bias, x)
-        return self._use(super().bias(x, bias), None, bias, None)
+        return self._use(super().bias(x, bias), WeightUse(None, bias, None))
 
     def scale(self, x: Tensor, scale: str) -> Tensor:
         if self._is_number(scale) and x.shape[-1] != 1:
             return x * self._number(scale, x)
-        return self._use(super().scale(x, scale), scale, None, x, scale=True)
+        return self._use(super().scale(x, scale), WeightUse(scale, None, x, scale=True))
 
     def _is_number(self, name: str) -> bool:
         return name in self._fast and self._fast[name].shape[2:].numel() == 1
@@ -237,15 +171,13 @@ class RecordingWeights(FastWeights):
 
     def embedding(self, index: Tensor, weight: str) -> Tensor:
         z = super().embedding(index, weight)
-        return (
-            self._use(z, weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype))
-            if weight in self._fast
-            else z
-        )
+        if weight not in self._fast:
+            return z
+        return self._use(z, WeightUse(weight, None, F.one_hot(index, self._value(weight).shape[2]).to(z.dtype)))
 
 
 class Gradients(Protocol):
-    """What `PerTokenWeights` asks of the tokens' gradients G_s."""
+    """What `PerTokenWeights` asks of the tokens' gradients G_s, for `mix` `[B, H, m, n]`."""
 
     @property
     def paired(self) -> Collection[tuple[str, str, bool]]:
@@ -255,15 +187,17 @@ class Gradients(Protocol):
         """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
 
     def product(self, name: str, x: Tensor, mix: Tensor, transpose: bool, plus_one: bool) -> Tensor | None:
-        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`, mix `[B, H, m, n]`; with `plus_one` the paired bias
-        is included."""
+        """`Σ_s mix_ts x_t G_s` of a matrix, `x` `[B, H, m·P, d]`; with `plus_one` the paired bias is included."""
+
+
+Term = tuple[Tensor | None, Weights]  #: its row `[B, H, m]`, or None for ones, and weights by name
 
 
 class PerTokenWeights(FastWeights):
     """Weights that differ from query to query: `W_t = Σ_B rows_B(t) · B − Σ_s mix_ts G_s`, never materialised.
 
     Args:
-        terms: (row `[B, H, m]` or None for ones, weights by name) of each term.
+        terms: the B, each with its row.
         mix: `[B, H, m, n]`, η included.
         gradients: what `RecordingWeights` found at the anchor.
         slow, matmul_dtype: as in `FastWeights`.
@@ -272,19 +206,11 @@ class PerTokenWeights(FastWeights):
     factored = True
 
     def __init__(
-        self,
-        terms: Sequence[tuple[Tensor | None, Tensors]],
-        mix: Tensor,
-        gradients: Gradients,
-        slow: Mapping[str, Tensor],
-        matmul_dtype: torch.dtype,
+        self, terms: Sequence[Term], mix: Tensor, gradients: Gradients, slow: Weights, matmul_dtype: torch.dtype
     ):
         super().__init__(terms[0][1], slow, matmul_dtype)
         self.terms, self.mix, self.gradients = terms, mix, gradients
         self.parts = [FastWeights(weights, slow, matmul_dtype) for _, weights in terms]
-
-    def __getitem__(self, name: str) -> Any:
-        return OpaqueWeight(name, self._value(name)) if name in self._fast else self._value(name)
 
     def _combine(self, parts: Sequence[Tensor]) -> Tensor:
         """`Σ_B rows_B(t) part_B` over parts `[B, H, m, ..., d]`."""
@@ -296,9 +222,8 @@ class PerTokenWeights(FastWeights):
         return total
 
     def _vector(self, name: str, like: Tensor) -> Tensor:
-        """The vector of every query, broadcast against `like` `[B, H, m, ..., d]`."""
         if name not in self._fast:
-            return per_token(self._value(name), like)
+            return super()._vector(name, like)
         vector = self._combine([part._value(name).flatten(2).unsqueeze(2) for part in self.parts])  # [B, H, m or 1, d]
         moved = self.gradients.mixed(name, self.mix)
         vector = vector if moved is None else vector - moved
@@ -306,21 +231,13 @@ class PerTokenWeights(FastWeights):
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, transpose: bool = False) -> Tensor:
         if weight not in self._fast:
-            z = super().linear(x, weight, transpose=transpose)
-            return z if bias is None else z + self._vector(bias, z)
+            return super().linear(x, weight, bias, transpose=transpose)
         paired = (weight, bias, transpose) in self.gradients.paired
-        z = self._combine(
-            [part.linear(x, weight, bias if paired else None, transpose=transpose) for part in self.parts]
-        )
+        with_bias = bias if paired else None
+        z = self._combine([part.linear(x, weight, with_bias, transpose=transpose) for part in self.parts])
         moved = self.gradients.product(weight, x.flatten(2, -2), self.mix, transpose, paired)
         z = z if moved is None else z - moved.view(z.shape)
         return z if bias is None or paired else z + self._vector(bias, z)
-
-    def bias(self, x: Tensor, bias: str) -> Tensor:
-        return x + self._vector(bias, x)
-
-    def scale(self, x: Tensor, scale: str) -> Tensor:
-        return x * self._vector(scale, x)
 
     def embedding(self, index: Tensor, weight: str) -> Tensor:
         if weight not in self._fast:

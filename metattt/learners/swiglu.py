@@ -29,13 +29,11 @@ class SwiGLU(Learner):
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         hidden = max(1, round(self.expansion * d_in))
         shapes = {"w0": (d_in, hidden), "w1": (hidden, d_out), "w2": (d_in, hidden)}
-        return {name: Weight(shape, std=shape[0] ** -0.5) for name, shape in shapes.items()}
+        layers = {"w0": "1", "w1": "2", "w2": "1"}
+        return {name: Weight(shape, std=shape[0] ** -0.5, layer=layers[name]) for name, shape in shapes.items()}
 
     def equations(self) -> list[str]:
         return [f"f(x; W) = {self.wrapped('(silu(x W0) ∘ (x W2)) W1')}"]
-
-    def layer_of(self, name: str) -> str | None:
-        return {"w0": "1", "w1": "2", "w2": "1"}.get(name, super().layer_of(name))
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         return w.linear(F.silu(w.linear(x, "w0")) * w.linear(x, "w2"), "w1")

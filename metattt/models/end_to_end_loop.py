@@ -23,9 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from metattt.functional import with_values
 from metattt.inner.packing import Packing
 from metattt.inner.recompute import recompute
-from metattt.learners.fast_weights import for_probes, needs_probes
 from metattt.learners.window import EMPTY
-from metattt.modules import expand_like, rounds
+from metattt.modules import expand_like, for_probes, needs_probes, rounds
 from metattt.state import State, Tensors, count_bytes, map_tensors
 
 PLACE = torch.empty(0)  # where a tensor stood

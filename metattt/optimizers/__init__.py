@@ -1,7 +1,8 @@
 """Inner optimizers: how a gradient moves the hidden state."""
 
+from metattt.ops.linear_rule import Coefficients
 from metattt.optimizers.append import Append
-from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer
+from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
 from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.optimizers.delta_gradient import DeltaGradientDescent

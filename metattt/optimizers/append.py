@@ -82,7 +82,8 @@ class Append(InnerOptimizer, takes=()):
         return lines
 
     @property
-    def data_gates(self) -> Mapping[str, str]:  # type: ignore[override]
+    def data_gates(self) -> Mapping[str, str]:
+        """The gates that it gives (`write`, `keep`, `levels`), each with the override that turns it off."""
         given = {"write": self.write != "none", "keep": self.decay != "none", "levels": self.levels > 0}
         off = {"write": "optimizer.write=none", "keep": "optimizer.decay=none", "levels": "optimizer.levels=0"}
         return {name: off[name] for name, here in given.items() if here}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.memory import Memory, where, zeros
 from metattt.modules import expand_like
-from metattt.optimizers.base import Coefficients, Gates, InnerOptimizer, Read
+from metattt.ops.linear_rule import Coefficients, token_step_coefficients
+from metattt.optimizers.base import Gates, InnerOptimizer, Read
 from metattt.optimizers.gradient_descent import SHARING, StepSize
 from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
@@ -46,10 +48,8 @@ class BlockRule(StepSize):
             raise MetaTTTError(
                 f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use minibatch"
             )
-
-    def check(self, gates: Gates) -> None:
-        super().check(gates)
-        if self.accumulates or self.nesterov:
+        steps = self.belongs and self.token_steps() is not None
+        if steps or self.max_norm is not None or self.nesterov:
             raise MetaTTTError(
                 f"{type(self).__name__} moves its weights once per mini-batch, by `move`, which sees nothing of token_steps, "
                 "max_norm and nesterov: leave them out"
@@ -96,13 +96,6 @@ class BlockRule(StepSize):
         begun = {slot: zeros(slot, memory["commit"]) for slot in self.own_slots if slot not in memory}
         return kept | self.move(memory | begun, alpha, beta)
 
-    def again(self, memory: Memory, filled: int | Tensor) -> Memory:
-        """All that the rule carries goes on. A mini-batch that the end of the call cuts off is a commit of its pass."""
-        after = self.commit(memory, filled) if "update" in memory else memory
-        if isinstance(filled, Tensor) and after is not memory:
-            after = {slot: where(filled > 0, after[slot], memory.get(slot)) for slot in after}
-        return after | {slot: after["commit"] for slot in ("anchor",) if slot in after}
-
     def observe(self, memory: Memory, gates: Gates) -> Memory:
         if gates.alpha is None and gates.beta is None:
             return memory
@@ -114,9 +107,8 @@ class BlockRule(StepSize):
         pool = memory.get("pool")
         return memory | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
 
-    def coefficients(self, gates: Gates, phase: int | Tensor, carried: object, read: object) -> Coefficients:
-        started = "update" in carried  # type: ignore[operator]
-        return Coefficients({"commit": None}, None, {"update": ({"update": None} if started else {}, gates.eta)})
+    def coefficients(self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None) -> Coefficients:
+        return token_step_coefficients(gates.eta, None, phase, "update" in carried, None)
 
 
 @register(group="optimizer", name="block_momentum")
@@ -234,9 +226,9 @@ class BlockMomentum(BlockRule):
             else mean
         )
 
-    def in_token_space(self, phase: int | Tensor, count: int, memory: Memory) -> bool:
-        whole = isinstance(phase, int) and phase == 0 and count == self.mini_batch_size and "update" not in memory
-        return self.orthogonalize and self.momentum == "none" and whole
+    @property
+    def in_token_space(self) -> bool:  # type: ignore[override]
+        return self.orthogonalize and self.momentum == "none"
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from metattt.memory import Memory
 from metattt.modules import expand_like
-from metattt.optimizers.base import Coefficients, Gates
+from metattt.ops.linear_rule import Coefficients
+from metattt.optimizers.base import Gates
 from metattt.optimizers.block import BlockRule
 from metattt.optimizers.gradient_descent import StepSize
 from metattt.optimizers.momentum import Gate, check_gate
@@ -152,11 +154,10 @@ class MirrorDescent(BlockRule):
             kept = kept * (1 - memory["pool"]["lost"])
         return memory | {"pool": {"lost": 1 - kept}}
 
-    def coefficients(self, gates: Gates, phase: object, carried: object, read: object) -> Coefficients:
-        started = "update" in carried  # type: ignore[operator]
-        if gates.alpha is None:
-            return Coefficients({"commit": None}, None, {"update": ({"update": None} if started else {}, gates.eta)})
+    def coefficients(self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None) -> Coefficients:
         alpha = gates.alpha
+        if alpha is None:
+            return super().coefficients(gates, phase, carried, read)
         later = F.pad(alpha[..., 1:].flip(-1).cumprod(-1).flip(-1), (0, 1), value=1.0)  # Π_{r>s} α_r
-        kept: dict[str, Tensor | None] = {"update": alpha.prod(-1)} if started else {}
+        kept: dict[str, Tensor | None] = {"update": alpha.prod(-1)} if "update" in carried else {}
         return Coefficients({"commit": None}, None, {"update": (kept, gates.eta * later)})

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.optimizers.base import Gates
+from metattt.optimizers.committed import Committed
 from metattt.optimizers.momentum import Momentum
 from metattt.registry import register
 from metattt.setting import setting
-
-if TYPE_CHECKING:
-    from metattt.inner.committed import Committed
 
 
 @register(group="optimizer", name="state_gated")

@@ -49,10 +49,8 @@ class Task(Component, ABC):
     """
 
     _group = "task"
-    squared_error = (
-        False  #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
-    )
-
+    #: the loss is exactly ½‖prediction − v‖²: online linear rules can then be solved instead of looped
+    squared_error = False
     together = False  #: a token's n pairs take their gradients at the same weights, not one after the other
     causal = True  #: False if the views of a token depend on later ones
 
@@ -74,8 +72,7 @@ class Task(Component, ABC):
 
     @abstractmethod
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the
-        start."""
+        """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the start."""
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the views are made of where two layers share it (`metattt.combined.Combined`): `x` `[B, T, D]`, projected.

@@ -17,10 +17,9 @@ from torch import Tensor
 from metattt.inner.forms.dual import scaled
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
-from metattt.memory import Memory
+from metattt.memory import Memory, newest
 from metattt.ops.channel_decays import Rows, decayed_scores
 from metattt.ops.chunk import matmul, solve_unit_lower
-from metattt.optimizers.base import newest
 
 CHUNK = {"cpu": 32}  # tokens by device, where the rule leaves it open; on a CPU, joining costs more than products
 LARGE_CHUNK = 64

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens, rated
-from metattt.learners.fast_weights import PerTokenWeights, RecordingWeights, WeightUse, for_probes, matmul, needs_probes
+from metattt.learners.fast_weights import PerTokenWeights, RecordingWeights, WeightUse
 from metattt.memory import Memory
-from metattt.modules import expand_like
-from metattt.optimizers.base import Coefficients, clip_factor
+from metattt.modules import expand_like, for_probes, needs_probes
+from metattt.ops.chunk import matmul
+from metattt.ops.linear_rule import Coefficients, clip_factor
 from metattt.state import Tensors
 
 
@@ -130,7 +131,8 @@ def finish(
             factor = factor if band is None else factor @ band
             sums[name] = gradients.weighted_sum(name, factor, value.shape[2:])
         after[base] = combine(memory, factors, sums)
-    if rule.in_token_space(phase, tokens.views.q.shape[2], memory) and not loop.learner.mixes_tokens:
+    begins = rule.in_token_space and isinstance(phase, int) and phase == 0 and "update" not in memory
+    if begins and tokens.views.q.shape[2] == rule.mini_batch_size and not loop.learner.mixes_tokens:
         after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
 

@@ -20,7 +20,7 @@ def chunk(
 ) -> tuple[Tensor | None, Memory]:
     """See `FORMS`; no row is read."""
     anchor = loop.anchor(tokens, memory, phase)
-    how = loop.rule.coefficients(tokens.gates, phase, memory, read)  # type: ignore[arg-type]
+    how = loop.rule.coefficients(tokens.gates, phase, memory, read)
     names, count = list(anchor), len(anchor)
     if loop.plan.outer == "first_order":
         loop, tokens, anchor = _as_constants(loop, tokens, anchor)

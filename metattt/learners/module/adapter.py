@@ -16,10 +16,11 @@ from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError
 from metattt.functional import replica
 from metattt.learners.base import Learner, Weight
-from metattt.learners.fast_weights import FastWeights, UnsupportedOperation
+from metattt.learners.fast_weights import FastWeights
 from metattt.learners.module.composed import Normalize
 from metattt.learners.module.standin import ParameterProxy
 from metattt.learners.module.translation import ParameterTranslator
+from metattt.learners.opaque import UnsupportedOperation
 from metattt.registry import register
 from metattt.setting import setting
 
@@ -147,7 +148,8 @@ class ModuleLearner(Learner):
                 if parameter is None or not parameter.requires_grad:
                     continue
                 weight = names.setdefault(id(parameter), f"{prefix}.{attribute}".lstrip(".").replace(".", "/"))
-                found[weight] = GivenWeight(tuple(parameter.shape) or (1,), tensor=parameter)
+                layer = weight.rpartition("/")[0]
+                found[weight] = GivenWeight(tuple(parameter.shape) or (1,), tensor=parameter, layer=layer)
                 self._shapes[weight] = parameter.shape
                 self._slots.setdefault(weight, []).append((prefix, attribute))
                 part._parameters[attribute] = None
@@ -157,10 +159,6 @@ class ModuleLearner(Learner):
 
     def equations(self) -> list[str]:
         return [f"f(x; W) = {self.wrapped(f'{type(self.module).__name__}(x; W)')}, W its trainable parameters"]
-
-    def layer_of(self, name: str) -> str | None:
-        """The submodule that holds the weight."""
-        return name.rpartition("/")[0] if name in self._shapes else super().layer_of(name)
 
     def forward(self, w: FastWeights, x: Tensor) -> Tensor:
         if self.refusal is None and not self.mixes_tokens:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metattt.learners.fast_weights import UnsupportedOperation
-
-if TYPE_CHECKING:
-    from metattt.learners.module.translation import ParameterTranslator
+from metattt.learners.opaque import UnsupportedOperation
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -22,6 +19,14 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "silu": F.silu,
 }
+
+
+class Owner(Protocol):
+    """What a stand-in asks of the `ParameterTranslator` that made it."""
+
+    def elementwise(self, name: str, a: Any, b: Any, /) -> Any: ...
+    def matmul(self, a: Any, b: Any, /) -> Any: ...
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any: ...
 
 
 class ParameterProxy:
@@ -41,7 +46,7 @@ class ParameterProxy:
 
     def __init__(
         self,
-        owner: ParameterTranslator,
+        owner: Owner,
         name: str,
         shape: torch.Size,
         dtype: torch.dtype,

@@ -1,0 +1,92 @@
+"""What is refused of an inner optimizer: settings that do not go together, and gates that its algebra would drop."""
+
+from __future__ import annotations
+
+from metattt.errors import MetaTTTError
+from metattt.optimizers.base import Gates, InnerOptimizer
+
+
+def check_together(rule: InnerOptimizer) -> None:
+    """Refuses settings whose queries would see the future, or that no form computes.
+
+    Raises:
+        MetaTTTError: naming the settings, and what to set.
+    """
+    anchor, read, steps = rule.anchor, rule.read, rule.steps
+    if steps > 1 and not (
+        read in ("previous", "committed", "block", "final") or (rule.mini_batch_size == 1 and read == "inclusive")
+    ):
+        raise MetaTTTError(
+            f"optimizer.steps={steps} with optimizer.read={read} would show queries the future: "
+            "set optimizer.read to previous, committed, block or final, or optimizer.mini_batch_size=1"
+        )
+    if steps > 1 and anchor != "minibatch" and read != "final":
+        raise MetaTTTError(
+            f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}"
+        )
+    if rule.gradient_at == "decayed" and anchor != "online":
+        raise MetaTTTError(
+            f"optimizer.gradient_at=decayed is for token by token rules: set optimizer.anchor=online, not {anchor}"
+        )
+
+
+def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
+    """Finds out what a rule gives, when a layer is built and when a setting has been assigned since.
+
+    Args:
+        num_heads: H.
+        gates: what `gates` gives for a token, if it is known before the first call.
+
+    Raises:
+        MetaTTTError: settings, token steps and gates that cannot go together.
+    """
+    rule.check_settings()
+    tau, size = rule.token_steps(), rule.mini_batch_size
+    if tau is not None and tau.shape not in ((1, size), (num_heads, size)):
+        raise MetaTTTError(
+            f"{type(rule).__name__}.token_steps has shape {list(tau.shape)}, expected [1 or {num_heads}, {size}] for "
+            f"optimizer.mini_batch_size={size}"
+        )
+    # (not by assignment: that would say that a setting has changed)
+    rule.__dict__["has_token_steps"] = tau is not None
+    if isinstance(gates, Gates):
+        if gates.beta is not None:
+            rule.__dict__["has_momentum"] = True
+        check_gates(rule, gates)
+
+
+def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
+    """Refuses gates that the rule's algebra would drop: asked when a layer is built, and in every call before its inner
+    loop.
+
+    Raises:
+        MetaTTTError: naming the gate, and what to leave out or to set.
+    """
+    kind = type(rule).__name__
+    if gates.weight_lr is not None and gates.weight_lr.shape[-1] != len(rule.weight_names):
+        raise MetaTTTError(
+            f"{kind} gives rates of shape {list(gates.weight_lr.shape)}, expected [B, H, T, {len(rule.weight_names)}]: one for "
+            f"each of {', '.join(rule.weight_names)}"
+        )
+    if gates.weight_lr is not None and (rule.read in ("inclusive", "exclusive") or rule.anchor == "online"):
+        raise MetaTTTError(
+            f"{kind} gives rates, which weights per token do not have (optimizer.anchor={rule.anchor}, "
+            f"optimizer.read={rule.read}): set anchor=minibatch and read=previous, or learner.step_scale in their place"
+        )
+    if type(rule).coefficients is not InnerOptimizer.coefficients:
+        return  # what it makes of its gates is its own
+    if not rule.has_token_steps and rule.token_steps() is not None:
+        raise MetaTTTError(
+            f"{kind}.token_steps gives τ, and gave none when the layer was built: give it at any time, of ones"
+        )
+    extra = [name for name in ("alpha", "beta", "kappa", "decay") if getattr(gates, name) is not None]
+    if extra and rule.accumulates:
+        what = "token_steps" if rule.has_token_steps else "max_norm"
+        raise MetaTTTError(
+            f"{kind} gives {', '.join(extra)} beside {what}, whose W_t = W_a + τ_t M_t has no other gate than η: leave out "
+            f"one of them, or set optimizer.{what}={'none' if what == 'token_steps' else 'null'}"
+        )
+    if gates.beta is not None and not rule.has_momentum:
+        raise MetaTTTError(
+            f"{kind} gives beta, and gave none when the layer was built: set has_momentum = True on the class"
+        )
