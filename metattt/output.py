@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
+from metattt.errors import MetaTTTError, check_integer
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import projection
 
@@ -53,19 +53,15 @@ class HeadLayerNorm(nn.Module):
         return (F.layer_norm(heads, (self.head_dim,), eps=self.eps).flatten(-2) * self.weight + self.bias).to(y.dtype)
 
 
-def check_output(norm: object, gate: object, rank: object, eps: float | None, eps_scale: str) -> None:
+def check_output(norm: object, gate: object, rank: object) -> None:
     """Refuses what is no norm or gate of an output.
 
     Args:
         norm, gate, rank: `output_norm`, `gate` and `gate_rank` of `TTTLayer`.
-        eps, eps_scale: its `norm_eps` and `norm_eps_scale`.
 
     Raises:
-        MetaTTTError: another kind, no rank, no ε, or the rank of a gate that is not there.
+        MetaTTTError: another kind, no rank, or the rank of a gate that is not there.
     """
-    if eps is not None:
-        check_number("layer.norm_eps", eps, above=0)
-    check_choice("layer.norm_eps_scale", eps_scale, ("head_dim", "none"))
     for key, kind, known, usual in (("output_norm", norm, NORMS, "LayerNorm"), ("gate", gate, GATES, "gelu")):
         if not (isinstance(kind, bool) or (isinstance(kind, str) and kind in known)):
             shown = "null" if kind is None else kind

@@ -26,7 +26,7 @@ from metattt.inner.recompute import recompute
 from metattt.learners.fast_weights import for_probes, needs_probes
 from metattt.learners.window import EMPTY
 from metattt.modules import expand_like, rounds
-from metattt.state import State, Tensors, count_bytes, map_tensors
+from metattt.state import State, Tensors, map_tensors
 
 PLACE = torch.empty(0)  # where a tensor stood
 
@@ -52,10 +52,7 @@ class Adaptation(NamedTuple):
     ids: Tensor
     start: tuple[Any, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all distinct tensors."""
-        return count_bytes(self)
+    nbytes = State.nbytes  # type: ignore[misc]
 
 
 torch.serialization.add_safe_globals([Adaptation])
