@@ -8,12 +8,13 @@ from typing import Literal, cast
 from torch import Tensor
 
 from metattt.component import unchanged_on_error
+from metattt.errors import MetaTTTError
 from metattt.inner.packing import Packing
 from metattt.inner.tokens import Tokens, fitted
 from metattt.learners.base import NonParametric
 from metattt.modules import draw_xavier, projection
 from metattt.optimizers.base import Gates
-from metattt.output import GATES, check_output, make_gate, make_norm
+from metattt.output import GATES, make_gate, make_norm
 from metattt.planned import PlannedLayer
 from metattt.sequence_layer import Call
 from metattt.setting import setting
@@ -61,17 +62,21 @@ class TTTLayer(PlannedLayer):
         MetaTTTError: widths that do not fit, or parts that cannot be combined exactly.
     """
 
-    output_norm: bool | str = setting(default=True)
+    output_norm: bool | Literal["head_rms", "head_layer", "rms"] = setting(default=True, advice=" (LayerNorm)")
     norm_eps: float | None = setting(default=None, above=0)
     norm_eps_scale: Literal["head_dim", "none"] = setting(default="none")
-    gate_function: bool | str = setting(default=False, alias="gate")
-    gate_rank: int | str | None = setting(default=None)
+    gate_function: bool | Literal["gelu", "silu", "sigmoid"] = setting(default=False, alias="gate", advice=" (gelu)")
+    gate_rank: int | Literal["head_dim"] | None = setting(
+        default=None, advice=", head_dim, or null for a full projection"
+    )
     output_bias: bool = setting(default=False)
     init: Literal["normal", "xavier"] = setting(default="normal", kw_only=True)
 
     def check_settings(self) -> None:
         super().check_settings()
-        check_output(self.output_norm, self.gate_function, self.gate_rank)
+        if self.gate_rank is not None and self.gate_function is False:
+            rank = f"layer.gate_rank={self.gate_rank}"
+            raise MetaTTTError(f"{rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
 
     def create(self) -> None:
         dim, head = self.dim, self.dim // self.num_heads

@@ -55,7 +55,7 @@ class Setting:
         if self.among is not None or (choices and not kinds):
             check_choice(key, value, choices if self.among is None else self.among)
         elif kinds == {bool}:
-            check_flag(key, value)
+            check_flag(key, value, choices, self.advice)
         elif kinds == {int}:
             check_integer(key, value, advice=self.advice, **bounds)
         elif kinds == {float}:
@@ -76,7 +76,7 @@ def setting(**options: Any) -> Any:
         alias: what the constructor and configurations call it, where that is the name of a method.
         least, most: the range of a number, with its ends. Integers are at least 1 where nothing else is said.
         above, below: ends that are not in the range, in their places.
-        advice: what else a message on the number says, at its end.
+        advice: what else a message on the number says, at its end; or which of the words beside true and false true is.
         among: the choices of a text, where the annotation does not list them.
     """
     return Setting(**options)
