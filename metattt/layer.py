@@ -122,7 +122,8 @@ class TTTLayer(PlannedLayer):
         gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         if self.learner.has_weights:
             views, gates, rule_state = self.optimizer.prepare(views, cast(Gates, gates), x, rule_state, ctx)
-        views, gates = fitted(self, views, gates, (x.shape[0], self.num_heads, x.shape[1]))
+        shape = x.shape[0], self.num_heads, x.shape[1]
+        views, gates = fitted(views, gates, self.learner, self.optimizer, shape)
         if any(state[2:]):  # an earlier call has returned it
             self.check_carried(state, task_state, rule_state)
         return views, gates, task_state, rule_state

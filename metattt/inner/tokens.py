@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.optimizers.base import Gates
+from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.state import DataGates, Tensors
 from metattt.tasks.base import Views
 
 if TYPE_CHECKING:
-    from metattt.layer import TTTLayer
+    from metattt.learners.base import Learner
 
 JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 
@@ -220,16 +220,17 @@ def rated(factor: Tensor, weight_lr: Tensor | None, index: int) -> Tensor:
 
 
 def fitted(
-    layer: TTTLayer, views: Views, gates: Gates | DataGates, shape: tuple[int, ...]
+    views: Views, gates: Gates | DataGates, learner: Learner, rule: InnerOptimizer, shape: tuple[int, ...]
 ) -> tuple[Views, Gates | DataGates]:
     """What the parts make of the tokens, with an entry for every sequence, head and token, `shape` `(B, H, T)`: a part of a
-    user's own may give one for all, or anything. Kernels are handed addresses, and read what the shapes say.
+    user's own may give one for all, or anything. Kernels are handed addresses, and read what the shapes say. Gates are
+    in fp32 or wider, and η holds the weight of each pair.
 
     Raises:
         MetaTTTError: views that do not fit each other, or that the learner has no use for, gates of another kind, or a
             shape in which no axis of length 1 stands for all.
     """
-    learner, k, keeps_data = layer.learner, views.k, not layer.learner.has_weights
+    k, keeps_data = views.k, not learner.has_weights
     for name in ("erase_key", "erase_direction"):
         view = getattr(views, name)
         if view is not None and view.shape != k.shape:
@@ -246,11 +247,11 @@ def fitted(
         )
     if not isinstance(gates, DataGates if keeps_data else Gates):
         what = "with updates = False must return DataGates" if keeps_data else "that updates weights must return Gates"
-        raise MetaTTTError(f"{type(layer.optimizer).__name__}.gates returned {type(gates).__name__}: a rule {what}")
+        raise MetaTTTError(f"{type(rule).__name__}.gates returned {type(gates).__name__}: a rule {what}")
     pairs = k.shape[3:-1]
     if not keeps_data and (views.q.shape[:3] != shape or k.shape[:3] != shape):
-        given = {name: list(view.shape) for name, view in (("k", k), ("q", views.q))}
-        raise MetaTTTError(f"the task gives views {given}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
+        both = {"k": list(k.shape), "q": list(views.q.shape)}
+        raise MetaTTTError(f"the task gives views {both}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
     if not keeps_data and views.v.shape[: 3 + len(pairs)] != shape + pairs:
         views = views._replace(v=_expanded("the view v", views.v, shape + pairs, views.v.shape[3 + len(pairs) :]))
     found, accum_dtype = {}, torch.promote_types(k.dtype, torch.float32)
