@@ -31,7 +31,8 @@ class CombinedState(NamedTuple):
         pos: Tensor = self.first.pos
         return pos
 
-    map, to, detach, select, nbytes = State.map, State.to, State.detach, State.select, State.nbytes  # type: ignore[misc]
+    map, to, detach = State.map, State.to, State.detach  # type: ignore[misc]
+    select, nbytes = State.select, State.nbytes  # type: ignore[misc]
 
 
 torch.serialization.add_safe_globals([CombinedState])

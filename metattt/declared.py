@@ -1,4 +1,4 @@
-"""Modules whose constructor is made from the settings that their class declares: layers, tasks, learners, optimizers."""
+"""Modules whose constructor is made from settings that the class declares: layers, tasks, learners, optimizers."""
 
 from __future__ import annotations
 

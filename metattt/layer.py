@@ -65,7 +65,7 @@ class TTTLayer(PlannedLayer):
     output_norm: bool | Literal["head_rms", "head_layer", "rms"] = setting(default=True, advice=" (LayerNorm)")
     norm_eps: float | None = setting(default=None, above=0)
     norm_eps_scale: Literal["head_dim", "none"] = setting(default="none")
-    gate_function: bool | Literal["gelu", "silu", "sigmoid"] = setting(default=False, alias="gate", advice=" (gelu)")
+    output_gate: bool | Literal["gelu", "silu", "sigmoid"] = setting(default=False, alias="gate", advice=" (gelu)")
     gate_rank: int | Literal["head_dim"] | None = setting(
         default=None, advice=", head_dim, or null for a full projection"
     )
@@ -74,7 +74,7 @@ class TTTLayer(PlannedLayer):
 
     def check_settings(self) -> None:
         super().check_settings()
-        if self.gate_rank is not None and self.gate_function is False:
+        if self.gate_rank is not None and self.output_gate is False:
             rank = f"layer.gate_rank={self.gate_rank}"
             raise MetaTTTError(f"{rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
 
@@ -86,8 +86,8 @@ class TTTLayer(PlannedLayer):
             self.optimizer.setup(dim, self.num_heads, head, tuple(self.learner.init))
             self._plan = self._planned()
         self.norm = make_norm(self.output_norm, dim, head, self.norm_eps, self.norm_eps_scale)
-        self.gate = make_gate(self.gate_function, self.gate_rank, dim, head)
-        self.gate_function = self.gate_function if isinstance(self.gate_function, str) else "gelu"
+        self.gate = make_gate(self.output_gate, self.gate_rank, dim, head)
+        self.gate_function: str = self.output_gate if isinstance(self.output_gate, str) else "gelu"
         self.out = projection(dim, dim, self.output_bias)
         if self.init == "xavier":
             draw_xavier(self.task, self.gate, self.out)

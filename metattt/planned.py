@@ -1,4 +1,4 @@
-"""A layer and its three parts: which of them go together, how the inner loop over them is computed, whose a state is."""
+"""A layer and its three parts: which go together, how the inner loop over them is computed, whose a state is."""
 
 from __future__ import annotations
 

@@ -65,8 +65,9 @@ def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = 
     def decorate(cls: C) -> C:
         init = cls.__init__  # type: ignore[misc]
         names = getattr(inspect.unwrap(init), "__globals__", {})
-        given = [one.replace(annotation=resolved(one.annotation, names)) for one in inspect.signature(init).parameters.values()]
-        store(group, name, f"{cls.__module__}.{cls.__qualname__}", given[1:])
+        given = list(inspect.signature(init).parameters.values())[1:]
+        given = [one.replace(annotation=resolved(one.annotation, names)) for one in given]
+        store(group, name, f"{cls.__module__}.{cls.__qualname__}", given)
         VERSIONS[group, name] = version, upgrade
         return cls
 

@@ -122,8 +122,12 @@ class State(NamedTuple):
             raise MetaTTTError(
                 f"a state is kept in float32 or wider, not {dtype}: move it to a device alone, state.to(device)"
             )
-        options = {"device": device, "non_blocking": non_blocking, "copy": copy}
-        return self.map(lambda x: x.to(dtype=dtype if x.is_floating_point() else None, **options))  # type: ignore[call-overload,no-any-return]
+
+        def moved(tensor: Tensor) -> Tensor:
+            wanted = dtype if tensor.is_floating_point() else None
+            return tensor.to(device=device, dtype=wanted, non_blocking=non_blocking, copy=copy)
+
+        return self.map(moved)
 
     def detach(self) -> State:
         """Cuts the graph: later losses no longer reach what was read so far."""
@@ -136,10 +140,7 @@ class State(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all distinct tensors."""
-        sizes: dict[int, int] = {}
-        for tensor in tensors_of(self):
-            sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
-        return sum(sizes.values())
+        return count_bytes(self)
 
     def save(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Writes the state to a file of safetensors: what was learned, apart from the model that learned it.
@@ -198,6 +199,14 @@ def tensors_of(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return found
+
+
+def count_bytes(state: Any) -> int:
+    """Bytes of all distinct tensors."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors_of(state):
+        sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
+    return sum(sizes.values())
 
 
 def count_sequences(state: Any) -> int:

@@ -221,7 +221,7 @@ def rated(factor: Tensor, weight_lr: Tensor | None, index: int) -> Tensor:
 
 def fitted(
     views: Views, gates: Gates | DataGates, learner: Learner, rule: InnerOptimizer, shape: tuple[int, ...]
-) -> tuple[Views, Gates | DataGates]:
+) -> tuple[Views, Gates]:
     """What the parts make of the tokens, with an entry for every sequence, head and token, `shape` `(B, H, T)`: a part of a
     user's own may give one for all, or anything. Kernels are handed addresses, and read what the shapes say. Gates are
     in fp32 or wider, and η holds the weight of each pair.
@@ -264,7 +264,7 @@ def fitted(
         if name == "eta" and views.weight is not None:
             gate = (gate if gate.ndim == 4 else gate.unsqueeze(-1)) * views.weight
         found[name] = gate.to(accum_dtype)
-    return views, type(gates)(**found)
+    return views, type(gates)(**found)  # type: ignore[return-value]
 
 
 def _expanded(name: str, x: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:

@@ -76,7 +76,9 @@ class Mamba2(Mixer):
     def create(self) -> None:
         dim, ngroups, d_state = self.dim, self.ngroups, self.d_state
         if self.head_dim is None and dim % self.num_heads:
-            raise MetaTTTError(f"num_heads={self.num_heads} does not divide dim={dim}: change it, or set layer.head_dim")
+            raise MetaTTTError(
+                f"num_heads={self.num_heads} does not divide dim={dim}: change it, or set layer.head_dim"
+            )
         check_steps(self.dt_min, self.dt_max)
         width, head = self.expand * dim, self.head_dim or dim // self.num_heads
         if width % head:

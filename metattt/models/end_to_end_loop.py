@@ -26,7 +26,7 @@ from metattt.inner.recompute import recompute
 from metattt.learners.fast_weights import for_probes, needs_probes
 from metattt.learners.window import EMPTY
 from metattt.modules import expand_like, rounds
-from metattt.state import State, Tensors, map_tensors, tensors_of
+from metattt.state import State, Tensors, count_bytes, map_tensors, tensors_of
 
 PLACE = torch.empty(0)  # where a tensor stood
 
@@ -52,7 +52,10 @@ class Adaptation(NamedTuple):
     ids: Tensor
     start: tuple[Any, ...]
 
-    nbytes = State.nbytes  # type: ignore[misc]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all distinct tensors."""
+        return count_bytes(self)
 
 
 torch.serialization.add_safe_globals([Adaptation])

@@ -37,7 +37,8 @@ class LanguageModelState(NamedTuple):
     layers: tuple[Any, ...]
     tails: tuple[Tensor | None, ...]
 
-    map, to, detach, select, nbytes = State.map, State.to, State.detach, State.select, State.nbytes  # type: ignore[misc]
+    map, to, detach = State.map, State.to, State.detach  # type: ignore[misc]
+    select, nbytes = State.select, State.nbytes  # type: ignore[misc]
     save, load = State.save, vars(State)["load"]  # type: ignore[misc]
 
 
