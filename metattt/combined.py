@@ -98,7 +98,7 @@ class Combined(SequenceLayer):
                 "layer.shared=true"
             )
 
-    def create(self) -> None:
+    def create_modules(self) -> None:
         first: Any = self.first
         second: Any = self.second
         dim = self.dim

@@ -70,7 +70,7 @@ class Declared(nn.Module):
             if (value := getattr(self, name, REQUIRED)) is not REQUIRED:
                 one.check(self._key(one.alias or name), value)
 
-    def create(self) -> None:
+    def create_modules(self) -> None:
         """Creates the modules and parameters that need nothing but the settings, which have been checked."""
 
     def _key(self, name: str) -> str:
@@ -96,7 +96,7 @@ def _constructor(cls: type[Declared]) -> Callable[..., None]:
             setattr(self, name, given[key] if key in given else getattr(type(self), name))
         self.configure()
         self.check_settings()
-        self.create()
+        self.create_modules()
 
     __init__.__annotations__ = {one.name: one.annotation for one in signature.parameters.values() if one is not SELF}
     __init__.__signature__, __init__.made_of_settings = signature, True  # type: ignore[attr-defined]

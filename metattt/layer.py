@@ -78,7 +78,7 @@ class TTTLayer(PlannedLayer):
             rank = f"layer.gate_rank={self.gate_rank}"
             raise MetaTTTError(f"{rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
 
-    def create(self) -> None:
+    def create_modules(self) -> None:
         dim, head = self.dim, self.dim // self.num_heads
         with unchanged_on_error(self.task, self.learner, self.optimizer):
             self.task.setup(dim, self.num_heads, head)

@@ -37,7 +37,7 @@ class SequenceLayer(Declared, ABC):
     """A layer that reads sequences and carries a state: `y, state = layer(x, state, mask=..., reset=...)`.
 
     The base moves padding to the end and back, looks at the inputs, and explains failures. A subclass implements `run`;
-    it declares settings (`metattt.declared.Declared`) and makes its modules in `create`, or writes an `__init__`.
+    it declares settings (`metattt.declared.Declared`) and makes its modules in `create_modules`, or writes an `__init__`.
     """
 
     _group = "layer"

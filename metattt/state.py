@@ -99,35 +99,9 @@ class State(NamedTuple):
         """A state with `function` applied to every tensor."""
         return map_tensors(function, self)
 
-    def to(
-        self,
-        device: torch.device | str | int | torch.dtype | Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        non_blocking: bool = False,
-        copy: bool = False,
-    ) -> State:
-        """The state on another device, or in another type; takes the arguments of `Tensor.to`.
-
-        Positions and flags keep their type. Weights are kept in fp32 or wider, and floating-point tensors move to no
-        other.
-
-        Raises:
-            MetaTTTError: a type that is narrower, or has no fractions.
-        """
-        if isinstance(device, Tensor):
-            dtype, device = device.dtype, device.device
-        elif isinstance(device, torch.dtype):
-            dtype, device = device, None
-        if dtype is not None and not (dtype.is_floating_point and torch.promote_types(dtype, torch.float32) == dtype):
-            raise MetaTTTError(
-                f"a state is kept in float32 or wider, not {dtype}: move it to a device alone, state.to(device)"
-            )
-
-        def moved(tensor: Tensor) -> Tensor:
-            wanted = dtype if tensor.is_floating_point() else None
-            return tensor.to(device=device, dtype=wanted, non_blocking=non_blocking, copy=copy)
-
-        return self.map(moved)
+    def to(self, *args: Any, **kwargs: Any) -> State:
+        """The state on another device, or in another type: see `move_tensors`."""
+        return move_tensors(self, *args, **kwargs)
 
     def detach(self) -> State:
         """Cuts the graph: later losses no longer reach what was read so far."""
@@ -192,6 +166,37 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:
         items = [map_tensors(function, item) for item in value]
         found = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return found
+
+
+def move_tensors(
+    state: S,
+    device: torch.device | str | int | torch.dtype | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+) -> S:
+    """A state with every tensor moved, as by `Tensor.to`, whose arguments it takes (a device, a type, or a tensor for
+    both).
+
+    Positions and flags keep their type. Weights are kept in fp32 or wider, and floating-point tensors move to no other.
+
+    Raises:
+        MetaTTTError: a type that is narrower, or has no fractions.
+    """
+    if isinstance(device, Tensor):
+        dtype, device = device.dtype, device.device
+    elif isinstance(device, torch.dtype):
+        dtype, device = device, None
+    if dtype is not None and not (dtype.is_floating_point and torch.promote_types(dtype, torch.float32) == dtype):
+        raise MetaTTTError(
+            f"a state is kept in float32 or wider, not {dtype}: move it to a device alone, state.to(device)"
+        )
+
+    def moved(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else None
+        return tensor.to(device=device, dtype=wanted, non_blocking=non_blocking, copy=copy)
+
+    return map_tensors(moved, state)
 
 
 def tensors_of(value: Any) -> list[Tensor]:

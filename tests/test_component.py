@@ -152,7 +152,7 @@ class Scaled(SequenceLayer):
     factor: float = setting(default=2.0, above=0)
     group_size: int | None = setting(default=None, kw_only=True, least=0)
 
-    def create(self) -> None:
+    def create_modules(self) -> None:
         self.scale = nn.Parameter(torch.full((self.dim,), self.factor))
 
     def run(self, x: Tensor, state: Any, packing: Any = None, donate_state: bool = False) -> tuple[Tensor, Any]:

@@ -52,7 +52,7 @@ class Longhorn(Mixer):
     conv_width: int = setting(default=4)
     dt_rank: int | None = setting(default=None)
 
-    def create(self) -> None:
+    def create_modules(self) -> None:
         dim, d_state = self.dim, self.d_state
         width, rank = self.expand * dim, self.dt_rank or math.ceil(dim / 16)
         numbers = width * (3 * dim + 2 * rank + 2 * d_state)

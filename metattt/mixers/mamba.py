@@ -52,7 +52,7 @@ class Mamba(Mixer):
     dt_min: float = setting(default=0.001, above=0)
     dt_max: float = setting(default=0.1, above=0)
 
-    def create(self) -> None:
+    def create_modules(self) -> None:
         check_steps(self.dt_min, self.dt_max)
         dim, d_state = self.dim, self.d_state
         width, rank = self.expand * dim, self.dt_rank or math.ceil(dim / 16)

@@ -65,7 +65,7 @@ class Mamba2(Mixer):
     """
 
     num_heads: int = setting()
-    head_dim: int | None = setting(default=None)
+    given_head_dim: int | None = setting(default=None, alias="head_dim")
     expand: int = setting(default=2)
     d_state: int = setting(default=128)
     ngroups: int = setting(default=1)
@@ -73,14 +73,14 @@ class Mamba2(Mixer):
     dt_min: float = setting(default=0.001, above=0)
     dt_max: float = setting(default=0.1, above=0)
 
-    def create(self) -> None:
+    def create_modules(self) -> None:
         dim, ngroups, d_state = self.dim, self.ngroups, self.d_state
-        if self.head_dim is None and dim % self.num_heads:
+        if self.given_head_dim is None and dim % self.num_heads:
             raise MetaTTTError(
                 f"num_heads={self.num_heads} does not divide dim={dim}: change it, or set layer.head_dim"
             )
         check_steps(self.dt_min, self.dt_max)
-        width, head = self.expand * dim, self.head_dim or dim // self.num_heads
+        width, head = self.expand * dim, self.given_head_dim or dim // self.num_heads
         if width % head:
             raise MetaTTTError(
                 f"layer.head_dim={head} does not divide layer.expand x dim = {width}: change one of them"

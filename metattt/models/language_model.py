@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +20,18 @@ from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.modules import CausalConv
 from metattt.registry import register
 from metattt.sequence_layer import SequenceLayer
-from metattt.state import Context, State
+from metattt.state import Context, count_bytes, map_tensors, move_tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 OVERHEAD = 2**13  # of a block, in the size of as many numbers: its modules in Python, at least
 INIT_STD = 0.02  # of embeddings and projections, as in the published models
 
 
 class LanguageModelState(NamedTuple):
-    """What the model carries between calls for `B` sequences; methods as those of `State`.
+    """What the model carries between calls for `B` sequences.
 
     Attributes:
         layers: state of every block's sequence layer; after them what else a model carries (`EndToEnd`: its inner loop).
@@ -37,9 +41,41 @@ class LanguageModelState(NamedTuple):
     layers: tuple[Any, ...]
     tails: tuple[Tensor | None, ...]
 
-    map, to, detach = State.map, State.to, State.detach  # type: ignore[misc]
-    select, nbytes = State.select, State.nbytes  # type: ignore[misc]
-    save, load = State.save, vars(State)["load"]  # type: ignore[misc]
+    def map(self, function: Callable[[Tensor], Tensor]) -> LanguageModelState:
+        """A state with `function` applied to every tensor."""
+        return map_tensors(function, self)
+
+    def to(self, *args: Any, **kwargs: Any) -> LanguageModelState:
+        """The state on another device, or in another type: see `metattt.state.move_tensors`."""
+        return move_tensors(self, *args, **kwargs)
+
+    def detach(self) -> LanguageModelState:
+        """Cuts the graph: later losses no longer reach what was read so far."""
+        return self.map(Tensor.detach)
+
+    def select(self, index: Tensor) -> LanguageModelState:
+        """The states of the sequences `index` (to reorder beams or drop finished sequences)."""
+        return self.map(lambda tensor: tensor.index_select(0, index))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all distinct tensors."""
+        return count_bytes(self)
+
+    def save(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Writes what was learned to a file, apart from the model; see `State.save`."""
+        from metattt.checkpoints.states import write_state
+
+        write_state(path, self, model)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, device: torch.device | str = "cpu", model: nn.Module | None = None
+    ) -> LanguageModelState:
+        """What `save` has written, bit for bit; see `State.load`."""
+        from metattt.checkpoints.states import read_state
+
+        return read_state(path, cls, device, model)
 
 
 torch.serialization.add_safe_globals([LanguageModelState])
