@@ -62,6 +62,7 @@ class TTTLayer(PlannedLayer):
         MetaTTTError: widths that do not fit, or parts that cannot be combined exactly.
     """
 
+    # dim, num_heads, the parts, form, group_size and outer are declared in the base classes
     output_norm: bool | Literal["head_rms", "head_layer", "rms"] = setting(default=True, advice=" (LayerNorm)")
     norm_eps: float | None = setting(default=None, above=0)
     norm_eps_scale: Literal["head_dim", "none"] = setting(default="none")
