@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer
+from metattt.errors import MetaTTTError
 from metattt.inner.packing import Packing
 from metattt.layer import TTTLayer
 from metattt.modules import check_finite, projection, rms_norm
 from metattt.sequence_layer import SequenceLayer
-from metattt.state import count_bytes, map_tensors, move_tensors
+from metattt.setting import setting
+from metattt.state import State
 
-HOW = ("sum", "gate", "serial")
 NORM_EPS = 1e-5  # of the RMSNorms
 
 
@@ -32,26 +31,8 @@ class CombinedState(NamedTuple):
         pos: Tensor = self.first.pos
         return pos
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> CombinedState:
-        """A state with `function` applied to every tensor."""
-        return map_tensors(function, self)
-
-    def to(self, *args: Any, **kwargs: Any) -> CombinedState:
-        """The state on another device, or in another type: see `metattt.state.move_tensors`."""
-        return move_tensors(self, *args, **kwargs)
-
-    def detach(self) -> CombinedState:
-        """Cuts the graph: later losses no longer reach what was read so far."""
-        return self.map(Tensor.detach)
-
-    def select(self, index: Tensor) -> CombinedState:
-        """The states of the sequences `index` (to reorder beams or drop finished sequences)."""
-        return self.map(lambda tensor: tensor.index_select(0, index))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all distinct tensors."""
-        return count_bytes(self)
+    map, to, detach = State.map, State.to, State.detach  # type: ignore[misc]
+    select, nbytes = State.select, State.nbytes  # type: ignore[misc]
 
 
 torch.serialization.add_safe_globals([CombinedState])
@@ -83,66 +64,58 @@ class Combined(SequenceLayer):
     """
 
     refuse_nan = False  #: both layers look themselves
-    _without_group_size = "leaves those of the layers"
+    first: nn.Module = setting()
+    second: nn.Module = setting()
+    how: Literal["sum", "gate", "serial"] = setting(default="sum")
+    shared: bool = setting(default=False)
+    with_head_norm: bool = setting(default=False, alias="head_norm")
+    with_head_scale: bool = setting(default=False, alias="head_scale")
+    group_size: int | None = setting(
+        default=None, least=0, advice=" (0 stores everything, null leaves those of the layers)"
+    )
 
-    def __init__(
-        self,
-        dim: int,
-        first: nn.Module,
-        second: nn.Module,
-        how: Literal["sum", "gate", "serial"] = "sum",
-        shared: bool = False,
-        head_norm: bool = False,
-        head_scale: bool = False,
-        group_size: int | None = None,
-    ):
-        super().__init__()
-        check_integer("dim", dim)
-        check_choice("layer.how", how, HOW)
-        for name, flag in (("shared", shared), ("head_norm", head_norm), ("head_scale", head_scale)):
-            check_flag(f"layer.{name}", flag)
-        for name, layer in (("first", first), ("second", second)):
+    def check_settings(self) -> None:
+        super().check_settings()
+        for name, layer in (("first", self.first), ("second", self.second)):
             if not isinstance(layer, SequenceLayer):
                 raise MetaTTTError(
                     f"layer.{name} is a {type(layer).__name__}: it must be a TTTLayer, a Combined or a Mixer"
                 )
-            if layer.dim != dim:
+            if layer.dim != self.dim:
                 raise MetaTTTError(
-                    f"layer.{name} has dim={layer.dim}, and both layers together dim={dim}: give the same"
+                    f"layer.{name} has dim={layer.dim}, and both layers together dim={self.dim}: give the same"
                 )
-        if first is second:
+        if self.first is self.second:
             raise MetaTTTError("layer.first and layer.second are one layer: make two")
-        if shared and (how != "sum" or not isinstance(first, TTTLayer) or not isinstance(second, TTTLayer)):
-            raise MetaTTTError(f"layer.shared=true adds two TTTLayers, with layer.how=sum, not {how}: set one of them")
-        if not shared and (head_norm or head_scale):
+        both = isinstance(self.first, TTTLayer) and isinstance(self.second, TTTLayer)
+        if self.shared and (self.how != "sum" or not both):
+            raise MetaTTTError(
+                f"layer.shared=true adds two TTTLayers, with layer.how=sum, not {self.how}: set one of them"
+            )
+        if not self.shared and (self.with_head_norm or self.with_head_scale):
             raise MetaTTTError(
                 "layer.head_norm and layer.head_scale are of heads before the output projection, so they go with "
                 "layer.shared=true"
             )
-        self.how = how
-        self.dim: int = dim
-        self.first, self.second = first, second
-        self.group_size = group_size
+
+    def create_modules(self) -> None:
+        first: Any = self.first
+        second: Any = self.second
+        dim = self.dim
         self.out: nn.Module | None = None
         self.head_norm: nn.RMSNorm | None = None
         self.head_scale: nn.Linear | None = None
-        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=NORM_EPS) for _ in range(2)) if how == "gate" else None
-        if shared:
-            self._share(head_norm, head_scale)
+        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=NORM_EPS) for _ in range(2)) if self.how == "gate" else None
+        if self.shared:
+            second.task.borrow(first.task)
+            self.out, first.out, second.out = first.out, nn.Identity(), nn.Identity()
+            self.head_norm = nn.RMSNorm(dim // second.num_heads, eps=NORM_EPS) if self.with_head_norm else None
+            self.head_scale = projection(dim, second.num_heads, True) if self.with_head_scale else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "group_size" and value is not None:
             self.first.group_size = self.second.group_size = value
-
-    def _share(self, head_norm: bool, head_scale: bool) -> None:
-        first: Any = self.first
-        second: Any = self.second
-        second.task.borrow(first.task)
-        self.out, first.out, second.out = first.out, nn.Identity(), nn.Identity()
-        heads = second.num_heads
-        self.head_norm = nn.RMSNorm(self.dim // heads, eps=NORM_EPS) if head_norm else None
-        self.head_scale = projection(self.dim, heads, True) if head_scale else None
 
     @property
     def causal(self) -> bool:  # type: ignore[override]

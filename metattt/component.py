@@ -3,95 +3,46 @@ printed by their settings."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from metattt.declared import Declared
 from metattt.errors import MetaTTTError
-from metattt.setting import REQUIRED, Setting, declared, parameters, setting, with_always
 
 DESCRIBED = (
     *("views", "loss", "forward", "predict", "wrap", "scan"),
     *("gates", "gates_at", "prepare", "token_steps", "coefficients", "current", "commit", "move"),
 )  # methods that equations are about
-SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a torch module, each a dictionary of its own
 
 
-@dataclass_transform(field_specifiers=(setting,))
-class Component(nn.Module):
+class Component(Declared):
     """A module that a layer builds: its constructor takes settings, its `setup` creates parameters, once.
-
-    A class declares its settings in its body, each as `name: type = setting(default=...)`; the constructor is made from
-    these lines, unless the class writes an `__init__` of its own. A plain attribute of a subclass with the name of a
-    setting is its default there. `class Mine(Momentum, takes=("read", "base_lr"))` has a constructor that takes these
-    two and what Mine declares itself; the other settings have their values on the class.
 
     What it was made with (numbers, texts and None) is kept by name for `print(layer)`. What a layer finds out about its
     components when it is built (which form is exact, which kernel computes them) rests on their settings: one that is
     assigned later raises `changes`, and the layer asks again.
     """
 
-    _group: ClassVar[str] = ""  #: of configurations: `task`, `learner` or `optimizer`
     belongs = False  #: a layer has claimed this component
     changes = 0  #: settings assigned since then
-    #: settings that `setup` makes use of once: assigned later, they would do nothing
-    fixed: tuple[str, ...] = ()
     #: attributes that only the base class sets
     _reserved: ClassVar[frozenset[str]] = frozenset({"belongs", "changes", "_made_with"})
-    _made_with: dict[str, Any]
-    _settings: ClassVar[dict[str, Setting]] = {}  #: by attribute, those of base classes first
+    _made_with: ClassVar[dict[str, Any]] = {}
 
-    def __init_subclass__(cls, takes: Sequence[str] | None = None, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        own = dict(vars(cls))
-        for name in set().union(*(getattr(base, "_reserved", ()) for base in cls.__bases__)) & own.keys():
+    def __init_subclass__(cls, **options: Any) -> None:
+        for name in set().union(*(getattr(base, "_reserved", ()) for base in cls.__bases__)) & vars(cls).keys():
             raise MetaTTTError(_taken(cls, name))
-        inherited: dict[str, Setting] = {}
-        for base in reversed(cls.__bases__):
-            inherited |= getattr(base, "_settings", {})
-        cls._settings = declared(inherited, own, functools.partial(_hint, cls), takes)
-        for name, one in own.items():
-            if isinstance(one, Setting):
-                if one.default is REQUIRED:
-                    delattr(cls, name)
-                else:
-                    setattr(cls, name, one.default)
-                if one.fixed:
-                    cls.fixed = (*cls.fixed, name, *([one.alias] if one.alias else []))
-        made = cls.__init__ is nn.Module.__init__ or hasattr(cls.__init__, "made_of_settings")
-        names = [name for name, one in own.items() if isinstance(one, Setting)]
-        if names and not made and "__init__" not in own:
-            raise MetaTTTError(
-                f"{cls.__name__} declares {', '.join(names)}, and inherits an __init__ that does not take them: "
-                "write one that does, or declare its parameters as settings"
-            )
-        cls.__init__ = _constructor(cls) if made else _written(cls, cls.__init__)  # type: ignore[method-assign]
+        super().__init_subclass__(**options)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         component = super().__new__(cls)
         component.__dict__["_made_with"] = _shown(cls, args, kwargs)
         return component
-
-    def configure(self) -> None:
-        """Sets the attributes that follow from the settings. The constructor calls it before it checks them."""
-
-    def check_settings(self) -> None:
-        """Refuses values that are not allowed, or do not fit each other: asked by the constructor, and of a rule again
-        when one has been assigned.
-
-        Raises:
-            MetaTTTError: naming the value, and what is allowed.
-        """
-        for name, one in self._settings.items():
-            if (value := getattr(self, name, REQUIRED)) is not REQUIRED:
-                one.check(f"{self._group}.{one.alias or name}", value)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -158,7 +109,7 @@ def _base(kind: type) -> type:
 
 def _shadows(kind: type, name: str, value: Any) -> bool:
     """Whether an attribute would take the place of a method or property of the base class (a function may)."""
-    there = getattr(kind, name, None) if name in vars(_base(kind)) or name in vars(Component) else None
+    there = getattr(kind, name, None) if any(name in vars(one) for one in (_base(kind), Component, Declared)) else None
     unset = isinstance(there, property) and there.fset is None
     return unset or (callable(there) and (isinstance(value, nn.Module) or not callable(value)))
 
@@ -200,59 +151,6 @@ def unchanged_on_error(*parts: nn.Module) -> Iterator[None]:
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:
     return {name: dict(value) if name in REGISTRIES else value for name, value in module.__dict__.items()}
-
-
-def _constructor(cls: type[Component]) -> Callable[..., None]:
-    """The `__init__` of a class whose body declares its settings."""
-    attributes = {one.alias or name: name for name, one in cls._settings.items() if one.init}
-    for name in attributes.values():  # of several bases, the first that sets it
-        if hasattr(cls, name) and getattr(cls, name) is not cls._settings[name].default:
-            cls._settings[name] = replace(cls._settings[name], default=getattr(cls, name))
-    signature = inspect.Signature([SELF, *parameters(cls._settings)])
-
-    def __init__(self: Component, *args: Any, **kwargs: Any) -> None:
-        try:
-            given = signature.bind(self, *args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"{cls.__qualname__}.__init__() {error}") from None
-        super(Component, self).__init__()
-        for key, name in attributes.items():
-            setattr(self, name, given[key] if key in given else getattr(type(self), name))
-        self.configure()
-        self.check_settings()
-
-    __init__.__annotations__ = {one.name: one.annotation for one in signature.parameters.values() if one is not SELF}
-    __init__.__signature__, __init__.made_of_settings = signature, True  # type: ignore[attr-defined]
-    return __init__
-
-
-def _written(cls: type[Component], init: Callable[..., None]) -> Callable[..., None]:
-    """An `__init__` that a class writes itself; it takes the settings of every subclass, whatever it names."""
-    own = inspect.signature(init)
-    every = with_always(list(own.parameters.values()), cls._settings)
-    added = {one.name: one.annotation for one in every if one.name not in own.parameters}
-    if not added:
-        return init
-
-    @functools.wraps(init)
-    def __init__(self: Component, *args: Any, **kwargs: Any) -> None:
-        given = {name: kwargs.pop(name) for name in added.keys() & kwargs.keys()}
-        init(self, *args, **kwargs)
-        for name, value in given.items():
-            setattr(self, name, value)
-
-    __init__.__annotations__ = {**init.__annotations__, **added}
-    __init__.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
-    return __init__
-
-
-def _hint(cls: type, name: str) -> Any:
-    """The annotation of an attribute as a type; Any for one that is imported under TYPE_CHECKING only."""
-    annotation = inspect.get_annotations(cls).get(name, Any)
-    try:
-        return eval(annotation, vars(sys.modules[cls.__module__])) if isinstance(annotation, str) else annotation
-    except NameError:
-        return Any
 
 
 def _shown(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

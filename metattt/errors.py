@@ -79,10 +79,15 @@ def check_number(
     raise MetaTTTError(f"{_said(key, value)}: it must be {'' if real else 'a number, '}{span}{advice}")
 
 
-def check_flag(key: str, value: object) -> None:
-    """Refuses a value that is neither True nor False; `key` is the override that sets it."""
-    if not isinstance(value, bool):
-        raise MetaTTTError(f"{_said(key, value)}: it must be true or false")
+def check_flag(key: str, value: object, words: Iterable[str] = (), advice: str = "") -> None:
+    """Refuses a value that is neither True nor False, nor one of `words`; `key` is the override that sets it.
+
+    Args:
+        advice: which of the words true stands for.
+    """
+    if not isinstance(value, bool) and value not in (words := list(words)):
+        allowed = f"true{advice}, false or one of {', '.join(words)}" if words else "true or false"
+        raise MetaTTTError(f"{_said(key, value)}: it must be {allowed}")
 
 
 def _said(key: str, value: object) -> str:

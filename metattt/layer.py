@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metattt.component import unchanged_on_error
-from metattt.errors import MetaTTTError, check_choice, check_flag
-from metattt.inner.loop import InnerLoop
+from metattt.errors import MetaTTTError
 from metattt.inner.packing import Packing
-from metattt.inner.plan import Plan
-from metattt.inner.planning import make_plan
-from metattt.inner.tokens import Tokens
-from metattt.kernels.base import kernels
-from metattt.layer_checks import check_kept, check_memory, check_parts, fitted
-from metattt.learners.base import Learner, NonParametric
-from metattt.modules import draw_xavier, projection, transformed
-from metattt.optimizers.base import Gates, InnerOptimizer
-from metattt.output import GATES, check_output, make_gate, make_norm
-from metattt.sequence_layer import Call, SequenceLayer
+from metattt.inner.tokens import Tokens, fitted
+from metattt.learners.base import NonParametric
+from metattt.modules import draw_xavier, projection
+from metattt.optimizers.base import Gates
+from metattt.output import GATES, make_gate, make_norm
+from metattt.planned import PlannedLayer
+from metattt.sequence_layer import Call
+from metattt.setting import setting
 from metattt.state import Context, DataGates, State, Tensors
-from metattt.tasks.base import Task, Views
-
-PARTS = ("task", "learner", "optimizer")
+from metattt.tasks.base import Views
 
 
-class TTTLayer(SequenceLayer):
+class TTTLayer(PlannedLayer):
     """A sequence layer whose hidden state is a learner, trained on every token it reads; called like `torch.nn.GRU`.
 
     ```
@@ -68,57 +62,36 @@ class TTTLayer(SequenceLayer):
         MetaTTTError: widths that do not fit, or parts that cannot be combined exactly.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        task: Task,
-        learner: Learner,
-        optimizer: InnerOptimizer,
-        *,
-        output_norm: bool | str = True,
-        norm_eps: float | None = None,
-        norm_eps_scale: Literal["head_dim", "none"] = "none",
-        gate: bool | str = False,
-        gate_rank: int | str | None = None,
-        output_bias: bool = False,
-        form: str = "auto",
-        group_size: int | None = None,
-        outer: Literal["exact", "first_order", "implicit"] = "exact",
-        init: Literal["normal", "xavier"] = "normal",
-    ):
-        super().__init__()
-        check_parts(dim, num_heads, task, learner, optimizer)
-        check_flag("layer.output_bias", output_bias)
-        check_output(output_norm, gate, gate_rank, norm_eps, norm_eps_scale)
-        check_choice("layer.init", init, ("normal", "xavier"))
-        head = dim // num_heads
-        self.dim, self.num_heads, self.group_size = dim, num_heads, group_size
-        self._form, self.outer = form, outer
-        with unchanged_on_error(task, learner, optimizer):
-            self.task = task.setup(dim, num_heads, head)
-            self.learner = learner.setup(num_heads, self.task.input_dim, head)
-            if learner.step_scales and optimizer.scale_free:
-                raise MetaTTTError(
-                    f"learner.step_scale multiplies gradients, whose length {type(optimizer).__name__} does not look at: "
-                    "set learner.step_scale=null"
-                )
-            self.optimizer = optimizer.setup(dim, num_heads, head, tuple(learner.init))
-            self._plan = self._planned()
-        self.norm = make_norm(output_norm, dim, head, norm_eps, norm_eps_scale)
-        self.gate = make_gate(gate, gate_rank, dim, head)
-        self.gate_function = gate if isinstance(gate, str) else "gelu"
-        self.out = projection(dim, dim, output_bias)
-        if init == "xavier":
-            draw_xavier(self.task, self.gate, self.out)
+    # dim, num_heads, the parts, form, group_size and outer are declared in the base classes
+    output_norm: bool | Literal["head_rms", "head_layer", "rms"] = setting(default=True, advice=" (LayerNorm)")
+    norm_eps: float | None = setting(default=None, above=0)
+    norm_eps_scale: Literal["head_dim", "none"] = setting(default="none")
+    output_gate: bool | Literal["gelu", "silu", "sigmoid"] = setting(default=False, alias="gate", advice=" (gelu)")
+    gate_rank: int | Literal["head_dim"] | None = setting(
+        default=None, advice=", head_dim, or null for a full projection"
+    )
+    output_bias: bool = setting(default=False)
+    init: Literal["normal", "xavier"] = setting(default="normal", kw_only=True)
 
-    task: Task
-    learner: Learner
-    optimizer: InnerOptimizer
-    norm: nn.Module | None
-    out: nn.Linear
-    gate: nn.Module | None
-    _plan: Plan
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.gate_rank is not None and self.output_gate is False:
+            rank = f"layer.gate_rank={self.gate_rank}"
+            raise MetaTTTError(f"{rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
+
+    def create_modules(self) -> None:
+        dim, head = self.dim, self.dim // self.num_heads
+        with unchanged_on_error(self.task, self.learner, self.optimizer):
+            self.task.setup(dim, self.num_heads, head)
+            self.learner.setup(self.num_heads, self.task.input_dim, head)
+            self.optimizer.setup(dim, self.num_heads, head, tuple(self.learner.init))
+            self._plan = self._planned()
+        self.norm = make_norm(self.output_norm, dim, head, self.norm_eps, self.norm_eps_scale)
+        self.gate = make_gate(self.output_gate, self.gate_rank, dim, head)
+        self.gate_function: str = self.output_gate if isinstance(self.output_gate, str) else "gelu"
+        self.out = projection(dim, dim, self.output_bias)
+        if self.init == "xavier":
+            draw_xavier(self.task, self.gate, self.out)
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
@@ -147,20 +120,13 @@ class TTTLayer(SequenceLayer):
         views, task_state = self.task.views(x, state.task, ctx, **given)
         if not self.learner.takes_groups and views.k.shape[1] != views.q.shape[1]:
             views = views.for_every_head()
-        found, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
-        gates = cast(Gates, found)
+        gates, rule_state = self.optimizer.gates(x, state.optimizer, ctx)
         if self.learner.has_weights:
-            views, gates, rule_state = self.optimizer.prepare(views, gates, x, rule_state, ctx)
-        views, gates = fitted(self, views, gates, (x.shape[0], self.num_heads, x.shape[1]))
+            views, gates, rule_state = self.optimizer.prepare(views, cast(Gates, gates), x, rule_state, ctx)
+        shape = x.shape[0], self.num_heads, x.shape[1]
+        views, gates = fitted(views, gates, self.learner, self.optimizer, shape)
         if any(state[2:]):  # an earlier call has returned it
-            check_kept(self.task, state.task, task_state)
-            check_kept(self.optimizer, state.optimizer, rule_state)
-        if views.weight is not None and self.learner.has_weights:
-            eta = gates.eta if gates.eta.ndim == 4 else gates.eta.unsqueeze(-1)
-            gates = gates._replace(eta=eta * views.weight)
-        accum_dtype = torch.promote_types(views.k.dtype, torch.float32)
-        if gates[0].dtype != accum_dtype or [gate for gate in gates[1:] if gate is not None]:
-            gates = type(gates)(*[None if gate is None else gate.to(accum_dtype) for gate in gates])  # type: ignore[arg-type]
+            self.check_carried(state, task_state, rule_state)
         return views, gates, task_state, rule_state
 
     def learn(
@@ -186,81 +152,3 @@ class TTTLayer(SequenceLayer):
         if self.gate is not None:
             y = y * GATES[self.gate_function](self.gate(x))
         return self.out(y)
-
-    def check_state(self, x: Tensor, state: Any) -> None:
-        super().check_state(x, state)
-        check_memory(self, x, state)
-
-    # -- what is known of the parts ------------------------------------------------------------------------------------
-
-    @property
-    def causal(self) -> bool:  # type: ignore[override]
-        """Whether no output depends on a later token, as the parts declare it."""
-        return self.task.causal and self.learner.causal and self.optimizer.causal
-
-    @property
-    def mini_batch_size(self) -> int:  # type: ignore[override]
-        """b of the inner optimizer (tokens)."""
-        return self.optimizer.mini_batch_size
-
-    @property
-    def inner(self) -> InnerLoop:
-        """The inner loop over the layer's parts as they are now."""
-        return InnerLoop(self.task, self.learner, self.optimizer, self.plan, self.group_size)
-
-    @property
-    def plan(self) -> Plan:
-        """How the inner loop is computed; made anew when a setting of a part has been changed.
-
-        Raises:
-            MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
-        """
-        if torch.compiler.is_compiling():  # what is looked at would be a guard
-            return self._plan
-        if self._plan.basis != self._basis() and not transformed():
-            self.__dict__["_plan"] = self._planned()
-        return self._plan
-
-    @property
-    def form(self) -> str:
-        """How the inner loop is computed: `primal`, `dual`, `summed`, `fused`, or `scan` for a learner without
-        weights."""
-        return self.plan.shown
-
-    def _planned(self) -> Plan:
-        with torch.inference_mode(False):  # the parts are looked at with derivatives
-            width = self.task.input_dim
-            parts = self.task, self.learner, self.optimizer
-            plan = make_plan(self._form, *parts, self.dim, self.num_heads, width, kernels(), self.outer)
-        plan.basis = self._basis()
-        return plan
-
-    def _basis(self) -> tuple[object, ...]:
-        """What a plan rests on: settings, methods and hooks of the parts."""
-        task, learner, rule = self.task, self.learner, self.optimizer
-        hooks = len(learner._forward_hooks) + len(learner._forward_pre_hooks)
-        return (
-            task.changes,
-            learner.changes,
-            rule.changes,
-            hooks,
-            type(task).loss,
-            type(learner).forward,
-            type(learner).predict,
-            self.outer,
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in PARTS and name in self._modules and not getattr(value, "_is_replica", False):
-            raise MetaTTTError(
-                f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer"
-            )
-        super().__setattr__(name, value)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__["_plan"] = self._planned()  # a plan is not written to disk
-
-    def extra_repr(self) -> str:
-        outer = "" if self.outer == "exact" else f", outer={self.outer!r}"
-        return f"dim={self.dim}, num_heads={self.num_heads}, form={self.form!r}{outer}"

@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import projection
 
 EPS = 1e-5  # of the norms other than LayerNorm over D, where `norm_eps` says nothing
 LAYER_NORM_EPS = 1e-6  # of the published TTT models
 
-NORMS = ("head_rms", "head_layer", "rms")
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
@@ -51,31 +49,6 @@ class HeadLayerNorm(nn.Module):
         """`[..., H d]` to the same."""
         heads = y.to(self.weight.dtype).unflatten(-1, (-1, self.head_dim))
         return (F.layer_norm(heads, (self.head_dim,), eps=self.eps).flatten(-2) * self.weight + self.bias).to(y.dtype)
-
-
-def check_output(norm: object, gate: object, rank: object, eps: float | None, eps_scale: str) -> None:
-    """Refuses what is no norm or gate of an output.
-
-    Args:
-        norm, gate, rank: `output_norm`, `gate` and `gate_rank` of `TTTLayer`.
-        eps, eps_scale: its `norm_eps` and `norm_eps_scale`.
-
-    Raises:
-        MetaTTTError: another kind, no rank, no ε, or the rank of a gate that is not there.
-    """
-    if eps is not None:
-        check_number("layer.norm_eps", eps, above=0)
-    check_choice("layer.norm_eps_scale", eps_scale, ("head_dim", "none"))
-    for key, kind, known, usual in (("output_norm", norm, NORMS, "LayerNorm"), ("gate", gate, GATES, "gelu")):
-        if not (isinstance(kind, bool) or (isinstance(kind, str) and kind in known)):
-            shown = "null" if kind is None else kind
-            raise MetaTTTError(
-                f"layer.{key}={shown} is not allowed: it must be true ({usual}), false or one of {', '.join(known)}"
-            )
-    if rank is not None and rank != "head_dim":
-        check_integer("layer.gate_rank", rank, advice=", head_dim, or null for a full projection")
-    if rank is not None and gate is False:
-        raise MetaTTTError(f"layer.gate_rank={rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
 
 
 def make_norm(kind: bool | str, dim: int, head_dim: int, eps: float | None, eps_scale: str) -> nn.Module | None:

@@ -17,13 +17,12 @@ import collections.abc
 import dataclasses
 import importlib
 import inspect
-import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Optional, TypeVar, Union
 
 from metattt.errors import MetaTTTError
-from metattt.setting import members
+from metattt.setting import members, resolved
 
 C = TypeVar("C", bound=type)
 
@@ -65,14 +64,10 @@ def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = 
 
     def decorate(cls: C) -> C:
         init = cls.__init__  # type: ignore[misc]
-        hints = _hints(init)
-        parameters = list(inspect.signature(init).parameters.values())[1:]
-        store(
-            group,
-            name,
-            f"{cls.__module__}.{cls.__qualname__}",
-            [one.replace(annotation=hints.get(one.name, Any)) for one in parameters],
-        )
+        names = getattr(inspect.unwrap(init), "__globals__", {})
+        given = list(inspect.signature(init).parameters.values())[1:]
+        given = [one.replace(annotation=resolved(one.annotation, names)) for one in given]
+        store(group, name, f"{cls.__module__}.{cls.__qualname__}", given)
         VERSIONS[group, name] = version, upgrade
         return cls
 
@@ -109,29 +104,13 @@ def store(group: str, name: str, target: str, parameters: Sequence[inspect.Param
             )
         allowed[parameter.name] = literals(parameter.annotation)
         fields.append((parameter.name, _field_type(parameter.annotation), _field_default(parameter.default)))
-    REGISTERED[group, name], PARAMETERS[target] = (
-        target,
-        allowed,
-    )  # not before: a class that is refused leaves nothing behind
+    REGISTERED[group, name], PARAMETERS[target] = target, allowed  # a class that is refused leaves nothing behind
     from hydra.core.config_store import ConfigStore  # not before: --help reads signatures without Hydra
 
     module, _, cls = target.rpartition(".")
     node = dataclasses.make_dataclass(cls, fields)
     SCHEMAS[target] = node
     ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)
-
-
-def _hints(init: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations as types; Any for one that is imported under TYPE_CHECKING only: its constructor checks it
-    alone."""
-    hints: dict[str, Any] = {}
-    for name, annotation in getattr(init, "__annotations__", {}).items():
-        one = types.SimpleNamespace(__annotations__={name: annotation})
-        try:
-            hints |= typing.get_type_hints(one, globalns=getattr(inspect.unwrap(init), "__globals__", {}))
-        except NameError:
-            hints[name] = Any
-    return hints
 
 
 def literals(hint: Any) -> tuple[Any, ...]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_integer
+from metattt.declared import Declared
+from metattt.errors import MetaTTTError
 from metattt.inner.diagnostics import FAILURES, explain
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.modules import check_finite
+from metattt.setting import setting
 from metattt.state import Context, State
 
 
@@ -31,19 +33,19 @@ class Call(NamedTuple):
     donate_state: bool
 
 
-class SequenceLayer(nn.Module, ABC):
+class SequenceLayer(Declared, ABC):
     """A layer that reads sequences and carries a state: `y, state = layer(x, state, mask=..., reset=...)`.
 
-    The base moves padding to the end and back, looks at the inputs, and explains failures. A subclass sets `dim` and
-    implements `run`.
+    The base moves padding to the end and back, looks at the inputs, and explains failures. A subclass implements `run`;
+    it declares settings (`metattt.declared.Declared`) and makes its modules in `create_modules`, or writes an `__init__`.
     """
 
-    dim: int  #: model width D
-    causal: bool  #: whether no output depends on a later token
+    _group = "layer"
+    dim: int = setting()  #: model width D
+    causal: ClassVar[bool]  #: whether no output depends on a later token
     #: NaN in `x` is a mistake; False where somebody looks at what comes out (a training run at its loss)
     refuse_nan = True
     mini_batch_size = 1  #: b (tokens), which the context of a call tells
-    _without_group_size = "chooses"  # what `group_size=None` does, for the line that refuses another
 
     def forward(
         self,
@@ -154,10 +156,12 @@ class SequenceLayer(nn.Module, ABC):
         return Call(*self.context(x, state, packing), packing, donate_state)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "group_size" and value is not None:
-            advice = f" (0 stores everything, null {self._without_group_size})"
-            check_integer("layer.group_size", value, 0, advice=advice)
+        if name == "group_size" and name in self._settings:  # it may be assigned later
+            self._settings[name].check(self._key(name), value)
         super().__setattr__(name, value)
+
+    def _key(self, name: str) -> str:
+        return name if name in ("dim", "num_heads") else super()._key(name)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"

@@ -55,28 +55,14 @@ class Setting:
         if self.among is not None or (choices and not kinds):
             check_choice(key, value, choices if self.among is None else self.among)
         elif kinds == {bool}:
-            check_flag(key, value)
+            check_flag(key, value, choices, self.advice)
         elif kinds == {int}:
             check_integer(key, value, advice=self.advice, **bounds)
         elif kinds == {float}:
             check_number(key, value, advice=self.advice, **bounds)
 
 
-def setting(
-    *,
-    default: Any = REQUIRED,
-    init: bool = True,
-    fixed: bool = False,
-    kw_only: bool = False,
-    always: bool = False,
-    alias: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    advice: str = "",
-    among: Iterable[str] | None = None,
-) -> Any:
+def setting(**options: Any) -> Any:
     """Declares a setting in the body of a component; its annotation says the type.
 
     Args:
@@ -90,10 +76,10 @@ def setting(
         alias: what the constructor and configurations call it, where that is the name of a method.
         least, most: the range of a number, with its ends. Integers are at least 1 where nothing else is said.
         above, below: ends that are not in the range, in their places.
-        advice: what else a message on the number says, at its end.
+        advice: what else a message on the number says, at its end; or which of the words beside true and false true is.
         among: the choices of a text, where the annotation does not list them.
     """
-    return Setting(default, init, fixed, kw_only, always, alias, least, most, above, below, advice, among)
+    return Setting(**options)
 
 
 def declared(
@@ -145,3 +131,15 @@ def with_always(own: list[inspect.Parameter], settings: Mapping[str, Setting]) -
 def members(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or the hint alone."""
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """An annotation as a type, where it is a text, too; Any for one that is imported under TYPE_CHECKING only.
+
+    Args:
+        names: those of the module.
+    """
+    try:
+        return eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
+    except NameError:
+        return Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -86,11 +87,13 @@ class State(NamedTuple):
     def __repr__(self) -> str:
         """What is there, without its numbers: names and shapes, a slot of the weights or a part a line."""
         slots = self.weights if isinstance(self.weights, Mapping) else {"": self.weights}
-        parts = {"task": self.task, "optimizer": self.optimizer, "learner": self.learner}
-        held = [(f"weights: {slot} -> ", x) for slot, x in slots.items()]
-        held += [(f"{name}: ", x) for name, x in parts.items()]
-        lines = [f"State(pos={_shown(self.pos, numbers=True)}, phase={self.phase!r:.20}"]
-        return ",\n  ".join(lines + [label + _shown(x) for label, x in held if not isinstance(x, Mapping) or x]) + ")"
+        held = {f"weights: {slot} -> ": x for slot, x in slots.items()}
+        held |= {f"{name}: ": x for name in ("task", "optimizer", "learner") if (x := getattr(self, name)) != {}}
+        pos: Any = self.pos
+        with suppress(RuntimeError, AttributeError):  # no values on the meta device and under torch.vmap; or no tensor
+            pos = pos.tolist() if pos.numel() <= 8 else pos
+        lines = [f"State(pos={_shown(pos)}, phase={self.phase!r:.20}", *(name + _shown(x) for name, x in held.items())]
+        return ",\n  ".join(lines) + ")"
 
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """A state with `function` applied to every tensor."""
@@ -144,18 +147,12 @@ class State(NamedTuple):
         return read_state(path, cls, device, model)
 
 
-def _shown(value: object, numbers: bool = False, most: int = 8) -> str:
-    """A tensor by its shape (a short one by its numbers), a dictionary by its first names; other things, which no state
-    of ours holds, by their beginning."""
+def _shown(value: object, most: int = 8) -> str:
+    """A tensor by its shape, a dictionary by its first names; other things by their beginning."""
     if isinstance(value, Mapping):
         named = [f"{name} {_shown(x)}" for name, x in list(value.items())[:most]]
         return ", ".join(named) + (f" and {len(value) - most} more" if len(value) > most else "")
-    if not isinstance(value, Tensor):
-        return f"{value!r:.40}"
-    try:
-        return str(value.tolist() if numbers and value.numel() <= most else list(value.shape))
-    except RuntimeError:  # without values: on the meta device, or under torch.vmap
-        return str(list(value.shape))
+    return str(list(value.shape)) if isinstance(value, Tensor) else f"{value!r:.80}"
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: S) -> S:
@@ -202,28 +199,25 @@ def move_tensors(
     return map_tensors(moved, state)
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in its tuples, lists and dictionaries."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return found
+
+
 def count_bytes(state: Any) -> int:
     """Bytes of all distinct tensors."""
     sizes: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> Tensor:
+    for tensor in tensors_of(state):
         sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
-        return tensor
-
-    map_tensors(count, state)
     return sum(sizes.values())
 
 
 def count_sequences(state: Any) -> int:
     """B, the sequences that a state is of; −1 of one without tensors."""
-    sizes: list[int] = []
-
-    def count(tensor: Tensor) -> Tensor:
-        sizes.append(len(tensor))
-        return tensor
-
-    map_tensors(count, state)
-    return sizes[0] if sizes else -1
+    found = tensors_of(state)
+    return len(found[0]) if found else -1
 
 
 torch.serialization.add_safe_globals([State])  # `torch.load` reads it once this module is imported, as every layer does

@@ -22,7 +22,7 @@ from metattt import setting
 from metattt.setting import Setting, declared, parameters, with_always
 
 PLAIN_MODULES = {"typing": typing, "collections.abc": collections.abc, "metattt.setting": setting}
-COMPONENT = "metattt.component", "Component"
+DECLARED = "metattt.declared", "Declared"
 EMPTY = inspect.Parameter.empty
 
 
@@ -66,7 +66,7 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
         Unreadable: as `registered`.
     """
     settings, (home, node) = _settings(module, name), _class(module, name)
-    while (home, node.name) != COMPONENT:
+    while (home, node.name) != DECLARED:
         for one in node.body:
             if isinstance(one, ast.FunctionDef) and one.name == "__init__":
                 return with_always(list(_parameters(home, one.args)), settings)

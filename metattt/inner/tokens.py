@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metattt.optimizers.base import Gates
-from metattt.state import Tensors
+from metattt.errors import MetaTTTError
+from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.state import DataGates, Tensors
 from metattt.tasks.base import Views
+
+if TYPE_CHECKING:
+    from metattt.learners.base import Learner
 
 JOINED = 1024  # tokens whose products with each other are found together, where a form has a use for it
 
@@ -218,3 +222,59 @@ Scan = Callable[[MiniBatches], tuple[Tensor, Tensors]]
 def rated(factor: Tensor, weight_lr: Tensor | None, index: int) -> Tensor:
     """`factor` `[B, H, n]` of the tokens' gradients as it is for fast weight number `index`."""
     return factor if weight_lr is None else factor * weight_lr[..., index]
+
+
+def fitted(
+    views: Views, gates: Gates | DataGates, learner: Learner, rule: InnerOptimizer, shape: tuple[int, ...]
+) -> tuple[Views, Gates]:
+    """What the parts make of the tokens, with an entry for every sequence, head and token, `shape` `(B, H, T)`: a part of a
+    user's own may give one for all, or anything. Kernels are handed addresses, and read what the shapes say. Gates are
+    in fp32 or wider, and η holds the weight of each pair.
+
+    Raises:
+        MetaTTTError: views that do not fit each other, or that the learner has no use for, gates of another kind, or a
+            shape in which no axis of length 1 stands for all.
+    """
+    k, keeps_data = views.k, not learner.has_weights
+    for name in ("erase_key", "erase_direction"):
+        view = getattr(views, name)
+        if view is not None and view.shape != k.shape:
+            raise MetaTTTError(f"the view {name} has shape {list(view.shape)}: it must be that of k, {list(k.shape)}")
+    if views.weight is not None and views.weight.shape != k.shape[:-1]:
+        given = list(views.weight.shape)
+        raise MetaTTTError(f"the pairs' weight has shape {given}: it must be a number for each pair, {list(k.shape[:-1])}")
+    if views.weight is not None and k.ndim != 5:
+        raise MetaTTTError("a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead")
+    if keeps_data and (views.erase_key is not None or views.erase_direction is not None or k.ndim != 4):
+        raise MetaTTTError(
+            f"{type(learner).__name__} keeps its data, and has no weights that an erase view or several pairs "
+            "a token could change: set learner=linear_map"
+        )
+    if not isinstance(gates, DataGates if keeps_data else Gates):
+        what = "with updates = False must return DataGates" if keeps_data else "that updates weights must return Gates"
+        raise MetaTTTError(f"{type(rule).__name__}.gates returned {type(gates).__name__}: a rule {what}")
+    pairs = k.shape[3:-1]
+    if not keeps_data and (views.q.shape[:3] != shape or k.shape[:3] != shape):
+        both = {"k": list(k.shape), "q": list(views.q.shape)}
+        raise MetaTTTError(f"the task gives views {both}: k and q must be [B, H, T, ·], {[*shape, '·']} here")
+    if not keeps_data and views.v.shape[: 3 + len(pairs)] != shape + pairs:
+        views = views._replace(v=_expanded("the view v", views.v, shape + pairs, views.v.shape[3 + len(pairs) :]))
+    found, accum_dtype = {}, torch.promote_types(k.dtype, torch.float32)
+    for name, gate in zip(gates._fields, gates, strict=True):
+        if gate is None:
+            continue
+        own = gate.shape[3:] if name in ("weight_lr", "decay") or (name == "eta" and pairs) else ()
+        if not keeps_data and gate.shape != (*shape, *own):
+            gate = _expanded(f"the gate {name}", gate, shape, own)
+        if name == "eta" and views.weight is not None:
+            gate = (gate if gate.ndim == 4 else gate.unsqueeze(-1)) * views.weight
+        found[name] = gate.to(accum_dtype)
+    return views, type(gates)(**found)  # type: ignore[return-value]
+
+
+def _expanded(name: str, x: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
+    """`x` with the axes `shape` and its `own`, where it has 1 in place of the former."""
+    wanted = (*shape, *own)
+    if x.ndim != len(wanted) or any(n not in (1, size) for n, size in zip(x.shape, wanted, strict=True)):
+        raise MetaTTTError(f"{name} has shape {list(x.shape)}: it must be {list(wanted)}, an axis may have length 1")
+    return x.expand(wanted)

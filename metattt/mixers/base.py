@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError
 from metattt.inner.packing import Packing
 from metattt.sequence_layer import SequenceLayer
+from metattt.setting import setting
 from metattt.state import Context, State, Tensors
 
 
@@ -29,13 +30,10 @@ class Mixer(SequenceLayer):
     """
 
     causal = True  #: no output depends on a later token
-    _without_group_size = "is one chunk"
-
-    def __init__(self, dim: int, chunk_size: int, group_size: int | None):
-        super().__init__()
-        check_integer("dim", dim)
-        check_integer("layer.chunk_size", chunk_size)
-        self.dim, self.chunk_size, self.group_size = dim, chunk_size, group_size
+    chunk_size: int = setting(default=64, kw_only=True)
+    group_size: int | None = setting(
+        default=None, kw_only=True, least=0, advice=" (0 stores everything, null is one chunk)"
+    )
 
     @property
     @abstractmethod

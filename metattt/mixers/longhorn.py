@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import check_integer
 from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
 from metattt.mixers.initial import convolution
 from metattt.mixers.scan import scan
 from metattt.modules import exact
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 
 
@@ -47,27 +47,19 @@ class Longhorn(Mixer):
         MetaTTTError: sizes that are none.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        expand: int = 2,
-        d_state: int = 16,
-        conv_width: int = 4,
-        dt_rank: int | None = None,
-        chunk_size: int = 64,
-        group_size: int | None = None,
-    ):
-        super().__init__(dim, chunk_size, group_size)
-        for name, size in (("expand", expand), ("d_state", d_state), ("conv_width", conv_width)):
-            check_integer(f"layer.{name}", size)
-        if dt_rank is not None:
-            check_integer("layer.dt_rank", dt_rank)
-        width, rank = expand * dim, dt_rank or math.ceil(dim / 16)
+    expand: int = setting(default=2)
+    d_state: int = setting(default=16)
+    conv_width: int = setting(default=4)
+    dt_rank: int | None = setting(default=None)
+
+    def create_modules(self) -> None:
+        dim, d_state = self.dim, self.d_state
+        width, rank = self.expand * dim, self.dt_rank or math.ceil(dim / 16)
         numbers = width * (3 * dim + 2 * rank + 2 * d_state)
         check_memory_limit(numbers, f"a Longhorn layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank")
-        self.width, self.d_state, self.rank = width, d_state, rank
+        self.width, self.rank = width, rank
         self.in_proj = nn.Linear(dim, 2 * width, bias=False)
-        self.conv1d = convolution(width, conv_width)
+        self.conv1d = convolution(width, self.conv_width)
         self.x_proj = nn.Linear(width, rank + 2 * d_state, bias=False)
         self.dt_head = nn.Linear(rank, width)
         nn.init.zeros_(self.dt_head.bias)

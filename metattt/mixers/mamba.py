@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import check_integer
 from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
 from metattt.mixers.initial import check_steps, convolution, step_bias
 from metattt.mixers.scan import scan
 from metattt.modules import exact
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 
 
@@ -45,35 +45,27 @@ class Mamba(Mixer):
         MetaTTTError: sizes that are none.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        expand: int = 2,
-        d_state: int = 16,
-        conv_width: int = 4,
-        dt_rank: int | None = None,
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
-        chunk_size: int = 64,
-        group_size: int | None = None,
-    ):
-        super().__init__(dim, chunk_size, group_size)
-        for name, size in (("expand", expand), ("d_state", d_state), ("conv_width", conv_width)):
-            check_integer(f"layer.{name}", size)
-        if dt_rank is not None:
-            check_integer("layer.dt_rank", dt_rank)
-        check_steps(dt_min, dt_max)
-        width, rank = expand * dim, dt_rank or math.ceil(dim / 16)
+    expand: int = setting(default=2)
+    d_state: int = setting(default=16)
+    conv_width: int = setting(default=4)
+    dt_rank: int | None = setting(default=None)
+    dt_min: float = setting(default=0.001, above=0)
+    dt_max: float = setting(default=0.1, above=0)
+
+    def create_modules(self) -> None:
+        check_steps(self.dt_min, self.dt_max)
+        dim, d_state = self.dim, self.d_state
+        width, rank = self.expand * dim, self.dt_rank or math.ceil(dim / 16)
         numbers = width * (3 * dim + 2 * rank + 3 * d_state)
         check_memory_limit(numbers, f"a Mamba layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank")
-        self.width, self.d_state, self.rank = width, d_state, rank
+        self.width, self.rank = width, rank
         self.in_proj = nn.Linear(dim, 2 * width, bias=False)
-        self.conv1d = convolution(width, conv_width)
+        self.conv1d = convolution(width, self.conv_width)
         self.x_proj = nn.Linear(width, rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(rank, width)
         nn.init.uniform_(self.dt_proj.weight, -(rank**-0.5), rank**-0.5)
         with torch.no_grad():
-            self.dt_proj.bias.copy_(step_bias(width, dt_min, dt_max))
+            self.dt_proj.bias.copy_(step_bias(width, self.dt_min, self.dt_max))
         self.A_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(width, 1))
         self.D = nn.Parameter(torch.ones(width))
         self.out_proj = nn.Linear(width, dim, bias=False)

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
 from metattt.mixers.duality import duality
 from metattt.mixers.initial import check_steps, convolution, step_bias
 from metattt.modules import exact
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.state import Context, Tensors
 
 NORM_EPS = 1e-5
@@ -63,31 +64,23 @@ class Mamba2(Mixer):
         MetaTTTError: sizes that are none, or do not divide each other.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        head_dim: int | None = None,
-        expand: int = 2,
-        d_state: int = 128,
-        ngroups: int = 1,
-        conv_width: int = 4,
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
-        chunk_size: int = 64,
-        group_size: int | None = None,
-    ):
-        super().__init__(dim, chunk_size, group_size)
-        check_integer("num_heads", num_heads)
-        if head_dim is not None:
-            check_integer("layer.head_dim", head_dim)
-        elif dim % num_heads:
-            raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: change it, or set layer.head_dim")
-        sizes = {"expand": expand, "d_state": d_state, "ngroups": ngroups, "conv_width": conv_width}
-        for name, size in sizes.items():
-            check_integer(f"layer.{name}", size)
-        check_steps(dt_min, dt_max)
-        width, head = expand * dim, head_dim or dim // num_heads
+    num_heads: int = setting()
+    given_head_dim: int | None = setting(default=None, alias="head_dim")
+    expand: int = setting(default=2)
+    d_state: int = setting(default=128)
+    ngroups: int = setting(default=1)
+    conv_width: int = setting(default=4)
+    dt_min: float = setting(default=0.001, above=0)
+    dt_max: float = setting(default=0.1, above=0)
+
+    def create_modules(self) -> None:
+        dim, ngroups, d_state = self.dim, self.ngroups, self.d_state
+        if self.given_head_dim is None and dim % self.num_heads:
+            raise MetaTTTError(
+                f"num_heads={self.num_heads} does not divide dim={dim}: change it, or set layer.head_dim"
+            )
+        check_steps(self.dt_min, self.dt_max)
+        width, head = self.expand * dim, self.given_head_dim or dim // self.num_heads
         if width % head:
             raise MetaTTTError(
                 f"layer.head_dim={head} does not divide layer.expand x dim = {width}: change one of them"
@@ -99,14 +92,14 @@ class Mamba2(Mixer):
             )
         convolved = width + 2 * ngroups * d_state
         check_memory_limit(
-            dim * (2 * width + convolved + heads) + conv_width * convolved,
+            dim * (2 * width + convolved + heads) + self.conv_width * convolved,
             f"a Mamba-2 layer of dim={dim}",
             "lower dim, layer.expand, layer.d_state or layer.ngroups",
         )
-        self.width, self.heads, self.head_dim, self.d_state, self.ngroups = width, heads, head, d_state, ngroups
+        self.width, self.heads, self.head_dim = width, heads, head
         self.in_proj = nn.Linear(dim, width + convolved + heads, bias=False)
-        self.conv1d = convolution(convolved, conv_width)
-        self.dt_bias = nn.Parameter(step_bias(heads, dt_min, dt_max))
+        self.conv1d = convolution(convolved, self.conv_width)
+        self.dt_bias = nn.Parameter(step_bias(heads, self.dt_min, self.dt_max))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*RATES).log())
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = GatedRMSNorm(width, ngroups)

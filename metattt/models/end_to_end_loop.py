@@ -25,7 +25,7 @@ from metattt.inner.packing import Packing
 from metattt.inner.recompute import recompute
 from metattt.learners.window import EMPTY
 from metattt.modules import expand_like, for_probes, needs_probes, rounds
-from metattt.state import State, Tensors, count_bytes, map_tensors
+from metattt.state import State, Tensors, count_bytes, map_tensors, tensors_of
 
 PLACE = torch.empty(0)  # where a tensor stood
 
@@ -179,7 +179,7 @@ class Loop(NamedTuple):
         if not self.checkpoint or not torch.is_grad_enabled() or needs_probes():
             with twice_differentiable() if twice else nullcontext():
                 return self._step(parts, x, states, weights, labels, packing)
-        given = flatten((x, states, weights))
+        given = tensors_of((x, states, weights))
         shape = skeleton((x, states, weights))
         parameters = dict(parts.named_parameters())
         again = _same_autocast(x.device.type)
@@ -191,7 +191,7 @@ class Loop(NamedTuple):
                 x, states, weights = refill(shape, entering)
                 y, after, moved = self._step(with_values(parts, values), x, states, weights, labels, packing)
             made[:] = [skeleton((y, after, moved))]
-            return flatten((y, after, moved))
+            return tensors_of((y, after, moved))
 
         found = recompute(body, *given, *parameters.values())
         y, after, moved = refill(made[0], found)
@@ -225,10 +225,10 @@ class Loop(NamedTuple):
             logits = head(norm(y))
             widened = logits.to(torch.promote_types(logits.dtype, torch.float32))
             nats = F.cross_entropy(widened.flatten(0, 1), labels.flatten(), reduction="sum")
-            return nats / self.size, flatten((y, after))
+            return nats / self.size, tensors_of((y, after))
 
-        gradients, found = gradients_of(loss, flatten(weights), self.first_order)
-        moved = [w - self.lr * g for w, g in zip(flatten(weights), self._clipped(gradients), strict=True)]
+        gradients, found = gradients_of(loss, tensors_of(weights), self.first_order)
+        moved = [w - self.lr * g for w, g in zip(tensors_of(weights), self._clipped(gradients), strict=True)]
         y, after = refill(shape[0], found)
         return y, after, refill(weights, moved)
 
@@ -316,13 +316,6 @@ def twice_differentiable() -> AbstractContextManager[Any]:
 # -- nested tensors ----------------------------------------------------------------------------------------------------
 
 
-def flatten(value: Any) -> list[Tensor]:
-    """The tensors in tuples, lists and dictionaries, in order."""
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
-    return found
-
-
 def skeleton(value: Any) -> Any:
     """`value` without its tensors."""
     return map_tensors(lambda _: PLACE, value)
@@ -354,7 +347,7 @@ def _put(into: Any, new: Any, rows: Tensor | None, select: bool = False) -> Any:
     """`into` with `new` in `rows`; `select`: those rows of `new`."""
     if rows is None:
         return new
-    values = iter(flatten(new))
+    values = iter(tensors_of(new))
 
     def put(tensor: Tensor) -> Tensor:
         value = next(values)

@@ -14,7 +14,7 @@ from metattt.inner.tokens import Tokens
 from metattt.learners.fast_weights import FastWeights, WeightUse
 from metattt.memory import Memory, newest
 from metattt.ops.chunk import matmul, solve_unit_lower
-from metattt.optimizers.base import Coefficients
+from metattt.ops.linear_rule import Coefficients
 
 
 def chunk(

@@ -1,0 +1,123 @@
+"""Modules whose constructor is made from settings that the class declares: layers, tasks, learners, optimizers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, dataclass_transform
+
+from torch import nn
+
+from metattt.errors import MetaTTTError
+from metattt.setting import REQUIRED, Setting, declared, parameters, resolved, setting, with_always
+
+SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+
+
+@dataclass_transform(field_specifiers=(setting,))
+class Declared(nn.Module):
+    """A module whose constructor takes settings.
+
+    A class declares them in its body, each as `name: type = setting(default=...)`; the constructor is made from these
+    lines, unless the class writes an `__init__` of its own. A plain attribute of a subclass with the name of a setting
+    is its default there. `class Mine(Momentum, takes=("read", "base_lr"))` has a constructor that takes these two and
+    what Mine declares itself; the other settings have their values on the class.
+    """
+
+    _group: ClassVar[str] = ""  #: of configurations: `layer`, `task`, `learner` or `optimizer`
+    #: settings that are used once: assigned later, they would do nothing
+    fixed: tuple[str, ...] = ()
+    _settings: ClassVar[dict[str, Setting]] = {}  #: by attribute, those of base classes first
+
+    def __init_subclass__(cls, takes: Sequence[str] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own, names = dict(vars(cls)), vars(sys.modules[cls.__module__])
+        inherited: dict[str, Setting] = {}
+        for base in reversed(cls.__bases__):
+            inherited |= getattr(base, "_settings", {})
+        annotations = inspect.get_annotations(cls)
+        cls._settings = declared(inherited, own, lambda name: resolved(annotations.get(name, Any), names), takes)
+        mine = {name: one for name, one in own.items() if isinstance(one, Setting)}
+        for name, one in mine.items():
+            if one.default is REQUIRED:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, one.default)
+            if one.fixed:
+                cls.fixed = (*cls.fixed, name, *([one.alias] if one.alias else []))
+        made = cls.__init__ is nn.Module.__init__ or hasattr(cls.__init__, "made_of_settings")
+        if mine and not made and "__init__" not in own:
+            raise MetaTTTError(
+                f"{cls.__name__} declares {', '.join(mine)}, and inherits an __init__ that does not take them: "
+                "write one that does, or declare its parameters as settings"
+            )
+        cls.__init__ = _constructor(cls) if made else _written(cls, cls.__init__)  # type: ignore[method-assign]
+
+    def configure(self) -> None:
+        """Sets the attributes that follow from the settings. The constructor calls it before it checks them."""
+
+    def check_settings(self) -> None:
+        """Refuses values that are not allowed, or do not fit each other: asked by the constructor, and of a rule again
+        when one has been assigned.
+
+        Raises:
+            MetaTTTError: naming the value, and what is allowed.
+        """
+        for name, one in self._settings.items():
+            if (value := getattr(self, name, REQUIRED)) is not REQUIRED:
+                one.check(self._key(one.alias or name), value)
+
+    def create_modules(self) -> None:
+        """Creates the modules and parameters that need nothing but the settings, which have been checked."""
+
+    def _key(self, name: str) -> str:
+        """The override that sets a setting."""
+        return f"{self._group}.{name}"
+
+
+def _constructor(cls: type[Declared]) -> Callable[..., None]:
+    """The `__init__` of a class whose body declares its settings."""
+    attributes = {one.alias or name: name for name, one in cls._settings.items() if one.init}
+    for name in attributes.values():  # of several bases, the first that sets it
+        if hasattr(cls, name) and getattr(cls, name) is not cls._settings[name].default:
+            cls._settings[name] = replace(cls._settings[name], default=getattr(cls, name))
+    signature = inspect.Signature([SELF, *parameters(cls._settings)])
+
+    def __init__(self: Declared, *args: Any, **kwargs: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{cls.__qualname__}.__init__() {error}") from None
+        super(Declared, self).__init__()
+        for key, name in attributes.items():
+            setattr(self, name, given[key] if key in given else getattr(type(self), name))
+        self.configure()
+        self.check_settings()
+        self.create_modules()
+
+    __init__.__annotations__ = {one.name: one.annotation for one in signature.parameters.values() if one is not SELF}
+    __init__.__signature__, __init__.made_of_settings = signature, True  # type: ignore[attr-defined]
+    return __init__
+
+
+def _written(cls: type[Declared], init: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__` that a class writes itself; it takes the settings of every subclass, whatever it names."""
+    own = inspect.signature(init)
+    every = with_always(list(own.parameters.values()), cls._settings)
+    added = {one.name: one.annotation for one in every if one.name not in own.parameters}
+    if not added:
+        return init
+
+    @functools.wraps(init)
+    def __init__(self: Declared, *args: Any, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in added.keys() & kwargs.keys()}
+        init(self, *args, **kwargs)
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    __init__.__annotations__ = {**init.__annotations__, **added}
+    __init__.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
+    return __init__

@@ -1,0 +1,166 @@
+"""A layer and its three parts: which go together, how the inner loop over them is computed, whose a state is."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.inner.loop import InnerLoop
+from metattt.inner.plan import Plan
+from metattt.inner.planning import make_plan
+from metattt.kernels.base import kernels
+from metattt.learners.base import Learner
+from metattt.memory import fits
+from metattt.memory_limit import check_memory_limit
+from metattt.modules import transformed
+from metattt.optimizers.base import InnerOptimizer
+from metattt.sequence_layer import SequenceLayer
+from metattt.setting import setting
+from metattt.state import State, Tensors
+from metattt.tasks.base import Task
+
+
+class PlannedLayer(SequenceLayer):
+    """What a `TTTLayer` knows of its parts, and refuses; see there for the settings."""
+
+    num_heads: int = setting()
+    task: Task = setting()
+    learner: Learner = setting()
+    optimizer: InnerOptimizer = setting()
+    _form: str = setting(default="auto", kw_only=True, alias="form")
+    group_size: int | None = setting(
+        default=None, kw_only=True, least=0, advice=" (0 stores everything, null chooses)"
+    )
+    outer: Literal["exact", "first_order", "implicit"] = setting(default="exact", kw_only=True)
+    _plan: Plan = setting(init=False)
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        dim, num_heads, learner, optimizer = self.dim, self.num_heads, self.learner, self.optimizer
+        check_memory_limit(dim * dim, f"a layer of dim={dim}", "lower dim")
+        for key, kind in (("task", Task), ("learner", Learner), ("optimizer", InnerOptimizer)):
+            if not isinstance(part := getattr(self, key), kind):
+                name = type(part).__name__
+                raise MetaTTTError(f"layer.{key} is a {name}: it must be a {kind.__name__}, set {key}=<name>")
+        if dim % num_heads:
+            divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
+            raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {divisors}")
+        if learner.has_weights != optimizer.updates:
+            wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
+            right = "minibatch" if learner.has_weights else "append"
+            raise MetaTTTError(
+                f"{type(learner).__name__} {wrong}, not {type(optimizer).__name__}: set optimizer={right}"
+            )
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        """Whether no output depends on a later token, as the parts declare it."""
+        return self.task.causal and self.learner.causal and self.optimizer.causal
+
+    @property
+    def mini_batch_size(self) -> int:  # type: ignore[override]
+        """b of the inner optimizer (tokens)."""
+        return self.optimizer.mini_batch_size
+
+    @property
+    def inner(self) -> InnerLoop:
+        """The inner loop over the layer's parts as they are now."""
+        return InnerLoop(self.task, self.learner, self.optimizer, self.plan, self.group_size)
+
+    @property
+    def plan(self) -> Plan:
+        """How the inner loop is computed; made anew when a setting of a part has been changed.
+
+        Raises:
+            MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
+        """
+        if torch.compiler.is_compiling():  # what is looked at would be a guard
+            return self._plan
+        if self._plan.basis != self._basis() and not transformed():
+            self.__dict__["_plan"] = self._planned()
+        return self._plan
+
+    @property
+    def form(self) -> str:
+        """How the inner loop is computed: `primal`, `dual`, `summed`, `fused`, or `scan` for a learner without
+        weights."""
+        return self.plan.shown
+
+    def _planned(self) -> Plan:
+        learner, rule, width = self.learner, self.optimizer, self.task.input_dim
+        if learner.step_scales and rule.scale_free:
+            raise MetaTTTError(
+                f"learner.step_scale multiplies gradients, whose length {type(rule).__name__} does not look at: "
+                "set learner.step_scale=null"
+            )
+        with torch.inference_mode(False):  # the parts are looked at with derivatives
+            sizes = self.dim, self.num_heads, width
+            plan = make_plan(self._form, self.task, learner, rule, *sizes, kernels(), self.outer)
+        plan.basis = self._basis()
+        return plan
+
+    def _basis(self) -> tuple[object, ...]:
+        """What a plan rests on: settings, methods and hooks of the parts."""
+        task, learner = self.task, self.learner
+        hooks = len(learner._forward_hooks) + len(learner._forward_pre_hooks)
+        settings = task.changes, learner.changes, self.optimizer.changes, self.outer
+        return *settings, hooks, type(task).loss, type(learner).forward, type(learner).predict
+
+    def check_state(self, x: Tensor, state: Any) -> None:
+        super().check_state(x, state)
+        plan, size = self.plan, self.mini_batch_size
+        wanted = {name: (x.shape[0], *shape) for name, shape in plan.weights.items()}
+        for slot, weights in state.weights.items():
+            if slot not in plan.slots or not fits(slot, weights, wanted):
+                found = {name: tuple(w.shape) for name, w in weights.items()}
+                raise MetaTTTError(
+                    f"the state is from another layer: it carries {slot} {found}, this layer {plan.slots} {wanted}"
+                )
+        # Kernels are handed addresses: what they read there must be what they take it for.
+        accum_dtype = torch.promote_types(x.dtype, torch.float32)
+        types = {w.dtype for slot, weights in state.weights.items() if slot != "pool" for w in weights.values()}
+        if state.pos.dtype != torch.long or types - {accum_dtype}:
+            raise MetaTTTError(
+                f"the state has positions of {state.pos.dtype} and weights of {types}, expected torch.int64 and "
+                f"{accum_dtype}: move it with State.to, which keeps integers, or start with state=None"
+            )
+        if state.phase is not None and (type(state.phase) is not int or state.phase < 0):
+            raise MetaTTTError(
+                f"the state stands at token {state.phase!r} of a mini-batch: it must be an integer from 0 on, or None"
+            )
+        if state.phase is not None and state.phase >= size:
+            raise MetaTTTError(f"the state is from another layer: it stands at token {state.phase} of {size}")
+        if (len(state.weights) > 0) != self.learner.has_weights:
+            raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
+
+    def check_carried(self, state: State, *found: Tensors) -> None:
+        """Refuses what a state has of the task and the optimizer, if it is not shaped as what they make of it, `found`.
+
+        Raises:
+            MetaTTTError: other names or shapes.
+        """
+        parts = (self.task, state.task), (self.optimizer, state.optimizer)
+        for (part, before), after in zip(parts, found, strict=True):
+            given, made = ({name: list(x.shape) for name, x in tensors.items()} for tensors in (before, after))
+            if given != made:
+                kind = type(part).__name__
+                raise MetaTTTError(f"the state is from another layer: {kind} carries {made}, the state {given}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        there = name in ("task", "learner", "optimizer") and name in self._modules
+        if there and not getattr(value, "_is_replica", False):
+            raise MetaTTTError(
+                f"layer.{name} was made together with the other parts and cannot be replaced: build a new TTTLayer"
+            )
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_plan"] = self._planned()  # a plan is not written to disk
+
+    def extra_repr(self) -> str:
+        outer = "" if self.outer == "exact" else f", outer={self.outer!r}"
+        return f"dim={self.dim}, num_heads={self.num_heads}, form={self.form!r}{outer}"
