@@ -19,17 +19,18 @@ from torch import Tensor
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_advance import advance
-from metattt.kernels.cpu.operator import KernelOnCPU, empty_gradients, empty_like_tokens, flat
 from metattt.kernels.cpu.threads import divide
+from metattt.kernels.operator import Operation, Results, empty_gradients, flat
 from metattt.state import Tensors
 
 _functions: dict[tuple[Path | None, int, int, int], Any] = {}  # `advance` of libraries, by source and widths
 
 
-class NativeForm(KernelOnCPU):
+class NativeForm(Operation):
     """A kernel whose C++ source takes one group of mini-batches after the other. A subclass says which source, and its
     macros."""
 
+    device = "cpu"
     source: Path
     source_of_tokens: Path | None = None  #: the one that takes token after token; None: there is none
     largest_group = 16
@@ -103,24 +104,20 @@ class NativeForm(KernelOnCPU):
         library.advance.argtypes, library.advance.restype = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64), None
         return library.advance
 
-    def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    def forward(self, given: MiniBatches, group: int, keep: bool) -> Results:
         self.check(given, native=True)
         call, library = Call(given, group), self.library(given)
-        y = empty_like_tokens(given.tokens.views.q)
-        after = [w.new_empty(w.shape) for w in given.weights.values()]
+        y, after, kept = self.results(given, group, keep)
         call.views(y=y)
         call.arrays(after=after)
-        kept = None
-        if keep:
-            kept = y.new_empty(call.learners, -(-call.count // group), library.state_size())
-            call.array(kept=kept)
-            use_large_pages(library, kept)
-        use_large_pages(library, y)
+        for states in kept:
+            call.array(kept=states)
+        use_large_pages(library, y, *kept)
         call.run(library.forward)
         return y, after, kept
 
     def backward(
-        self, given: MiniBatches, group: int, kept: Tensor, dy: Tensor | None, dweights: Sequence[Tensor | None]
+        self, given: MiniBatches, group: int, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
         call, library = Call(given, group), self.library(given)
         q, tau, scale = given.tokens.views.q, given.tau, given.slow["norm_scale"]
@@ -134,8 +131,8 @@ class NativeForm(KernelOnCPU):
         dscale, dshift = (scale.new_zeros(batch, *scale.shape) for _ in range(2))
         dtau = scale.new_zeros(batch, heads, given.size)
         call.views(dy=dy, dk=dk, dv=dv, dq=dq, deta=deta)
-        call.arrays(dafter=dweights, dstart=dstart)
-        call.array(kept=kept, dscale=dscale, dshift=dshift, dtau=dtau)
+        call.arrays(dafter=dweights[: len(dstart)], dstart=dstart)
+        call.array(kept=kept[-1], dscale=dscale, dshift=dshift, dtau=dtau)
         call.run(library.backward)
         steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == heads else dtau.sum((0, 1)).unsqueeze(0)]
         return [dk, dv, dq, deta, *steps, dscale.sum(0), dshift.sum(0), *dstart]

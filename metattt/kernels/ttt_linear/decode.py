@@ -139,26 +139,3 @@ def launch_token(
         H=heads, D=width, DP=padded(width), SIZE=size, EPS=EPS, BIAS=weights[1] is not None, COPIES=not same,
         **decode_launch(padded(width))._asdict(),
     )  # fmt: skip
-
-
-def launch_decode(
-    o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    update_w: Tensor,
-    update_b: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    tau: Tensor | None,
-    phase: Tensor,
-    size: int,
-) -> Tensor:
-    """Runs the kernel into o `[B, H, d]`, the state in place; all of it, the affine parameters, tau and phase are
-    contiguous."""
-    weights, update = (w, b), (update_w, update_b)
-    launch_token(o, q, k, v, eta, scale, shift, tau, phase, size, weights, update, weights, update)
-    return o

@@ -455,8 +455,8 @@ def backward(
     """
     _, length, heads, d = q.shape
     n = sequences(q, cu_seqlens)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    deta = torch.empty(eta.shape, dtype=torch.float32, device=q.device)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    deta = torch.empty_like(eta.mT, memory_format=torch.contiguous_format).mT
     dweights = filled(dfinal, final)
     dscale, dbias = (torch.zeros(n, heads, d, dtype=torch.float32, device=q.device) for _ in range(2))
     dtau = None if tau is None else torch.zeros(n, heads, b, dtype=torch.float32, device=q.device)

@@ -377,7 +377,7 @@ def forward(
     """
     _, length, heads, _ = q.shape
     n = sequences(q, cu_seqlens)
-    o = torch.empty_like(q)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     final = empty_weights(weights, (n, heads))
     update = empty_weights(weights, (n, heads), zero=True)  # of a sequence without a tail no program writes it
     keep = segment or (tuning.SEGMENT if launch.split else 0)

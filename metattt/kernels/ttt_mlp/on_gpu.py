@@ -1,20 +1,22 @@
-"""TTT-MLP in a layer on the GPU."""
+"""TTT-MLP by Triton: the launches of `forward.py`, `backward.py` and `decode.py`, as `OnGPU` calls them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.triton.advance import AdvancesOnGPU
-from metattt.kernels.triton.on_gpu import OnGPU
+from metattt.kernels.operator import Results, empty_like_tokens
+from metattt.kernels.triton.device import multiprocessors
+from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows, sequences
+from metattt.kernels.ttt_mlp import tuning
 from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
-from metattt.kernels.ttt_mlp.tuning import shared_bytes
 
 
-class TTTMLPOnGPU(TTTMLPKernel, AdvancesOnGPU, OnGPU):
+class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
     name = "ttt_mlp.triton"
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
@@ -24,22 +26,64 @@ class TTTMLPOnGPU(TTTMLPKernel, AdvancesOnGPU, OnGPU):
         return super().reason_rejected(given)
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
-        return shared_bytes(width, size, dtype)
+        return tuning.shared_bytes(width, size, dtype)
 
-    def operation(
-        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches
-    ) -> tuple[Tensor, list[Tensor]]:
-        from metattt.kernels.ttt_mlp.op import ttt_mlp  # Triton is imported where it is used
+    def group_size(self, given: MiniBatches, documents: Tensor | None = None) -> int:
+        return tuning.SEGMENT
 
-        w1, b1, w2, b2 = (given.weights.get(name) for name in ("w1", "b1", "w2", "b2"))
-        assert w1 is not None and w2 is not None
-        norm = given.slow["norm_scale"], given.slow["norm_bias"]
-        sizes: dict[str, Any] = {"tau": given.tau, "mini_batch_size": given.size}
-        o, final = ttt_mlp(
-            q, k, v, eta, w1, b1, w2, b2, *norm, **sizes, initial_state=(w1, b1, w2, b2), output_final_state=True
+    def results(
+        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
+    ) -> Results:
+        from metattt.kernels.ttt_mlp.forward import slots
+
+        k, eta = given.tokens.k, given.tokens.gates.eta
+
+        def states(count: int) -> list[Tensor]:
+            shapes = [w.shape[-3:] if name.startswith("w") else w.shape[-2:] for name, w in given.weights.items()]
+            return [eta.new_empty(count, *shape) for shape in shapes]
+
+        count = sequences(given, documents)
+        kept = states(slots(k.transpose(1, 2), documents, given.size, group)) if keep else []
+        return empty_like_tokens(k), [*states(count), *states(count)], kept
+
+    def forward(
+        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
+    ) -> Results:
+        from metattt.kernels.ttt_mlp.forward import forward
+
+        (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
+        weights, launch = self.part(list(given.weights.values())), self._config("forward", given, documents)
+        o, after, update, kept = forward(
+            q, k, v, eta, tau, weights, scale, shift, documents, given.size, group if keep else 0, launch
         )
-        assert final is not None
-        return o, [x for x in (final.w1, final.b1, final.w2, final.b2) if x is not None]
+        present = [[x for x in part or () if x is not None] for part in (after, update, kept)]
+        return o.transpose(1, 2), [*present[0], *present[1]], present[2]
+
+    def backward(
+        self, given: MiniBatches, group: int, kept: Sequence[Tensor], dy: Tensor | None,
+        dweights: Sequence[Tensor | None], documents: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        from metattt.kernels.ttt_mlp.backward import backward
+
+        (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
+        states = len(given.weights)
+        after, kept, d_after, d_update = (
+            self.part(x) for x in (kept[:states], kept[-states:], dweights[:states], dweights[states : 2 * states])
+        )
+        do = torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2))
+        launches = (self._config(kernel, given, documents) for kernel in ("forward", "backward"))
+        found = backward(
+            q, k, v, eta, tau, scale, shift, documents, given.size, group, after, kept, do, d_after, d_update, *launches
+        )
+        others = (found.tau, found.scale, found.bias, *found.weights)
+        return gradients(given, (found.k, found.v, found.q, found.eta), others)
+
+    def _config(self, kernel: str, given: MiniBatches, documents: Tensor | None) -> tuning.Config:
+        batch, heads, length, width = given.tokens.k.shape
+        count = sequences(given, documents)
+        chunks = batch * length // (given.size * max(count, 1))
+        per_sm = count * heads // multiprocessors(given.tokens.k.device)
+        return tuning.config(kernel, width, given.size, given.tokens.k.dtype, per_sm, chunks)
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
         hidden = given.weights["w1"].shape[-1]

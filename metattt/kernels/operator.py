@@ -1,8 +1,10 @@
-"""The kernels of the CPU as operations of autograd and as operators of `torch.library`.
+"""Operations on whole mini-batches: of autograd, and of `torch.library`, one operator for all devices.
 
-A call of a layer runs a kernel directly, as one `torch.autograd.Function`: an operator costs more than decoding may.
-`torch.compile` sees an operator instead, one node for all mini-batches of a call, which has fake tensors and a
-derivative. It computes by the first kernel of the operation that takes the tensors: by C++ where there is a compiler.
+An operation is computed by several kernels: in C++ or by batched products on the CPU, by Triton on a GPU. What they
+keep for the backward pass differs, and is known to nobody else; the arguments, the shapes of results and the derivative
+are the same, and are here. On the CPU a call of a layer runs a kernel directly, as one `torch.autograd.Function`: an
+operator costs more than decoding may. `torch.compile`, and every call on a GPU, sees the operator, one node for all
+mini-batches.
 """
 
 from __future__ import annotations
@@ -22,25 +24,40 @@ from metattt.optimizers.base import Gates
 from metattt.state import Tensors
 from metattt.tasks.base import Views
 
+Results = tuple[Tensor, list[Tensor], list[Tensor]]
+"""Predictions, laid out as `empty_like_tokens` does; the weights after the last mini-batch, on a GPU also M of the
+tokens after it; and what is kept for the backward pass."""
 
-class KernelOnCPU(Kernel):
+
+class Operation(Kernel):
     """Both passes over whole mini-batches in groups, of which the weights at the start are kept for the backward
     pass."""
 
-    device = "cpu"
     largest_group: int  #: mini-batches; bounds what is held while a group is computed
-    operator: Callable[..., list[Tensor]]  #: of the operation, by `register_operator`
+    operator: Callable[..., list[Tensor]]  #: by `register_operator`
 
     @abstractmethod
-    def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Predictions, laid out as `empty_like_tokens` does, the weights after the last mini-batch, and those at the
-        start of each group, `[B·H, groups, state_size(weights)]`, if they are to be kept."""
+    def forward(self, given: MiniBatches, group: int, keep: bool) -> Results:
+        """Computes the results; nothing is kept unless `keep`."""
 
     @abstractmethod
     def backward(
-        self, given: MiniBatches, group: int, kept: Tensor, dy: Tensor | None, dweights: Sequence[Tensor | None]
+        self, given: MiniBatches, group: int, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Cotangents of the tensors of `given`, in the order of `flat`, laid out as `empty_gradients` does."""
+        """Cotangents of the tensors of `given`, in the order of `flat`, laid out as `empty_gradients` does.
+
+        Args:
+            kept: ends with what `forward` kept; what it returned besides may come before.
+            dweights: cotangents of what `forward` returned besides predictions, in order.
+        """
+
+    def results(self, given: MiniBatches, group: int, keep: bool) -> Results:
+        """What `forward` returns, uninitialized. On the CPU that is the weights at the start of each group,
+        `[B·H, groups, state_size(weights)]`, whatever the kernel."""
+        k, eta, weights = given.tokens.k, given.tokens.gates.eta, list(given.weights.values())
+        groups = -(-k.shape[2] // (given.size * group))
+        kept = [eta.new_empty(k.shape[0] * k.shape[1], groups, state_size(weights))] if keep else []
+        return empty_like_tokens(k, eta.dtype), [w.new_empty(w.shape) for w in weights], kept
 
     def group_size(self, given: MiniBatches) -> int:
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
@@ -50,26 +67,39 @@ class KernelOnCPU(Kernel):
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
         tensors, group = flat(given), self.group_size(given)
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if torch.compiler.is_compiling():
-            (k, v, q), gates, weights = given.tokens.views[:3], given.tokens.gates, list(given.weights.values())
-            rest = gates.eta, gates.alpha, gates.kappa, given.tau, given.slow["norm_scale"], given.slow["norm_bias"]
-            y, *after = self.operator(k, v, q, *rest, weights, given.size, group, keep)[:-1]
+        if type(self).device != "cpu" or torch.compiler.is_compiling():
+            y, *after = self.call(given, group, keep)
+            y = y.to(given.tokens.gates.eta.dtype)
         elif keep:
             y, *after = _Scan.apply(self, reference, given, group, *tensors)
         else:
             y, after, _ = self.forward(given, group, False)
-        return y, dict(zip(given.weights, after, strict=True))
+        return y, dict(zip(given.weights, after, strict=False))
+
+    def call(
+        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
+    ) -> list[Tensor]:
+        """The operator: `Results` in a row.
+
+        Args:
+            final: weights and M are wanted.
+            documents: bounds `[N + 1]` of documents in one row of tokens; on a GPU alone.
+        """
+        k, v, q = (x.to(given.matmul_dtype) for x in given.tokens.views[:3])
+        gates, norm = given.tokens.gates, (given.slow["norm_scale"], given.slow["norm_bias"])
+        tensors = k, v, q, gates.eta, gates.alpha, gates.kappa, given.tau, *norm, list(given.weights.values())
+        return self.operator(*tensors, documents, given.size, group, keep, final, type(self).device)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernel: KernelOnCPU, reference: Scan, given: MiniBatches, group: int, *tensors: Tensor
+        ctx: Any, kernel: Operation, reference: Scan, given: MiniBatches, group: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         y, after, kept = kernel.forward(given, group, True)
         ctx.kernel, ctx.reference, ctx.given, ctx.group = kernel, reference, shell(given), group
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, kept)
+        ctx.save_for_backward(*tensors, *kept)
         return (y, *after)
 
     @staticmethod
@@ -78,7 +108,7 @@ class _Scan(torch.autograd.Function):
         if torch.is_grad_enabled():  # someone differentiates this backward pass again
             return (None, None, None, None, *by_reference(ctx, tensors, cotangents))
         given = filled(ctx.given, tensors)
-        found = ctx.kernel.backward(given, ctx.group, kept, cotangents[0], cotangents[1:])
+        found = ctx.kernel.backward(given, ctx.group, [kept], cotangents[0], cotangents[1:])
         wanted = zip(found, ctx.needs_input_grad[4:], strict=True)
         return (None, None, None, None, *(x if need else None for x, need in wanted))
 
@@ -144,76 +174,87 @@ def state_size(weights: Sequence[Tensor]) -> int:
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
-def register_operator(name: str, kernels: Sequence[type[KernelOnCPU]]) -> None:
+def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
     """Makes the operator `metattt::<name>` of an operation, and `metattt::<name>_backward`.
 
     Args:
-        kernels: those of the operation on the CPU, best first; the last one takes whatever the others do.
+        kernels: those of the operation, best first; the last one of a device takes whatever the others do not.
     """
     made = [kernel() for kernel in kernels]
+    last = {kernel.device: kernel for kernel in made}
 
-    def mini_batches(
-        tensors: Sequence[Tensor | None], weights: Sequence[Tensor], size: int, group: int
-    ) -> tuple[KernelOnCPU, MiniBatches]:
-        """The kernel that takes the arguments of an operator, and how it is given them."""
+    def named(tensors: Sequence[Tensor | None], weights: Sequence[Tensor], size: int, group: int) -> MiniBatches:
         k, v, q, eta, alpha, kappa, tau, scale, shift = tensors
         tokens = Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa))  # type: ignore[arg-type]
         names = made[0].weights if len(weights) == len(made[0].weights) else made[0].weights[::2]
         slow = {"norm_scale": scale, "norm_bias": shift}
-        named = dict(zip(names, weights, strict=True))
-        given = MiniBatches(tokens, named, slow, tau, size, tokens.gates.eta.dtype, group)  # type: ignore[arg-type]
-        return next(kernel for kernel in made if kernel.reason_rejected(given) is None), given
+        found = dict(zip(names, weights, strict=True))
+        return MiniBatches(tokens, found, slow, tau, size, tokens.gates.eta.dtype, group)  # type: ignore[arg-type]
 
-    @torch.library.custom_op(f"metattt::{name}", mutates_args=(), device_types="cpu")
+    def chosen(by: str, given: MiniBatches) -> Operation:
+        others = (kernel for kernel in made if kernel.device == by and kernel is not last[by])
+        return next((kernel for kernel in others if kernel.reason_rejected(given) is None), last[by])
+
+    def only(by: str, *arguments: Any) -> tuple[Any, ...]:
+        return arguments if by == "cuda" else ()  # the kernels of the CPU have no use for them
+
+    @torch.library.custom_op(f"metattt::{name}", mutates_args=())
     def forward(
         k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
-        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, keep: bool,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], documents: Tensor | None, size: int, group: int,
+        keep: bool, final: bool, by: str,
     ) -> list[Tensor]:  # fmt: skip
-        """Predictions, the weights after the last mini-batch, and what is kept for the backward pass (or nothing)."""
-        kernel, given = mini_batches((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
-        y, after, kept = kernel.forward(given, group, keep)
-        return [y, *after, eta.new_empty(0) if kept is None else kept]
+        """`Results` in a row. `by`: the device whose kernels compute: that of the tensors, but for Triton's
+        interpreter, which runs on the CPU."""
+        given = named((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
+        with torch.cuda.device_of(k):  # Triton launches on the current device
+            y, after, kept = chosen(by, given).forward(given, group, keep, *only(by, final, documents))
+        return [y, *after, *kept]
 
     @forward.register_fake
-    def _(k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, keep):  # type: ignore[no-untyped-def]
-        learners, groups = k.shape[0] * k.shape[1], -(-k.shape[2] // (size * group))
-        kept = eta.new_empty((learners, groups, state_size(weights)) if keep else (0,))
-        return [empty_like_tokens(q, eta.dtype), *(w.new_empty(w.shape) for w in weights), kept]
+    def _(k, v, q, eta, alpha, kappa, tau, scale, shift, weights, documents, size, group, keep, final, by):  # type: ignore[no-untyped-def]
+        given = named((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
+        y, after, kept = last[by].results(given, group, keep, *only(by, final, documents))
+        return [y, *after, *kept]
 
-    @torch.library.custom_op(f"metattt::{name}_backward", mutates_args=(), device_types="cpu")
+    @torch.library.custom_op(f"metattt::{name}_backward", mutates_args=())
     def backward(
-        dy: Tensor | None, dweights: Sequence[Tensor | None], kept: Tensor,
+        dy: Tensor | None, dweights: Sequence[Tensor | None], kept: Sequence[Tensor],
         k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
-        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], documents: Tensor | None, size: int, group: int, by: str,
     ) -> list[Tensor]:  # fmt: skip
         """Cotangents of the tensors at hand, in this order."""
-        kernel, given = mini_batches((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
-        return kernel.backward(given, group, kept, dy, dweights)
+        given = named((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
+        with torch.cuda.device_of(k):
+            return chosen(by, given).backward(given, group, kept, dy, dweights, *only(by, documents))
 
     @backward.register_fake
-    def _(dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group):  # type: ignore[no-untyped-def]
+    def _(dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, documents, size, group, by):  # type: ignore[no-untyped-def]
         tokens = empty_gradients(Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa)))
         others = [x for x in (tau, scale, shift, *weights) if x is not None]
         return [*(x for x in tokens.tensors if x is not None), *(x.new_empty(x.shape) for x in others)]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        *tensors, weights, size, group, keep = inputs
+        *tensors, weights, documents, size, group, keep, final, by = inputs
         ctx.set_materialize_grads(False)
-        ctx.sizes = size, group, keep
-        ctx.save_for_backward(output[-1], *tensors, *weights)
+        ctx.sizes, ctx.results = (size, group, keep, final, by), len(output)
+        ctx.save_for_backward(*output[1:], *tensors, *weights, documents)
 
     def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        (kept, *saved), (size, group, keep) = ctx.saved_tensors, ctx.sizes
-        tensors, weights = saved[:9], saved[9:]
+        size, group, keep, final, by = ctx.sizes
+        kept, tensors = ctx.saved_tensors[: ctx.results - 1], ctx.saved_tensors[ctx.results - 1 :]
+        *tensors, documents = tensors
+        tensors, weights = tensors[:9], tensors[9:]
         if not keep:  # whoever called the operator did not expect derivatives
-            kept = forward(*tensors, weights, size, group, True)[-1]
-        found = iter(backward(cotangents[0], cotangents[1:-1], kept, *tensors, weights, size, group))
-        return (*(None if x is None else next(found) for x in tensors), list(found), None, None, None)
+            kept = forward(*tensors, weights, documents, size, group, True, final, by)[1:]
+        given = *tensors, weights, documents, size, group, by
+        found = iter(backward(cotangents[0], cotangents[1:], kept, *given))
+        return (*(None if x is None else next(found) for x in tensors), list(found), *(None,) * 6)
 
     def refuse(ctx: Any, *cotangents: Any) -> None:
         raise MetaTTTError(
-            f"{name} has first derivatives only when compiled: for derivatives of its gradients "
-            "(create_graph=True) set layer.form=dual, or do not compile the layer"
+            f"{name}_backward has no derivatives: for those of gradients (create_graph=True) set layer.form=dual, or, on "
+            "the CPU, do not compile the layer"
         )
 
     forward.register_autograd(differentiate, setup_context=setup)
