@@ -40,7 +40,7 @@ def arguments(name: str, gates: Sequence[str] = (), bias: bool = True, dtype: to
     tau = draw(2, 16) if "tau" in gates else None
     shapes = [(16, 16), (16,)] if name == "ttt_linear" else [(16, 32), (32,), (32, 16), (16,)]
     weights = [draw(2, 2, *shape) for shape in (shapes if bias else shapes[::2])]
-    return [k, v, q, gate(), alpha, kappa, tau, draw(2, 16), draw(2, 16), weights, None, 16, 1, True, True, "cpu"]
+    return [k, v, q, gate(), alpha, kappa, tau, draw(2, 16), draw(2, 16), weights, 16, 1, True, True, None, "cpu"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

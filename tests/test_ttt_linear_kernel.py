@@ -290,12 +290,12 @@ def test_operators_are_well_formed(given: Inputs) -> None:
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
     views = [leaves[name].transpose(1, 2) for name in ("k", "v", "q", "eta")]
     steps, norm = (None, None, leaves["tau"]), (leaves["scale"], leaves["shift"])
-    arguments = (*views, *steps, *norm, [leaves["w"], leaves["b"]], None, 16, 2)
+    arguments = (*views, *steps, *norm, [leaves["w"], leaves["b"]], 16, 2)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.ttt_linear.default, (*arguments, True, True, "cuda"), test_utils=tests)
-    o, *made = (x.detach() for x in operators.ttt_linear(*arguments, True, True, "cuda"))
+    torch.library.opcheck(operators.ttt_linear.default, (*arguments, True, True, None, "cuda"), test_utils=tests)
+    o, *made = (x.detach() for x in operators.ttt_linear(*arguments, True, True, None, "cuda"))
     saved = [x.detach() if isinstance(x, Tensor) else x for x in arguments[:9]]
-    saved = (*saved, [x.detach() for x in arguments[9]], None, 16, 2, "cuda")
+    saved = (*saved, [x.detach() for x in arguments[9]], 16, 2, None, "cuda")
     torch.library.opcheck(operators.ttt_linear_backward.default, (o, [None] * 4, made, *saved), test_utils=tests)
     q, k, v, eta, _, _, scale, shift, tau = given.values()
     state = [torch.zeros(2, 2, 32, *last, device=DEVICE) for last in ((32,), (), (32,), ())]

@@ -339,11 +339,11 @@ def operator_checks() -> dict[str, str]:
     views = [given[name].transpose(1, 2) for name in ("k", "v", "q", "eta")]
     rest = (None, None, given["tau"], given["norm_scale"], given["norm_bias"])
     weights = [given[name] for name in ("w1", "b1", "w2", "b2")]
-    arguments = (*views, *rest, weights, None, 16, 1)
-    found = torch.library.opcheck(operators.ttt_mlp.default, (*arguments, True, True, "cuda"))
-    o, *made = (x.detach().to(DEVICE) for x in operators.ttt_mlp(*arguments, True, True, "cuda"))
+    arguments = (*views, *rest, weights, 16, 1)
+    found = torch.library.opcheck(operators.ttt_mlp.default, (*arguments, True, True, None, "cuda"))
+    o, *made = (x.detach().to(DEVICE) for x in operators.ttt_mlp(*arguments, True, True, None, "cuda"))
     saved = [None if x is None else x.detach() for x in (*views, *rest)]
-    arguments = (o, [None] * 8, made, *saved, [x.detach() for x in weights], None, 16, 1, "cuda")
+    arguments = (o, [None] * 8, made, *saved, [x.detach() for x in weights], 16, 1, None, "cuda")
     tests = ("test_schema", "test_faketensor")
     found |= torch.library.opcheck(operators.ttt_mlp_backward.default, arguments, test_utils=tests)
     state = [torch.zeros_like(made[at]) for at in range(8)]

@@ -84,13 +84,17 @@ class Kernel(ABC):
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """Tokens of one open mini-batch, without derivatives: decoding.
+        """Tokens of one open mini-batch, without derivatives: decoding. Asked only where `reason_not_decoded` has no
+        reason.
+
+        `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`; place `b − 1` ends a mini-batch: `W_a ← W_t`,
+        `M ← 0`.
 
         Args:
-            given: its tokens are n consecutive ones of one mini-batch.
-            update: M = −Σ η_s G_s since the commit by name; None: zero.
-            phase: place of the first token in its mini-batch; `[B]` where sequences differ (then n = 1).
-            own: `given.weights` and `update` may be written over.
+            given: its tokens are n consecutive ones of one mini-batch, all of them real; its weights are W_a.
+            update: M by name `[B, H, *shape]`; None: zero.
+            phase: place of the first token in its mini-batch; `[B]` int64 where sequences differ (then n = 1).
+            donate_state: `given.weights` and `update` may be written over; otherwise they stay as they are.
 
         Returns:
             Predictions `[B, H, n, d]`, the committed weights W_a, and the update after the tokens. Where they complete
@@ -128,11 +132,11 @@ class Kernel(ABC):
         ]
         for name, affine in given.slow.items():
             wanted.append((name, affine, (heads, width)))
-        for name, donate_state in zip(self.weights, learner, strict=False):
+        for name, own in zip(self.weights, learner, strict=False):
             if name in weights:
-                wanted.append((name, weights[name], (batch, heads, *donate_state)))
+                wanted.append((name, weights[name], (batch, heads, *own)))
                 if update is not None:
-                    wanted.append((f"update {name}", update[name], (batch, heads, *donate_state)))
+                    wanted.append((f"update {name}", update[name], (batch, heads, *own)))
         device = CPU if native else tokens.views.k.device
         for name, x, expected in wanted:
             if x is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,29 @@ Results = tuple[Tensor, list[Tensor], list[Tensor]]
 tokens after it; and what is kept for the backward pass."""
 
 
+class Pass(NamedTuple):
+    """What both passes of an operation are given.
+
+    Attributes:
+        given: tokens and weights; its tensors are those of `flat`.
+        group: mini-batches of a group.
+        keep: whether a backward pass will follow.
+        final: whether the weights at the end are wanted; on the CPU they are always made.
+        documents: bounds `[N + 1]` of documents in one row of tokens, which only a GPU takes; None: each row is a
+            sequence.
+    """
+
+    given: MiniBatches
+    group: int
+    keep: bool
+    final: bool = True
+    documents: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.given.tokens.k.shape[0] if self.documents is None else self.documents.shape[0] - 1
+
+
 class Operation(Kernel):
     """Both passes over whole mini-batches in groups, of which the weights at the start are kept for the backward
     pass."""
@@ -37,67 +60,65 @@ class Operation(Kernel):
     operator: Callable[..., list[Tensor]]  #: by `register_operator`
 
     @abstractmethod
-    def forward(self, given: MiniBatches, group: int, keep: bool) -> Results:
-        """Computes the results; nothing is kept unless `keep`."""
+    def forward(self, call: Pass) -> Results:
+        """Computes the results."""
 
     @abstractmethod
     def backward(
-        self, given: MiniBatches, group: int, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Cotangents of the tensors of `given`, in the order of `flat`, laid out as `empty_gradients` does.
+        """Cotangents of the tensors of a call, in the order of `flat`, laid out as `empty_gradients` does.
 
         Args:
             kept: ends with what `forward` kept; what it returned besides may come before.
             dweights: cotangents of what `forward` returned besides predictions, in order.
         """
 
-    def results(self, given: MiniBatches, group: int, keep: bool) -> Results:
+    def results(self, call: Pass) -> Results:
         """What `forward` returns, uninitialized. On the CPU that is the weights at the start of each group,
         `[B·H, groups, state_size(weights)]`, whatever the kernel."""
-        k, eta, weights = given.tokens.k, given.tokens.gates.eta, list(given.weights.values())
-        groups = -(-k.shape[2] // (given.size * group))
-        kept = [eta.new_empty(k.shape[0] * k.shape[1], groups, state_size(weights))] if keep else []
+        (views, gates), weights = call.given.tokens, list(call.given.weights.values())
+        k, eta = views.k, gates.eta
+        groups = -(-k.shape[2] // (call.given.size * call.group))
+        kept = [eta.new_empty(k.shape[0] * k.shape[1], groups, state_size(weights))] if call.keep else []
         return empty_like_tokens(k, eta.dtype), [w.new_empty(w.shape) for w in weights], kept
 
-    def group_size(self, given: MiniBatches) -> int:
+    def group_size(self, given: MiniBatches, sequences: int) -> int:
         """Mini-batches per group: √n keeps as many weights between groups as inside one."""
         count = given.tokens.views.k.shape[2] // given.size
         return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
 
     def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        tensors, group = flat(given), self.group_size(given)
-        keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        call = self.passed(given)
         if type(self).device != "cpu" or torch.compiler.is_compiling():
-            y, *after = self.call(given, group, keep)
+            y, *after = self.operate(call)
             y = y.to(given.tokens.gates.eta.dtype)
-        elif keep:
-            y, *after = _Scan.apply(self, reference, given, group, *tensors)
+        elif call.keep:
+            y, *after = _Scan.apply(self, reference, call, *flat(given))
         else:
-            y, after, _ = self.forward(given, group, False)
+            y, after, _ = self.forward(call)
         return y, dict(zip(given.weights, after, strict=False))
 
-    def call(
-        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
-    ) -> list[Tensor]:
-        """The operator: `Results` in a row.
+    def passed(self, given: MiniBatches, final: bool = True, documents: Tensor | None = None) -> Pass:
+        """A call, with what grad mode and sizes say."""
+        keep = torch.is_grad_enabled() and any(x.requires_grad for x in flat(given))
+        call = Pass(given, 0, keep, final, documents)
+        return call._replace(group=self.group_size(given, call.sequences))
 
-        Args:
-            final: weights and M are wanted.
-            documents: bounds `[N + 1]` of documents in one row of tokens; on a GPU alone.
-        """
+    def operate(self, call: Pass) -> list[Tensor]:
+        """The operator: `Results` in a row."""
+        given, *rest = call
         k, v, q = (x.to(given.matmul_dtype) for x in given.tokens.views[:3])
         gates, norm = given.tokens.gates, (given.slow["norm_scale"], given.slow["norm_bias"])
         tensors = k, v, q, gates.eta, gates.alpha, gates.kappa, given.tau, *norm, list(given.weights.values())
-        return self.operator(*tensors, documents, given.size, group, keep, final, type(self).device)
+        return self.operator(*tensors, given.size, *rest, type(self).device)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, kernel: Operation, reference: Scan, given: MiniBatches, group: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        y, after, kept = kernel.forward(given, group, True)
-        ctx.kernel, ctx.reference, ctx.given, ctx.group = kernel, reference, shell(given), group
+    def forward(ctx: Any, kernel: Operation, reference: Scan, call: Pass, *tensors: Tensor) -> tuple[Tensor, ...]:
+        y, after, kept = kernel.forward(call)
+        ctx.kernel, ctx.reference, ctx.call = kernel, reference, call._replace(given=shell(call.given))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *kept)
         return (y, *after)
@@ -106,18 +127,18 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # someone differentiates this backward pass again
-            return (None, None, None, None, *by_reference(ctx, tensors, cotangents))
-        given = filled(ctx.given, tensors)
-        found = ctx.kernel.backward(given, ctx.group, [kept], cotangents[0], cotangents[1:])
-        wanted = zip(found, ctx.needs_input_grad[4:], strict=True)
-        return (None, None, None, None, *(x if need else None for x, need in wanted))
+            return (None, None, None, *by_reference(ctx, tensors, cotangents))
+        call = ctx.call._replace(given=filled(ctx.call.given, tensors))
+        found = ctx.kernel.backward(call, [kept], cotangents[0], cotangents[1:])
+        wanted = zip(found, ctx.needs_input_grad[3:], strict=True)
+        return (None, None, None, *(x if need else None for x, need in wanted))
 
 
 def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The backward pass as a graph that can be differentiated, through the generic dual form."""
     needed = ctx.needs_input_grad[-len(tensors) :]
     aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
-    y, after = ctx.reference(filled(ctx.given, aliases))
+    y, after = ctx.reference(filled(ctx.call.given, aliases))
     pairs = [
         (out, given)
         for out, given in zip((y, *after.values()), cotangents, strict=True)
@@ -183,72 +204,69 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
     made = [kernel() for kernel in kernels]
     last = {kernel.device: kernel for kernel in made}
 
-    def named(tensors: Sequence[Tensor | None], weights: Sequence[Tensor], size: int, group: int) -> MiniBatches:
+    def passed(tensors: Sequence[Any], weights: Sequence[Tensor], size: int, *rest: Any) -> Pass:
         k, v, q, eta, alpha, kappa, tau, scale, shift = tensors
-        tokens = Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa))  # type: ignore[arg-type]
+        tokens = Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa))
         names = made[0].weights if len(weights) == len(made[0].weights) else made[0].weights[::2]
         slow = {"norm_scale": scale, "norm_bias": shift}
-        found = dict(zip(names, weights, strict=True))
-        return MiniBatches(tokens, found, slow, tau, size, tokens.gates.eta.dtype, group)  # type: ignore[arg-type]
+        given = MiniBatches(tokens, dict(zip(names, weights, strict=True)), slow, tau, size, eta.dtype, None)
+        return Pass(given, *rest)
 
-    def chosen(by: str, given: MiniBatches) -> Operation:
+    def chosen(by: str, call: Pass) -> Operation:
         others = (kernel for kernel in made if kernel.device == by and kernel is not last[by])
-        return next((kernel for kernel in others if kernel.reason_rejected(given) is None), last[by])
-
-    def only(by: str, *arguments: Any) -> tuple[Any, ...]:
-        return arguments if by == "cuda" else ()  # the kernels of the CPU have no use for them
+        return next((kernel for kernel in others if kernel.reason_rejected(call.given) is None), last[by])
 
     @torch.library.custom_op(f"metattt::{name}", mutates_args=())
     def forward(
         k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
-        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], documents: Tensor | None, size: int, group: int,
-        keep: bool, final: bool, by: str,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, keep: bool, final: bool,
+        documents: Tensor | None, by: str,
     ) -> list[Tensor]:  # fmt: skip
         """`Results` in a row. `by`: the device whose kernels compute: that of the tensors, but for Triton's
         interpreter, which runs on the CPU."""
-        given = named((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
+        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
+        call = passed(tensors, weights, size, group, keep, final, documents)
         with torch.cuda.device_of(k):  # Triton launches on the current device
-            y, after, kept = chosen(by, given).forward(given, group, keep, *only(by, final, documents))
+            y, after, kept = chosen(by, call).forward(call)
         return [y, *after, *kept]
 
     @forward.register_fake
-    def _(k, v, q, eta, alpha, kappa, tau, scale, shift, weights, documents, size, group, keep, final, by):  # type: ignore[no-untyped-def]
-        given = named((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
-        y, after, kept = last[by].results(given, group, keep, *only(by, final, documents))
+    def _(k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, keep, final, documents, by):  # type: ignore[no-untyped-def]
+        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
+        y, after, kept = last[by].results(passed(tensors, weights, size, group, keep, final, documents))
         return [y, *after, *kept]
 
     @torch.library.custom_op(f"metattt::{name}_backward", mutates_args=())
     def backward(
         dy: Tensor | None, dweights: Sequence[Tensor | None], kept: Sequence[Tensor],
         k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
-        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], documents: Tensor | None, size: int, group: int, by: str,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, documents: Tensor | None, by: str,
     ) -> list[Tensor]:  # fmt: skip
         """Cotangents of the tensors at hand, in this order."""
-        given = named((k, v, q, eta, alpha, kappa, tau, scale, shift), weights, size, group)
+        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
+        call = passed(tensors, weights, size, group, True, True, documents)
         with torch.cuda.device_of(k):
-            return chosen(by, given).backward(given, group, kept, dy, dweights, *only(by, documents))
+            return chosen(by, call).backward(call, kept, dy, dweights)
 
     @backward.register_fake
-    def _(dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, documents, size, group, by):  # type: ignore[no-untyped-def]
+    def _(dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, documents, by):  # type: ignore[no-untyped-def]
         tokens = empty_gradients(Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa)))
         others = [x for x in (tau, scale, shift, *weights) if x is not None]
         return [*(x for x in tokens.tensors if x is not None), *(x.new_empty(x.shape) for x in others)]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        *tensors, weights, documents, size, group, keep, final, by = inputs
+        *tensors, weights, size, group, keep, final, documents, by = inputs
         ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.results = (size, group, keep, final, by), len(output)
-        ctx.save_for_backward(*output[1:], *tensors, *weights, documents)
+        ctx.sizes, ctx.kept = (size, group, keep, final, by), len(output) - 1
+        ctx.save_for_backward(documents, *output[1:], *tensors, *weights)
 
     def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        size, group, keep, final, by = ctx.sizes
-        kept, tensors = ctx.saved_tensors[: ctx.results - 1], ctx.saved_tensors[ctx.results - 1 :]
-        *tensors, documents = tensors
-        tensors, weights = tensors[:9], tensors[9:]
+        (documents, *saved), (size, group, keep, final, by) = ctx.saved_tensors, ctx.sizes
+        kept, given = saved[: ctx.kept], saved[ctx.kept :]
+        tensors, weights = given[:9], given[9:]
         if not keep:  # whoever called the operator did not expect derivatives
-            kept = forward(*tensors, weights, documents, size, group, True, final, by)[1:]
-        given = *tensors, weights, documents, size, group, by
-        found = iter(backward(cotangents[0], cotangents[1:], kept, *given))
+            kept = forward(*tensors, weights, size, group, True, final, documents, by)[1:]
+        found = iter(backward(cotangents[0], cotangents[1:], kept, *tensors, weights, size, group, documents, by))
         return (*(None if x is None else next(found) for x in tensors), list(found), *(None,) * 6)
 
     def refuse(ctx: Any, *cotangents: Any) -> None:

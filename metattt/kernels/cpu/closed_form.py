@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.operator import Operation, Results, empty_gradients
+from metattt.kernels.operator import Operation, Pass, Results, empty_gradients
 from metattt.modules import exact
 from metattt.ops.chunk import decay_matrix, decays
 
@@ -72,8 +72,8 @@ class ClosedForm(Operation):
             return f"operands of {str(given.matmul_dtype).removeprefix('torch.')} on the CPU"
         return None
 
-    def forward(self, given: MiniBatches, group: int, keep: bool) -> Results:
-        layout, (y, _, kept) = Layout(given, group), self.results(given, group, keep)
+    def forward(self, call: Pass) -> Results:
+        layout, (y, _, kept) = Layout(call), self.results(call)
         weights = layout.packed(layout.weights)
         for index, place in enumerate(layout.places()):
             for states in kept:
@@ -83,10 +83,10 @@ class ClosedForm(Operation):
         return y, layout.unpacked(weights), kept
 
     def backward(
-        self, given: MiniBatches, group: int, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
         with exact("cpu"):  # a backward pass inside somebody's autocast is as exact as one outside
-            layout = Layout(given, group)
+            layout = Layout(call)
             tokens, (scale, shift) = empty_gradients(layout.tokens), map(torch.zeros_like, layout.affine)
             tau = None if layout.tau is None else layout.tau.new_zeros(layout.tau.shape)
             if dy is None:
@@ -114,7 +114,8 @@ class ClosedForm(Operation):
 class Layout:
     """Between the caller's `[B, H, T, d]` and groups `[n, B·H, b, d]`."""
 
-    def __init__(self, given: MiniBatches, group: int):
+    def __init__(self, call: Pass):
+        given, group = call.given, call.group
         self.tokens, self.weights, self.size = given.tokens, list(given.weights.values()), given.size
         self.affine = given.slow["norm_scale"], given.slow["norm_bias"]
         self.step = group * given.size

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.tokens import MiniBatches, Tokens
-from metattt.kernels.operator import flat
 from metattt.kernels.triton.device import OPERANDS, SIZES
 from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.optimizers.base import Gates
@@ -58,8 +57,7 @@ def over_sequences(
         Tokens(views, Gates(eta.transpose(1, 2))), {key: w for key, w in named.items() if w is not None},
         {"norm_scale": norm[0], "norm_bias": norm[1]}, tau, size, q.dtype, None,
     )  # fmt: skip
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in flat(given))
-    o, *states = kernel.call(given, kernel.group_size(given, documents), keep, final, documents)
+    o, *states = kernel.operate(kernel.passed(given, final, documents))
     return o.transpose(1, 2), states[: 2 * len(given.weights)] if final else []
 
 

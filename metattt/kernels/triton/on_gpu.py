@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.operator import Operation, Results, flat
+from metattt.kernels.operator import Operation, flat
 from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS, shared_memory
 from metattt.state import Tensors
 
@@ -24,29 +24,10 @@ Part = tuple[Any, ...]
 
 
 class OnGPU(Operation):
-    """A Triton operation. Both passes may be given documents, see `Operation.call`."""
+    """A Triton operation."""
 
     device = "cuda"
     traceable = True
-
-    @abstractmethod
-    def forward(
-        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
-    ) -> Results: ...
-
-    @abstractmethod
-    def results(
-        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
-    ) -> Results: ...
-
-    @abstractmethod
-    def backward(
-        self, given: MiniBatches, group: int, kept: Sequence[Tensor], dy: Tensor | None,
-        dweights: Sequence[Tensor | None], documents: Tensor | None = None,
-    ) -> list[Tensor]: ...  # fmt: skip
-
-    @abstractmethod
-    def group_size(self, given: MiniBatches, documents: Tensor | None = None) -> int: ...
 
     @abstractmethod
     def launch(
@@ -185,10 +166,6 @@ def _reduced(x: Tensor, like: Tensor) -> Tensor:
     if x.shape != like.shape:
         x = x.sum(0, keepdim=True)
     return x.to(like.dtype)
-
-
-def sequences(given: MiniBatches, documents: Tensor | None) -> int:
-    return given.tokens.k.shape[0] if documents is None else documents.shape[0] - 1
 
 
 def rows(x: Tensor) -> Tensor:

@@ -10,19 +10,18 @@ token and head in fp32, against O(d) of everything else. The time is that of mov
 
 The new state goes where the caller says: over the old one, or elsewhere at no more traffic than that of a copy.
 
-Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but
-    what is stored.
+Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but what
+is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 # (arguments of a kernel are pointers, numbers or None; Triton types them)
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from metattt.kernels.triton.on_gpu import Part
 from metattt.kernels.ttt_linear.naive import EPS
 from metattt.kernels.ttt_linear.tiles import add3
 from metattt.kernels.ttt_linear.tuning import decode_launch, padded
@@ -109,10 +108,6 @@ def decode_kernel(
             tl.store(new_open_b_ptr + vector, open_b.to(new_open_b_ptr.dtype.element_ty), mask=inside)
 
 
-Part = Sequence[Tensor | None]
-"""A matrix `[B, H, d, d]` and a bias `[B, H, d]`, or None without one; contiguous."""
-
-
 def launch_token(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
     phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None, new_update: Part | None,
@@ -124,7 +119,7 @@ def launch_token(
         q, k, v, eta: views `[B, H, d]` and step sizes `[B, H]`.
         scale, shift, tau: γ, β `[H, d]` and token steps `[1 or H, size]` (None: all 1), contiguous.
         phase: place of the token in its mini-batch of `size` tokens; `[B]`, contiguous, where sequences differ.
-        weights, update: the state before the token; update None: zero.
+        weights, update: the state before the token, contiguous; update None: zero.
         new_weights: where committed weights go; may be `weights`. None: the token completes no mini-batch.
         new_update: where M goes; may be `update`. None: the token completes every mini-batch.
     """

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.operator import Results
-from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows, sequences
+from metattt.kernels.operator import Pass, Results
+from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows
 from metattt.kernels.ttt_linear import tuning
 from metattt.kernels.ttt_linear.learner import TTTLinearKernel
 
@@ -24,47 +24,40 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         return min(tuning.shared_bytes(width, size, dtype.itemsize, form) for form in tuning.FORMS)
 
-    def group_size(self, given: MiniBatches, documents: Tensor | None = None) -> int:
-        return tuning.Call.of(given.tokens.k.transpose(1, 2), given.size, sequences(given, documents)).segment()
+    def group_size(self, given: MiniBatches, sequences: int) -> int:
+        return tuning.Call.of(given.tokens.k.transpose(1, 2), given.size, sequences).segment()
 
-    def results(
-        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
-    ) -> Results:
+    def results(self, call: Pass) -> Results:
         from metattt.kernels.ttt_linear import forward
 
-        views = (x.transpose(1, 2) for x in (given.tokens.q, given.tokens.k))
-        out = forward.allocate(*views, sequences(given, documents), given.size, group, keep, final)
-        return _results(given, out, keep, final)
+        q, k = (x.transpose(1, 2) for x in (call.given.tokens.q, call.given.tokens.k))
+        return _results(call, forward.allocate(q, k, call.sequences, call.given.size, call.group, call.keep, call.final))
 
-    def forward(
-        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
-    ) -> Results:
+    def forward(self, call: Pass) -> Results:
         from metattt.kernels.ttt_linear import forward
 
+        given, group = call.given, call.group
         views, weights = launched(given), self.part(list(given.weights.values()))
-        out = forward.allocate(*views[:2], sequences(given, documents), given.size, group, keep, final)
-        forward.launch_forward(out, *views, *weights, *parameters(given), documents, given.size, group)
-        return _results(given, out, keep, final)
+        out = forward.allocate(*views[:2], call.sequences, given.size, group, call.keep, call.final)
+        forward.launch_forward(out, *views, *weights, *parameters(given), call.documents, given.size, group)
+        return _results(call, out)
 
     def backward(
-        self, given: MiniBatches, group: int, kept: Sequence[Tensor], dy: Tensor | None,
-        dweights: Sequence[Tensor | None], documents: Tensor | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         from metattt.kernels.ttt_linear import backward
 
-        q, k, v, eta = launched(given)
-        scale, shift, tau = parameters(given)
-        states, biased = len(given.weights), len(given.weights) > 1
-        out = backward.allocate(q, k, v, eta, sequences(given, documents), biased, tau is not None, given.size)
+        given, states, biased = call.given, len(call.given.weights), len(call.given.weights) > 1
+        (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
+        out = backward.allocate(q, k, v, eta, call.sequences, biased, tau is not None, given.size)
         d_o = torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2))
         d_state = None
         if any(x is not None for x in dweights):
             shapes = (out.w.shape, out.w.shape[:-1]) * 2
             parts = *self.part(dweights[:states]), *self.part(dweights[states : 2 * states])
             d_state = tuple(eta.new_zeros(s) if x is None else x for x, s in zip(parts, shapes, strict=True))
-        backward.launch_backward(
-            out, d_o, d_state, q, k, v, eta, scale, shift, tau, documents, *kept[-2:], given.size, group
-        )
+        sizes = call.documents, *kept[-2:], given.size, call.group
+        backward.launch_backward(out, d_o, d_state, q, k, v, eta, scale, shift, tau, *sizes)
         others = (None if tau is None else out.tau, out.scale, out.shift, out.w, out.b if biased else None)
         return gradients(given, (out.k, out.v, out.q, out.eta), others)
 
@@ -74,6 +67,6 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
         launch_token(*given)
 
 
-def _results(given: MiniBatches, out: Forward, keep: bool, final: bool) -> Results:
-    states = [out.w, out.b, out.update_w, out.update_b][:: 2 // len(given.weights)]
-    return out.o.transpose(1, 2), states if final else [], [out.weighted, out.anchors] if keep else []
+def _results(call: Pass, out: Forward) -> Results:
+    states = [out.w, out.b, out.update_w, out.update_b][:: 2 // len(call.given.weights)]
+    return out.o.transpose(1, 2), states if call.final else [], [out.weighted, out.anchors] if call.keep else []

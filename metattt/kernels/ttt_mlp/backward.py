@@ -387,17 +387,8 @@ def backward_kernel(
                     db1 = tl.load(grad_b1 + tile + units)
                 place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
                 dw1, db1, dw2, dk_tile = finish_tile(
-                    dw1,
-                    db1,
-                    dw2,
-                    w1.to(OP),
-                    w2.to(OP),
-                    tl.load(place),
-                    tl.load(place + 3 * F * BP),
-                    kr,
-                    odz2,
-                    tl.trans(odz2),
-                )
+                    dw1, db1, dw2, w1.to(OP), w2.to(OP), tl.load(place), tl.load(place + 3 * F * BP), kr, odz2, tl.trans(odz2)
+                )  # fmt: skip
                 dkt += dk_tile
                 store_tile(grad_w1, grad_w2, tile + units, rows_at, rows, dw1, dw2, D, F)
                 if BIAS:
@@ -464,11 +455,9 @@ def backward(
     dupdate = filled(dupdate, final) if commits_tail else (None,) * 4
     # One mini-batch that has cotangents of its own for what it commits, which would be in shared memory: in tiles.
     tail = back._replace(tile=min(back.tile, 64))
-    stash = (
-        None
-        if tail.tile == 4 * d
-        else torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
-    )
+    stash = None
+    if tail.tile < 4 * d:
+        stash = torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
 
     options = padded(d, b) | options_of(final, tau, cu_seqlens)
     given = (q, k, v, eta, tau, scale, bias)
@@ -528,11 +517,8 @@ def backward(
 
 def filled(given: Weights, like: Weights) -> Weights:
     """Copies of `given` in fp32, contiguous, with zeros for those that are missing."""
+    copies = {"dtype": torch.float32, "memory_format": torch.contiguous_format, "copy": True}
     return tuple(
-        None
-        if w is None
-        else torch.zeros_like(w)
-        if x is None
-        else x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        torch.zeros_like(w) if x is None and w is not None else x if x is None else x.to(**copies)
         for x, w in zip(given, like, strict=True)
     )

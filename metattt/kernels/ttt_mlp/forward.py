@@ -56,9 +56,9 @@ def inner_gradient(z2, kt, vt, scale, bias, rows, D: tl.constexpr, DP: tl.conste
     mean(γ·residual·x̂)."""
     hat, rstd = normalize(z2, rows, D, DP)
     residual = kt.to(tl.float32) + scale[:, None] * hat + bias[:, None] - vt.to(tl.float32)
-    decay_to_init = scale[:, None] * residual
-    g2, along = project(decay_to_init, hat, rows, D, DP)
-    return g2 * rstd[None, :], hat, rstd, residual, decay_to_init, along
+    pull = scale[:, None] * residual
+    g2, along = project(pull, hat, rows, D, DP)
+    return g2 * rstd[None, :], hat, rstd, residual, pull, along
 
 
 @triton.jit
@@ -84,9 +84,7 @@ def forward_kernel(
 ):  # fmt: skip
     RESIDENT: tl.constexpr = FB == F
     OP: tl.constexpr = q.dtype.element_ty
-    ONE: tl.constexpr = (
-        1.0 if BIAS else 0.0
-    )  # the bias as one more input that is always 1: it adds 1 to all inner products
+    ONE: tl.constexpr = 1.0 if BIAS else 0.0  # the bias as one more input that is always 1 adds 1 to all inner products
     READS: tl.constexpr = MODE != SEGMENT and MODE != CHAIN
     ENDS: tl.constexpr = MODE != SEGMENT and MODE != READ  # whether the weights at the end are written
     KEEPS: tl.constexpr = KEEP > 0 and MODE != READ

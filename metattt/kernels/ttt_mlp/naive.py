@@ -35,23 +35,10 @@ Weights = tuple[Any, ...]  # (w1, b1, w2, b2): tensors; both biases may be None
 
 
 def naive_ttt_mlp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    norm_scale: Tensor,
-    norm_bias: Tensor,
-    *,
-    tau: Tensor | None = None,
-    mini_batch_size: int = 16,
-    initial_state: Weights | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, FinalState | None]:
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
+    norm_scale: Tensor, norm_bias: Tensor, *, tau: Tensor | None = None, mini_batch_size: int = 16,
+    initial_state: Weights | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, FinalState | None]:  # fmt: skip
     """The operation of `ttt_mlp`, same arguments, in the type of its arguments."""
     batch, length, heads, _ = q.shape
     if cu_seqlens is None:
@@ -105,8 +92,8 @@ def _mini_batch(
     z2 = read(x2, w2, b2)
     std = (z2.var(-1, correction=0, keepdim=True) + EPS).sqrt()
     hat = (z2 - z2.mean(-1, keepdim=True)) / std
-    decay_to_init = scale * (k + scale * hat + bias - v)
-    g2 = (decay_to_init - decay_to_init.mean(-1, keepdim=True) - hat * (decay_to_init * hat).mean(-1, keepdim=True)) / std
+    pull = scale * (k + scale * hat + bias - v)
+    g2 = (pull - pull.mean(-1, keepdim=True) - hat * (pull * hat).mean(-1, keepdim=True)) / std
     g1 = (g2 @ w2.mT) * _gelu_slope(z1)
 
     # Every token reads with the steps of the tokens up to itself.

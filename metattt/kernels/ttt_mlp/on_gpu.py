@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.operator import Results, empty_like_tokens
+from metattt.kernels.operator import Pass, Results, empty_like_tokens
 from metattt.kernels.triton.device import multiprocessors
-from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows, sequences
+from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows
 from metattt.kernels.ttt_mlp import tuning
 from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
 
@@ -28,62 +28,53 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         return tuning.shared_bytes(width, size, dtype)
 
-    def group_size(self, given: MiniBatches, documents: Tensor | None = None) -> int:
+    def group_size(self, given: MiniBatches, sequences: int) -> int:
         return tuning.SEGMENT
 
-    def results(
-        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
-    ) -> Results:
+    def results(self, call: Pass) -> Results:
         from metattt.kernels.ttt_mlp.forward import slots
 
-        k, eta = given.tokens.k, given.tokens.gates.eta
+        given, k, eta = call.given, call.given.tokens.k, call.given.tokens.gates.eta
 
         def states(count: int) -> list[Tensor]:
             shapes = [w.shape[-3:] if name.startswith("w") else w.shape[-2:] for name, w in given.weights.items()]
             return [eta.new_empty(count, *shape) for shape in shapes]
 
-        count = sequences(given, documents)
-        kept = states(slots(k.transpose(1, 2), documents, given.size, group)) if keep else []
-        return empty_like_tokens(k), [*states(count), *states(count)], kept
+        kept = states(slots(k.transpose(1, 2), call.documents, given.size, call.group)) if call.keep else []
+        return empty_like_tokens(k), [*states(call.sequences), *states(call.sequences)], kept
 
-    def forward(
-        self, given: MiniBatches, group: int, keep: bool, final: bool = True, documents: Tensor | None = None
-    ) -> Results:
+    def forward(self, call: Pass) -> Results:
         from metattt.kernels.ttt_mlp.forward import forward
 
-        (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
-        weights, launch = self.part(list(given.weights.values())), self._config("forward", given, documents)
-        o, after, update, kept = forward(
-            q, k, v, eta, tau, weights, scale, shift, documents, given.size, group if keep else 0, launch
-        )
-        present = [[x for x in part or () if x is not None] for part in (after, update, kept)]
-        return o.transpose(1, 2), [*present[0], *present[1]], present[2]
+        (q, k, v, eta), (scale, shift, tau) = launched(call.given), parameters(call.given)
+        weights, sizes = self.part(list(call.given.weights.values())), (call.given.size, call.group if call.keep else 0)
+        launch = self._launch("forward", call)
+        o, *parts = forward(q, k, v, eta, tau, weights, scale, shift, call.documents, *sizes, launch)
+        after, update, kept = ([x for x in part or () if x is not None] for part in parts)
+        return o.transpose(1, 2), [*after, *update], kept
 
     def backward(
-        self, given: MiniBatches, group: int, kept: Sequence[Tensor], dy: Tensor | None,
-        dweights: Sequence[Tensor | None], documents: Tensor | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         from metattt.kernels.ttt_mlp.backward import backward
 
-        (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
-        states = len(given.weights)
-        after, kept, d_after, d_update = (
-            self.part(x) for x in (kept[:states], kept[-states:], dweights[:states], dweights[states : 2 * states])
-        )
-        do = torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2))
-        launches = (self._config(kernel, given, documents) for kernel in ("forward", "backward"))
+        (q, k, v, eta), (scale, shift, tau) = launched(call.given), parameters(call.given)
+        n = len(call.given.weights)
+        states = (self.part(x) for x in (kept[:n], kept[-n:]))
+        cotangents = (self.part(x) for x in (dweights[:n], dweights[n : 2 * n]))
         found = backward(
-            q, k, v, eta, tau, scale, shift, documents, given.size, group, after, kept, do, d_after, d_update, *launches
-        )
+            q, k, v, eta, tau, scale, shift, call.documents, call.given.size, call.group, *states,
+            torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2)), *cotangents,
+            self._launch("forward", call), self._launch("backward", call),
+        )  # fmt: skip
         others = (found.tau, found.scale, found.bias, *found.weights)
-        return gradients(given, (found.k, found.v, found.q, found.eta), others)
+        return gradients(call.given, (found.k, found.v, found.q, found.eta), others)
 
-    def _config(self, kernel: str, given: MiniBatches, documents: Tensor | None) -> tuning.Config:
-        batch, heads, length, width = given.tokens.k.shape
-        count = sequences(given, documents)
-        chunks = batch * length // (given.size * max(count, 1))
-        per_sm = count * heads // multiprocessors(given.tokens.k.device)
-        return tuning.config(kernel, width, given.size, given.tokens.k.dtype, per_sm, chunks)
+    def _launch(self, kernel: str, call: Pass) -> tuning.Config:
+        k, size = call.given.tokens.k, call.given.size
+        batch, heads, length, width = k.shape
+        chunks = batch * length // (size * max(call.sequences, 1))
+        return tuning.config(kernel, width, size, k.dtype, call.sequences * heads // multiprocessors(k.device), chunks)
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
         hidden = given.weights["w1"].shape[-1]

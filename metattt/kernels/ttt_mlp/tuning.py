@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from metattt.kernels.triton.device import changed
+
 
 class Config(NamedTuple):
     """One launch shape.
@@ -137,16 +139,4 @@ def variants(
                 form = "side by side" if other.split else "one walk"
                 name = f"{kernel}: {form}, tiles of {other.tile}, {other.num_warps} warps, {other.num_stages} stages"
                 keys = [key(kernel, width, size, dtype.itemsize, count) for count in counts]
-                yield name, partial(_set, dict.fromkeys(keys, other))
-
-
-def _set(values: dict[str, Config]) -> Callable[[], None]:
-    before = {name: TABLE[name] for name in values if name in TABLE}
-    TABLE.update(values)
-
-    def undo() -> None:
-        for name in values:
-            TABLE.pop(name)
-        TABLE.update(before)
-
-    return undo
+                yield name, partial(changed, TABLE, dict.fromkeys(keys, other))
