@@ -107,7 +107,7 @@ class Kernel(ABC):
     def check(
         self, given: MiniBatches, update: Tensors | None = None, phase: int | Tensor | None = None, native: bool = False
     ) -> None:
-        """Refuses what would be read past its end: code that is handed addresses believes the shape of k.
+        """Refuses tensors of other shapes than k implies: code that gets addresses would read past their ends.
 
         Args:
             update, phase: see `advance`; without a phase the tokens are whole mini-batches.

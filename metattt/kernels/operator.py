@@ -1,8 +1,8 @@
 """Operations on whole mini-batches: of autograd, and of `torch.library`, one operator for all devices.
 
 An operation is computed by several kernels: in C++ or by batched products on the CPU, by Triton on a GPU. What they
-keep for the backward pass differs, and is known to nobody else; the arguments, the shapes of results and the derivative
-are the same, and are here. On the CPU a call of a layer runs a kernel directly, as one `torch.autograd.Function`: an
+keep for the backward pass differs, and only the kernel that kept it reads it; arguments, shapes and the derivative are
+the same, and are here. On the CPU a call of a layer runs a kernel directly, as one `torch.autograd.Function`: an
 operator costs more than decoding may. `torch.compile`, and every call on a GPU, sees the operator, one node for all
 mini-batches.
 """
@@ -75,8 +75,8 @@ class Operation(Kernel):
         """
 
     def results(self, call: Pass) -> Results:
-        """What `forward` returns, uninitialized. On the CPU that is the weights at the start of each group,
-        `[B·H, groups, state_size(weights)]`, whatever the kernel."""
+        """What `forward` returns, uninitialized. On the CPU, whatever the kernel, the weights at the start of each group
+        are kept: `[B·H, groups, state_size(weights)]`."""
         (views, gates), weights = call.given.tokens, list(call.given.weights.values())
         k, eta = views.k, gates.eta
         groups = -(-k.shape[2] // (call.given.size * call.group))
@@ -100,7 +100,7 @@ class Operation(Kernel):
         return y, dict(zip(given.weights, after, strict=False))
 
     def passed(self, given: MiniBatches, final: bool = True, documents: Tensor | None = None) -> Pass:
-        """A call, with what grad mode and sizes say."""
+        """A call: whether a backward pass will follow is known from grad mode and the tensors, the group from sizes."""
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in flat(given))
         call = Pass(given, 0, keep, final, documents)
         return call._replace(group=self.group_size(given, call.sequences))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.optimizers.base import Gates
 from metattt.tasks.base import Views
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  #: the kernels run on the CPU
 Weights = Mapping[str, Tensor | None]
 """By the names that messages use."""
 
@@ -97,6 +99,8 @@ def _check_views(name: str, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, ndim: 
             f"{name}: head width {q.shape[-1]} is not one of {tuple(widths)}: choose dim / num_heads among them, or "
             "layer.form=dual."
         )
+    if not (q.is_cuda or INTERPRETED):
+        raise MetaTTTError(f"{name}: q is on {q.device}: the kernels run on cuda; elsewhere choose layer.form=dual.")
     for part, x in (("q", q), ("k", k), ("v", v)):
         _expect(name, part, x, q.shape)
         if x.stride(-1) != 1:

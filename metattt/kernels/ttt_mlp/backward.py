@@ -18,7 +18,7 @@ weights of every mini-batch in the type of the operands. Names: `dx` is the cota
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -517,8 +517,8 @@ def backward(
 
 def filled(given: Weights, like: Weights) -> Weights:
     """Copies of `given` in fp32, contiguous, with zeros for those that are missing."""
-    copies = {"dtype": torch.float32, "memory_format": torch.contiguous_format, "copy": True}
+    copies: dict[str, Any] = {"dtype": torch.float32, "memory_format": torch.contiguous_format, "copy": True}
     return tuple(
-        torch.zeros_like(w) if x is None and w is not None else x if x is None else x.to(**copies)
+        x.to(**copies) if x is not None else None if w is None else torch.zeros_like(w)
         for x, w in zip(given, like, strict=True)
     )
