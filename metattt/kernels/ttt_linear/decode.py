@@ -45,8 +45,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (n, h). tau_ptr None: all steps 1. phase_ptr None: all sequences are at `place`. open_w_ptr None: M = 0.
 
-    new_w_ptr None: no mini-batch is complete; new_open_w_ptr None: all are. COPIES: `new_w` is not where `w` is, and
-    gets it also of sequences whose mini-batch goes on.
+    new_w_ptr None: no mini-batch is complete; new_open_w_ptr None: all are. COPIES: `new_w` is not where `w` is, and is
+    written also for sequences whose mini-batch is still open.
     """
     n = (tl.program_id(0) // H).to(tl.int64)
     h = (tl.program_id(0) % H).to(tl.int64)  # 64 bits: a token may be a slice of a long sequence, with strides as long

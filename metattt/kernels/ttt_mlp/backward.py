@@ -470,8 +470,7 @@ def backward(
             KEEP=segment, MODE=mode, COMMIT=commit, **options, **launch_options(launch),
         )  # fmt: skip
 
-    # Segments are gone through again side by side, as many as fill the device; without need no more, as memory grows
-    # with them.
+    # Segments are recomputed side by side: as many as fill the device, and not more, since memory grows with their number.
     firsts, together, places, span = groups(q, cu_seqlens, b, segment, PROGRAMS)
     if cu_seqlens is not None or length % b:
         walk_back(final, 0, TAIL.value, commits_tail, tail)

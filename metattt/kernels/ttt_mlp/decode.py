@@ -31,7 +31,7 @@ def decode_kernel(
     """Program (n, h). tau None: all steps 1. phase None: all sequences are at `place`. u1 None: the update is zero.
 
     new_w1 None: no mini-batch is complete; new_u1 None: all are. COPIES: the new weights are not where the old ones
-    are, and are written also for sequences whose mini-batch goes on.
+    are, and are written also for sequences whose mini-batch is still open.
     """
     row = tl.program_id(0).to(tl.int64)
     n = row // H
