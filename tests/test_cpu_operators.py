@@ -40,7 +40,7 @@ def arguments(name: str, gates: Sequence[str] = (), bias: bool = True, dtype: to
     tau = draw(2, 16) if "tau" in gates else None
     shapes = [(16, 16), (16,)] if name == "ttt_linear" else [(16, 32), (32,), (32, 16), (16,)]
     weights = [draw(2, 2, *shape) for shape in (shapes if bias else shapes[::2])]
-    return [k, v, q, gate(), alpha, kappa, tau, draw(2, 16), draw(2, 16), weights, 16, 1, True]
+    return [k, v, q, gate(), alpha, kappa, tau, draw(2, 16), draw(2, 16), weights, 16, 1, True, True, None, "cpu"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -50,7 +50,7 @@ def arguments(name: str, gates: Sequence[str] = (), bias: bool = True, dtype: to
 )
 def test_shapes_and_derivatives(name: str, gates: Sequence[str], bias: bool, dtype: torch.dtype) -> None:
     given = arguments(name, gates, bias, dtype)
-    operator = getattr(torch.ops.metattt, f"{name}_cpu").default
+    operator = getattr(torch.ops.metattt, name).default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(operator, given, test_utils=tests)
 
@@ -66,7 +66,7 @@ def test_derivatives_in_numbers(name: str, gates: Sequence[str]) -> None:
     def function(*values: Tensor) -> tuple[Tensor, ...]:
         found = iter(values)
         tensors = [None if x is None else next(found) for x in leaves]
-        return tuple(getattr(torch.ops.metattt, f"{name}_cpu")(*tensors[:9], tensors[9:], *rest)[:-1])
+        return tuple(getattr(torch.ops.metattt, name)(*tensors[:9], tensors[9:], *rest)[:-1])
 
     assert torch.autograd.gradcheck(function, wanted, fast_mode=True)
 
@@ -107,7 +107,7 @@ def test_a_compiled_layer_has_one_node_of_the_operator_for_all_whole_mini_batche
         found, expected = results(compiled, layer, x), results(layer, layer, x)
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
-    assert graphs == [[f"metattt.{name}_cpu.default"], [f"metattt.{name}_cpu_backward.default"]] * 3
+    assert graphs == [[f"metattt.{name}.default"], [f"metattt.{name}_backward.default"]] * 3
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -153,7 +153,7 @@ def test_the_fused_form_is_not_exported() -> None:
 
 def test_second_derivatives_of_an_operator_are_refused() -> None:
     given = arguments("ttt_linear")
-    y = torch.ops.metattt.ttt_linear_cpu(*given)[0]
+    y = torch.ops.metattt.ttt_linear(*given)[0]
     (gradient,) = torch.autograd.grad(y.square().sum(), given[0], create_graph=True)
     with pytest.raises(MetaTTTError, match=r"layer\.form=dual"):
         gradient.sum().backward()

@@ -17,7 +17,7 @@ from metattt.generation import sampling
 from metattt.generation.sampling import generate
 from metattt.generation.static_step import NotStatic, PlainStep, one_token_step, static_state, step_in_place
 from metattt.inner.tokens import MiniBatches, Tokens
-from metattt.kernels.triton.advance import AdvancesOnGPU
+from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
@@ -39,7 +39,7 @@ BOUND = 1e-5
 SIZE = 8
 
 
-def pair(name: str, bias: bool = True, steps: Any = "shared", dim: int = 32) -> tuple[TTTLayer, TTTLayer, AdvancesOnGPU]:
+def pair(name: str, bias: bool = True, steps: Any = "shared", dim: int = 32) -> tuple[TTTLayer, TTTLayer, OnGPU]:
     """A layer that decodes by the kernel, alone, and the same one by the dual form."""
     made, learner = KERNELS[name]
     heads = dim // 32
@@ -59,7 +59,7 @@ def pair(name: str, bias: bool = True, steps: Any = "shared", dim: int = 32) -> 
     return layer, dual, kernel
 
 
-def counted(kernel: AdvancesOnGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counted(kernel: OnGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every call of `advance` from here on."""
     calls: list[int] = []
     advance = kernel.advance

@@ -286,28 +286,23 @@ def test_decode_continues_where_the_sequence_ended(given: Inputs) -> None:
 
 def test_operators_are_well_formed(given: Inputs) -> None:
     """Schema, fake implementations and autograd registration, as `torch.compile` relies on them."""
-    leaves = [x.detach().requires_grad_() for x in given.values()]
-    torch.library.opcheck(
-        op.ttt_linear_forward, (*leaves, None, 16, 2, True, True), test_utils=("test_schema", "test_faketensor")
-    )
-    out = forward.Forward(*op.ttt_linear_forward(*given.values(), None, 16, 2, True, True))
+    operators = torch.ops.metattt
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    views = [leaves[name].transpose(1, 2) for name in ("k", "v", "q", "eta")]
+    steps, norm = (None, None, leaves["tau"]), (leaves["scale"], leaves["shift"])
+    arguments = (*views, *steps, *norm, [leaves["w"], leaves["b"]], 16, 2)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operators.ttt_linear.default, (*arguments, True, True, None, "cuda"), test_utils=tests)
+    o, *made = (x.detach() for x in operators.ttt_linear(*arguments, True, True, None, "cuda"))
+    saved = [x.detach() if isinstance(x, Tensor) else x for x in arguments[:9]]
+    saved = (*saved, [x.detach() for x in arguments[9]], 16, 2, None, "cuda")
+    torch.library.opcheck(operators.ttt_linear_backward.default, (o, [None] * 4, made, *saved), test_utils=tests)
     q, k, v, eta, _, _, scale, shift, tau = given.values()
-    saved = (None, None, None, None, q, k, v, eta, scale, shift, tau, None, out.weighted, out.anchors, True, 16, 2)
-    torch.library.opcheck(op.ttt_linear_backward, (out.o, *saved), test_utils=("test_schema", "test_faketensor"))
     state = [torch.zeros(2, 2, 32, *last, device=DEVICE) for last in ((32,), (), (32,), ())]
-    arguments = (
-        q[:, 0],
-        k[:, 0],
-        v[:, 0],
-        eta[:, 0],
-        *state,
-        scale,
-        shift,
-        tau,
-        torch.tensor([0, 15], device=DEVICE),
-        16,
-    )
-    torch.library.opcheck(op.ttt_linear_decode_inplace, arguments, test_utils=("test_schema", "test_faketensor"))
+    token = (q[:, 0], k[:, 0], v[:, 0], eta[:, 0])
+    phase = torch.tensor([0, 15], device=DEVICE)
+    decoded = (*token, state[:2], state[2:], scale, shift, tau, phase, 16)
+    torch.library.opcheck(operators.ttt_linear_decode.default, decoded, test_utils=tests)
 
 
 def test_compiled_whole(given: Inputs) -> None:

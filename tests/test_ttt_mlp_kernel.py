@@ -189,7 +189,7 @@ def cast(name: str, x: Tensor | None, case: Case) -> Tensor | None:
 @contextmanager
 def settings(case: Case) -> Iterator[None]:
     """Launches cut up as the case says, and memory that is full of NaN before it is written."""
-    from metattt.kernels.ttt_mlp import backward, op, tuning
+    from metattt.kernels.ttt_mlp import backward, tuning
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapped(*args: Any, **kwargs: Any) -> Tensor:
@@ -208,7 +208,7 @@ def settings(case: Case) -> Iterator[None]:
     }
     with (
         mock.patch.dict(tuning.TABLE, forced),
-        mock.patch.object(op, "SEGMENT", case.segment),
+        mock.patch.object(tuning, "SEGMENT", case.segment),
         mock.patch.object(backward, "PROGRAMS", case.together),
         mock.patch.object(torch, "empty", poisoned(torch.empty)),
         mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
@@ -331,26 +331,27 @@ def small(**changes: Any) -> dict[str, Tensor | None]:
 def operator_checks() -> dict[str, str]:
     """torch's own checks of the operator: schema, fake implementation, autograd registration, tracing with symbolic
     shapes."""
-    from metattt.kernels.ttt_mlp import op
+    from metattt.kernels.base import kernels
 
+    kernels()  # registers the operators
+    operators = torch.ops.metattt
     given = {name: x.requires_grad_() for name, x in small(length=20, heads=1).items()}
-    order = ("q", "k", "v", "eta", "tau", "w1", "b1", "w2", "b2", "norm_scale", "norm_bias")
-    found = torch.library.opcheck(op._forward, (*(given[name] for name in order), None, 16, 1))
-    final = [x.detach().to(DEVICE) for x in op._forward(*(given[name] for name in order), None, 16, 1)]
-    saved = [given[name].detach() for name in ("q", "k", "v", "eta", "tau", "norm_scale", "norm_bias")]
+    views = [given[name].transpose(1, 2) for name in ("k", "v", "q", "eta")]
+    rest = (None, None, given["tau"], given["norm_scale"], given["norm_bias"])
+    weights = [given[name] for name in ("w1", "b1", "w2", "b2")]
+    arguments = (*views, *rest, weights, 16, 1)
+    found = torch.library.opcheck(operators.ttt_mlp.default, (*arguments, True, True, None, "cuda"))
+    o, *made = (x.detach().to(DEVICE) for x in operators.ttt_mlp(*arguments, True, True, None, "cuda"))
+    saved = [None if x is None else x.detach() for x in (*views, *rest)]
+    arguments = (o, [None] * 8, made, *saved, [x.detach() for x in weights], 16, 1, None, "cuda")
     tests = ("test_schema", "test_faketensor")
-    found |= torch.library.opcheck(
-        op._backward, (*saved, None, final[1:5], final[9:13], final[0], [None] * 8, 16, 1), test_utils=tests
-    )
-    state = [torch.zeros_like(final[1 + at % 4]) for at in range(8)]
+    found |= torch.library.opcheck(operators.ttt_mlp_backward.default, arguments, test_utils=tests)
+    state = [torch.zeros_like(made[at]) for at in range(8)]
     token = [given[name].detach()[:, 0].contiguous() for name in ("q", "k", "v", "eta")]
     phase = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    return found | {
-        f"decode {name}": result
-        for name, result in torch.library.opcheck(
-            op._decode, (*token, *state, *saved[5:], saved[4], phase), test_utils=tests
-        ).items()
-    }
+    arguments = (*token, state[:4], state[4:], saved[7], saved[8], saved[6], phase, 16)
+    checks = torch.library.opcheck(operators.ttt_mlp_decode.default, arguments, test_utils=tests)
+    return found | {f"decode {name}": result for name, result in checks.items()}
 
 
 def test_operators_pass_the_checks_of_torch(run: Run) -> None:
@@ -387,7 +388,7 @@ def without_gradients() -> tuple[bool, bool, str]:
     first = torch.autograd.grad(training.square().sum(), given["q"], create_graph=True)[0]
     try:
         first.square().sum().backward()
-    except RuntimeError as error:
+    except MetaTTTError as error:
         return bool((inference == training).all()), nothing is None, str(error)
     return False, False, "no error"
 
@@ -427,14 +428,14 @@ class Half(NamedTuple):
 @pytest.mark.parametrize(
     ("changes", "sizes", "expected"),
     [
-        ({"mini_batch_size": 12, "tau": None}, {}, "mini_batch_size=12"),
-        ({}, {"d": 24}, "d=24"),
-        ({"eta": Half("eta")}, {}, "eta has the shape"),
+        ({"mini_batch_size": 12, "tau": None}, {}, "mini-batches of 12 tokens"),
+        ({}, {"d": 24}, "head width 24"),
+        ({"eta": Half("eta")}, {}, "eta has shape"),
         ({"b1": None}, {}, "b1 and b2"),
-        ({"w1": Half("w1")}, {}, "w1 of weights"),
-        ({"tau": Half("tau")}, {}, "tau has the shape"),
-        ({"k": Half("k")}, {}, "k is"),
-        ({"norm_bias": Half("norm_bias")}, {}, "norm_bias has the shape"),
+        ({"w1": Half("w1")}, {}, "w1 has shape"),
+        ({"tau": Half("tau")}, {}, "tau has shape"),
+        ({"k": Half("k")}, {}, "k has shape"),
+        ({"norm_bias": Half("norm_bias")}, {}, "norm_bias has shape"),
         ({"cu_seqlens": torch.tensor([0, 35])}, {"batch": 2}, "B = 1"),
         ({"initial_state": (None, None)}, {}, "expected (w1, b1, w2, b2)"),
     ],
@@ -447,9 +448,9 @@ def test_errors_say_what_is_wrong(changes: dict[str, Any], sizes: dict[str, Any]
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"phase": torch.zeros(3, dtype=torch.int64)}, "phase has the shape"),
-        ({"update_w2": Half("w2")}, "w2 of update"),
-        ({"w1": Half("q")}, "w1 of"),
+        ({"phase": torch.zeros(3, dtype=torch.int64)}, "phase has shape"),
+        ({"update_w2": Half("w2")}, "update_w2 has shape"),
+        ({"w1": Half("q")}, "w1 has shape"),
     ],
 )
 def test_errors_of_decoding(changes: dict[str, Any], expected: str, run: Run) -> None:

@@ -84,13 +84,17 @@ class Kernel(ABC):
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """Tokens of one open mini-batch, without derivatives: decoding.
+        """Tokens of one open mini-batch, without derivatives: decoding. Asked only where `reason_not_decoded` has no
+        reason.
+
+        `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`; place `b − 1` ends a mini-batch: `W_a ← W_t`,
+        `M ← 0`.
 
         Args:
-            given: its tokens are n consecutive ones of one mini-batch.
-            update: M = −Σ η_s G_s since the commit by name; None: zero.
-            phase: place of the first token in its mini-batch; `[B]` where sequences differ (then n = 1).
-            own: `given.weights` and `update` may be written over.
+            given: its tokens are n consecutive ones of one mini-batch, all of them real; its weights are W_a.
+            update: M by name `[B, H, *shape]`; None: zero.
+            phase: place of the first token in its mini-batch; `[B]` int64 where sequences differ (then n = 1).
+            donate_state: `given.weights` and `update` may be written over; otherwise they stay as they are.
 
         Returns:
             Predictions `[B, H, n, d]`, the committed weights W_a, and the update after the tokens. Where they complete
@@ -103,7 +107,7 @@ class Kernel(ABC):
     def check(
         self, given: MiniBatches, update: Tensors | None = None, phase: int | Tensor | None = None, native: bool = False
     ) -> None:
-        """Refuses what would be read past its end: code that is handed addresses believes the shape of k.
+        """Refuses tensors of other shapes than k implies: code that gets addresses would read past their ends.
 
         Args:
             update, phase: see `advance`; without a phase the tokens are whole mini-batches.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.cpu.operator import KernelOnCPU, empty_gradients, empty_like_tokens, state_size
+from metattt.kernels.operator import Operation, Pass, Results, empty_gradients
 from metattt.modules import exact
 from metattt.ops.chunk import decay_matrix, decays
 
@@ -43,9 +43,10 @@ class Group(NamedTuple):
     shift: Tensor
 
 
-class ClosedForm(KernelOnCPU):
+class ClosedForm(Operation):
     """Walks over the groups. A subclass computes one group, for weights in the order of the learner's `init`."""
 
+    device = "cpu"
     traceable = True
     largest_group = 64
 
@@ -71,32 +72,30 @@ class ClosedForm(KernelOnCPU):
             return f"operands of {str(given.matmul_dtype).removeprefix('torch.')} on the CPU"
         return None
 
-    def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        layout = Layout(given, group)
-        y = empty_like_tokens(layout.tokens.views.q, layout.dtype)
-        weights, places = layout.packed(layout.weights), layout.places()
-        kept = y.new_empty(layout.batch * layout.heads, len(places), state_size(layout.weights)) if keep else None
-        for index, place in enumerate(places):
-            if kept is not None:
-                torch.cat([w.flatten(1) for w in weights], 1, out=kept[:, index, : layout.numbers])
+    def forward(self, call: Pass) -> Results:
+        layout, (y, _, kept) = Layout(call), self.results(call)
+        weights = layout.packed(layout.weights)
+        for index, place in enumerate(layout.places()):
+            for states in kept:
+                torch.cat([w.flatten(1) for w in weights], 1, out=states[:, index, : layout.numbers])
             out, weights = self.forward_group(layout.group(place), weights)
             layout.put(y, place, out)
         return y, layout.unpacked(weights), kept
 
     def backward(
-        self, given: MiniBatches, group: int, kept: Tensor, dy: Tensor | None, dweights: Sequence[Tensor | None]
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
         with exact("cpu"):  # a backward pass inside somebody's autocast is as exact as one outside
-            layout = Layout(given, group)
+            layout = Layout(call)
             tokens, (scale, shift) = empty_gradients(layout.tokens), map(torch.zeros_like, layout.affine)
             tau = None if layout.tau is None else layout.tau.new_zeros(layout.tau.shape)
             if dy is None:
                 dy = torch.zeros_like(layout.tokens.views.q, dtype=layout.dtype)
             moving = layout.packed(
-                [torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=True)]
+                [torch.zeros_like(w) if dw is None else dw for w, dw in zip(layout.weights, dweights, strict=False)]
             )
             for index, place in reversed(list(enumerate(layout.places()))):
-                weights = layout.split(kept[:, index])
+                weights = layout.split(kept[-1][:, index])
                 found, moving = self.backward_group(layout.group(place), weights, layout.take(dy, place), moving)
                 for x, part in zip(tokens.views[:3], found[:3], strict=True):
                     layout.put(x, place, part)
@@ -115,7 +114,8 @@ class ClosedForm(KernelOnCPU):
 class Layout:
     """Between the caller's `[B, H, T, d]` and groups `[n, B·H, b, d]`."""
 
-    def __init__(self, given: MiniBatches, group: int):
+    def __init__(self, call: Pass):
+        given, group = call.given, call.group
         self.tokens, self.weights, self.size = given.tokens, list(given.weights.values()), given.size
         self.affine = given.slow["norm_scale"], given.slow["norm_bias"]
         self.step = group * given.size

@@ -35,8 +35,8 @@ _loaded: dict[tuple[Path, tuple[tuple[str, int], ...]], ctypes.CDLL | None] = {}
 
 
 def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL | None:
-    """The library made of `source` with its macros set to `defines`; None, and a line in the debug log, if there is
-    none to be had."""
+    """The library made of `source` with its macros set to `defines`; None, with a message in the debug log, where it
+    cannot be compiled."""
     key = source, tuple(sorted(defines.items()))
     with _lock:
         if key not in _loaded:
@@ -59,7 +59,7 @@ def _compiled(source: Path, defines: list[str]) -> Path:
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # several processes may be at it: the last to finish wins
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # several processes may compile it: the last one wins
         made = Path(scratch) / name
         for options in PROCESSOR_OPTIONS:
             run = _run([*compiler, *OPTIONS, *options, *defines, str(source), "-o", str(made)], timeout=300)

@@ -19,17 +19,16 @@ from torch import Tensor
 from metattt.inner.tokens import MiniBatches
 from metattt.kernels.cpu.native import load
 from metattt.kernels.cpu.native_advance import advance
-from metattt.kernels.cpu.operator import KernelOnCPU, empty_gradients, empty_like_tokens, flat
 from metattt.kernels.cpu.threads import divide
+from metattt.kernels.operator import Operation, Pass, Results, empty_gradients, flat, state_size
 from metattt.state import Tensors
 
-_functions: dict[tuple[Path | None, int, int, int], Any] = {}  # `advance` of libraries, by source and widths
 
-
-class NativeForm(KernelOnCPU):
+class NativeForm(Operation):
     """A kernel whose C++ source takes one group of mini-batches after the other. A subclass says which source, and its
     macros."""
 
+    device = "cpu"
     source: Path
     source_of_tokens: Path | None = None  #: the one that takes token after token; None: there is none
     largest_group = 16
@@ -72,57 +71,26 @@ class NativeForm(KernelOnCPU):
     def advance(
         self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """Tokens of an open mini-batch, without gradients, where `reason_not_decoded` has nothing against it.
-
-        `M ← M − η_t ∇ℓ_t(W_a)`, `W_t = W_a + τ_t M`, `y_t = f(q_t; W_t)`, and place `b − 1` ends a mini-batch:
-        `W_a ← W_t`, `M ← 0`.
-
-        Args:
-            given: n tokens, all of them real, and the weights W_a of the last commit.
-            update: M by name `[B, H, *shape]`; None: zero.
-            phase: place of the first token in its mini-batch, `phase + n <= b`; `[B]` int64 where sequences differ, and
-                then n = 1.
-            own: `given.weights` and `update` are given up and written in place; otherwise they stay as they are.
-
-        Returns:
-            Predictions `[B, H, n, d]`; W_a after the tokens; M after them, None if `phase + n == b` for all sequences.
-        """
         self.check(given, update, phase, native=True)
-        first = next(iter(given.weights.values()))
-        key = self.source_of_tokens, given.tokens.views.k.shape[-1], first.shape[-1], len(given.weights)
-        function = _functions.get(key)
-        if function is None:
-            function = _functions[key] = self._function(given)
-        return advance(function, given, update, phase, donate_state)
+        assert self.source_of_tokens is not None  # `reason_not_decoded` saw it
+        return advance(self.library(given, self.source_of_tokens).advance, given, update, phase, donate_state)
 
-    def _function(self, given: MiniBatches) -> Any:
-        defines = self.defines(given)
-        assert self.source_of_tokens is not None and not isinstance(defines, str)  # `reason_not_decoded` saw it
-        library = load(self.source_of_tokens, _macros(defines, False))
-        assert library is not None
-        library.advance.argtypes, library.advance.restype = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64), None
-        return library.advance
-
-    def forward(self, given: MiniBatches, group: int, keep: bool) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        self.check(given, native=True)
-        call, library = Call(given, group), self.library(given)
-        y = empty_like_tokens(given.tokens.views.q)
-        after = [w.new_empty(w.shape) for w in given.weights.values()]
-        call.views(y=y)
-        call.arrays(after=after)
-        kept = None
-        if keep:
-            kept = y.new_empty(call.learners, -(-call.count // group), library.state_size())
-            call.array(kept=kept)
-            use_large_pages(library, kept)
-        use_large_pages(library, y)
-        call.run(library.forward)
+    def forward(self, call: Pass) -> Results:
+        self.check(call.given, native=True)
+        native, library = NativeCall(call), self.library(call.given, self.source)
+        y, after, kept = self.results(call)
+        native.views(y=y)
+        native.arrays(after=after)
+        for states in kept:
+            native.array(kept=states)
+        use_large_pages(library, y, *kept)
+        native.run(library.forward)
         return y, after, kept
 
     def backward(
-        self, given: MiniBatches, group: int, kept: Tensor, dy: Tensor | None, dweights: Sequence[Tensor | None]
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        call, library = Call(given, group), self.library(given)
+        given, native, library = call.given, NativeCall(call), self.library(call.given, self.source)
         q, tau, scale = given.tokens.views.q, given.tau, given.slow["norm_scale"]
         batch, heads = q.shape[:2]
         if dy is None:
@@ -133,21 +101,24 @@ class NativeForm(KernelOnCPU):
         dstart = [w.new_empty(w.shape) for w in given.weights.values()]
         dscale, dshift = (scale.new_zeros(batch, *scale.shape) for _ in range(2))
         dtau = scale.new_zeros(batch, heads, given.size)
-        call.views(dy=dy, dk=dk, dv=dv, dq=dq, deta=deta)
-        call.arrays(dafter=dweights, dstart=dstart)
-        call.array(kept=kept, dscale=dscale, dshift=dshift, dtau=dtau)
-        call.run(library.backward)
+        native.views(dy=dy, dk=dk, dv=dv, dq=dq, deta=deta)
+        native.arrays(dafter=dweights[: len(dstart)], dstart=dstart)
+        native.array(kept=kept[-1], dscale=dscale, dshift=dshift, dtau=dtau)
+        native.run(library.backward)
         steps = [] if tau is None else [dtau.sum(0) if tau.shape[0] == heads else dtau.sum((0, 1)).unsqueeze(0)]
         return [dk, dv, dq, deta, *steps, dscale.sum(0), dshift.sum(0), *dstart]
 
-    def library(self, given: MiniBatches) -> ctypes.CDLL:
-        key = self.source, *_sizes(given)
+    def library(self, given: MiniBatches, source: Path) -> ctypes.CDLL:
+        key = source, *_sizes(given)
         if key not in _libraries:
             defines = self.defines(given)
             assert not isinstance(defines, str)
-            library = load(self.source, defines)
-            assert library is not None  # `reason_rejected` saw it
-            library.state_size.restype = ctypes.c_int64
+            library = load(source, _macros(defines, source is self.source))
+            assert library is not None  # `reason_rejected` or `reason_not_decoded` saw it
+            if source is self.source:
+                assert library.state_size() == state_size(list(given.weights.values()))
+            else:
+                library.advance.argtypes, library.advance.restype = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64), None
             _libraries[key] = library
         return _libraries[key]
 
@@ -195,14 +166,15 @@ class _Call(ctypes.Structure):
     ]
 
 
-class Call:
+class NativeCall:
     """One call of a library: fills in the structure and holds on to the tensors whose memory it names."""
 
-    def __init__(self, given: MiniBatches, group: int):
+    def __init__(self, call: Pass):
+        given = call.given
         (k, v, q), eta, tau = given.tokens.views[:3], given.tokens.gates.eta, given.tau
         batch, heads, length = k.shape[:3]
         self.learners, self.count = batch * heads, length // given.size
-        self.passed = _Call(heads=heads, count=self.count, group=group)
+        self.passed = _Call(heads=heads, count=self.count, group=call.group)
         self.alive: list[Tensor] = []
         self.views(k=k, v=v, q=q, eta=eta)
         tau = eta.new_ones(1, given.size) if tau is None else tau

@@ -1,30 +1,40 @@
-"""How a layer calls the Triton operations: what they take, and the way from `[B, H, T, d]` to their `[B, T, H, d]`."""
+"""The Triton operations as a layer calls them: whole mini-batches, and tokens of an open one while it decodes.
+
+Decoding is one launch a token. Nothing is read back from the device, no shape depends on a value, and where the caller
+gives the state up, every part of it stays at its address: a call can be captured in a CUDA graph if its `phase` is a
+tensor.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from metattt.inner.tokens import MiniBatches, Scan
-from metattt.kernels.base import Kernel
+from metattt.inner.tokens import MiniBatches
+from metattt.kernels.operator import Operation, flat
 from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS, shared_memory
 from metattt.state import Tensors
 
+Part = tuple[Any, ...]
+"""Weights, or what is summed up for them, in the order of `Kernel.weights`: tensors; None where there is no bias."""
 
-class OnGPU(Kernel):
-    """A Triton operation that is registered with `torch.library`, derivatives and shapes included."""
+
+class OnGPU(Operation):
+    """A Triton operation."""
 
     device = "cuda"
     traceable = True
 
     @abstractmethod
-    def operation(
-        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Predictions `[B, T, H, d]` for tokens of that layout, and the final weights in the order of
-        `given.weights`."""
+    def launch(
+        self, o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
+        phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None, new_update: Part | None,
+    ) -> None:  # fmt: skip
+        """Launches the operation's `decode.launch_token`, which says what it takes."""
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         """Most bytes of shared memory that a program of the launches for these shapes takes, forward or backward.
@@ -37,6 +47,8 @@ class OnGPU(Kernel):
             dtype: type of the operands of products.
         """
         return 0
+
+    # -- whole mini-batches --------------------------------------------------------------------------------------------
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
         tokens = given.tokens
@@ -57,7 +69,117 @@ class OnGPU(Kernel):
             )
         return None
 
-    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
-        q, k, v = (x.to(given.matmul_dtype).transpose(1, 2) for x in (given.tokens.views.q, given.tokens.views.k, given.tokens.views.v))
-        y, weights = self.operation(q, k, v, given.tokens.gates.eta.transpose(1, 2), given)
-        return y.transpose(1, 2).to(given.tokens.gates.eta.dtype), dict(zip(given.weights, weights, strict=True))
+    def part(self, tensors: Sequence[Tensor | None]) -> Part:
+        """Tensors that `flat` ends with, or likewise, as a `Part`."""
+        biased = len(tensors) == len(self.weights)
+        return tuple(dense(x) for x in (tensors if biased else (y for x in tensors for y in (x, None))))
+
+    # -- tokens of an open mini-batch ----------------------------------------------------------------------------------
+
+    def reason_not_decoded(self, given: MiniBatches) -> str | None:
+        tokens = given.tokens
+        width = tokens.views.k.shape[-1]
+        if any(gate is not None for gate in tokens.gates[1:]):
+            return "gates other than the step size"
+        if any(x.dtype not in OPERANDS for x in (tokens.views.k, tokens.views.v, tokens.views.q)):
+            return f"views of {str(tokens.views.k.dtype).removeprefix('torch.')}"
+        if any(x.dtype != torch.float32 for x in (tokens.gates.eta, *given.weights.values())):
+            return "a state that is not fp32"
+        if width not in WIDTHS or tokens.views.v.shape[-1] != width:
+            return f"head width {width}, not one of {', '.join(map(str, WIDTHS))}"
+        return None
+
+    def advance(
+        self, given: MiniBatches, update: Tensors | None, phase: int | Tensor, donate_state: bool
+    ) -> tuple[Tensor, Tensors, Tensors | None]:
+        self.check(given, update, phase)
+        tokens, weights, names = given.tokens, self.part(list(given.weights.values())), list(given.weights)
+        batch, heads, count, width = tokens.views.k.shape
+        # [B, n, H, d] in memory, as the layer joins its heads
+        y = tokens.gates.eta.new_empty(batch, count, heads, width).transpose(1, 2)
+        q, k, v = (rows(x) for x in (tokens.views.q, tokens.views.k, tokens.views.v))
+        scale, shift, tau = (dense(x) for x in (given.slow["norm_scale"], given.slow["norm_bias"], given.tau))
+        phase = phase.contiguous() if isinstance(phase, Tensor) else phase
+        before = None if update is None else self.part([update[name] for name in names])
+        donated = donate_state  # the update: the first token's is made here in any case
+        with torch.cuda.device_of(k):  # Triton launches on the current device
+            for index in range(count):
+                place = phase + index if count > 1 else phase
+                last = not isinstance(place, Tensor) and place == given.size - 1
+                new = None if not (last or isinstance(place, Tensor)) else weights if donate_state else _like(weights)
+                opened = None if last else before if donated and before is not None else _like(weights)
+                o, *views, eta = (x[:, :, index] for x in (y, q, k, v, tokens.gates.eta))
+                state = weights, before, new, opened
+                self.launch(o, views[0], views[1], views[2], eta, scale, shift, tau, place, given.size, *state)
+                weights, before, donated = weights if new is None else new, opened, True
+        after = None if before is None else dict(zip(names, _present(before), strict=True))
+        return y, dict(zip(names, _present(weights), strict=True)), after
+
+
+def register_decode(name: str, kernel: OnGPU) -> None:
+    """Makes the operator `metattt::<name>_decode`: one token of every sequence, the state in place."""
+
+    @torch.library.custom_op(f"metattt::{name}_decode", mutates_args=("weights", "update"))
+    def decode(
+        q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Sequence[Tensor], update: Sequence[Tensor],
+        scale: Tensor, shift: Tensor, tau: Tensor | None, phase: Tensor, size: int,
+    ) -> Tensor:  # fmt: skip
+        o, state = torch.empty_like(q), (kernel.part(weights), kernel.part(update))
+        norm = dense(scale), dense(shift), dense(tau)
+        with torch.cuda.device_of(q):
+            kernel.launch(o, rows(q), rows(k), rows(v), eta, *norm, phase.contiguous(), size, *state, *state)
+        return o
+
+    @decode.register_fake
+    def _(q, k, v, eta, weights, update, scale, shift, tau, phase, size):  # type: ignore[no-untyped-def]
+        return torch.empty_like(q)
+
+
+# -- between the layout of layers and that of launches, `[B, T, H, d]` -------------------------------------------------
+
+
+def launched(given: MiniBatches) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and η as launches take them."""
+    k, v, q = (rows(x.transpose(1, 2)) for x in given.tokens.views[:3])
+    return q, k, v, given.tokens.gates.eta.transpose(1, 2)
+
+
+def parameters(given: MiniBatches) -> tuple[Any, Any, Any]:
+    """γ, β and τ as launches take them."""
+    return dense(given.slow["norm_scale"]), dense(given.slow["norm_bias"]), dense(given.tau)
+
+
+def gradients(given: MiniBatches, views: Sequence[Tensor], others: Sequence[Tensor | None]) -> list[Tensor]:
+    """Cotangents in the order of `flat`, summed over what arguments share, in their types.
+
+    Args:
+        views: of k, v, q, and of η, as launches write them.
+        others: of the tensors after those; `[N, H, ...]` where each sequence has its own.
+    """
+    found = [*(x.transpose(1, 2) for x in views), *(x for x in others if x is not None)]
+    return [_reduced(x, like) for x, like in zip(found, flat(given), strict=True)]
+
+
+def _reduced(x: Tensor, like: Tensor) -> Tensor:
+    if x.ndim > like.ndim:
+        x = x.sum(0)
+    if x.shape != like.shape:
+        x = x.sum(0, keepdim=True)
+    return x.to(like.dtype)
+
+
+def rows(x: Tensor) -> Tensor:
+    """With unit last stride, which a view, or a cotangent (that of a sum is expanded), may lack."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def dense(x: Tensor | None) -> Any:
+    return None if x is None else x.contiguous()
+
+
+def _like(part: Part) -> Part:
+    return tuple(None if x is None else torch.empty_like(x) for x in part)
+
+
+def _present(part: Part) -> list[Tensor]:
+    return [x for x in part if x is not None]

@@ -1,12 +1,14 @@
 """TTT-Linear: C++ where there is a compiler and batched products elsewhere on the CPU, Triton on the GPU."""
 
 from metattt.kernels.base import register_kernel
-from metattt.kernels.cpu.operator import register_operator
+from metattt.kernels.operator import register_operator
+from metattt.kernels.triton.on_gpu import register_decode
 from metattt.kernels.ttt_linear.closed_form import TTTLinear
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 
-for kernel in (NativeTTTLinear, TTTLinear, TTTLinearOnGPU):  # the first that takes a call is used
+KERNELS = NativeTTTLinear, TTTLinear, TTTLinearOnGPU  #: the first that takes a call is used
+for kernel in KERNELS:
     register_kernel(kernel)
-
-register_operator("ttt_linear_cpu", (NativeTTTLinear, TTTLinear))
+register_operator("ttt_linear", KERNELS)
+register_decode("ttt_linear", TTTLinearOnGPU())

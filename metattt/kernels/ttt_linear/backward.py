@@ -220,10 +220,8 @@ def allocate(
     """Uninitialized gradients: shapes, types and strides in one place, for the launch and for fake tensors."""
     heads, width = q.shape[2:]
     return Backward(
-        q=torch.empty_like(q),
-        k=torch.empty_like(k),
-        v=torch.empty_like(v),
-        eta=torch.empty_like(eta),
+        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
+        eta=torch.empty_like(eta.mT, memory_format=torch.contiguous_format).mT,
         w=q.new_empty(sequences, heads, width, width, dtype=torch.float32),
         b=q.new_empty(sequences if bias else 0, heads, width, dtype=torch.float32),
         scale=q.new_empty(sequences, heads, width, dtype=torch.float32),
@@ -233,22 +231,10 @@ def allocate(
 
 
 def launch_backward(
-    out: Backward,
-    d_o: Tensor,
-    d_state: tuple[Tensor, ...] | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    tau: Tensor | None,
-    cu_seqlens: Tensor | None,
-    weighted: Tensor,
-    anchors: Tensor,
-    size: int,
-    segment: int,
-) -> Backward:
+    out: Backward, d_o: Tensor, d_state: tuple[Tensor, ...] | None, q: Tensor, k: Tensor, v: Tensor, eta: Tensor,
+    scale: Tensor, shift: Tensor, tau: Tensor | None, cu_seqlens: Tensor | None, weighted: Tensor, anchors: Tensor,
+    size: int, segment: int,
+) -> Backward:  # fmt: skip
     """Runs the kernels into `out` of `allocate`. `d_state`: contiguous fp32 cotangents of w, b, update_w and update_b;
     `segment`: mini-batches between anchors."""
     batch, tokens, heads, width = q.shape

@@ -10,19 +10,18 @@ token and head in fp32, against O(d) of everything else. The time is that of mov
 
 The new state goes where the caller says: over the old one, or elsewhere at no more traffic than that of a copy.
 
-Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but
-    what is stored.
+Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but what
+is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 # (arguments of a kernel are pointers, numbers or None; Triton types them)
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from metattt.kernels.triton.on_gpu import Part
 from metattt.kernels.ttt_linear.naive import EPS
 from metattt.kernels.ttt_linear.tiles import add3
 from metattt.kernels.ttt_linear.tuning import decode_launch, padded
@@ -46,8 +45,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (n, h). tau_ptr None: all steps 1. phase_ptr None: all sequences are at `place`. open_w_ptr None: M = 0.
 
-    new_w_ptr None: no mini-batch is complete; new_open_w_ptr None: all are. COPIES: `new_w` is not where `w` is, and
-    gets it also of sequences whose mini-batch goes on.
+    new_w_ptr None: no mini-batch is complete; new_open_w_ptr None: all are. COPIES: `new_w` is not where `w` is, and is
+    written also for sequences whose mini-batch is still open.
     """
     n = (tl.program_id(0) // H).to(tl.int64)
     h = (tl.program_id(0) % H).to(tl.int64)  # 64 bits: a token may be a slice of a long sequence, with strides as long
@@ -109,10 +108,6 @@ def decode_kernel(
             tl.store(new_open_b_ptr + vector, open_b.to(new_open_b_ptr.dtype.element_ty), mask=inside)
 
 
-Part = Sequence[Tensor | None]
-"""A matrix `[B, H, d, d]` and a bias `[B, H, d]`, or None without one; contiguous."""
-
-
 def launch_token(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
     phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None, new_update: Part | None,
@@ -124,7 +119,7 @@ def launch_token(
         q, k, v, eta: views `[B, H, d]` and step sizes `[B, H]`.
         scale, shift, tau: γ, β `[H, d]` and token steps `[1 or H, size]` (None: all 1), contiguous.
         phase: place of the token in its mini-batch of `size` tokens; `[B]`, contiguous, where sequences differ.
-        weights, update: the state before the token; update None: zero.
+        weights, update: the state before the token, contiguous; update None: zero.
         new_weights: where committed weights go; may be `weights`. None: the token completes no mini-batch.
         new_update: where M goes; may be `update`. None: the token completes every mini-batch.
     """
@@ -139,26 +134,3 @@ def launch_token(
         H=heads, D=width, DP=padded(width), SIZE=size, EPS=EPS, BIAS=weights[1] is not None, COPIES=not same,
         **decode_launch(padded(width))._asdict(),
     )  # fmt: skip
-
-
-def launch_decode(
-    o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    update_w: Tensor,
-    update_b: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    tau: Tensor | None,
-    phase: Tensor,
-    size: int,
-) -> Tensor:
-    """Runs the kernel into o `[B, H, d]`, the state in place; all of it, the affine parameters, tau and phase are
-    contiguous."""
-    weights, update = (w, b), (update_w, update_b)
-    launch_token(o, q, k, v, eta, scale, shift, tau, phase, size, weights, update, weights, update)
-    return o

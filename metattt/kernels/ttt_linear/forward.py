@@ -139,31 +139,20 @@ def allocate(q: Tensor, k: Tensor, sequences: int, size: int, segment: int, save
     vectors = [q.new_empty(states, heads, width, dtype=torch.float32) for _ in range(2)]
     stored = slots(batch, tokens, sequences, size, segment) if save else 0
     return Forward(
-        torch.empty_like(q),
+        torch.empty_like(q, memory_format=torch.contiguous_format),
         w=matrices[0],
         b=vectors[0],
         update_w=matrices[1],
         update_b=vectors[1],
-        weighted=torch.empty_like(k) if save else k.new_empty(0),
+        weighted=torch.empty_like(k, memory_format=torch.contiguous_format) if save else k.new_empty(0),
         anchors=q.new_empty(stored, heads, width + 1, width, dtype=torch.float32),
     )
 
 
 def launch_forward(
-    out: Forward,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    tau: Tensor | None,
-    cu_seqlens: Tensor | None,
-    size: int,
-    segment: int,
-) -> Forward:
+    out: Forward, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, scale: Tensor, shift: Tensor,
+    tau: Tensor | None, cu_seqlens: Tensor | None, size: int, segment: int,
+) -> Forward:  # fmt: skip
     """Runs the kernels into `out` of `allocate`, whose empty tensors say what not to write.
 
     w is `[H, d, d]` for all sequences or `[N, H, d, d]`, b likewise; all weights and tau are contiguous.

@@ -43,17 +43,9 @@ def output_gradient(k: Tensor, v: Tensor, z: Tensor, scale: Tensor, shift: Tenso
 
 
 def _sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    tau: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, scale: Tensor, shift: Tensor, tau: Tensor,
     size: int,
-) -> tuple[Tensor, LinearState]:
+) -> tuple[Tensor, LinearState]:  # fmt: skip
     """q, k, v `[N, H, T, d]`, eta `[N, H, T]`, w `[N, H, d, d]`, b `[N, H, d]` or None, scale, shift `[H, 1, d]`, tau
     `[1 or H, b]`."""
     bias = w.new_zeros(w.shape[:-1]) if b is None else b
@@ -77,21 +69,10 @@ def _sequence(
 
 
 def ttt_linear_naive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    norm_scale: Tensor,
-    norm_bias: Tensor,
-    *,
-    tau: Tensor | None = None,
-    mini_batch_size: int = 16,
-    initial_state: tuple[Tensor, Tensor] | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, LinearState | None]:
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, norm_scale: Tensor, norm_bias: Tensor, *,
+    tau: Tensor | None = None, mini_batch_size: int = 16, initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, LinearState | None]:  # fmt: skip
     """As `ttt_linear` of `op.py`, which documents the arguments; every tensor of one dtype, in which all is
     computed."""
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
@@ -118,19 +99,9 @@ def ttt_linear_naive(
 
 
 def ttt_linear_decode_naive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    state: LinearState,
-    norm_scale: Tensor,
-    norm_bias: Tensor,
-    *,
-    tau: Tensor | None,
-    phase: Tensor,
-    mini_batch_size: int,
-    bias: bool = True,
-) -> tuple[Tensor, LinearState]:
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, state: LinearState, norm_scale: Tensor, norm_bias: Tensor, *,
+    tau: Tensor | None, phase: Tensor, mini_batch_size: int, bias: bool = True,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
     """One token of every sequence: q, k, v `[B, H, d]`, eta `[B, H]`, phase `[B]` (place in its mini-batch); output and
     new state."""
     tau = state.w.new_ones(1, mini_batch_size) if tau is None else tau

@@ -1,38 +1,72 @@
-"""TTT-Linear in a layer on the GPU."""
+"""TTT-Linear by Triton: the launches of `forward.py`, `backward.py` and `decode.py`, as `OnGPU` calls them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.triton.advance import AdvancesOnGPU
-from metattt.kernels.triton.on_gpu import OnGPU
+from metattt.kernels.operator import Pass, Results
+from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows
 from metattt.kernels.ttt_linear import tuning
 from metattt.kernels.ttt_linear.learner import TTTLinearKernel
 
+if TYPE_CHECKING:  # Triton is imported where it is used
+    from metattt.kernels.ttt_linear.forward import Forward
 
-class TTTLinearOnGPU(TTTLinearKernel, AdvancesOnGPU, OnGPU):
+
+class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
     name = "ttt_linear.triton"
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
         return min(tuning.shared_bytes(width, size, dtype.itemsize, form) for form in tuning.FORMS)
 
-    def operation(
-        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches
-    ) -> tuple[Tensor, list[Tensor]]:
-        from metattt.kernels.ttt_linear.op import ttt_linear  # Triton is imported where it is used
+    def group_size(self, given: MiniBatches, sequences: int) -> int:
+        return tuning.Call.of(given.tokens.k.transpose(1, 2), given.size, sequences).segment()
 
-        w, b = given.weights["w1"], given.weights.get("b1")
-        norm = given.slow["norm_scale"], given.slow["norm_bias"]
-        sizes: dict[str, Any] = {"tau": given.tau, "mini_batch_size": given.size, "initial_state": (w, b)}
-        o, final = ttt_linear(q, k, v, eta, w, b, *norm, **sizes, output_final_state=True)
-        assert final is not None
-        return o, [final.w] if b is None else [final.w, final.b]
+    def results(self, call: Pass) -> Results:
+        from metattt.kernels.ttt_linear import forward
+
+        q, k = (x.transpose(1, 2) for x in (call.given.tokens.q, call.given.tokens.k))
+        return _results(call, forward.allocate(q, k, call.sequences, call.given.size, call.group, call.keep, call.final))
+
+    def forward(self, call: Pass) -> Results:
+        from metattt.kernels.ttt_linear import forward
+
+        given, group = call.given, call.group
+        views, weights = launched(given), self.part(list(given.weights.values()))
+        out = forward.allocate(*views[:2], call.sequences, given.size, group, call.keep, call.final)
+        forward.launch_forward(out, *views, *weights, *parameters(given), call.documents, given.size, group)
+        return _results(call, out)
+
+    def backward(
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        from metattt.kernels.ttt_linear import backward
+
+        given, states, biased = call.given, len(call.given.weights), len(call.given.weights) > 1
+        (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
+        out = backward.allocate(q, k, v, eta, call.sequences, biased, tau is not None, given.size)
+        d_o = torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2))
+        d_state = None
+        if any(x is not None for x in dweights):
+            shapes = (out.w.shape, out.w.shape[:-1]) * 2
+            parts = *self.part(dweights[:states]), *self.part(dweights[states : 2 * states])
+            d_state = tuple(eta.new_zeros(s) if x is None else x for x, s in zip(parts, shapes, strict=True))
+        sizes = call.documents, *kept[-2:], given.size, call.group
+        backward.launch_backward(out, d_o, d_state, q, k, v, eta, scale, shift, tau, *sizes)
+        others = (None if tau is None else out.tau, out.scale, out.shift, out.w, out.b if biased else None)
+        return gradients(given, (out.k, out.v, out.q, out.eta), others)
 
     def launch(self, *given: Any) -> None:
         from metattt.kernels.ttt_linear.decode import launch_token
 
         launch_token(*given)
+
+
+def _results(call: Pass, out: Forward) -> Results:
+    states = [out.w, out.b, out.update_w, out.update_b][:: 2 // len(call.given.weights)]
+    return out.o.transpose(1, 2), states if call.final else [], [out.weighted, out.anchors] if call.keep else []

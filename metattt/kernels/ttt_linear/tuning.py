@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metattt.kernels.triton.device import multiprocessors, shared_memory
+from metattt.kernels.triton.device import changed, multiprocessors, shared_memory
 
 Form = Literal["walk", "chain"]
 FORMS: tuple[Form, ...] = ("walk", "chain")
@@ -42,7 +42,7 @@ KERNELS = {
 #: bytes of shared memory of the largest launch, forward or backward, by (d, b) as padded and bytes of an operand: what
 #: Triton 3.6 and 3.9 compile for compute capability 9.0 takes at most that (`tests/shared_memory_of_ttt_linear.py`). Others
 #: take at most `LITTLE`. (Walks of fp32 take less since the backward pass is in two steps, with d 128 and b 64 229,376: that
-#: is not made use of before a card has seen how such a walk does.)
+#: is not used before such a walk has been timed on a card.)
 SHARED: dict[tuple[int, int, int], dict[Form, int]] = {
     (128, 64, 4): {"walk": 425_984, "chain": 294_912},
     (128, 32, 4): {"walk": 237_568, "chain": 204_800},
@@ -144,7 +144,7 @@ def variants(
     warps = padded(width) // 16
 
     def entry(what: str, value: Any) -> Callable[[], Callable[[], None]]:
-        return partial(_set, TABLE, {key(what, width, size, dtype.itemsize, count): value for count in counts})
+        return partial(changed, TABLE, {key(what, width, size, dtype.itemsize, count): value for count in counts})
 
     for direction, kernels in KERNELS.items():
         for form in FORMS:
@@ -154,20 +154,8 @@ def variants(
                 name = f"{kernel}: {launch.num_warps} warps, registers {launch.maxnreg}"
                 yield name, entry(kernel, list(launch))
     for length in (16, 256):
-        yield f"segments of {length} mini-batches", partial(_set, globals(), {"SEGMENT": length})
+        yield f"segments of {length} mini-batches", partial(changed, globals(), {"SEGMENT": length})
     for length in (8, 32):
-        yield f"segments of chains of {length} mini-batches", partial(_set, globals(), {"CHAIN_SEGMENT": length})
+        yield f"segments of chains of {length} mini-batches", partial(changed, globals(), {"CHAIN_SEGMENT": length})
     if dtype == torch.float32:
-        yield "products of fp32 as ieee", partial(_set, globals(), {"FP32_PRODUCTS": "ieee"})
-
-
-def _set(table: dict[str, Any], values: dict[str, Any]) -> Callable[[], None]:
-    before = {name: table[name] for name in values if name in table}
-    table.update(values)
-
-    def undo() -> None:
-        for name in values:
-            table.pop(name)
-        table.update(before)
-
-    return undo
+        yield "products of fp32 as ieee", partial(changed, globals(), {"FP32_PRODUCTS": "ieee"})

@@ -1,12 +1,14 @@
 """TTT-MLP: C++ where there is a compiler and batched products elsewhere on the CPU, Triton on the GPU."""
 
 from metattt.kernels.base import register_kernel
-from metattt.kernels.cpu.operator import register_operator
+from metattt.kernels.operator import register_operator
+from metattt.kernels.triton.on_gpu import register_decode
 from metattt.kernels.ttt_mlp.closed_form import TTTMLP
 from metattt.kernels.ttt_mlp.native import NativeTTTMLP
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 
-for kernel in (NativeTTTMLP, TTTMLP, TTTMLPOnGPU):  # the first that takes a call is used
+KERNELS = NativeTTTMLP, TTTMLP, TTTMLPOnGPU  #: the first that takes a call is used
+for kernel in KERNELS:
     register_kernel(kernel)
-
-register_operator("ttt_mlp_cpu", (NativeTTTMLP, TTTMLP))
+register_operator("ttt_mlp", KERNELS)
+register_decode("ttt_mlp", TTTMLPOnGPU())

@@ -18,7 +18,7 @@ weights of every mini-batch in the type of the operands. Names: `dx` is the cota
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -387,17 +387,8 @@ def backward_kernel(
                     db1 = tl.load(grad_b1 + tile + units)
                 place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
                 dw1, db1, dw2, dk_tile = finish_tile(
-                    dw1,
-                    db1,
-                    dw2,
-                    w1.to(OP),
-                    w2.to(OP),
-                    tl.load(place),
-                    tl.load(place + 3 * F * BP),
-                    kr,
-                    odz2,
-                    tl.trans(odz2),
-                )
+                    dw1, db1, dw2, w1.to(OP), w2.to(OP), tl.load(place), tl.load(place + 3 * F * BP), kr, odz2, tl.trans(odz2)
+                )  # fmt: skip
                 dkt += dk_tile
                 store_tile(grad_w1, grad_w2, tile + units, rows_at, rows, dw1, dw2, D, F)
                 if BIAS:
@@ -455,8 +446,8 @@ def backward(
     """
     _, length, heads, d = q.shape
     n = sequences(q, cu_seqlens)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    deta = torch.empty(eta.shape, dtype=torch.float32, device=q.device)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    deta = torch.empty_like(eta.mT, memory_format=torch.contiguous_format).mT
     dweights = filled(dfinal, final)
     dscale, dbias = (torch.zeros(n, heads, d, dtype=torch.float32, device=q.device) for _ in range(2))
     dtau = None if tau is None else torch.zeros(n, heads, b, dtype=torch.float32, device=q.device)
@@ -464,11 +455,9 @@ def backward(
     dupdate = filled(dupdate, final) if commits_tail else (None,) * 4
     # One mini-batch that has cotangents of its own for what it commits, which would be in shared memory: in tiles.
     tail = back._replace(tile=min(back.tile, 64))
-    stash = (
-        None
-        if tail.tile == 4 * d
-        else torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
-    )
+    stash = None
+    if tail.tile < 4 * d:
+        stash = torch.empty(n * heads, 4, 4 * d, max(b, 16), dtype=torch.float32, device=q.device)
 
     options = padded(d, b) | options_of(final, tau, cu_seqlens)
     given = (q, k, v, eta, tau, scale, bias)
@@ -481,8 +470,7 @@ def backward(
             KEEP=segment, MODE=mode, COMMIT=commit, **options, **launch_options(launch),
         )  # fmt: skip
 
-    # Segments are gone through again side by side, as many as fill the device; without need no more, as memory grows
-    # with them.
+    # Segments are recomputed side by side: as many as fill the device, and not more, since memory grows with their number.
     firsts, together, places, span = groups(q, cu_seqlens, b, segment, PROGRAMS)
     if cu_seqlens is not None or length % b:
         walk_back(final, 0, TAIL.value, commits_tail, tail)
@@ -528,11 +516,8 @@ def backward(
 
 def filled(given: Weights, like: Weights) -> Weights:
     """Copies of `given` in fp32, contiguous, with zeros for those that are missing."""
+    copies: dict[str, Any] = {"dtype": torch.float32, "memory_format": torch.contiguous_format, "copy": True}
     return tuple(
-        None
-        if w is None
-        else torch.zeros_like(w)
-        if x is None
-        else x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        x.to(**copies) if x is not None else None if w is None else torch.zeros_like(w)
         for x, w in zip(given, like, strict=True)
     )

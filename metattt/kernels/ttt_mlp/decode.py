@@ -9,14 +9,14 @@ fp32: there is no matrix instruction to fill.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from metattt.kernels.triton.on_gpu import Part
 from metattt.kernels.ttt_mlp.common import gelu, gelu_and_slope, load_tile, normalize, store_tile
-from metattt.kernels.ttt_mlp.forward import Weights, inner_gradient, launch_options, tau_stride
-from metattt.kernels.ttt_mlp.tuning import Config, config
+from metattt.kernels.ttt_mlp.forward import inner_gradient, launch_options, tau_stride
+from metattt.kernels.ttt_mlp.tuning import config
 
 
 @triton.jit(do_not_specialize=["place"])
@@ -31,7 +31,7 @@ def decode_kernel(
     """Program (n, h). tau None: all steps 1. phase None: all sequences are at `place`. u1 None: the update is zero.
 
     new_w1 None: no mini-batch is complete; new_u1 None: all are. COPIES: the new weights are not where the old ones
-    are, and are written also for sequences whose mini-batch goes on.
+    are, and are written also for sequences whose mini-batch is still open.
     """
     row = tl.program_id(0).to(tl.int64)
     n = row // H
@@ -144,8 +144,7 @@ def decode_kernel(
 
 def launch_token(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
-    phase: int | Tensor, size: int, weights: Weights, update: Weights | None, new_weights: Weights | None,
-    new_update: Weights | None, launch: Config | None = None,
+    phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None, new_update: Part | None,
 ) -> None:  # fmt: skip
     """Runs the kernel for one token of every sequence.
 
@@ -157,11 +156,9 @@ def launch_token(
         weights, update: the state before the token, contiguous; update None: zero.
         new_weights: where committed weights go; may be `weights`. None: the token completes no mini-batch.
         new_update: where the update goes; may be `update`. None: the token completes every mini-batch.
-        launch: None takes the one of the shapes.
     """
     batch, heads, d = q.shape
-    nothing: Weights = (None,) * 4
-    launch = config("decode", d, size, weights[0].dtype) if launch is None else launch
+    nothing: Part = (None,) * 4
     places = (phase, 0) if isinstance(phase, Tensor) else (None, phase)
     same = new_weights is not None and new_weights[0] is weights[0]
     decode_kernel[(batch * heads,)](
@@ -169,16 +166,5 @@ def launch_token(
         *weights, *(update or nothing), *(new_weights or nothing), *(new_update or nothing),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2], tau_stride(tau), *o.stride()[:2], heads,
         D=d, DP=triton.next_power_of_2(d), F=weights[0].shape[-1], B=size, BIAS=weights[1] is not None, COPIES=not same,
-        **launch_options(launch),
+        **launch_options(config("decode", d, size, weights[0].dtype)),
     )  # fmt: skip
-
-
-def decode(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Weights, update: Weights, scale: Tensor, bias: Tensor, tau: Tensor,
-    phase: Tensor, launch: Config,
-) -> Tensor:  # fmt: skip
-    """Outputs `[B, H, d]`; `weights` and `update`, contiguous, are changed in place."""
-    o = torch.empty_like(q)
-    size = tau.shape[1]
-    launch_token(o, q, k, v, eta, scale, bias, tau, phase, size, weights, update, weights, update, launch)
-    return o

@@ -84,9 +84,7 @@ def forward_kernel(
 ):  # fmt: skip
     RESIDENT: tl.constexpr = FB == F
     OP: tl.constexpr = q.dtype.element_ty
-    ONE: tl.constexpr = (
-        1.0 if BIAS else 0.0
-    )  # the bias as one more input that is always 1: it adds 1 to all inner products
+    ONE: tl.constexpr = 1.0 if BIAS else 0.0  # the bias as one more input that is always 1 adds 1 to all inner products
     READS: tl.constexpr = MODE != SEGMENT and MODE != CHAIN
     ENDS: tl.constexpr = MODE != SEGMENT and MODE != READ  # whether the weights at the end are written
     KEEPS: tl.constexpr = KEEP > 0 and MODE != READ
@@ -377,7 +375,7 @@ def forward(
     """
     _, length, heads, _ = q.shape
     n = sequences(q, cu_seqlens)
-    o = torch.empty_like(q)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     final = empty_weights(weights, (n, heads))
     update = empty_weights(weights, (n, heads), zero=True)  # of a sequence without a tail no program writes it
     keep = segment or (tuning.SEGMENT if launch.split else 0)

@@ -14,7 +14,7 @@ EPS = 1e-6
 
 
 class FinalState(NamedTuple):
-    """What a sequence hands on, fp32, for each of N sequences and H heads; the entries of biases are None without bias.
+    """The state after a sequence, fp32, for each of N sequences and H heads; the entries of biases are None without bias.
 
     `w1 [N, H, d, f]`, `b1 [N, H, f]`, `w2 [N, H, f, d]`, `b2 [N, H, d]`: weights committed after the last whole
     mini-batch. `update_*`, of the same shapes: −Σ_s η_s ∇ℓ_s over the tokens of the mini-batch that is still open;
@@ -35,23 +35,10 @@ Weights = tuple[Any, ...]  # (w1, b1, w2, b2): tensors; both biases may be None
 
 
 def naive_ttt_mlp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eta: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    norm_scale: Tensor,
-    norm_bias: Tensor,
-    *,
-    tau: Tensor | None = None,
-    mini_batch_size: int = 16,
-    initial_state: Weights | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, FinalState | None]:
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
+    norm_scale: Tensor, norm_bias: Tensor, *, tau: Tensor | None = None, mini_batch_size: int = 16,
+    initial_state: Weights | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, FinalState | None]:  # fmt: skip
     """The operation of `ttt_mlp`, same arguments, in the type of its arguments."""
     batch, length, heads, _ = q.shape
     if cu_seqlens is None:

@@ -1,20 +1,22 @@
-"""TTT-MLP in a layer on the GPU."""
+"""TTT-MLP by Triton: the launches of `forward.py`, `backward.py` and `decode.py`, as `OnGPU` calls them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from metattt.inner.tokens import MiniBatches
-from metattt.kernels.triton.advance import AdvancesOnGPU
-from metattt.kernels.triton.on_gpu import OnGPU
+from metattt.kernels.operator import Pass, Results, empty_like_tokens
+from metattt.kernels.triton.device import multiprocessors
+from metattt.kernels.triton.on_gpu import OnGPU, gradients, launched, parameters, rows
+from metattt.kernels.ttt_mlp import tuning
 from metattt.kernels.ttt_mlp.learner import TTTMLPKernel
-from metattt.kernels.ttt_mlp.tuning import shared_bytes
 
 
-class TTTMLPOnGPU(TTTMLPKernel, AdvancesOnGPU, OnGPU):
+class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
     name = "ttt_mlp.triton"
 
     def reason_rejected(self, given: MiniBatches) -> str | None:
@@ -24,22 +26,55 @@ class TTTMLPOnGPU(TTTMLPKernel, AdvancesOnGPU, OnGPU):
         return super().reason_rejected(given)
 
     def shared_bytes(self, width: int, size: int, dtype: torch.dtype) -> int:
-        return shared_bytes(width, size, dtype)
+        return tuning.shared_bytes(width, size, dtype)
 
-    def operation(
-        self, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, given: MiniBatches
-    ) -> tuple[Tensor, list[Tensor]]:
-        from metattt.kernels.ttt_mlp.op import ttt_mlp  # Triton is imported where it is used
+    def group_size(self, given: MiniBatches, sequences: int) -> int:
+        return tuning.SEGMENT
 
-        w1, b1, w2, b2 = (given.weights.get(name) for name in ("w1", "b1", "w2", "b2"))
-        assert w1 is not None and w2 is not None
-        norm = given.slow["norm_scale"], given.slow["norm_bias"]
-        sizes: dict[str, Any] = {"tau": given.tau, "mini_batch_size": given.size}
-        o, final = ttt_mlp(
-            q, k, v, eta, w1, b1, w2, b2, *norm, **sizes, initial_state=(w1, b1, w2, b2), output_final_state=True
-        )
-        assert final is not None
-        return o, [x for x in (final.w1, final.b1, final.w2, final.b2) if x is not None]
+    def results(self, call: Pass) -> Results:
+        from metattt.kernels.ttt_mlp.forward import slots
+
+        given, k, eta = call.given, call.given.tokens.k, call.given.tokens.gates.eta
+
+        def states(count: int) -> list[Tensor]:
+            shapes = [w.shape[-3:] if name.startswith("w") else w.shape[-2:] for name, w in given.weights.items()]
+            return [eta.new_empty(count, *shape) for shape in shapes]
+
+        kept = states(slots(k.transpose(1, 2), call.documents, given.size, call.group)) if call.keep else []
+        return empty_like_tokens(k), [*states(call.sequences), *states(call.sequences)], kept
+
+    def forward(self, call: Pass) -> Results:
+        from metattt.kernels.ttt_mlp.forward import forward
+
+        (q, k, v, eta), (scale, shift, tau) = launched(call.given), parameters(call.given)
+        weights, sizes = self.part(list(call.given.weights.values())), (call.given.size, call.group if call.keep else 0)
+        launch = self._launch("forward", call)
+        o, *parts = forward(q, k, v, eta, tau, weights, scale, shift, call.documents, *sizes, launch)
+        after, update, kept = ([x for x in part or () if x is not None] for part in parts)
+        return o.transpose(1, 2), [*after, *update], kept
+
+    def backward(
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        from metattt.kernels.ttt_mlp.backward import backward
+
+        (q, k, v, eta), (scale, shift, tau) = launched(call.given), parameters(call.given)
+        n = len(call.given.weights)
+        states = (self.part(x) for x in (kept[:n], kept[-n:]))
+        cotangents = (self.part(x) for x in (dweights[:n], dweights[n : 2 * n]))
+        found = backward(
+            q, k, v, eta, tau, scale, shift, call.documents, call.given.size, call.group, *states,
+            torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2)), *cotangents,
+            self._launch("forward", call), self._launch("backward", call),
+        )  # fmt: skip
+        others = (found.tau, found.scale, found.bias, *found.weights)
+        return gradients(call.given, (found.k, found.v, found.q, found.eta), others)
+
+    def _launch(self, kernel: str, call: Pass) -> tuning.Config:
+        k, size = call.given.tokens.k, call.given.size
+        batch, heads, length, width = k.shape
+        chunks = batch * length // (size * max(call.sequences, 1))
+        return tuning.config(kernel, width, size, k.dtype, call.sequences * heads // multiprocessors(k.device), chunks)
 
     def reason_not_decoded(self, given: MiniBatches) -> str | None:
         hidden = given.weights["w1"].shape[-1]

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from metattt.kernels.triton.device import changed
+
 
 class Config(NamedTuple):
     """One launch shape.
@@ -35,11 +37,10 @@ class Config(NamedTuple):
 
 
 SEGMENT = 16  # mini-batches between two copies of the weights that the forward pass keeps for the backward pass
-# programs that the recomputation of segments tries to have in flight (two per multiprocessor of an H100 or H200)
-PROGRAMS = 264
-#: programs (sequences · heads) per multiprocessor from which on one program each is the choice. They are resident one at
-#: a time, so that the reading is no longer done by multiprocessors that would wait (forward); the split backward pass has
-#: less to do, but keeps about 2.5 times as many bytes for a group of segments (backward).
+PROGRAMS = 264  # that recompute segments at the same time, at most: two per multiprocessor of an H100 or H200
+#: From so many programs (sequences · heads) per multiprocessor on, one program per sequence and head does everything. Forward:
+#: a multiprocessor holds one program, and with more of them than multiprocessors none is left idle to read. Backward: the split
+#: pass computes less, but keeps about 2.5 times as many bytes for a group of segments.
 FULL = {"forward": 1, "backward": 2}
 
 TABLE: dict[str, Sequence[Any]] = {}  #: `key` → fields of `Config`
@@ -137,16 +138,4 @@ def variants(
                 form = "side by side" if other.split else "one walk"
                 name = f"{kernel}: {form}, tiles of {other.tile}, {other.num_warps} warps, {other.num_stages} stages"
                 keys = [key(kernel, width, size, dtype.itemsize, count) for count in counts]
-                yield name, partial(_set, dict.fromkeys(keys, other))
-
-
-def _set(values: dict[str, Config]) -> Callable[[], None]:
-    before = {name: TABLE[name] for name in values if name in TABLE}
-    TABLE.update(values)
-
-    def undo() -> None:
-        for name in values:
-            TABLE.pop(name)
-        TABLE.update(before)
-
-    return undo
+                yield name, partial(changed, TABLE, dict.fromkeys(keys, other))

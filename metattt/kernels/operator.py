@@ -1,0 +1,281 @@
+"""Operations on whole mini-batches: of autograd, and of `torch.library`, one operator for all devices.
+
+An operation is computed by several kernels: in C++ or by batched products on the CPU, by Triton on a GPU. What they
+keep for the backward pass differs, and only the kernel that kept it reads it; arguments, shapes and the derivative are
+the same, and are here. On the CPU a call of a layer runs a kernel directly, as one `torch.autograd.Function`: an
+operator costs more than decoding may. `torch.compile`, and every call on a GPU, sees the operator, one node for all
+mini-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metattt.errors import MetaTTTError
+from metattt.inner.tokens import MiniBatches, Scan, Tokens
+from metattt.kernels.base import Kernel
+from metattt.optimizers.base import Gates
+from metattt.state import Tensors
+from metattt.tasks.base import Views
+
+Results = tuple[Tensor, list[Tensor], list[Tensor]]
+"""Predictions, laid out as `empty_like_tokens` does; the weights after the last mini-batch, on a GPU also M of the
+tokens after it; and what is kept for the backward pass."""
+
+
+class Pass(NamedTuple):
+    """What both passes of an operation are given.
+
+    Attributes:
+        given: tokens and weights; its tensors are those of `flat`.
+        group: mini-batches of a group.
+        keep: whether a backward pass will follow.
+        final: whether the weights at the end are wanted; on the CPU they are always made.
+        documents: bounds `[N + 1]` of documents in one row of tokens, which only a GPU takes; None: each row is a
+            sequence.
+    """
+
+    given: MiniBatches
+    group: int
+    keep: bool
+    final: bool = True
+    documents: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.given.tokens.k.shape[0] if self.documents is None else self.documents.shape[0] - 1
+
+
+class Operation(Kernel):
+    """Both passes over whole mini-batches in groups, of which the weights at the start are kept for the backward
+    pass."""
+
+    largest_group: int  #: mini-batches; bounds what is held while a group is computed
+    operator: Callable[..., list[Tensor]]  #: by `register_operator`
+
+    @abstractmethod
+    def forward(self, call: Pass) -> Results:
+        """Computes the results."""
+
+    @abstractmethod
+    def backward(
+        self, call: Pass, kept: Sequence[Tensor], dy: Tensor | None, dweights: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Cotangents of the tensors of a call, in the order of `flat`, laid out as `empty_gradients` does.
+
+        Args:
+            kept: ends with what `forward` kept; what it returned besides may come before.
+            dweights: cotangents of what `forward` returned besides predictions, in order.
+        """
+
+    def results(self, call: Pass) -> Results:
+        """What `forward` returns, uninitialized. On the CPU, whatever the kernel, the weights at the start of each group
+        are kept: `[B·H, groups, state_size(weights)]`."""
+        (views, gates), weights = call.given.tokens, list(call.given.weights.values())
+        k, eta = views.k, gates.eta
+        groups = -(-k.shape[2] // (call.given.size * call.group))
+        kept = [eta.new_empty(k.shape[0] * k.shape[1], groups, state_size(weights))] if call.keep else []
+        return empty_like_tokens(k, eta.dtype), [w.new_empty(w.shape) for w in weights], kept
+
+    def group_size(self, given: MiniBatches, sequences: int) -> int:
+        """Mini-batches per group: √n keeps as many weights between groups as inside one."""
+        count = given.tokens.views.k.shape[2] // given.size
+        return given.group_size or max(1, min(self.largest_group, round(math.sqrt(count))))
+
+    def scan(self, given: MiniBatches, reference: Scan) -> tuple[Tensor, Tensors]:
+        call = self.passed(given)
+        if type(self).device != "cpu" or torch.compiler.is_compiling():
+            y, *after = self.operate(call)
+            y = y.to(given.tokens.gates.eta.dtype)
+        elif call.keep:
+            y, *after = _Scan.apply(self, reference, call, *flat(given))
+        else:
+            y, after, _ = self.forward(call)
+        return y, dict(zip(given.weights, after, strict=False))
+
+    def passed(self, given: MiniBatches, final: bool = True, documents: Tensor | None = None) -> Pass:
+        """A call: whether a backward pass will follow is known from grad mode and the tensors, the group from sizes."""
+        keep = torch.is_grad_enabled() and any(x.requires_grad for x in flat(given))
+        call = Pass(given, 0, keep, final, documents)
+        return call._replace(group=self.group_size(given, call.sequences))
+
+    def operate(self, call: Pass) -> list[Tensor]:
+        """The operator: `Results` in a row."""
+        given, *rest = call
+        k, v, q = (x.to(given.matmul_dtype) for x in given.tokens.views[:3])
+        gates, norm = given.tokens.gates, (given.slow["norm_scale"], given.slow["norm_bias"])
+        tensors = k, v, q, gates.eta, gates.alpha, gates.kappa, given.tau, *norm, list(given.weights.values())
+        return self.operator(*tensors, given.size, *rest, type(self).device)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Operation, reference: Scan, call: Pass, *tensors: Tensor) -> tuple[Tensor, ...]:
+        y, after, kept = kernel.forward(call)
+        ctx.kernel, ctx.reference, ctx.call = kernel, reference, call._replace(given=shell(call.given))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *kept)
+        return (y, *after)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, kept = ctx.saved_tensors
+        if torch.is_grad_enabled():  # someone differentiates this backward pass again
+            return (None, None, None, *by_reference(ctx, tensors, cotangents))
+        call = ctx.call._replace(given=filled(ctx.call.given, tensors))
+        found = ctx.kernel.backward(call, [kept], cotangents[0], cotangents[1:])
+        wanted = zip(found, ctx.needs_input_grad[3:], strict=True)
+        return (None, None, None, *(x if need else None for x, need in wanted))
+
+
+def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The backward pass as a graph that can be differentiated, through the generic dual form."""
+    needed = ctx.needs_input_grad[-len(tensors) :]
+    aliases = [x.view_as(x) if need else x for x, need in zip(tensors, needed, strict=True)]
+    y, after = ctx.reference(filled(ctx.call.given, aliases))
+    pairs = [
+        (out, given)
+        for out, given in zip((y, *after.values()), cotangents, strict=True)
+        if given is not None and out.requires_grad
+    ]
+    wanted = [x for x, need in zip(aliases, needed, strict=True) if need]
+    outputs, given = [out for out, _ in pairs], [cotangent for _, cotangent in pairs]
+    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True))
+    return [next(found) if need else None for need in needed]
+
+
+# -- the tensors of a call, and those that it makes --------------------------------------------------------------------
+
+
+def flat(given: MiniBatches) -> list[Tensor]:
+    """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
+    tokens, slow = [x for x in given.tokens.tensors if x is not None], (given.slow["norm_scale"], given.slow["norm_bias"])
+    return [*tokens, *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
+
+
+def shell(given: MiniBatches) -> MiniBatches:
+    """`given` without its tensors, which are saved by the Function; what was there is still to be seen."""
+    nothing = torch.empty(0)
+    tokens = given.tokens.map(lambda x: nothing)
+    tau = None if given.tau is None else nothing
+    return given._replace(tokens=tokens, weights=dict.fromkeys(given.weights, nothing), slow={}, tau=tau)
+
+
+def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
+    """A `shell` with tensors in the order of `flat`."""
+    rest = iter(tensors)
+    tokens = given.tokens.map(lambda x: next(rest))
+    tau = None if given.tau is None else next(rest)
+    slow = {"norm_scale": next(rest), "norm_bias": next(rest)}
+    return given._replace(tokens=tokens, weights=dict(zip(given.weights, rest, strict=True)), slow=slow, tau=tau)
+
+
+def empty_like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for `x` `[B, H, T, d]` in which the heads of a token lie side by side, as the layer goes on to use them."""
+    batch, heads, length, width = x.shape
+    return x.new_empty((batch, length, heads, width), dtype=dtype).transpose(1, 2)
+
+
+def empty_gradients(tokens: Tokens) -> Tokens:
+    """Memory for the cotangents of views and gates, each in the type of its tensor, whatever the strides of that."""
+    return tokens.map(lambda x: empty_like_tokens(x) if x.ndim == 4 else x.new_empty(x.shape))
+
+
+def state_size(weights: Sequence[Tensor]) -> int:
+    """Numbers that a learner keeps at the start of a group: its matrices, each with room for a bias."""
+    return sum([w.shape[-1] * (w.shape[-2] + 1) for w in weights if w.ndim == 4])
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
+    """Makes the operator `metattt::<name>` of an operation, and `metattt::<name>_backward`.
+
+    Args:
+        kernels: those of the operation, best first; the last one of a device takes whatever the others do not.
+    """
+    made = [kernel() for kernel in kernels]
+    last = {kernel.device: kernel for kernel in made}
+
+    def passed(tensors: Sequence[Any], weights: Sequence[Tensor], size: int, *rest: Any) -> Pass:
+        k, v, q, eta, alpha, kappa, tau, scale, shift = tensors
+        tokens = Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa))
+        names = made[0].weights if len(weights) == len(made[0].weights) else made[0].weights[::2]
+        slow = {"norm_scale": scale, "norm_bias": shift}
+        given = MiniBatches(tokens, dict(zip(names, weights, strict=True)), slow, tau, size, eta.dtype, None)
+        return Pass(given, *rest)
+
+    def chosen(by: str, call: Pass) -> Operation:
+        others = (kernel for kernel in made if kernel.device == by and kernel is not last[by])
+        return next((kernel for kernel in others if kernel.reason_rejected(call.given) is None), last[by])
+
+    @torch.library.custom_op(f"metattt::{name}", mutates_args=())
+    def forward(
+        k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, keep: bool, final: bool,
+        documents: Tensor | None, by: str,
+    ) -> list[Tensor]:  # fmt: skip
+        """`Results` in a row. `by`: the device whose kernels compute: that of the tensors, but for Triton's
+        interpreter, which runs on the CPU."""
+        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
+        call = passed(tensors, weights, size, group, keep, final, documents)
+        with torch.cuda.device_of(k):  # Triton launches on the current device
+            y, after, kept = chosen(by, call).forward(call)
+        return [y, *after, *kept]
+
+    @forward.register_fake
+    def _(k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, keep, final, documents, by):  # type: ignore[no-untyped-def]
+        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
+        y, after, kept = last[by].results(passed(tensors, weights, size, group, keep, final, documents))
+        return [y, *after, *kept]
+
+    @torch.library.custom_op(f"metattt::{name}_backward", mutates_args=())
+    def backward(
+        dy: Tensor | None, dweights: Sequence[Tensor | None], kept: Sequence[Tensor],
+        k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, documents: Tensor | None, by: str,
+    ) -> list[Tensor]:  # fmt: skip
+        """Cotangents of the tensors at hand, in this order."""
+        tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
+        call = passed(tensors, weights, size, group, True, True, documents)
+        with torch.cuda.device_of(k):
+            return chosen(by, call).backward(call, kept, dy, dweights)
+
+    @backward.register_fake
+    def _(dy, dweights, kept, k, v, q, eta, alpha, kappa, tau, scale, shift, weights, size, group, documents, by):  # type: ignore[no-untyped-def]
+        tokens = empty_gradients(Tokens(Views(k, v, q), Gates(eta, alpha=alpha, kappa=kappa)))
+        others = [x for x in (tau, scale, shift, *weights) if x is not None]
+        return [*(x for x in tokens.tensors if x is not None), *(x.new_empty(x.shape) for x in others)]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        *tensors, weights, size, group, keep, final, documents, by = inputs
+        ctx.set_materialize_grads(False)
+        ctx.sizes, ctx.kept = (size, group, keep, final, by), len(output) - 1
+        ctx.save_for_backward(documents, *output[1:], *tensors, *weights)
+
+    def differentiate(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        (documents, *saved), (size, group, keep, final, by) = ctx.saved_tensors, ctx.sizes
+        kept, given = saved[: ctx.kept], saved[ctx.kept :]
+        tensors, weights = given[:9], given[9:]
+        if not keep:  # whoever called the operator did not expect derivatives
+            kept = forward(*tensors, weights, size, group, True, final, documents, by)[1:]
+        found = iter(backward(cotangents[0], cotangents[1:], kept, *tensors, weights, size, group, documents, by))
+        return (*(None if x is None else next(found) for x in tensors), list(found), *(None,) * 6)
+
+    def refuse(ctx: Any, *cotangents: Any) -> None:
+        raise MetaTTTError(
+            f"{name}_backward has no derivatives: for those of gradients (create_graph=True) set layer.form=dual, or, on "
+            "the CPU, do not compile the layer"
+        )
+
+    forward.register_autograd(differentiate, setup_context=setup)
+    backward.register_autograd(refuse)
+    for kernel in kernels:
+        kernel.operator = getattr(torch.ops.metattt, name).default
