@@ -41,7 +41,7 @@ def with_module(module: nn.Module, mixes_tokens: bool = False) -> TTTLayer:
 
 def without_kernels(name: str) -> TTTLayer:
     layer = metattt.build(f"layer={name}", "dim=16", "num_heads=2")
-    layer.inner.kernels = []
+    layer.plan.kernels.clear()
     return layer
 
 

@@ -22,7 +22,7 @@ from metattt.tasks.base import Task
 
 Names = tuple[tuple[str, str], ...]
 
-SUPPORTED = torch.__version__ >= (2, 14)  # 2.11 fails on torch.func.vjp inside a region; 2.12 and 2.13 were not tried
+SUPPORTED = torch.__version__ >= "2.14"  # 2.11 fails on torch.func.vjp inside a region; 2.12 and 2.13 were not tried
 
 
 def by_regions(

@@ -132,11 +132,11 @@ class Kernel(ABC):
         ]
         for name, affine in given.slow.items():
             wanted.append((name, affine, (heads, width)))
-        for name, shape in zip(self.weights, learner, strict=False):
+        for name, own in zip(self.weights, learner, strict=False):
             if name in weights:
-                wanted.append((name, weights[name], (batch, heads, *shape)))
+                wanted.append((name, weights[name], (batch, heads, *own)))
                 if update is not None:
-                    wanted.append((f"update {name}", update[name], (batch, heads, *shape)))
+                    wanted.append((f"update {name}", update[name], (batch, heads, *own)))
         device = CPU if native else tokens.views.k.device
         for name, x, expected in wanted:
             if x is None:

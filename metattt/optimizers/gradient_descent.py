@@ -131,7 +131,7 @@ class GradientDescent(StepSize):
         if self.token_step_map == "relu":
             return offset
         place = offset.to(torch.promote_types(offset.dtype, torch.float32))
-        return (self._steps(place) - _places(self.mini_batch_size, accum_dtype)).to(offset.dtype)
+        return (self._steps(place) - _places(self.mini_batch_size, place)).to(offset.dtype)
 
     def _steps(self, offset: Tensor) -> Tensor:
         """τ for δ."""

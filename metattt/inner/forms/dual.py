@@ -110,7 +110,7 @@ def finish(
     """
     rule, band, y = loop.rule, None, None
     if how is None:
-        how = rule.coefficients(tokens.gates, phase, memory, read)  # type: ignore[arg-type]
+        how = rule.coefficients(tokens.gates, phase, memory, read)
     pairs = tokens.gates.eta.shape[2] // tokens.views.q.shape[2]
     if pairs > 1:
         band = band_of(tokens)

@@ -23,7 +23,7 @@ def chunk(
     """See `FORMS`."""
     if tokens.gates.decay is not None:
         return channels.chunk(loop, tokens, memory, read)
-    how = loop.rule.coefficients(tokens.gates, phase, memory, read or "inclusive")  # type: ignore[arg-type]
+    how = loop.rule.coefficients(tokens.gates, phase, memory, read or "inclusive")
     before = how if read == "exclusive" else _row_before(how, newest(memory))
     gradients = solve(loop, tokens, memory, before)
     return finish(loop, tokens, memory, phase, read, loop.rule.current(memory, phase), gradients, how)
