@@ -37,9 +37,9 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
         from metattt.kernels.ttt_linear import forward
 
         given, group = call.given, call.group
-        views, weights = launched(given), self.part(list(given.weights.values()))
-        out = forward.allocate(*views[:2], call.sequences, given.size, group, call.keep, call.final)
-        forward.launch_forward(out, *views, *weights, *parameters(given), call.documents, given.size, group)
+        (q, k, v, eta), (w, b) = launched(given), self.part(list(given.weights.values()))
+        out = forward.allocate(q, k, call.sequences, given.size, group, call.keep, call.final)
+        forward.launch_forward(out, q, k, v, eta, w, b, *parameters(given), call.documents, given.size, group)
         return _results(call, out)
 
     def backward(
@@ -56,8 +56,9 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
             shapes = (out.w.shape, out.w.shape[:-1]) * 2
             parts = *self.part(dweights[:states]), *self.part(dweights[states : 2 * states])
             d_state = tuple(eta.new_zeros(s) if x is None else x for x, s in zip(parts, shapes, strict=True))
-        sizes = call.documents, *kept[-2:], given.size, call.group
-        backward.launch_backward(out, d_o, d_state, q, k, v, eta, scale, shift, tau, *sizes)
+        backward.launch_backward(
+            out, d_o, d_state, q, k, v, eta, scale, shift, tau, call.documents, kept[-2], kept[-1], given.size, call.group
+        )
         others = (None if tau is None else out.tau, out.scale, out.shift, out.w, out.b if biased else None)
         return gradients(given, (out.k, out.v, out.q, out.eta), others)
 
