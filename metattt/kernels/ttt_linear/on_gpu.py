@@ -47,15 +47,15 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
     ) -> list[Tensor]:
         from metattt.kernels.ttt_linear import backward
 
-        given, states, biased = call.given, len(call.given.weights), len(call.given.weights) > 1
+        given, biased = call.given, len(call.given.weights) > 1
         (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
         out = backward.allocate(q, k, v, eta, call.sequences, biased, tau is not None, given.size)
         d_o = torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2))
         d_state = None
         if any(x is not None for x in dweights):
             shapes = (out.w.shape, out.w.shape[:-1]) * 2
-            parts = *self.part(dweights[:states]), *self.part(dweights[states : 2 * states])
-            d_state = tuple(eta.new_zeros(s) if x is None else x for x, s in zip(parts, shapes, strict=True))
+            pairs = zip(dweights[:4], shapes, strict=True)
+            d_state = tuple(eta.new_zeros(shape) if x is None else x.contiguous() for x, shape in pairs)
         backward.launch_backward(
             out, d_o, d_state, q, k, v, eta, scale, shift, tau, call.documents, kept[-2], kept[-1], given.size, call.group
         )
@@ -69,5 +69,5 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
 
 
 def _results(call: Pass, out: Forward) -> Results:
-    states = [out.w, out.b, out.update_w, out.update_b][:: 2 // len(call.given.weights)]
+    states = [out.w, out.b, out.update_w, out.update_b]  # without bias, its part is zero
     return out.o.transpose(1, 2), states if call.final else [], [out.weighted, out.anchors] if call.keep else []
