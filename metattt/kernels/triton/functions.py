@@ -24,7 +24,7 @@ def over_sequences(
     kernel: OnGPU, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, weights: Weights, norm: tuple[Tensor, Tensor],
     tau: Tensor | None, size: int, documents: Tensor | None, carried: bool, final: bool, widths: Collection[int],
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Predictions `[B, T, H, d]`; committed weights and M, those at hand, in order (nothing unless `final`).
+    """Predictions `[B, T, H, d]`; what else the operator returns: first committed weights and M, if `final`.
 
     Args:
         carried: every sequence has weights of its own, `[N, H, ...]` in place of `[H, ...]`.
@@ -60,7 +60,7 @@ def over_sequences(
         {"norm_scale": norm[0], "norm_bias": norm[1]}, tau, size, q.dtype, None,
     )  # fmt: skip
     o, *states = kernel.operate(kernel.passed(given, final, documents))
-    return o.transpose(1, 2), states[: 2 * len(given.weights)] if final else []
+    return o.transpose(1, 2), states
 
 
 def decode(

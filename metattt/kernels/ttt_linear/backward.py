@@ -219,8 +219,11 @@ def allocate(
 ) -> Backward:
     """Uninitialized gradients: shapes, types and strides in one place, for the launch and for fake tensors."""
     heads, width = q.shape[2:]
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return Backward(
-        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
+        q=d_q,
+        k=d_k,
+        v=d_v,
         eta=torch.empty_like(eta.mT, memory_format=torch.contiguous_format).mT,
         w=q.new_empty(sequences, heads, width, width, dtype=torch.float32),
         b=q.new_empty(sequences if bias else 0, heads, width, dtype=torch.float32),

@@ -37,9 +37,9 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
         from metattt.kernels.ttt_linear import forward
 
         given, group = call.given, call.group
-        views, weights = launched(given), self.part(list(given.weights.values()))
-        out = forward.allocate(*views[:2], call.sequences, given.size, group, call.keep, call.final)
-        forward.launch_forward(out, *views, *weights, *parameters(given), call.documents, given.size, group)
+        (q, k, v, eta), (w, b) = launched(given), self.part(list(given.weights.values()))
+        out = forward.allocate(q, k, call.sequences, given.size, group, call.keep, call.final)
+        forward.launch_forward(out, q, k, v, eta, w, b, *parameters(given), call.documents, given.size, group)
         return _results(call, out)
 
     def backward(
@@ -47,17 +47,18 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
     ) -> list[Tensor]:
         from metattt.kernels.ttt_linear import backward
 
-        given, states, biased = call.given, len(call.given.weights), len(call.given.weights) > 1
+        given, biased = call.given, len(call.given.weights) > 1
         (q, k, v, eta), (scale, shift, tau) = launched(given), parameters(given)
         out = backward.allocate(q, k, v, eta, call.sequences, biased, tau is not None, given.size)
         d_o = torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2))
         d_state = None
         if any(x is not None for x in dweights):
             shapes = (out.w.shape, out.w.shape[:-1]) * 2
-            parts = *self.part(dweights[:states]), *self.part(dweights[states : 2 * states])
-            d_state = tuple(eta.new_zeros(s) if x is None else x for x, s in zip(parts, shapes, strict=True))
-        sizes = call.documents, *kept[-2:], given.size, call.group
-        backward.launch_backward(out, d_o, d_state, q, k, v, eta, scale, shift, tau, *sizes)
+            pairs = zip(dweights[:4], shapes, strict=True)
+            d_state = tuple(eta.new_zeros(shape) if x is None else x.contiguous() for x, shape in pairs)
+        backward.launch_backward(
+            out, d_o, d_state, q, k, v, eta, scale, shift, tau, call.documents, kept[-2], kept[-1], given.size, call.group
+        )
         others = (None if tau is None else out.tau, out.scale, out.shift, out.w, out.b if biased else None)
         return gradients(given, (out.k, out.v, out.q, out.eta), others)
 
@@ -68,5 +69,5 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
 
 
 def _results(call: Pass, out: Forward) -> Results:
-    states = [out.w, out.b, out.update_w, out.update_b][:: 2 // len(call.given.weights)]
+    states = [out.w, out.b, out.update_w, out.update_b]  # without bias, its part is zero
     return out.o.transpose(1, 2), states if call.final else [], [out.weighted, out.anchors] if call.keep else []

@@ -61,9 +61,7 @@ def ttt_linear(
         KERNEL, q, k, v, eta, weights, (norm_scale, norm_bias), tau, mini_batch_size, cu_seqlens, initial_state is not None,
         output_final_state, WIDTHS,
     )  # fmt: skip
-    if len(states) == 2:  # without bias
-        states = [x for state in states for x in (state, state.new_zeros(state.shape[:-1]))]
-    return o, LinearState(*states) if states else None
+    return o, LinearState(*states[:4]) if output_final_state else None
 
 
 def ttt_linear_decode(

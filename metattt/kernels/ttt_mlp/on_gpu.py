@@ -60,12 +60,10 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
 
         (q, k, v, eta), (scale, shift, tau) = launched(call.given), parameters(call.given)
         n = len(call.given.weights)
-        states = (self.part(x) for x in (kept[:n], kept[-n:]))
-        cotangents = (self.part(x) for x in (dweights[:n], dweights[n : 2 * n]))
         found = backward(
-            q, k, v, eta, tau, scale, shift, call.documents, call.given.size, call.group, *states,
-            torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2)), *cotangents,
-            self._launch("forward", call), self._launch("backward", call),
+            q, k, v, eta, tau, scale, shift, call.documents, call.given.size, call.group,
+            self.part(kept[:n]), self.part(kept[-n:]), torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2)),
+            self.part(dweights[:n]), self.part(dweights[n : 2 * n]), self._launch("forward", call), self._launch("backward", call),
         )  # fmt: skip
         others = (found.tau, found.scale, found.bias, *found.weights)
         return gradients(call.given, (found.k, found.v, found.q, found.eta), others)

@@ -58,7 +58,8 @@ def ttt_mlp(
     )  # fmt: skip
     if not output_final_state:
         return o, None
-    return o, FinalState(*KERNEL.part(states[: len(states) // 2]), *KERNEL.part(states[len(states) // 2 :]))
+    present = 2 if weights[1] is None else 4
+    return o, FinalState(*KERNEL.part(states[:present]), *KERNEL.part(states[present : 2 * present]))
 
 
 def ttt_mlp_decode(
