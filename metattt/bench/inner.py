@@ -312,7 +312,7 @@ def _peak(learner: str, length: int, num_heads: int, head_dim: int, size: int, t
     weights = sum(w.nbytes for w in problem.given().weights.values())
     group_size = getattr(problem.kernel, "group_size", None)
     count = length // size
-    groups = -(-count // (group_size(problem.given()) if group_size else round(count**0.5)))
+    groups = -(-count // (group_size(problem.given(), len(problem.tokens.views.k)) if group_size else round(count**0.5)))
     before = forget_peak()
     found = problem.training()["fused"]()
     peak = resident("VmHWM") - before + sum(x.nbytes for x in inputs if x is not None) / 1e6
