@@ -176,5 +176,5 @@ def test_layers_are_timed_beside_one_of_them_and_with_overrides() -> None:
     assert layer.gate is None and layer.task.short_conv is None
     with pytest.raises(MetaTTTError, match=r"benchmark\.baseline=kda is not allowed: choose from delta_net"):
         LayerBenchmark(["delta_net"], baseline="kda", **small)
-    with pytest.raises(MetaTTTError, match="`nobody` is not a choice of frame"):
+    with pytest.raises(MetaTTTError, match="`nobody` is not a choice of block_style"):
         LayerBenchmark(["delta_net"], overrides=["block_style=nobody"], **small).run(silent)
