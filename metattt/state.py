@@ -71,7 +71,7 @@ class State(NamedTuple):
     Attributes:
         pos: `[B]` tokens read since the start of the document.
         phase: `pos mod b` as a plain integer where it is the same for all sequences, else None.
-        weights: the learner's weights by slot (`anchor`, `commit`, `weights`, `update`, `momentum`) and name:
+        weights: the learner's weights by slot (see `metattt.memory`) and name:
             `[B, H, *shape]`.
         task, optimizer, learner: what these parts carry (convolution tails, gate pools, keys and values): `[B, ...]`
             each.

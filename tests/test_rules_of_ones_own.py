@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
     "rates online": (partial(online(names="w"), read="previous"), r"Mine gives rates, .*optimizer\.anchor=online"),
     "another number of rates": (
         partial(rule(Own, gates=lambda self, x, state, ctx: (three_rates(x), state)), read="previous"),
-        r"Mine gives rates of shape \[1, 2, 1, 3\], expected \[B, H, T, 2\]: one for each of w1, b1",
+        r"Mine gives weight_lr of shape \[1, 2, 1, 3\], expected \[B, H, T, 2\]: one for each of w1, b1",
     ),
     "token steps per mini-batch": (
         rule(PerMiniBatch, token_steps=Steps.token_steps),

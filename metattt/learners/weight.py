@@ -20,7 +20,7 @@ class Weight:
         shape: shape without the head axis; matrices are `(d_in, d_out)`.
         std: standard deviation of the normal initial value; 0 gives zeros.
         bound: draw from U(−bound, bound) instead.
-        value: constant initial value instead (1 for a norm's scale).
+        value: constant initial value instead (1 for a norm's scale). `learn_init=false` keeps any initial value.
         fast: trained by the inner loop. A slow weight is an ordinary outer-loop parameter of `f`.
         layer: what the layer of `f` is called that it belongs to, by which `step_scale=ρ` goes. None: the number at the end
             of its name.

@@ -42,7 +42,7 @@ class Gates(NamedTuple):
 
 
 class InnerOptimizer(Component, ABC):
-    """A linear update rule with its knobs; subclasses define `build` and `gates`.
+    """A linear update rule: subclasses define `build` and `gates`. Rules that act once per mini-batch: `BlockRule`.
 
     Args:
         mini_batch_size: b, tokens per commit of the weights.

@@ -65,12 +65,12 @@ def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
     kind = type(rule).__name__
     if gates.weight_lr is not None and gates.weight_lr.shape[-1] != len(rule.weight_names):
         raise MetaTTTError(
-            f"{kind} gives rates of shape {list(gates.weight_lr.shape)}, expected [B, H, T, {len(rule.weight_names)}]: one for "
+            f"{kind} gives weight_lr of shape {list(gates.weight_lr.shape)}, expected [B, H, T, {len(rule.weight_names)}]: one for "
             f"each of {', '.join(rule.weight_names)}"
         )
     if gates.weight_lr is not None and (rule.read in ("inclusive", "exclusive") or rule.anchor == "online"):
         raise MetaTTTError(
-            f"{kind} gives rates, which weights per token do not have (optimizer.anchor={rule.anchor}, "
+            f"{kind} gives weight_lr, which weights per token do not have (optimizer.anchor={rule.anchor}, "
             f"optimizer.read={rule.read}): set anchor=minibatch and read=previous, or learner.step_scale in their place"
         )
     if type(rule).coefficients is not InnerOptimizer.coefficients:

@@ -19,8 +19,8 @@ class Views(NamedTuple):
 
     Two more make a linear learner's gradient `kᵀ(k W − v)` a generalised delta rule, `bᵀ(p W) − kᵀ v`:
 
-    * the erase view p, where the prediction is made that is erased; None: k. For `b = k` it is `kᵀ(p W − v)`;
-    * b, the direction in which it is erased, where that is another one than k; None: k.
+    * `erase_key` (p), where the prediction is made that is erased; None: k. For `b = k` it is `kᵀ(p W − v)`;
+    * `erase_direction` (b), the direction in which it is erased, where that is another one than k; None: k.
 
     A token that gives n pairs has k, v, p and b `[B, H, T, n, ·]`, and may have a `weight` `[B, H, T, n]` of their
     losses. The pairs are learned one after the other and read once (DeltaProduct, arXiv 2502.10297), or all at the same
