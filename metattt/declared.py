@@ -34,12 +34,12 @@ class Declared(nn.Module):
 
     def __init_subclass__(cls, takes: Sequence[str] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own, names = dict(vars(cls)), vars(sys.modules[cls.__module__])
+        own, module = dict(vars(cls)), sys.modules.get(cls.__module__)  # no module: code that was given to `exec`
         inherited: dict[str, Setting] = {}
         for base in reversed(cls.__bases__):
             inherited |= getattr(base, "_settings", {})
         annotations = inspect.get_annotations(cls)
-        cls._settings = declared(inherited, own, lambda name: resolved(annotations.get(name, Any), names), takes)
+        cls._settings = declared(inherited, own, lambda name: resolved(annotations.get(name, Any), vars(module) if module else {}), takes)
         mine = {name: one for name, one in own.items() if isinstance(one, Setting)}
         for name, one in mine.items():
             if one.default is REQUIRED:
