@@ -78,9 +78,6 @@ def fits(slot: str, held: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> boo
     weight, and may still.)"""
     if slot == "pool":
         return True
-    if held.keys() != shapes.keys():
-        return False
-    for name, x in held.items():  # (no comprehension: asked for every token that is decoded)
-        if x.shape != shapes[name] and not (slot in COUNTERS and x.shape == shapes[name][:2]):
-            return False
-    return True
+    return held.keys() == shapes.keys() and all(
+        x.shape == shapes[name] or (slot in COUNTERS and x.shape == shapes[name][:2]) for name, x in held.items()
+    )

@@ -144,7 +144,7 @@ class PlannedLayer(SequenceLayer):
         """
         parts = (self.task, state.task), (self.optimizer, state.optimizer)
         for (part, before), after in zip(parts, found, strict=True):
-            if len(before) != len(after) or any([n not in before or before[n].shape != x.shape for n, x in after.items()]):
+            if len(before) != len(after) or any(n not in before or before[n].shape != x.shape for n, x in after.items()):
                 given, made = ({name: list(x.shape) for name, x in tensors.items()} for tensors in (before, after))
                 kind = type(part).__name__
                 raise MetaTTTError(f"the state is from another layer: {kind} carries {made}, the state {given}")

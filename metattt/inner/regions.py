@@ -37,8 +37,8 @@ def by_regions(
     outputs: list[Tensor] = []
     settled: Block | None = None
     for block, part in zip(blocks, tokens.split([block.length for block in blocks]), strict=True):
-        names = _names(memory)
-        if settled is not None and block == settled:
+        names, whole = _names(memory), isinstance(block.phase, int) and block.commit is True and block.restart is None
+        if whole and block == settled:
             present = tuple(x is not None for x in part.tensors)
             # copies: a region is compiled for strides and offsets, too
             given = [x.clone() for x in part.tensors if x is not None]
@@ -49,7 +49,6 @@ def by_regions(
             memory = _named(names, leaving)
         else:
             y, memory = plainly(loop, part, memory, [block], read)
-            whole = isinstance(block.phase, int) and block.commit is True and block.restart is None
             settled = block if whole and _names(memory) == names else None
         if y is not None:
             outputs.append(y)
