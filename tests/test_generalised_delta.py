@@ -246,8 +246,8 @@ def test_views_that_do_not_fit() -> None:
             return views._replace(**{name: change(views) for name, change in self.changes_of.items()}), state
 
     for what, name, change in (
-        ("the view p has shape", "p", lambda views: views.k[..., :2]),
-        ("the view b has shape", "b", lambda views: views.k[:, :1]),
+        ("the view erase_key has shape", "erase_key", lambda views: views.k[..., :2]),
+        ("the view erase_direction has shape", "erase_direction", lambda views: views.k[:, :1]),
         ("the pairs' weight has shape", "weight", lambda views: views.k),
         ("for tokens with several pairs", "weight", lambda views: views.k[..., 0]),
     ):
