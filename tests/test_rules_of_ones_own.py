@@ -119,8 +119,8 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
             ("max_norm", rule(Own, names=name, max_norm=0.1)),
         )
     },
-    "rates by token": (rule(Own, names="w"), r"Mine gives rates, .* set anchor=minibatch and read=previous"),
-    "rates online": (partial(online(names="w"), read="previous"), r"Mine gives rates, .*optimizer\.anchor=online"),
+    "rates by token": (rule(Own, names="w"), r"Mine gives weight_lr, .* set anchor=minibatch and read=previous"),
+    "rates online": (partial(online(names="w"), read="previous"), r"Mine gives weight_lr, .*optimizer\.anchor=online"),
     "another number of rates": (
         partial(rule(Own, gates=lambda self, x, state, ctx: (three_rates(x), state)), read="previous"),
         r"Mine gives weight_lr of shape \[1, 2, 1, 3\], expected \[B, H, T, 2\]: one for each of w1, b1",
