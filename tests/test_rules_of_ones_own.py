@@ -31,7 +31,7 @@ task = partial(Reconstruction, normalize_qk=True)
 
 
 class Own(InnerOptimizer):
-    """Gates by their letters: α, β, κ of a head, r rates, d decays of channels. It says nothing of itself."""
+    """Gates by their letters: α, β, κ of a head, w factors of the weights, d decays of channels. It says nothing of itself."""
 
     names = ""
 
@@ -43,7 +43,7 @@ class Own(InnerOptimizer):
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         found = {LETTERS.get(name, "eta"): linear(x).sigmoid().mT for name, linear in self.maps.items()}
-        for letter, name, maps, sign in (("r", "weight_lr", self.weight_lr, 1), ("d", "decay", self.channels, -1)):
+        for letter, name, maps, sign in (("w", "weight_lr", self.weight_lr, 1), ("d", "decay", self.channels, -1)):
             if letter in self.names:
                 found[name] = sign * maps(x).sigmoid().unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return Gates(**{**found, "eta": 0.3 * found["eta"]}), state
