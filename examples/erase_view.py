@@ -41,7 +41,7 @@ class EraseTheLast(Reconstruction):
         views, _ = super().views(x, {}, ctx)
         keys = views.k.transpose(1, 2).flatten(2)
         mixed, last = self.mixture(keys, state.get("last"), ctx)
-        return views._replace(p=self._heads(mixed)), {"last": last}
+        return views._replace(erase_key=self._heads(mixed)), {"last": last}
 
 
 class TestEraseTheLast(Conformance):
