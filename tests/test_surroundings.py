@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError
-from metattt.inner.regions import SUPPORTED
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, KernelEstimator, Learner, Linear, Weight
-from metattt.optimizers import Adam, Append, GradientDescent, InnerOptimizer
+from metattt.optimizers import Append, GradientDescent, InnerOptimizer
 from metattt.tasks import Reconstruction, Task
 from metattt.testing.specimen import Specimen, compare, cotangent, distance, gradients, run
 
@@ -219,35 +217,6 @@ def compiled_error(spec: Specimen, backend: str, length: int) -> float:
 @pytest.mark.parametrize("name", ["dual", "summed", "primal", "online"])
 def test_compiled_in_one_graph(name: str) -> None:
     assert compiled_error(SPECIMENS[name], "aot_eager", length=6) <= BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SUPPORTED, reason="this torch cannot")
-@pytest.mark.parametrize(
-    "spec",
-    [
-        Specimen(Linear, shared_qk, lambda: GradientDescent(4, token_steps="shared"), options={"form": "dual"}),
-        SPECIMENS["summed"],
-        Specimen(Linear, shared_qk, lambda: Adam(2)),
-    ],
-    ids=["dual", "summed", "adam"],
-)
-def test_a_mini_batch_is_compiled_once(spec: Specimen) -> None:
-    """Whatever the length: the graph of the first mini-batches, and one region that is called for all others."""
-    called: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        called.append(sum("invoke_subgraph" in str(node.target) for node in graph.graph.nodes))
-        assert len(list(graph.named_children())) == 1
-        return lookup_backend("aot_eager")(graph, inputs)
-
-    layer = spec.make()
-    size = layer.mini_batch_size
-    for count in (5, 9):
-        torch._dynamo.reset()
-        graph = torch.compile(layer, fullgraph=True, backend=backend)
-        assert error(layer, lambda x, graph=graph: graph(x)[0], tokens(count * size + 1)) <= BOUND  # type: ignore[misc]
-    assert called[1] - called[0] == 4 and called[0] >= 2, called
 
 
 def test_compiled_with_inductor() -> None:

@@ -19,7 +19,6 @@ from metattt.functional import with_values
 from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
-from metattt.inner.regions import by_regions
 from metattt.inner.tokens import Block, Tokens, rows
 from metattt.memory import Memory
 from metattt.modules import transformed
@@ -38,9 +37,7 @@ def in_groups(
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
     if torch.compiler._is_exporting_flag and loop.plan.form != "solved":
         return recomputed(loop, tokens, memory, blocks, read, inlined)
-    if torch.compiler.is_compiling():
-        return by_regions(loop, tokens, memory, blocks, read)
-    if not torch.is_grad_enabled() or transformed():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return plainly(loop, tokens, memory, blocks, read)
     if not _differentiable(loop, tokens, memory):  # the inner gradients alone must not make the result look as if it were
         with torch.no_grad():
