@@ -58,7 +58,10 @@ def general_coefficients(
     """The rule with all its gates.
 
     Args:
-        eta, alpha, beta, kappa: `[B, H, n]`, fp32 or wider; None: α = 1, β = 0, κ = 1.
+        eta: `[B, H, n]`, fp32 or wider, as are α, β and κ.
+        alpha: None: α = 1.
+        beta: None: β = 0.
+        kappa: None: κ = 1.
         base: the slot of W_0, the newest weights.
         read: which rows to compute, `inclusive` W_t or `exclusive` W_{t−1}; None for the carried tensors alone.
         momentum: there is an S_0; else it is zero.
