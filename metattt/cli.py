@@ -1,8 +1,8 @@
 """The command line: `metattt <command> [overrides...]`.
 
 A command composes its configuration, `configs/<command>.yaml` with the overrides applied, and hands it to one function.
-What a user can get wrong ends with one or two lines on stderr and exit code 2; Ctrl-C that the job did not handle ends
-with 130.
+What a user can get wrong ends with one or two lines on stderr and exit code 2, and so does what a library or a bug raises,
+with the name of a file that has the traceback. Ctrl-C that the job did not handle ends with 130.
 """
 
 import errno
@@ -10,14 +10,15 @@ import importlib
 import os
 import re
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-    from metattt.composition.flags import Flags
 
 COMMANDS = {  # name: (what it does, module, function)
     "train": (
@@ -113,25 +114,24 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 0
     if given[0] in ("-sc", "--shell-completion"):  # as Hydra's scripts for shells call it
         given.insert(0, "train")
-    command, overrides = given[0], given[1:]
-    if command in NAMED and overrides and re.fullmatch(NAMED[command][1], overrides[0]):
-        overrides[0] = f"{NAMED[command][0]}={overrides[0]}"
+    command, words = given[0], given[1:]
+    if command in NAMED and words and re.fullmatch(NAMED[command][1], words[0]):
+        words[0] = f"{NAMED[command][0]}={words[0]}"
     if command not in COMMANDS:
         return _fail(f"`{command}` is not a command.{_did_you_mean(command)} Commands: {', '.join(COMMANDS)}")
-    from metattt.composition.flags import take_flags
     from metattt.errors import MetaTTTError
 
+    cfg: list[DictConfig] = []
     try:
-        flags, overrides = take_flags(overrides, command)
-        if flags.help:
-            from metattt.composition.help import help_of
-
-            print(help_of(command, COMMANDS[command][0], overrides))
-            return 0
+        return _run(command, words, cfg)
     except MetaTTTError as error:
         return _fail(str(error))
-    _see_the_working_directory()
-    return _run(command, overrides, flags)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # told by `main`
+        raise
+    except Exception as error:
+        return _fail(_explained(error, command, cfg[0] if cfg else None))
 
 
 def _see_the_working_directory() -> None:
@@ -140,58 +140,74 @@ def _see_the_working_directory() -> None:
         sys.path.append(os.getcwd())
 
 
-def _run(command: str, overrides: list[str], flags: "Flags") -> int:
-    """Compose the configuration of a command, and show it or call the command's function; or do so for every cell of a
-    sweep."""
-    from metattt.errors import MetaTTTError
+def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
+    """Runs a command, or shows what Hydra's options ask for; `composed` gets its configuration."""
+    what, module, function = COMMANDS[command]
+    if {"-h", "--help"} & set(words):
+        from metattt.composition.help import help_of
 
-    _, module, function = COMMANDS[command]
-    code = 0
-    try:
-        if flags.completion:
-            print(_completion(overrides), end="")
-            return 0
-        if flags.multirun:
-            from metattt.sweeps.launch import sweep
+        print(help_of(command, what, words))
+        return 0
+    _see_the_working_directory()
+    from metattt.composition.application import complete, parse, show
 
-            return sweep(command, module, overrides)
-        from metattt.composition.compose import compose
+    options = parse(words, command)
+    if options.shell_completion:
+        complete(options.overrides, tuple(COMMANDS))
+        return 0
+    if options.multirun:
+        from metattt.sweeps.launch import sweep
 
-        cfg = compose(*overrides, job=command)  # first: a mistake shows before anything heavy is imported
-        if flags.cfg or flags.info:
-            print(_shown(cfg, command, overrides, flags), end="")
-        else:
-            code = getattr(importlib.import_module(module), function)(cfg)
-    except MetaTTTError as error:
-        return _fail(str(error))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # told by `main`
-        raise
-    except Exception as error:
-        line = _fault_of_the_surroundings(error, command)
-        if line is None:  # a bug of ours: the traceback is what helps
-            raise
-        return _fail(line)
+        return sweep(command, module, options.overrides)
+    from metattt.composition.compose import compose
+
+    composed.append(compose(*options.overrides, job=command))  # a mistake shows before anything heavy is imported
+    if options.cfg or options.info:
+        show(options, command, composed[0])
+        return 0
+    code = getattr(importlib.import_module(module), function)(composed[0])
     return code if isinstance(code, int) else 0
 
 
-def _shown(cfg: "DictConfig", command: str, overrides: list[str], flags: "Flags") -> str:
-    """What `--cfg` or `--info` prints."""
-    from metattt.composition.compose import show
-    from metattt.composition.information import show_hydra, show_info
+def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
+    """The line for what neither a command nor the composition has a message for."""
+    if line := _fault_of_the_surroundings(error, command):
+        return line
+    frames = traceback.extract_tb(error.__traceback__)
+    text = " ".join(str(error).split())[:400]
+    said = f"{type(error).__name__}: {text}" if text and type(error).__module__ == "builtins" else text or type(error).__name__
+    home = Path(__file__).parent
+    if type(error).__module__ == "builtins" and Path(frames[-1].filename).is_relative_to(home):
+        said = f"this looks like a bug; please report it, with the traceback and the command: {said}"
+    elif override := _spoken_of(text, cfg):
+        said += f" ({override})"
+    return f"{said}{_written(error, cfg)}"
 
-    if flags.info:
-        return show_info(flags.info, overrides, command)
-    if flags.cfg == "job":
-        return show(cfg, flags.resolve, flags.package)
-    return show_hydra(flags.cfg or "", overrides, command, flags.package, flags.resolve)
+
+def _spoken_of(text: str, cfg: "DictConfig | None") -> str:
+    """The override that a library's message speaks of, by the name of its argument; one that was given comes first."""
+    from omegaconf import OmegaConf
+
+    content = {} if cfg is None else OmegaConf.to_container(cfg)
+    given = [one.partition("=")[0] for one in (content.get("given") or [])] if isinstance(content, dict) else []
+    parts = [(f"{part}.{name}", value) for part, node in content.items() if isinstance(node, dict) for name, value in node.items()]  # type: ignore[union-attr]
+    named = [(key, value) for key, value in parts if re.search(rf"\b{key.rpartition('.')[2]}\b", text, re.I)]
+    named = [pair for pair in named if pair[0] in given or (pair[0].startswith(("trainer.", "data.", "training.")) and len(pair[0]) > 13)]
+    named.sort(key=lambda pair: pair[0] not in given)
+    return f"{named[0][0]}={'null' if named[0][1] is None else named[0][1]}" if named else ""
 
 
-def _completion(words: list[str]) -> str:
-    from metattt.composition.information import complete
-
-    return complete(words, tuple(COMMANDS))
+def _written(error: Exception, cfg: "DictConfig | None") -> str:
+    """Writes the traceback to the run's folder, or a temporary one; where it is, in words."""
+    folder = None if cfg is None else cfg.get("output_dir")
+    try:
+        place = str(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+        number, name = tempfile.mkstemp(".txt", "traceback-", place)
+        with os.fdopen(number, "w") as file:
+            file.writelines(traceback.format_exception(error))
+    except OSError:
+        return ""
+    return f"; the traceback is in {name}"
 
 
 def _fault_of_the_surroundings(error: Exception, command: str) -> str | None:
@@ -202,17 +218,15 @@ def _fault_of_the_surroundings(error: Exception, command: str) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
         return f"{error.filename}: {error.strerror}{advice}" if error.filename else f"{error.strerror}{advice}"
-    if isinstance(error, RuntimeError) and re.search(
-        "inline_container|PytorchStreamWriter", str(error)
-    ):  # torch.save, half way
+    if isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(error)):  # half way
         return "a checkpoint cannot be written whole: the disk is full; free some, or choose a folder on another disk"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory|not enough memory", str(error)):
         tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
-        return (
-            f"there is not enough memory{f' for another {tried[1]}' if tried else ''}: make the batch, the sequences or the model smaller"
-        )
+        more = f" for another {tried[1]}" if tried else ""
+        return f"there is not enough memory{more}: make the batch, the sequences or the model smaller"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"the configuration has no `{error.full_key}`, which `metattt {command}` needs: `metattt {command} --cfg` shows what it has"
+        needs = f"`metattt {command}` needs: `metattt {command} --cfg job` shows what it has"
+        return f"the configuration has no `{error.full_key}`, which {needs}"
     return None
 
 
@@ -242,7 +256,7 @@ def _overview() -> str:
     lines += [f"  {name:<{width}}  {summary}" for name, (summary, _, _) in COMMANDS.items()]
     lines += ["", "metattt <command> --help lists what can be chosen and set, e.g. metattt train layer=ttt_mlp dim=128"]
     lines += [
-        "metattt <command> --cfg prints the whole configuration without running it, --resolve with every value filled in"
+        "metattt <command> --cfg job prints the whole configuration without running it, --resolve with every value filled in"
     ]
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from omegaconf import DictConfig, OmegaConf
 
-from metattt.composition.flags import SEARCH_PATH
+from metattt.composition.overrides import SEARCH_PATH
 from metattt.registry import SCHEMAS
 
 Composed = tuple[DictConfig, DictConfig]

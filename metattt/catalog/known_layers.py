@@ -18,8 +18,7 @@ from rich.table import Table
 from metattt.catalog.families import Source, ordered, sources
 from metattt.catalog.page import page, place_of, write
 from metattt.composition.choices import choices, files_of
-from metattt.composition.flags import SEARCH_PATH
-from metattt.composition.overrides import searched
+from metattt.composition.overrides import SEARCH_PATH, searched
 from metattt.errors import MetaTTTError, check_choice
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -22,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.announced import announced
-from metattt.composition.block_style import KEY as BLOCK_STYLE
-from metattt.composition.block_style import apply_block_style
+from metattt.composition.application import application
 from metattt.composition.blocks import fill_blocks, take_settings
 from metattt.composition.choices import groups, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
@@ -38,7 +36,7 @@ from metattt.composition.messages import (
     unknown_key,
     wrong_type,
 )
-from metattt.composition.overrides import ENTRIES, NOTHING, choices_alone, prepare
+from metattt.composition.overrides import ENTRIES, NOTHING, choices_alone, key_of, prepare
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, SCHEMAS
 
@@ -137,7 +135,7 @@ def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
         for name in [name for name, entry in entries.items_ex(resolve=False) if entry is None]:
             with open_dict(entries):
                 del entries[name]  # null in a file, as `left_out` on the command line
-    apply_block_style(cfg, overrides, str(chosen.get(BLOCK_STYLE)))
+    _apply_block_style(cfg, overrides, str(chosen.get("block_style")))
     check_keys(cfg, keys_of(job), job)
     _check_parameters(cfg, job)
     _check_chosen(cfg, overrides)
@@ -146,13 +144,8 @@ def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
 
 def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
     """The configuration that Hydra composes, and the name that was chosen for each group."""
-    outer = GlobalHydra.instance().hydra  # set if the caller is itself a Hydra application
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_module("metattt.configs", job_name=job, version_base="1.3"):
-            cfg = hydra.compose(job, overrides, return_hydra_config=True)
-    finally:
-        GlobalHydra.instance().hydra = outer
+    with application(job):
+        cfg = hydra.compose(job, overrides, return_hydra_config=True)
     chosen = cfg.hydra.runtime.choices
     with open_dict(cfg):
         del cfg["hydra"]
@@ -171,6 +164,30 @@ def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job
         alone, chosen_alone = _compose([*choices, *(f"{one}=custom" for one in sorted(others)), *given], job)
         if chosen_alone[part] == "custom":  # otherwise the file of the layer has chosen it
             cfg[part] = alone[part]
+
+
+def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None:
+    """Sets what `cfg.block_style` says of what stands around a layer's rule, a mapping of parts to keys and values, in the
+    parts that have such a key; one that an override sets stays as it is."""
+    style = cfg.get("block_style")
+    given = set(map(key_of, overrides))
+    known = 0
+    for part, settings in style.items() if isinstance(style, DictConfig) else ():
+        if not isinstance(settings, DictConfig):
+            raise MetaTTTError(
+                f"block_style={name} gives {part} no keys: it must be a mapping such as `{part}: {{gate: false}}`"
+            )
+        node = cfg.get(part)
+        for key, value in settings.items() if isinstance(node, DictConfig) else ():
+            if key not in node.keys():  # noqa: SIM118 (a key whose value is null is not `in` a node)
+                continue
+            known += 1
+            if f"{part}.{key}" not in given:
+                node[key] = value
+    if style and not known:
+        raise MetaTTTError(
+            f"block_style={name} sets nothing of this layer, which is published as a whole: leave it out, or choose another layer"
+        )
 
 
 def _check_chosen(cfg: DictConfig, overrides: list[str]) -> None:
@@ -213,27 +230,6 @@ def _unknown_key(overrides: list[str], job: str) -> str | None:
         if message:
             return message
     return None
-
-
-def show(cfg: DictConfig, resolve: bool = False, package: str | None = None) -> str:
-    """A configuration, or the node of it at a dotted key, as YAML; `resolve` puts values in the place of `${...}`.
-
-    Raises:
-        MetaTTTError: a value that points at nothing, or no such node.
-    """
-    try:
-        if package is None or package == "_global_":
-            return OmegaConf.to_yaml(cfg, resolve=resolve)
-        found = OmegaConf.select(cfg, package, throw_on_missing=True)
-        if found is None:
-            raise MetaTTTError(f"--package {package}: the configuration has no such key")
-        if not OmegaConf.is_config(found):
-            return f"{found}\n"
-        if resolve:
-            OmegaConf.resolve(cfg)
-        return f"# @package {package}\n{OmegaConf.to_yaml(found)}"
-    except OmegaConfBaseException as error:
-        raise MetaTTTError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
 def _parts(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:

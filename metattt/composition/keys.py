@@ -12,7 +12,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.composition.messages import TYPE_NAMES, not_a_field
+from metattt.composition.messages import TYPE_NAMES, not_a_field, shown
 from metattt.errors import MetaTTTError, check_integer
 
 
@@ -53,9 +53,6 @@ KEYS = {
     "family": Key(str, True),
     "output": Key(str, True),
 }
-FILLED_IN = ("given",)
-"""Keys that the program sets, and nobody else."""
-
 
 def check_keys(cfg: DictConfig, known: set[str], job: str) -> None:
     """Refuses values of another type, and keys that the job has not.
@@ -75,20 +72,19 @@ def check_keys(cfg: DictConfig, known: set[str], job: str) -> None:
                 rest = OmegaConf.masked_copy(cfg, [key for key in map(str, cfg) if key != name])
                 raise MetaTTTError(not_a_field(rest, name, job))
         elif name in KEYS and not OmegaConf.is_missing(cfg, name):
-            _check(cfg, name, KEYS[name])
+            try:
+                value = cfg[name]
+            except OmegaConfBaseException as error:
+                raise MetaTTTError(f"{name}: {str(error).splitlines()[0]}") from error
+            _check(name, value, KEYS[name])
 
 
-def _check(cfg: DictConfig, name: str, key: Key) -> None:
-    try:
-        value = cfg[name]
-    except OmegaConfBaseException as error:
-        raise MetaTTTError(f"{name}: {str(error).splitlines()[0]}") from error
+def _check(name: str, value: object, key: Key) -> None:
     if value is None and key.null:
         return
     if type(value) is not key.kind:
         expected = TYPE_NAMES[key.kind] + (" or null" if key.null else "")
-        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-        raise MetaTTTError(f"`{name}={shown}` is not allowed: expected {expected}.")
+        raise MetaTTTError(f"`{name}={shown(value)}` is not allowed: expected {expected}.")
     if key.kind is int:
         check_integer(name, value, key.least, key.most)
     if name == "name" and isinstance(value, str) and re.search(r"[/\\\0\n]|^\.+$", value):

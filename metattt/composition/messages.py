@@ -47,13 +47,13 @@ def nearest(name: object, candidates: Iterable[object], cutoff: float = 0.6) -> 
 
 def refused_value(key: str, value: object, allowed: Iterable[object]) -> str:
     """For a value that is not among the choices of a parameter."""
-    choices = [_shown(choice) for choice in allowed]
+    choices = [shown(choice) for choice in allowed]
     guess, number = nearest(value, choices), NUMBERS.get(key)
     if isinstance(value, int | float | str) and number and re.fullmatch(r"[\d.e+-]+", str(value)):
         hint = f" Did you mean `{number}={value}`?"
     else:
         hint = f" Did you mean `{key}={guess}`?" if guess else ""
-    return f"`{key}={_shown(value)}` is not allowed: choose one of {', '.join(choices)}.{hint}"
+    return f"`{key}={shown(value)}` is not allowed: choose one of {', '.join(choices)}.{hint}"
 
 
 def not_a_field(parent: Any, full_key: str, job: str) -> str:
@@ -92,7 +92,7 @@ def bad_interpolation(node: DictConfig, full_key: str, error: OmegaConfBaseExcep
     source = re.fullmatch(r"\$\{([\w.]+)\}", str(node._get_node(key)))
     if source and isinstance(error, InterpolationValidationError):
         value = OmegaConf.select(node._get_root(), source[1])
-        return f"`{source[1]}={_shown(value)}` is not allowed: expected {_expected(node, key)}."
+        return f"`{source[1]}={shown(value)}` is not allowed: expected {_expected(node, key)}."
     return f"{full_key}: {_first_line(error)}"
 
 
@@ -172,7 +172,7 @@ def explain_instantiation(error: BaseException, part: str) -> str:
     return f"{key}: {called[1]} raised {type(cause).__name__}: {_first_line(cause)} ({frame.filename}:{frame.lineno})"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value as it is written in an override."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -262,7 +262,7 @@ def _unknown_choice(error: MissingConfigException, job: str) -> str:
     elif guess:
         hint = f". Did you mean `{group}={guess}`?"
     if group == "experiment" and not hint:
-        hint = f"; one of your own: --config-dir <folder>, or hydra.searchpath=<folder>, where the folder has experiment/{name}.yaml"
+        hint = f"; one of your own: --config-dir <folder>, or hydra.searchpath=[<folder>], where the folder has experiment/{name}.yaml"
     return f"`{name or 'nothing'}` is not a choice of {group}{hint or '.'}\nChoices: {_choices(group, name, error.options)}"
 
 
@@ -287,7 +287,7 @@ def unreadable(override: str) -> str:
 
 def wrong_type(full_key: str, value: object, parent: DictConfig, key: Any) -> str:
     """For a value of another type than `parent` has for `key`."""
-    return f"`{full_key}={_shown(value)}` is not allowed: expected {_expected(parent, key)}."
+    return f"`{full_key}={shown(value)}` is not allowed: expected {_expected(parent, key)}."
 
 
 def _wrong_type(error: ValidationError) -> str:

@@ -1,5 +1,5 @@
-"""Overrides as they are typed, made ready for Hydra; those that no command can mean are refused here, without composing
-anything."""
+"""Overrides as they are typed, made ready for Hydra: texts and paths without quotes, null that leaves an entry out, and what no
+command can mean, refused without composing anything."""
 
 import re
 from collections.abc import Sequence
@@ -14,16 +14,15 @@ from hydra.errors import HydraException
 from metattt.composition.aliases import IN_FULL, NOT_SET_THERE
 from metattt.composition.choices import groups, keys_of, optional, unchosen
 from metattt.composition.components import TRAINER
-from metattt.composition.flags import SEARCH_PATH
-from metattt.composition.keys import FILLED_IN
 from metattt.composition.messages import refused_value, unreadable
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS
 
+SEARCH_PATH = "hydra.searchpath"
+
 FREE_TEXT = (
     "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume", "init_from",
-    "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder",
-    "output", "family",
+    "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder", "output", "family",
 )  # fmt: skip
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
 
@@ -32,14 +31,11 @@ LISTS = ("data.path", "checkpoint", "source", "dataset_files")
 
 QUOTES = ("'", '"')
 
-MAY_BE_EMPTY = ("prompt",)
-
 NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
 """Choices of nothing, as they are by default."""
 
 LEFT_OUT = ("callbacks", "logger", "preset", "recipe", "experiment")
 """Groups that a job can do without."""
-
 
 ENTRIES = ("callbacks", "logger")
 """Groups whose entries are left out with null."""
@@ -60,26 +56,30 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
         if not isinstance(override, str):
             raise MetaTTTError(f"{override!r:.100} is not an override: they are texts, such as 'dim=64'")
     named = [_in_full(left_out(NOTHING.get(override, override))) for override in overrides]
-    prepared = [_search_path(quote_free_text(override, sweep)) for override in named if override]
+    prepared = [quote_free_text(override, sweep) for override in named if override]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
     searched = any(one.key_or_group == SEARCH_PATH for one in parsed)
     for one in parsed:
-        if sweep and (one.is_sweep_override() or _is_of_hydra(one.key_or_group)):
-            _refuse_nothing(one, one.key_or_group, str(one.input_line).partition("=")[2])
-        else:
+        _refuse_nothing(one)
+        if not (sweep and (one.is_sweep_override() or is_of_hydra(one.key_or_group))):
             _check(one, job, opened, searched)
-    missing = unchosen(job) - {one.key_or_group for one in parsed}
-    for group in sorted(missing):
-        names = sorted(groups(job)[group])
-        raise MetaTTTError(f"`{group}` is not chosen: `{group}=<name>` with one of {', '.join(names)}")
+    for group in sorted(unchosen(job) - {one.key_or_group for one in parsed}):
+        raise MetaTTTError(
+            f"`{group}` is not chosen: `{group}=<name>` with one of {', '.join(sorted(groups(job)[group]))}"
+        )
     return [_open(one, text, opened) for one, text in zip(parsed, prepared, strict=True)]
 
 
 def choices_alone(prepared: Sequence[str], job: str) -> list[str]:
     """Those of the overrides that choose a file of a group, or say where files are."""
     known = groups(job)
-    return [text for text in prepared if (key := text.partition("=")[0].lstrip("+~")) in known or key == SEARCH_PATH]
+    return [text for text in prepared if (key := key_of(text)) in known or key == SEARCH_PATH]
+
+
+def key_of(override: str) -> str:
+    """The key of an override, or its group."""
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def left_out(override: str) -> str:
@@ -98,78 +98,54 @@ def quote_free_text(override: str, sweep: bool = False) -> str:
     if match is None or match[2] not in FREE_TEXT:
         return override
     prefix, key, value = match.groups()
-    if key in LISTS and value.startswith("[") and value.endswith("]") and "${" not in value:
+    if key in LISTS and value.startswith("[") and value.endswith("]"):
         inside = value[1:-1].strip()
         texts = _several(inside) or list(filter(None, [inside]))
-        if not any(text[:1] in (*QUOTES, "[", "{") for text in texts):  # a path may hold `=`, or spaces
-            return f"{prefix}{key}=[{','.join(map(_quoted, texts))}]"
-    in_quotes = re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL)
-    if value == "null" or in_quotes or (key in LISTS and value.startswith("[") and value.endswith("]")):
+        if "${" in value or any(text[:1] in (*QUOTES, "[", "{") for text in texts):
+            return override
+        return f"{prefix}{key}=[{','.join(map(quoted, texts))}]"  # a path may hold `=`, or spaces
+    if value == "null" or re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL):
         return override
     if sweep and (re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value) or _several(value)):
-        texts = _several(value)
-        return f"{prefix}{key}={','.join(text if text[:1] in QUOTES else _quoted(text) for text in texts)}" if texts else override
+        texts = [text if text[:1] in QUOTES else quoted(text) for text in _several(value)]
+        return f"{prefix}{key}={','.join(texts)}" if texts else override
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
-    return f"{prefix}{key}={_quoted(value)}"
+    return f"{prefix}{key}={quoted(value)}"
+
+
+def quoted(text: str) -> str:
+    """A text in the quotes of Hydra's syntax."""
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
+def searched(overrides: Sequence[str]) -> list[Traversable]:
+    """The folders of configurations that overrides add (`hydra.searchpath`)."""
+    given = [one for one in overrides if key_of(one) == SEARCH_PATH]
+    found: list[Traversable] = []
+    for url in (str(url) for one in given for url in _parse(one).value()):  # type: ignore[union-attr]
+        scheme, _, place = url.rpartition("://")
+        found.append(files(place) if scheme == "pkg" else Path(place))
+    return found
+
+
+def is_of_hydra(key: str) -> bool:
+    """Whether a key is a setting of Hydra's; where files are is one of every job."""
+    return re.match(r"hydra\b", key) is not None and key != SEARCH_PATH
 
 
 def _several(value: str) -> list[str]:
     """The texts between the commas of a value that are outside quotes; none if there is no such comma."""
-    texts = [found.strip() for found in re.findall(r"(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,])+", value, flags=re.DOTALL)]
+    texts = [
+        found.strip()
+        for found in re.findall(r"(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,])+", value, flags=re.DOTALL)
+    ]
     return texts if len(texts) > 1 else []
-
-
-def _is_of_hydra(key: str) -> bool:
-    return re.match(r"hydra\b", key) is not None and key != SEARCH_PATH
 
 
 def _in_full(override: str) -> str:
     key, equals, value = override.partition("=")
     return f"{IN_FULL.get(key, key)}{equals}{value}"
-
-
-def _quoted(text: str) -> str:
-    return QuotedString(text=text, quote=Quote.single).with_quotes()
-
-
-def _search_path(override: str) -> str:
-    """`hydra.searchpath=<folder>`, or a list of these, with each folder as the URL that Hydra wants."""
-    key, equals, value = override.partition("=")
-    if key.lstrip("+") != SEARCH_PATH or not equals:
-        return override
-    urls = []
-    listed = value.strip().removeprefix("[").removesuffix("]").strip()
-    for one in map(_unquoted, _several(listed) or filter(None, [listed])):
-        scheme, _, path = one.rpartition("://")
-        if scheme in ("", "file"):
-            folder = Path(path).expanduser().absolute()
-            if not folder.is_dir():
-                raise MetaTTTError(
-                    f"{SEARCH_PATH}: there is no folder {path}; give one that holds e.g. experiment/mine.yaml"
-                )
-            one = f"file://{folder}"
-        urls.append(_quoted(one))
-    return f"{SEARCH_PATH}=[{','.join(urls)}]"
-
-
-def searched(overrides: Sequence[str]) -> list[Traversable]:
-    """The folders of configurations that overrides add (`hydra.searchpath`).
-
-    Raises:
-        MetaTTTError: as `prepare`.
-    """
-    given = [one for one in overrides if one.partition("=")[0].lstrip("+") == SEARCH_PATH]
-    urls = [str(url) for one in given for url in _parse(_search_path(one)).value()]  # type: ignore[union-attr]
-    return [_located(*url.split("://", 1)) for url in urls]
-
-
-def _located(scheme: str, place: str) -> Traversable:
-    return files(place) if scheme == "pkg" else Path(place)
-
-
-def _unquoted(text: str) -> str:
-    return re.sub(r"\\(.)", r"\1", text[1:-1]) if text[:1] in QUOTES and text[-1:] == text[:1] else text
 
 
 def _parse(override: str) -> Override:
@@ -181,54 +157,52 @@ def _parse(override: str) -> Override:
 
 def _check(override: Override, job: str, opened: set[str], searched: bool) -> None:
     """Refuses what is wrong whatever the rest of the configuration is. `searched`: there are choices beside those known."""
-    key, text = override.key_or_group, str(override.input_line)
-    part = key.partition(".")[0]
+    key, text, known = override.key_or_group, str(override.input_line), groups(job)
     given = text.partition("=")[2]
     if override.is_sweep_override():
         syntax = f'. A list is written "{key}=[{given}]", a text with a comma "{key}=\'{given}\'"'
-        plain = key not in groups(job) and "(" not in given
+        plain = key not in known and "(" not in given
         raise MetaTTTError(
             f"`{text}` names several values: add -m (--multirun) to run `metattt {job}` once for each{syntax if plain else ''}"
         )
-    known = groups(job)
     if override.type == OverrideType.DEL:
-        if key in known and key not in LEFT_OUT:
-            raise MetaTTTError(f"`~{key}` takes away what `metattt {job}` needs: choose another with {key}=<name>")
-        if key not in known and key in keys_of(job):
-            raise MetaTTTError(f"`~{key}` takes away what `metattt {job}` needs: set it with {key}=<value>")
+        if key in {*known, *keys_of(job)} - {*LEFT_OUT}:
+            needs = f"`~{key}` takes away what `metattt {job}` needs"
+            raise MetaTTTError(f"{needs}: choose or set another with {key}=<value>")
         return
     if not key:
         raise MetaTTTError(unreadable(text))
-    if key in FILLED_IN:
-        raise MetaTTTError(f"`{key}` is filled in by the program: leave it out")
-    _refuse_nothing(override, key, given)
-    if _is_of_hydra(key):
+    if key == "given":
+        raise MetaTTTError("`given` is filled in by the program: leave it out")
+    if is_of_hydra(key):
         folder = "; the folder of a single run is output_dir" if key.endswith(".dir") else ""
         raise MetaTTTError(f"`{key}` is a setting of sweeps, and has no effect without -m (--multirun){folder}")
-    several = override.value() if key in ENTRIES else None
-    if isinstance(several, list) and several and (searched or set(map(str, several)) <= known.get(key, frozenset())):
-        return
-    if key in known and known[key] and not isinstance(override.value(), str):
-        raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
-    if key in optional(job) and override.value() not in (None, *known[key]) and not searched:
-        raise MetaTTTError(refused_value(key, override.value(), sorted(known[key])))
+    value = override.value()
+    if known.get(key) and not searched:  # Hydra passes over an optional one that there is not
+        listed = isinstance(value, list) and value and key in ENTRIES
+        wrong = not set(map(str, value)) <= known[key] if listed else not isinstance(value, str)  # type: ignore[arg-type]
+        if wrong or (key in optional(job) and value not in known[key]):
+            raise MetaTTTError(refused_value(key, value, sorted(known[key])))
     if key not in known and key in groups() and "/" not in key:
         reason = (
-            "the checkpoint says what it is" if job in ("eval", "generate", "predict") else f"`metattt {job} --help` lists what is"
+            "the checkpoint says what it is"
+            if job in ("eval", "generate", "predict")
+            else f"`metattt {job} --help` lists what is"
         )
         raise MetaTTTError(f"`{key}` is not chosen by name in `metattt {job}`: {reason}")
-    if key in NOT_SET_THERE and part in known and part not in opened:
+    if key in NOT_SET_THERE and (part := key.partition(".")[0]) in known and part not in opened:
         raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
 
 
-def _refuse_nothing(override: Override, key: str, given: str) -> None:
+def _refuse_nothing(override: Override) -> None:
     """For the value that an unset variable of the shell gives: the default in its place would be another run."""
-    if override.type == OverrideType.DEL:
+    key, given = override.key_or_group, str(override.input_line).partition("=")[2]
+    if override.type == OverrideType.DEL or key in ("", "prompt"):
         return
     value = override.value()
     values = value if isinstance(value, list) else [value]
-    blank = not values or any(isinstance(one, str) and not one.strip() for one in values)
-    if key not in MAY_BE_EMPTY and (not given.strip() or (key in FREE_TEXT and blank)):
+    blank = key in FREE_TEXT and (not values or any(isinstance(one, str) and not one.strip() for one in values))
+    if blank or not given.strip():
         raise MetaTTTError(f"`{key}={given}` has no value, as from an unset variable: give one, or {key}=null")
 
 

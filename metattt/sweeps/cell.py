@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import signal
@@ -21,9 +20,10 @@ from unittest import mock
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from metattt.composition.overrides import key_of, quoted
 from metattt.errors import MetaTTTError
 from metattt.metrics_file import of_validation, read_rows
-from metattt.sweeps.record import OUTPUT, Cell, read_cell, same, write_cell
+from metattt.sweeps.record import OUTPUT, Cell, read_cell, write_cell
 
 STOPPED = {130: "Ctrl-C", 143: "SIGTERM", 138: "SIGUSR1"}  # exit codes of a run that has written a checkpoint
 GRACE_SECONDS = 5  # after Ctrl-C, which the cell's process may have had as well
@@ -41,9 +41,8 @@ class RunCell:
         command: of metattt.
         module: that it is in, with all it imports.
         fixed: overrides that all cells have, as they were typed.
-        fixed_keys: the keys of these.
-        own: keys of the command that the sweep sets: `output_dir`, `resume`.
-        trust: modules with classes that the overrides name.
+        own: settings of the command beside them, such as `resume=auto`.
+        foldered: the command has an `output_dir`.
         objective: what the sweeper is told: a column of `metrics.csv`.
         raises: the sweeper takes an exception for a cell that failed, and goes on.
         sweeper: process that the sweep was started in.
@@ -52,9 +51,8 @@ class RunCell:
     command: str
     module: str
     fixed: list[str]
-    fixed_keys: list[str]
-    own: tuple[str, ...]
-    trust: str | None
+    own: list[str]
+    foldered: bool
     objective: str
     raises: bool
     sweeper: int
@@ -66,56 +64,41 @@ class RunCell:
             CellFailed: it has not finished, and `raises`.
         """
         hydra = HydraConfig.get()
-        folder = Path(hydra.runtime.output_dir)
-        swept = sorted(one for one in hydra.overrides.task if key_of(one) not in self.fixed_keys)
-        before = read_cell(folder)
-        if before is not None and not (same(before.swept, swept) and same(before.fixed, self.fixed)):
-            return self._end(
-                Cell(swept, self.fixed, "failed", f"{folder} holds another cell: choose another hydra.sweep.dir"),
-                folder,
-            )
+        folder, fixed_keys = Path(hydra.runtime.output_dir), {key_of(one) for one in self.fixed}
+        fixed = [f"metattt {self.command}", *self.fixed]
+        swept = sorted(one for one in hydra.overrides.task if key_of(one) not in fixed_keys)
+        before, title = read_cell(folder), " ".join(swept) or "(one)"
+        if before is not None and (before.swept, sorted(before.fixed)) != (swept, sorted(fixed)):
+            return self._end(f"{title} failed: {folder} holds another cell: choose another hydra.sweep.dir", math.nan)
         if before is not None and before.state == "finished":
-            print(f"cell    {_title(swept)}: finished before", flush=True)
+            print(f"cell    {title}: finished before", flush=True)
             return last_value(folder, self.objective)
-        print(f"cell    {_title(swept)} -> {folder}", flush=True)
-        began, starter = time.monotonic(), os.getppid()
-        write_cell(folder, Cell(swept, self.fixed, "running"))
-        try:
-            code = self._process(folder, [*self.fixed, *swept, *self._settings(folder)])
-        except KeyboardInterrupt:
-            write_cell(folder, Cell(swept, self.fixed, "stopped", "Ctrl-C", time.monotonic() - began))
-            raise
-        seconds = round(time.monotonic() - began, 1)
-        cell = Cell(swept, self.fixed, "finished", "", seconds)
-        if code in STOPPED:
-            cell = cell._replace(state="stopped", message=STOPPED[code])
-        elif code:
-            cell = cell._replace(state="failed", message=reason(folder, code))
+        print(f"cell    {title} -> {folder}", flush=True)
+        began, cell = time.monotonic(), Cell(swept, fixed, "running")
         write_cell(folder, cell)
-        if self._is_orphan(starter):
-            os._exit(1)  # nobody waits for more
-        return self._end(cell, folder)
+        place = [f"output_dir={quoted(str(folder))}"] if self.foldered else []
+        try:
+            code = self._process(folder, [*self.fixed, *swept, *self.own, *place])
+        except BaseException as stop:  # Ctrl-C, and that of a launcher whose time is over
+            write_cell(folder, cell._replace(state="stopped", message=type(stop).__name__))
+            raise
+        seconds, said = round(time.monotonic() - began, 1), ""
+        state = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
+        if code:
+            said = STOPPED.get(code) or reason(folder, code)
+        write_cell(folder, cell._replace(state=state, message=said, seconds=seconds))  # type: ignore[arg-type]
+        if code:
+            return self._end(f"{title} {state}: {said}", math.nan)
+        value = last_value(folder, self.objective)
+        told = "" if math.isnan(value) else f": {self.objective} {value:.4f}"
+        missing = f"{folder} has no {self.objective} to tell the sweeper: set objective=<a column of its metrics.csv>"
+        return self._end(f"{title} finished in {seconds:.0f} s{told}", value, missing)
 
-    def _end(self, cell: Cell, folder: Path) -> float:
-        if cell.state == "finished":
-            value = last_value(folder, self.objective)
-            told = "" if math.isnan(value) else f": {self.objective} {value:.4f}"
-            print(f"cell    {_title(cell.swept)} finished in {cell.seconds:.0f} s{told}", flush=True)
-            if not math.isnan(value) or not self.raises:
-                return value
-            raise CellFailed(
-                f"{folder} has no {self.objective} to tell the sweeper: set objective=<a column of its metrics.csv>"
-            )
-        line = f"{_title(cell.swept)} {cell.state}: {cell.message}"
+    def _end(self, line: str, value: float, missing: str = "") -> float:
         print(f"cell    {line}", flush=True)
-        if self.raises:
-            raise CellFailed(line)
-        return math.nan
-
-    def _settings(self, folder: Path) -> list[str]:
-        """The folder, and that a run in it goes on."""
-        values = {"output_dir": str(folder), "resume": "auto", "trust": self.trust}
-        return [f"{key}={values[key]}" for key in self.own if values[key] is not None]
+        if self.raises and math.isnan(value):
+            raise CellFailed(missing or line)
+        return value
 
     def _process(self, folder: Path, words: Sequence[str]) -> int:
         """Runs the command in a process that is forked from a server which has imported it; its exit code.
@@ -127,18 +110,17 @@ class RunCell:
         try:
             while process.exitcode is None:
                 process.join(0.5)
-                if self._is_orphan(starter):
+                if starter == self.sweeper != os.getppid():  # a worker whose sweep was killed
                     process.terminate()
-        except KeyboardInterrupt:
-            process.join(GRACE_SECONDS)
+                    process.join()
+                    write_cell(folder, read_cell(folder)._replace(state="stopped", message="SIGKILL"))  # type: ignore[union-attr]
+                    os._exit(1)  # nobody waits for more
+        except BaseException as stop:
+            process.join(GRACE_SECONDS if isinstance(stop, KeyboardInterrupt) else 0)
             process.terminate()
             process.join()
             raise
         return process.exitcode
-
-    def _is_orphan(self, starter: int) -> bool:
-        """Whether this is a worker whose sweep was killed. `starter`: the parent of this process when the cell began."""
-        return starter == self.sweeper != os.getppid()
 
 
 def start(command: str, module: str, words: Sequence[str], output: Path) -> ForkServerProcess:
@@ -187,36 +169,25 @@ def _follow_the_sweep() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def key_of(override: str) -> str:
-    """The key of an override, or its group."""
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
 def last_value(folder: Path, column: str) -> float:
     """The last value of a column of a run's `metrics.csv`; of those of validation only, that after the last step. NaN if
     there is none."""
     file = folder / "metrics.csv"
     rows = read_rows(file)[0] if file.is_file() else []
-    if column.startswith("validation/"):
-        rows = [row for row in rows if of_validation(row)]
-    values = [row[column] for row in rows if row.get(column)]
+    values = [
+        row[column] for row in rows if row.get(column) and (of_validation(row) or not column.startswith("validation/"))
+    ]
     return float(values[-1]) if values else math.nan
-
-
-def _title(swept: Sequence[str]) -> str:
-    return " ".join(swept) or "(one)"
 
 
 def reason(folder: Path, code: int) -> str:
     """Why a cell failed: the last line of its output that says so."""
     if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"killed by {names.get(-code, -code)}"
+        return f"killed by {signal.Signals(-code).name}"
     try:
         text = (folder / OUTPUT).read_text(errors="replace")
     except OSError:
         return f"exit code {code}"
     errors = re.findall(r"^error: (.*)$", text, flags=re.MULTILINE)
-    lines = [line for line in text.splitlines() if line.strip()]
-    said: str = errors[-1] if errors else lines[-1].strip() if lines else ""
+    said = (errors or [line.strip() for line in text.splitlines() if line.strip()] or [""])[-1]
     return f"{said[:300]} ({folder / OUTPUT})" if said else f"exit code {code}"

@@ -18,23 +18,24 @@ from metattt.errors import MetaTTTError
 from metattt.io import path_of, write_whole
 from metattt.metrics_file import STEP, Row, of_validation, read_rows
 from metattt.optional import absence
-from metattt.sweeps.picture import draw
-from metattt.sweeps.record import CELL, OUTPUT, read_cell, read_sweep
+from metattt.sweeps.record import CELL, read_cell
 
 PREFERRED = ("validation/bits_per_byte", "validation/top1", "validation/loss")
 LARGER_IS_BETTER = ("top1", "top5", "accuracy", "tokens_per_second", "images_per_second", "model_flops_utilization")
 FILES = ("runs.csv", "runs.md", "runs.png")
 DEPTH = 4  # of folders that runs are looked for in
-FIXED = ("run", "state", STEP)
+NAMED_RUNS = 12  # in the legend of the picture: of more, the best
+
+Lines = Sequence[Sequence[str]]
 
 
 class Run(NamedTuple):
-    """A run, or a cell that has none yet.
+    """A run.
 
     Attributes:
         name: its folder, relative to that of the table.
-        state: of a cell; empty for another run.
-        swept: key -> value, of a cell.
+        state: of a run of a sweep; empty for another.
+        swept: key -> value, of a run of a sweep.
         rows: of its log.
         message: why it did not finish.
     """
@@ -45,11 +46,24 @@ class Run(NamedTuple):
     rows: list[Row]
     message: str = ""
 
+    def curve(self, column: str) -> list[tuple[int, float]]:
+        """The values of a column by step; those of validation only, if it is one of these."""
+        rows = (
+            row for row in self.rows if row.get(column) and (of_validation(row) or not column.startswith("validation/"))
+        )
+        return [(int(row[STEP]), float(row[column])) for row in rows]
+
     def final(self, column: str) -> float:
         """The last value of a column; NaN if there is none."""
-        rows = [row for row in self.rows if of_validation(row)] if column.startswith("validation/") else self.rows
-        values = [row[column] for row in rows if row.get(column)]
-        return float(values[-1]) if values else math.nan
+        return next((value for _, value in reversed(self.curve(column))), math.nan)
+
+    def texts(self, columns: Sequence[str], digits: int = 4) -> list[str]:
+        """What it has in columns of the table."""
+        plain = {"run": self.name, "state": self.state, **self.swept}
+        return [
+            plain[one] if one in plain else _number(self.final(one), digits) if self.curve(one) else ""
+            for one in columns
+        ]
 
 
 def runs(cfg: DictConfig) -> int:
@@ -74,7 +88,7 @@ def runs(cfg: DictConfig) -> int:
 
 
 def tell(folder: Path, sort: str | None = None, descending: bool | None = None, output_dir: Path | None = None) -> int:
-    """Prints the table and writes its files; the number of cells that have not finished.
+    """Prints the table and writes its files; the number of runs of a sweep that have not finished.
 
     Args:
         folder: of a sweep, or of runs.
@@ -85,105 +99,79 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     Raises:
         MetaTTTError: as `runs`.
     """
-    found = list(collect(folder))
+    found = list(collect(folder, DEPTH))
     if not found:
         raise MetaTTTError(f"{folder} holds no runs: give the folder of a sweep, or one that holds runs")
-    columns = _metrics(found)
+    named = {name for run in found for row in run.rows for name, value in row.items() if value and name != STEP}
+    columns = sorted(named, key=lambda name: (not name.startswith("validation/"), name))
     if sort is not None and sort not in columns:
         raise MetaTTTError(
             f"sort={sort} is not a column of the runs: choose from {', '.join(columns) or 'none: they have no metrics yet'}"
         )
-    usual = [one for one in (*PREFERRED, *columns) if one in columns and one.startswith("validation/")]
-    by = sort or next(iter(usual), STEP)
+    by = sort or next((one for one in (*PREFERRED, *columns) if one in columns and one.startswith("validation/")), STEP)
     down = by.endswith(LARGER_IS_BETTER) if descending is None else descending
     found.sort(key=lambda run: (math.isnan(run.final(by)), -run.final(by) if down else run.final(by), run.name))
     keys = list(dict.fromkeys(key for run in found for key in run.swept))
     shown = [column for column in columns if column.startswith("validation/") or column.endswith("_per_second")]
     shown.sort(key=lambda column: (column != by, not column.startswith("validation/")))
+    told_apart = len({tuple(run.swept.items()) for run in found}) == len(found) and all(run.swept for run in found)
+    few = [*([] if told_apart else ["run"]), *keys, "state", STEP, *shown]
+    every = ["run", *keys, "state", STEP, *columns]
+    means = _over_seeds(found, keys, by) if told_apart else []
+    tables = [
+        [few, *(run.texts(few) for run in found)],
+        *([[list(means[0]), *(list(row.values()) for row in means)]] if means else []),
+    ]
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:  # a file has no width
         console.width = 160
-    told_apart = len({tuple(run.swept.items()) for run in found}) == len(found) and all(run.swept for run in found)
-    few = [*(() if told_apart else FIXED[:1]), *keys, *FIXED[1:], *shown]
-    console.print(_table(f"{folder}, by {by}", few, [_cells(run, few) for run in found]))
-    means = _over_seeds(found, keys, by) if told_apart else []
-    if means:
-        console.print(_table("over seeds", list(means[0]), [list(row.values()) for row in means]))
+    for title, (head, *lines) in zip((f"{folder}, by {by}", "over seeds"), tables, strict=False):
+        table = Table(*(one.replace("validation/", "") for one in head), title=title, title_justify="left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
     for run in found:
         if run.message:
             console.print(f"{run.name}: {run.state}: {run.message}", markup=False)
-    _write(output_dir or folder, found, [FIXED[0], *keys, *FIXED[1:], *columns], few, means, by, console)
+    home = output_dir or folder
+    home.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([every, *(run.texts(every, 8) for run in found)])
+    write_whole(home / FILES[0], text.getvalue().encode())
+    write_whole(home / FILES[1], "\n".join(map(_markdown, tables)).encode())
+    if line := absence("matplotlib", extra="train", what="a picture"):
+        console.print(line, markup=False)
+    drawn = line is None and _draw(home / FILES[2], found, by)
+    console.print("  ".join(str(home / name) for name in FILES[: 3 if drawn else 2]), markup=False)
     return sum(run.state not in ("", "finished") for run in found)
 
 
-def collect(folder: Path) -> Iterator[Run]:
-    """The runs below a folder, and the cells of its sweep that have not begun.
+def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Iterator[Run]:
+    """The runs below a folder.
 
     Raises:
         MetaTTTError: a file of a sweep that is damaged.
     """
-    begun = []
-    for path in _folders(folder, DEPTH):
-        cell, log = read_cell(path), path / "metrics.csv"
-        rows = read_rows(log)[0] if log.is_file() else []
-        state = "" if cell is None else "unfinished" if cell.state == "running" else cell.state
-        swept = {} if cell is None else _pairs(cell.swept)
-        if cell is not None:
-            begun.append(sorted(cell.swept))
-        yield Run(str(path.relative_to(folder)), state, swept, rows, cell.message if cell else "")
-    planned = read_sweep(folder)
-    for overrides in planned.cells if planned else ():
-        if sorted(overrides) not in begun:
-            yield Run("+".join(overrides), "missing", _pairs(overrides), [])
-
-
-def _folders(folder: Path, depth: int) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if not path.is_dir() or path.is_symlink() or path.name.startswith("."):
             continue
-        if any((path / name).is_file() for name in (CELL, OUTPUT, "metrics.csv", "run.yaml")):
-            yield path
-        elif depth > 1:
-            yield from _folders(path, depth - 1)
+        log = path / "metrics.csv"
+        if not any(one.is_file() for one in (path / CELL, log, path / "run.yaml")):
+            if depth > 1:
+                yield from collect(path, depth - 1, home or folder)
+            continue
+        cell = read_cell(path)
+        pairs = [one.partition("=") for one in cell.swept] if cell else []
+        swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
+        state = "" if cell is None else "unfinished" if cell.state == "running" else cell.state
+        rows = read_rows(log)[0] if log.is_file() else []
+        yield Run(str(path.relative_to(home or folder)), state, swept, rows, cell.message if cell else "")
 
 
-def _pairs(overrides: Sequence[str]) -> dict[str, str]:
-    return {key.lstrip("+"): value.strip("'\"") for key, _, value in (one.partition("=") for one in overrides)}
-
-
-def _metrics(found: Sequence[Run]) -> list[str]:
-    """The columns of the logs that have a value in any."""
-    names = dict.fromkeys(
-        name for run in found for row in run.rows for name, value in row.items() if value and name != STEP
-    )
-    return sorted(names, key=lambda name: (not name.startswith("validation/"), name))
-
-
-def _cells(run: Run, columns: Sequence[str], digits: int = 4) -> list[str]:
-    """The values of a run, as they are shown."""
-    plain = {"run": run.name, "state": run.state, **run.swept}
-    texts = []
-    for column in columns:
-        value = run.final(column)
-        if column in plain:
-            texts.append(plain[column])
-        elif math.isnan(value):
-            texts.append("" if not run.rows or not any(row.get(column) for row in run.rows) else "nan")
-        elif value == int(value) and abs(value) < 1e15:
-            texts.append(str(int(value)))
-        else:
-            texts.append(f"{value:.{digits}f}" if 1e-3 < abs(value) < 1e4 else f"{value:.{digits}g}")
-    return texts
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        numeric = column not in ("run", "state") and all(_is_number(row[columns.index(column)]) for row in rows)
-        table.add_column(column.replace("validation/", ""), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _number(value: float, digits: int) -> str:
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.{digits}f}" if 1e-3 < abs(value) < 1e4 else f"{value:.{digits}g}"
 
 
 def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict[str, str]]:
@@ -210,53 +198,41 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict
     return rows
 
 
-def _write(
-    folder: Path,
-    found: Sequence[Run],
-    every: Sequence[str],
-    few: Sequence[str],
-    means: Sequence[dict[str, str]],
-    by: str,
-    console: Console,
-) -> None:
-    """The table as CSV with every column, and as Markdown; the curves as PNG."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows([every, *(_cells(run, every, 8) for run in found)])
-        write_whole(folder / FILES[0], text.getvalue().encode())
-        tables = [_markdown(few, [_cells(run, few) for run in found])]
-        if means:
-            tables.append(_markdown(list(means[0]), [list(row.values()) for row in means]))
-        write_whole(folder / FILES[1], "\n".join(tables).encode())
-        if line := absence("matplotlib", extra="train", what="a picture"):
-            console.print(line, markup=False)
-        elif not draw(folder / FILES[2], [(_label(run), _curve(run, by)) for run in found], by):
-            console.print(f"{folder / FILES[0]}  {folder / FILES[1]}", markup=False)
-        else:
-            console.print("  ".join(str(folder / name) for name in FILES), markup=False)
-    except OSError as error:
-        raise MetaTTTError(
-            f"{folder} cannot be written to: {error.strerror}; choose another with output_dir=<folder>"
-        ) from error
+def _markdown(table: Lines) -> str:
+    head, *lines = table
+    return "".join(
+        f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |\n"
+        for line in [head, ["---"] * len(head), *lines]
+    )
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(columns), ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |\n" for line in lines)
-
-
-def _label(run: Run) -> str:
-    return ", ".join(f"{key}={value}" for key, value in run.swept.items()) or run.name
-
-
-def _curve(run: Run, column: str) -> list[tuple[int, float]]:
-    rows = [row for row in run.rows if row.get(column) and (of_validation(row) or not column.startswith("validation/"))]
-    return [(int(row[STEP]), float(row[column])) for row in rows if math.isfinite(float(row[column]))]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return not text or float(text) is not None
-    except ValueError:
+def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:
+    """Draws a metric of the runs against the steps, the best dark and on top; whether there was anything to draw."""
+    curves = [(run, [point for point in run.curve(metric) if math.isfinite(point[1])]) for run in found]
+    curves = [(run, points) for run, points in curves if points]
+    if not curves:
         return False
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (run, points) in enumerate(curves):
+        label = ", ".join(f"{key}={value}" for key, value in run.swept.items()) or run.name
+        colour = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(curves) - 1))
+        named = {"label": label} if place < NAMED_RUNS else {}
+        axes.plot(
+            *zip(*points, strict=True),
+            color=colour,
+            marker="osv^D<>pPX*h"[place % 12],
+            markersize=4,
+            zorder=-place,
+            **named,
+        )
+    axes.set(xlabel="outer-loop steps", ylabel=metric)
+    axes.grid(alpha=0.3)
+    axes.legend(
+        fontsize="small", title=None if len(curves) <= NAMED_RUNS else f"the best {NAMED_RUNS} of {len(curves)}"
+    )
+    figure.savefig(file, format="png")
+    return True

@@ -40,6 +40,8 @@ class Answer(NamedTuple):
         if self.code != 2:
             return f"exit code {self.code}"
         before, error, message = self.err.rpartition("error: ")
+        if "this looks like a bug" in message:
+            return message[:300]
         if not error or "Traceback" in before + message:
             return f"no line that begins with `error:` but {self.err[-300:]!r}"
         if len(message.strip().splitlines()) > MAX_LINES or not message.strip():
