@@ -137,7 +137,8 @@ def test_without_the_extra(
 
 @pytest.mark.slow
 def test_wandb_without_a_login(here: Path) -> None:
-    code = "import os, sys; os.environ |= {'HOME': os.getcwd(), 'NETRC': os.getcwd() + '/none'}; [os.environ.pop(name, None) for name in ('WANDB_API_KEY', 'WANDB_MODE')]\n"
+    code = "import os, sys; os.environ |= {'HOME': os.getcwd(), 'NETRC': os.getcwd() + '/none'}\n"
+    code += "[os.environ.pop(name, None) for name in ('WANDB_API_KEY', 'WANDB_MODE')]\n"
     code += f"from metattt.cli import main; sys.exit(main(['train', *{TINY!r}, 'logger=wandb', 'trainer.max_steps=1']))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
