@@ -88,7 +88,7 @@ def test_a_second_ctrl_c_stops_at_once_and_says_what_is_kept(tmp_path: Path) -> 
 )
 def test_when_a_process_dies_or_hangs_the_others_stop(strategy: str, number: int, which: int, tmp_path: Path) -> None:
     run = Run(
-        tmp_path, "time.sleep(0.2)", f"trainer={strategy}", "trainer.devices=2", "trainer.strategy.timeout_minutes=0.2",
+        tmp_path, "time.sleep(0.2)", f"trainer={strategy}", "trainer.devices=2", "trainer.strategy.timeout_minutes=1",
         "trainer.max_steps=100000", "trainer.val_check_interval=100000",
     )  # fmt: skip
     run.until(run.marker.exists)
@@ -96,9 +96,9 @@ def test_when_a_process_dies_or_hangs_the_others_stop(strategy: str, number: int
     began = time.monotonic()
     os.kill(child if which else run.process.pid, number)
     if which:
-        assert run.process.wait(60)
+        assert run.process.wait(150)
     while not is_gone(child):
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 150
         time.sleep(0.1)
     errors = [line for line in run.errors.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith("error: another process of the run has died or does not answer"), errors
