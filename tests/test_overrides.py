@@ -438,9 +438,9 @@ def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
     with pytest.raises(MetaTTTError, match="`interrupt` is not a field of callbacks"):
         compose("callbacks.interrupt=null")
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "quiet.yaml").write_text("# @package _global_\ncallbacks:\n  watch: null\nlogger:\n  csv: null\n")
+    (tmp_path / "experiment" / "quiet.yaml").write_text("# @package _global_\ncallbacks:\n  loss_curve: null\nlogger:\n  csv: null\n")
     cfg = compose("experiment=quiet", f"hydra.searchpath={tmp_path}")
-    assert set(cfg.callbacks) == set(default.callbacks) - {"watch"} and not cfg.logger
+    assert set(cfg.callbacks) == set(default.callbacks) - {"loss_curve"} and not cfg.logger
 
 
 def test_several_loggers_at_once() -> None:

@@ -171,7 +171,7 @@ def test_noise_is_added_with_its_deviation() -> None:
         (lambda: train(compose("experiment=in_context", "data.features=3")), "model.in_features=4"),
         (lambda: train(compose(*RECALL, "training=zeroth_order")), "training=adamw"),
         (lambda: train(compose(*RECALL, "batch_tokens=64")), "batch_tokens"),
-        (lambda: train(compose(*RECALL, "callbacks.stop_at.mode=most")), "callbacks.stop_at.mode"),
+        (lambda: train(compose(*RECALL, "callbacks.stop_at.mode=most")), "callbacks.stop_at"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(make: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,8 @@ def test_regression_in_pieces_is_one_pass_and_sees_no_later_token(layer: str) ->
 
 
 def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(tmp_path: Path) -> None:
-    run = (*RECALL, "training.lr=2e-2", "trainer.max_steps=200", "trainer.val_check_interval=10", "callbacks.stop_at.threshold=0.6")
+    ends = "callbacks.stop_at.stopping_threshold=0.6"
+    run = (*RECALL, "training.lr=2e-2", "trainer.max_steps=200", "trainer.val_check_interval=10", ends)
     assert train(compose(*run, f"output_dir={tmp_path / 'run'}")) == 0
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["validation/accuracy"]]
@@ -224,8 +225,8 @@ def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(t
         evaluate(compose(f"checkpoint={tmp_path / 'run'}", "split=train", "device=cpu", job="eval"))
     with pytest.raises(MetaTTTError, match=r"data\.path=x does not apply"):
         evaluate(compose(f"checkpoint={tmp_path / 'run'}", "data.path=x", "device=cpu", job="eval"))
-    with pytest.raises(MetaTTTError, match=r"callbacks\.stop_at\.metric=validation/top1 is not logged"):
-        train(compose(*run, "callbacks.stop_at.metric=validation/top1", f"output_dir={tmp_path / 'other'}"))
+    with pytest.raises(RuntimeError, match=r"validation/top1. which is not available"):  # in Lightning's words
+        train(compose(*run, "callbacks.stop_at.monitor=validation/top1", f"output_dir={tmp_path / 'other'}"))
 
 
 def results_of(run: Path) -> list[list[str]]:

@@ -54,7 +54,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_stacks.py::test_a_stopped_run": (),
     "test_sweeps.py": (),
     "test_tokenizers_damaged.py": (),
-    "test_watch.py": (),
 }
 
 

@@ -21,7 +21,10 @@ from metattt.registry import PARAMETERS
 DEEPEST, MOST_VALUES, LONGEST_TEXT = 32, 20_000, 100_000
 REFERENCE = re.compile(r"\$\{\w+(\.\w+)*\}")  # to another value of the configuration; nothing that is computed
 
-LIBRARIES = ("lightning.Trainer", "lightning.pytorch.callbacks.ModelCheckpoint", "lightning.pytorch.loggers.CSVLogger")
+LIBRARIES = (
+    "lightning.Trainer", "lightning.pytorch.callbacks.ModelCheckpoint", "lightning.pytorch.callbacks.EarlyStopping",
+    *(f"lightning.pytorch.loggers.{name}" for name in ("CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger")),
+)  # fmt: skip
 """Classes of libraries that configurations of ours name."""
 
 MODULE = re.compile(r"torch\.nn\.[A-Z]\w*")

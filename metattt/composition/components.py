@@ -15,6 +15,12 @@ COMPONENTS = ("metattt.learners", "metattt.tasks", "metattt.optimizers", "metatt
 
 TRAINER = "lightning.Trainer"
 
+LOGGERS = {
+    "WandbLogger": "name save_dir id offline project entity group tags notes job_type",
+    "MLFlowLogger": "experiment_name run_name run_id tracking_uri tags artifact_location",
+}
+"""Loggers of Lightning, and the keys that a configuration may set: all others go to their libraries as they are."""
+
 JOB_COMPONENTS = {
     "train": ("metattt.models", "metattt.data", "metattt.training"),
     "language_model": ("metattt.models",),
@@ -66,5 +72,7 @@ def _read_libraries() -> None:
     Trainer."""
     store("layer", "ttt_layer", "metattt.layer.TTTLayer", constructor("metattt.layer", "TTTLayer"))
     store("layer", "combined", "metattt.combined.Combined", constructor("metattt.combined", "Combined"))
+    for target, keys in LOGGERS.items():
+        PARAMETERS[f"lightning.pytorch.loggers.{target}"] = dict.fromkeys(keys.split(), ())
     with suppress(Unreadable):  # not installed, or of another version: then a new argument needs Hydra's `+`
         PARAMETERS[TRAINER] = {one.name: () for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")}

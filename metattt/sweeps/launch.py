@@ -31,7 +31,7 @@ from metattt.sweeps.record import Sweep, difference, read_sweep, same, write_swe
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
-OF_THE_SWEEP = ("output_dir", "resume", "overwrite", "replay")
+OF_THE_SWEEP = ("output_dir", "resume", "overwrite")
 """Keys of a command that a sweep sets, or that only a single run has."""
 
 LIBRARIES = ("joblib", "loky", "submitit", "optuna", "hydra_plugins", "sqlalchemy")

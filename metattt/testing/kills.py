@@ -31,7 +31,7 @@ STEPS = 24
 TINY = (
     "dim=16", "num_heads=2", "model.num_layers=1", "optimizer.mini_batch_size=8", "data.context_length=32", "data.batch_size=4",
     f"trainer.max_steps={STEPS}", "trainer.val_check_interval=8", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
-    "callbacks.checkpoint.every_steps=3", "callbacks.watch.patience=30", "~callbacks.loss_curve", "sample=false", "resume=auto",
+    "callbacks.checkpoint.every_steps=3", "~callbacks.loss_curve", "sample=false", "resume=auto",
 )  # fmt: skip
 DISTURBED = 4  # times that one run is disturbed, before it may end
 STOP_SECONDS = 60  # within which the other processes stop when one is killed

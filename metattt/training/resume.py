@@ -22,15 +22,9 @@ from metattt.data.stream import StreamData
 from metattt.data.windows import WindowData
 from metattt.errors import MetaTTTError
 
-RESUMABLE = (
-    "trainer",
-    "callbacks",
-    "logger",
-    "sample",
-    "on_divergence",
-)  # parts of the configuration that a resumed run may change
+RESUMABLE = ("trainer", "callbacks", "logger", "sample", "on_divergence")  # parts that a resumed run may change
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
-OF_THE_COMMAND = ("resume", "replay", "overwrite", "output_dir", "given", "name", "trust", "objective")
+OF_THE_COMMAND = ("resume", "overwrite", "output_dir", "given", "name", "trust", "objective")
 PATHS = ("path", "folder", "dirpath", "save_dir", "default_root_dir")  # keys of what they write
 WRITE = ("trainer", "callbacks", "logger")  # parts that write files
 PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what a choice of trainer=<name> is about

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +33,6 @@ from metattt.registry import register
 from metattt.training.batches import shares
 from metattt.training.building import Builder
 from metattt.training.checkpoint_files import write_run
-from metattt.training.launchers import Launcher
 
 
 def build_divided(
@@ -78,21 +78,18 @@ class FullyShardedData(ModelParallelStrategy):
     Args:
         tensor_ranks: processes that divide the heads of every layer and the features of every SwiGLU; they read the
             same windows. Must divide the number of processes.
+        timeout_minutes: that a process waits for another that hangs, before the run ends.
 
     Raises:
         MetaTTTError: a number below 1.
     """
 
-    def __init__(self, tensor_ranks: int = 1) -> None:
+    def __init__(self, tensor_ranks: int = 1, timeout_minutes: float = 30.0) -> None:
         if tensor_ranks < 1:
             raise MetaTTTError(f"trainer.tensor_ranks={tensor_ranks} is not allowed: it must be at least 1")
-        super().__init__(tensor_parallel_size=tensor_ranks, save_distributed_checkpoint=True)
+        timeout = timedelta(minutes=timeout_minutes)
+        super().__init__(tensor_parallel_size=tensor_ranks, save_distributed_checkpoint=True, timeout=timeout)
         self.tensor_ranks = tensor_ranks
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         self._data_parallel_size = shares(self.num_nodes * self.num_processes, tensor_ranks=self.tensor_ranks)
