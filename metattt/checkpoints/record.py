@@ -17,7 +17,7 @@ from metattt.io import inside, read_text
 
 RECORD = "metattt"  # the entry of a run's checkpoint
 PUBLISHED_CONFIG = "config.json"  # the configuration of a published model
-VERSION = 3  # of the format; no other is read
+VERSION = 4  # of the format; no other is read
 PARTS = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer", "callbacks", "logger")
 LONGEST_YAML = 2**20  # bytes
 

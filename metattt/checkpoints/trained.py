@@ -71,7 +71,7 @@ def read_checkpoint(path: str | Path, tensors: Tensors = "all") -> dict[str, Any
         MetaTTTError: no such file, one that is truncated, damaged or of another program or version.
     """
     file = find_checkpoint(path)
-    return _checked(file, read_content(file, tensors, tensors != "all"))
+    return _checked(file, read_content(file, tensors))
 
 
 def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: Collection[str] = ()) -> Trained:
@@ -87,7 +87,7 @@ def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: C
     """
     file = find_checkpoint(path)
     if is_checkpoint(file) or not (file.parent / PUBLISHED_CONFIG).is_file():
-        return _of_run(file, _checked(file, read_content(file, "none", mmap=True)), skip, trust)
+        return _of_run(file, _checked(file, read_content(file, "none")), skip, trust)
     return _theirs(file, trust)
 
 
@@ -102,7 +102,7 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
         MetaTTTError: as `open_trained`; names or shapes that are neither ours nor published.
     """
     file = find_checkpoint(path)
-    content = read_content(file, "weights", mmap=True)
+    content = read_content(file, "weights")
     if RECORD in content:
         about = _of_run(file, _checked(file, content), (*OF_TRAINING, "data"), trust)
         of_run = "global_step" in content
