@@ -345,15 +345,10 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"learner__bias": "maybe"}, "learner=linear: .*maybe"),
         ({"learner___recursive_": False}, "the key `_recursive_` for learner=linear, which a file may not set"),
         ({"model__vocab_size": [1]}, "model=language_model"),
-        ({"task__loss": "none of them"}, "choose from"),
         ({"dim": "${oc.env:HOME}"}, r"only \$\{key\} is filled in"),
         ({"dim": "${hydra:runtime.cwd}"}, r"only \$\{key\} is filled in"),
         ({"dim": "${num_heads}", "num_heads": "${dim}"}, "cannot be read as a configuration"),
-        ({"dim": "x" * 200_000}, "a text of 200,000 characters"),
-        ({"dim": 10**30}, "too large"),
-        ({"a b; c": 1}, "keys are names"),
         ({"layer": []}, "`layer` is no part"),
-        ({"task": {str(i): i for i in range(30_000)}}, "too deeply or too long"),
     ],
 )
 def test_what_a_configuration_may_not_say(changes: dict[str, Any], message: str) -> None:
@@ -393,10 +388,12 @@ def test_no_size_is_believed(tmp_path: Path) -> None:
         ("model__num_layers", 10**9, r"num_layers=1,000,000,000, and \d+ at most"),
         ("model__ffn_dim", 2**40, "does not fit"),
         ("optimizer__steps", 10**9, "steps=1,000,000,000"),
+        ("model__ffn_dim", 10**30, "ffn_dim=10+ is not allowed"),
+        ("task__loss", "none of them", "choose from"),
     ):
-        write_model(tmp_path / key, config(**{key: value}), weights, None)
+        write_model(tmp_path / f"{key}={value}", config(**{key: value}), weights, None)
         with pytest.raises(MetaTTTError, match=message) as error:
-            load_model(tmp_path / key)
+            load_model(tmp_path / f"{key}={value}")
         assert len(str(error.value).splitlines()) == 1
     write_model(tmp_path / "whole", config(), weights, None)
     loaded, _ = load_model(tmp_path / "whole")

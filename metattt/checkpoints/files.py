@@ -21,11 +21,7 @@ from metattt.io import check_own, inside, path_of, read_object
 
 Tensors = Literal["all", "weights", "small", "none"]
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it
-PUBLISHED = (
-    f"{SAFETENSORS}.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)  # other names that releases have
+PUBLISHED = (f"{SAFETENSORS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")  # names that releases have
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -49,26 +45,19 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
     if given.is_file() or ours.is_checkpoint(given):
         return given
     if not given.is_dir():
-        raise MetaTTTError(
-            f"no checkpoint: {path} does not exist; give a run's folder, a checkpoint in it, or a folder or file of weights"
-        )
+        advice = "give a run's folder, a checkpoint in it, or a folder or file of weights"
+        raise MetaTTTError(f"no checkpoint: {path} does not exist; {advice}")
     run = given.parent if given.name == rolling.FOLDER else given
-    if rolling.steps(run):
-        return rolling.newest_good(run, ours.verify) if fall_back else rolling.steps(run)[0][1]
-    for name in (SAFETENSORS, *PUBLISHED):
-        if (one := given / name).is_file():
-            return one
-    files = sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
+    if found := rolling.steps(run):
+        return rolling.newest_good(run, ours.verify) if fall_back else found[0][1]
+    files = [one for name in (SAFETENSORS, *PUBLISHED) if (one := given / name).is_file()][:1]
+    files = files or sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
     if len(files) == 1:
         return files[0]
-    if not files:
-        raise MetaTTTError(
-            f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
-        )
-    several = ", ".join(file.name for file in files)
-    raise MetaTTTError(
-        f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
-    )
+    if files:
+        several = ", ".join(file.name for file in files)
+        raise MetaTTTError(f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>")
+    raise MetaTTTError(f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}")
 
 
 def home(checkpoint: Path) -> Path:

@@ -20,14 +20,14 @@ from metattt.state import State
 
 S = TypeVar("S")
 
-FORMAT, VERSION = "metattt state", 2
+FORMAT, VERSION = "metattt state", 1
 KIND = "kind"  # the entry that says which named tuple a dictionary stands for
 
 
 def kinds() -> dict[str, Any]:
     """The named tuples that a state may be made of, by name: those that torch itself may make of a file."""
-    known = {one.__name__: one for one in torch.serialization.get_safe_globals() if isinstance(one, type) and hasattr(one, "_fields")}
-    return known | {cls.__name__: cls for cls in (State, LanguageModelState)}
+    known = [one for one in torch.serialization.get_safe_globals() if isinstance(one, type) and hasattr(one, "_fields")]
+    return {one.__name__: one for one in (*known, State, LanguageModelState)}
 
 
 def write_state(path: str | Path, state: Any, model: nn.Module | None = None) -> None:
@@ -120,8 +120,7 @@ def _fits(cls: type, read: Mapping[str, Any]) -> bool:
     """Whether fields have the types that they must have; shapes are compared by the layer that goes on from them."""
     if cls is LanguageModelState:
         layers, tails = read["layers"], read["tails"]
-        same = isinstance(layers, tuple) and isinstance(tails, tuple) and len(layers) == len(tails)
-        return same and all(tail is None or isinstance(tail, Tensor) for tail in tails)
+        return isinstance(layers, tuple) and isinstance(tails, tuple) and len(layers) == len(tails)
     if cls is not State:
         return True
     parts = [read[name] for name in ("task", "optimizer", "learner")]
