@@ -75,7 +75,14 @@ class _Writer(HuggingFaceStorageWriter):
             items = [item for item in plan.items if (item.index.fqn in self.weights) == (kind == MODEL)]
             if not items:
                 continue
-            tensors = {item.index.fqn: alone(planner.resolve_data(item)) for item in items}  # type: ignore[arg-type]
+            tensors: dict[str, Tensor] = {}
+            seen = {0}  # of tensors without elements
+            for item in items:
+                tensor = alone(planner.resolve_data(item))  # type: ignore[arg-type]
+                if tensor.data_ptr() in seen:  # tied and divided: every name has its own
+                    tensor = tensor.clone()
+                seen.add(tensor.data_ptr())
+                tensors[item.index.fqn] = tensor
             places = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}  # type: ignore[union-attr]
             file = self.new / (f"{kind}-{number:05}-of-{count:05}.safetensors" if count > 1 else f"{kind}.safetensors")
             save(file, tensors, {PLACES: json.dumps(places)})
@@ -187,4 +194,5 @@ def _about(file: Path) -> dict[str, Any]:
 def _reason(error: BaseException) -> str:
     full = "No space left" in str(error)
     advice = "; the disk is full: free some, or choose a folder on another disk" if full else ""
-    return f"{getattr(error, 'strerror', None) or error}{advice}"
+    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return f"{said.splitlines()[0]}{advice}"
