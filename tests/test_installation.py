@@ -190,7 +190,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
     ours = {"metattt", "fla"}  # fla: a peer that benchmarks time where it is
     core = {
         "hydra-core" if name == "hydra" else name
-        for name in ("torch", "triton", "numpy", "hydra", "omegaconf", "rich", "safetensors", "xxhash")
+        for name in ("torch", "triton", "numpy", "hydra", "omegaconf", "rich", "safetensors", "xxhash", "filelock")
     }
     assert names(PROJECT["dependencies"]) == core | {"pyyaml"}
     importable = {"hydra" if name == "hydra-core" else name for name in core} | {"yaml"}

@@ -26,7 +26,7 @@ from metattt.hf.card import CARD, model_card
 from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
 from metattt.hf.tokenizer import to_transformers
-from metattt.io import sync, write_text
+from metattt.io import sync, write_whole
 from metattt.optional import need
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,7 +109,7 @@ def write_folder(
         tied = set(made.all_tied_weights_keys)
         weights = {name: one for name, one in made.state_dict().items() if name not in tied}
         write_tensors(folder / SAFETENSORS, weights)
-        write_text(folder / CARD, model_card(made, target.absolute().name, context))
+        write_whole(folder / CARD, model_card(made, target.absolute().name, context).encode())
         for file in folder.iterdir():
             sync(file)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.folder import MODEL, STATES, TRAINING, load_parts, read_content, verify
+from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights
 from metattt.checkpoints.plain import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import MetaTTTError
@@ -131,15 +132,21 @@ class FullyShardedData(ModelParallelStrategy):
         their checksums, then reads its part of the tensors."""
         folder = Path(self.broadcast(str(checkpoint_path)))
         self._verify_together(folder)
-        content, plain = read_checkpoint(folder, "none"), read_content(folder)
+        content, plain = read_checkpoint(folder, "small"), read_content(folder)
         options = self._options()
-        model = get_model_state_dict(self._module, options=options)
-        load_parts(folder, plain, MODEL, cast(dict[str, Tensor], model))
-        set_model_state_dict(self._module, model, options=options)
+        model = cast(dict[str, Tensor], get_model_state_dict(self._module, options=options))
+        stored, parts = weights(plain), {}
+        for name, tensor in model.items():  # of a weight with several names one was written
+            parts.setdefault(stored.get(name, name), tensor)
+        load_parts(folder, parts, together=True)
+        with torch.no_grad():
+            for name, tensor in model.items():
+                tensor.copy_(parts[stored.get(name, name)])
+        set_model_state_dict(self._module, cast(dict[str, Any], model), options=options)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, content.pop(STATES, []), strict=False)):
             tensors: dict[str, Tensor] = {}  # before its first step too: zeros then
             take_apart(self.optimizer_state(optimizer)["state"], tensors, f"{STATES}/{index}/state")
-            load_parts(folder, plain, TRAINING, tensors)
+            load_parts(folder, tensors, together=True)
             state = put_together(plain["content"][STATES][index]["state"], tensors)
             self._set_state(optimizer, state, saved["param_groups"], options)
         return content
@@ -147,7 +154,7 @@ class FullyShardedData(ModelParallelStrategy):
     def _verify_together(self, folder: Path) -> None:
         problem = None
         try:
-            verify(folder, (self.global_rank, self.world_size))
+            verify(folder, share=(self.global_rank, self.world_size))
         except MetaTTTError as error:
             problem = str(error)
         problems: list[Any] = [problem]
