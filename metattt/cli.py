@@ -37,7 +37,7 @@ COMMANDS = {  # name: (what it does, module, function)
     ),
     "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.generation.generate", "generate"),
     "prepare": (
-        "text to shards of tokens for data=shards: source=<files or dataset> target=<new folder>",
+        "text to a file of tokens for data=shards: source=<files or dataset> target=<new folder>",
         "metattt.data.prepare",
         "prepare",
     ),

@@ -26,7 +26,7 @@ from metattt.metrics_file import CLOCK
 from metattt.training.callbacks import LossCurve
 from metattt.training.checkpoint_files import write_run
 from metattt.training.picture import plot
-from metattt.training.text_module import AdamW
+from metattt.training.recipes import AdamW
 from metattt.training.train import train
 
 TINY = (

@@ -18,7 +18,8 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
-from metattt.training.text_module import AdamW, LanguageModeling
+from metattt.training.recipes import AdamW
+from metattt.training.text_module import LanguageModeling
 from metattt.training.truncated import truncated_loss
 
 BOUND = 1e-9  # relative, float64

@@ -46,7 +46,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_loggers.py": (),
     "test_long_runs.py": (),
     "test_prepare.py": ("test_a_split_without_documents", "test_the_shards_hold"),
-    "test_prepare_stopped.py": (),
     "test_published.py::test_presets_have_the_published_numbers_of_parameters": ("[125m]",),
     "test_reproduce.py": (),
     "test_shards_damaged.py": (),

@@ -3,12 +3,14 @@ inner loops."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -21,10 +23,10 @@ from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.manifest import MANIFEST
 from metattt.data.shards import ShardData
 from metattt.data.text import TextData
-from metattt.data.tokenizers import fingerprint, tokenizer_of
+from metattt.data.tokenizers import tokenizer_of
 from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, NotFinite, check_choice
-from metattt.evaluation import by_position, images, sequences
+from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.output import claim
 from metattt.measures import inner_loss
@@ -103,14 +105,12 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     if chosen.tasks:
         return _evaluate_tasks(chosen, files, names, console)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
-    if any("num_classes" in one.config.model for one in known):
-        return images.evaluate(chosen, files, names, known, device, trust, console)
-    if any(sequences.is_of_sequences(one) for one in known):
-        return sequences.evaluate(chosen, files, names, known, device, trust, console)
+    for module in filter(None, map(scored_by, known)):  # of other data than text
+        return importlib.import_module(module).evaluate(chosen, files, names, known, device, trust, console)  # type: ignore[no-any-return]
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
-        if fingerprint(tokenizer) != fingerprint(tokenizers[0]):
+        if tokenizer.identity != tokenizers[0].identity:
             raise MetaTTTError(f"{names[0]} and {name} have different tokenizers: they cannot be compared by position")
     for name, text in zip(names[1:], texts[1:], strict=True):
         _check_same_text(texts[0], text, names[0], name, split)
@@ -150,6 +150,13 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     if line := _no_pictures():
         console.print(line, markup=False)
     return scores
+
+
+def scored_by(model: Trained) -> str | None:
+    """The module that scores a model, as the data of its run says; None: it is a model of text."""
+    if "data" not in model.config:
+        return "metattt.evaluation.images" if "num_classes" in model.config.model else None
+    return getattr(hydra.utils.get_class(model.config.data["_target_"]), "scored_by", None)
 
 
 def _evaluate_tasks(
@@ -258,15 +265,8 @@ def _tokenizer(model: Trained, given: str | None) -> Tokenizer:
 
 def _data(text: dict[str, Any], tokenizer: Tokenizer) -> WindowData:
     """The data module of a text, with the tokens of the model; what it refuses becomes one line."""
-    data = instantiate_part(OmegaConf.create({"data": text}), "data")
-    if isinstance(data, TextData):
-        data.tokenizer = tokenizer
-    else:
-        data.setup()
-        if fingerprint(data.tokenizer) != fingerprint(tokenizer):
-            raise MetaTTTError(
-                f"the shards of {data.source} have other tokens than the model: prepare them with the model's tokenizer"
-            )
+    data: WindowData = instantiate_part(OmegaConf.create({"data": text}), "data")
+    data.read_as(tokenizer)
     return data
 
 

@@ -44,12 +44,6 @@ class SequenceScores(NamedTuple):
     sequences: int
 
 
-def is_of_sequences(model: Trained) -> bool:
-    """Whether a checkpoint is of a run on synthetic sequences."""
-    target = model.config.data.get("_target_") if "data" in model.config else None  # of a registered component, or trusted
-    return target is not None and issubclass(hydra.utils.get_class(target), SequenceData)
-
-
 def evaluate(
     chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], known: Sequence[Trained], device: torch.device,
     trust: Collection[str], console: Console,
@@ -93,7 +87,8 @@ def evaluate(
 
 
 def _source(file: Path, model: Trained, changes: EvalData) -> dict[str, Any]:
-    if not is_of_sequences(model):
+    target = model.config.data.get("_target_") if "data" in model.config else None  # of a registered component, or trusted
+    if target is None or getattr(hydra.utils.get_class(target), "scored_by", None) != __name__:
         raise MetaTTTError(f"{file} was not trained on synthetic sequences, and others were: evaluate them one after the other")
     for key, value in vars(changes).items():
         if value is not None:

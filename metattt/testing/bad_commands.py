@@ -493,7 +493,6 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         """
         target=<@file|/proc/nobody|@text|@file/below>
         target=@new validation_fraction=<-1|1|nan|abc>
-        target=@new shard_bytes=<0|-1|abc>
         target=@new workers=<0|-1|abc|1000000>
         target=@new seed=<-1|abc>
         target=@new tokenizer=<@nowhere|@file|@damaged>

@@ -24,8 +24,6 @@ from rich.console import Console
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.rolling import path_of
 from metattt.composition.instantiate import instantiate_part
-from metattt.data.images import Images
-from metattt.data.sequences import SequenceData
 from metattt.data.sources import is_local
 from metattt.errors import MetaTTTError
 from metattt.optional import need
@@ -34,17 +32,14 @@ from metattt.training.callbacks import LossCurve
 from metattt.training.checkpoint_files import CheckpointFiles
 from metattt.training.csv_log import CSVLog
 from metattt.training.data_module import ForLightning
-from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
 from metattt.training.launchers import is_first, processes, started_by_the_run
 from metattt.training.resume import OF_THE_COMMAND, check_same_data
 from metattt.training.run import Start, check_given, open_run, start, write_configuration
 from metattt.training.saving import Checkpoints, validates_again
-from metattt.training.sequence_job import SequenceJob
 from metattt.training.sharding import FullyShardedData
 from metattt.training.signals import Interrupted
-from metattt.training.text_job import TextJob
 
 C = TypeVar("C")
 OUTSIDE = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
@@ -55,7 +50,7 @@ LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pip
 
 
 def train(cfg: DictConfig) -> int:
-    """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`, `SequenceJob`).
+    """Trains a model, validates it, and prints what came out (`metattt.training.job.Job` of its data).
 
     Args:
         cfg: the configuration, as `metattt.composition.compose.compose(job="train")` makes it.
@@ -89,15 +84,14 @@ def _run(begin: Start, console: Console) -> int:
     cfg, folder, checkpoint, done = begin.cfg, begin.folder, begin.checkpoint, begin.done
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
-    kinds: tuple[tuple[type, Any], ...] = ((Images, ImageJob), (SequenceData, SequenceJob))
-    job: Job[Any, Any] = next((made for kind, made in kinds if isinstance(data, kind)), TextJob)(cfg, data)
+    job: Job[Any, Any] = data.job(cfg)
     if cfg.init_from == "":
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)
     trainer = _trainer(begin)
     if is_first():
         write_configuration(folder, cfg)
-    in_parts = isinstance(trainer.strategy, FullyShardedData) and isinstance(job, TextJob)
+    in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
     model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build

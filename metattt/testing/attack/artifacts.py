@@ -77,7 +77,6 @@ class Artifacts:
                 folder,
                 f"seed={seed}",
                 "validation_fraction=0.3",
-                "shard_bytes=3000",
                 "workers=1",
             )
 

@@ -18,7 +18,6 @@ import torch
 import yaml
 
 from metattt.checkpoints.folder import CONTENT, canonical
-from metattt.data.manifest import write_signed
 from metattt.io import digest
 
 PAYLOADS: dict[str, dict[str, Any]] = {
@@ -135,12 +134,10 @@ def _putting(place: tuple[Any, ...], value: Any) -> Make:
 def _links() -> Iterator[Malicious]:
     for name in ("model.safetensors", CONTENT):
         yield Malicious("links", name, "run", partial(_lead_out, name))
-    yield Malicious("links", "a shard", "shards", partial(_lead_out, "train-000000.bin"))
+    yield Malicious("links", "the tokens", "shards", partial(_lead_out, "tokens.bin"))
     for name in ("../secret", "/etc/hostname", "a/b", "..", ""):
         about = {name: {"bytes": 1, "xxh3": "0"}}
         yield Malicious("names of files", repr(name), "run", _with_files(about))
-    for name in ("../secret.key", "/etc/hostname", "..\\x"):
-        yield Malicious("names of shards", name, "shards", partial(_name_shard, name))
     for part in (("callbacks", "progress", "+path"), ("logger", "csv", "path"), ("callbacks", "checkpoint", "folder")):
         yield Malicious("paths to write to", _dotted(part), "run", _to_canary(part))
 
@@ -165,14 +162,6 @@ def _write(name: str, content: bytes, copy: Path, canary: Path) -> None:
     """Other content in a file of a copy, or in the newest one of its name."""
     file = next((one for one in sorted(copy.rglob(name), reverse=True)), copy / name)
     file.write_bytes(content)
-
-
-def _name_shard(name: str, copy: Path, canary: Path) -> None:
-    """A manifest that names a file elsewhere, signed."""
-    file = copy / "manifest.json"
-    content = json.loads(file.read_text())
-    content["shards"][0]["file"] = name
-    write_signed(file, content)
 
 
 def _pickles() -> Iterator[Malicious]:
