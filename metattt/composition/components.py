@@ -18,8 +18,6 @@ TRAINER = "lightning.Trainer"
 JOB_COMPONENTS = {
     "train": ("metattt.models", "metattt.data", "metattt.training"),
     "language_model": ("metattt.models",),
-    "bench": ("metattt.bench",),
-    "reproduce": ("metattt.reproduce",),
 }
 """The same for one job only."""
 
