@@ -120,7 +120,6 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
         ("experiment=mine", "hydra.searchpath=<folder>"),
         ("hydra.searchpath=nowhere", "there is no folder nowhere"),
         ("hydra.run.dir=x", "output_dir"),
-        ("benchmark=delta", "`benchmark` is not chosen by name in `metattt train`"),
         ("=3", "cannot be read"),
         ("layer=[a,b]", "is not allowed: choose one of atlas"),
     ],
@@ -131,9 +130,7 @@ def test_messages_say_the_way(typed: str, expected: str) -> None:
     assert expected in str(caught.value) and str(caught.value).count("\n") <= 1
 
 
-def test_a_benchmark_must_be_chosen() -> None:
-    with pytest.raises(MetaTTTError, match="`benchmark` is not chosen: `benchmark=<name>` with one of checkpoint, decode, delta, "):
-        compose(job="bench")
+def test_the_checkpoint_says_what_it_is() -> None:
     with pytest.raises(MetaTTTError, match="the checkpoint says what it is"):
         compose("checkpoint=x", "layer=attention", job="eval")
 

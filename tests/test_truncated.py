@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from processes_for_tests import two_processes
+from saved import SavedBytes
 from torch import Tensor, nn
 
-from metattt.bench.saved import SavedBytes
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model

@@ -20,7 +20,7 @@ from metattt.registry import REGISTERED, version_of
 COMPONENT, COMPONENT_VERSION = "_component_", "_version_"
 HOMES = {
     "model": "metattt.models", "data": "metattt.data", "training": "metattt.training", "callback": "metattt.training",
-    "strategy": "metattt.training", "logger": "metattt.training", "benchmark": "metattt.bench",
+    "strategy": "metattt.training", "logger": "metattt.training",
 }  # fmt: skip
 """Group -> our package whose modules register it, where that is not one of the parts of a layer."""
 

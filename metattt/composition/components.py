@@ -24,8 +24,6 @@ LOGGERS = {
 JOB_COMPONENTS = {
     "train": ("metattt.models", "metattt.data", "metattt.training"),
     "language_model": ("metattt.models",),
-    "bench": ("metattt.bench",),
-    "reproduce": ("metattt.reproduce",),
 }
 """The same for one job only."""
 

@@ -70,10 +70,9 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         train hydra.run.dir=x
         train hydra/launcher=x
         train hydra.searchpath=@nowhere
-        bench
         bench nobody
-        bench delta state
-        bench benchmark=null
+        bench layer lengths=[1]
+        reproduce table1 size=cpu
         check check
         eval generate
         """,
@@ -94,7 +93,7 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
         convert source=@run target=
         prepare <source|target|tokenizer|text_key>=
         prepare target=@new <source|tokenizer|text_key>=
-        bench delta output_dir=
+        bench layer=
         """,
     ),
     "unknown keys": (
@@ -533,54 +532,13 @@ GROUPS: dict[str, tuple[str, str]] = {  # name: what every command begins with, 
     "bench": (
         "bench",
         """
-        delta threads=<0|-1|abc|1.5|1000000>
-        delta seed=<-1|abc>
-        delta output_dir=<@file|/proc/nobody>
-        delta +anything=1
-        delta benchmark.anything=1
-        delta benchmark.<length|dim|num_heads|rounds>=<0|-1|abc|1000000000000>
-        delta benchmark.at_least=<nan|abc>
-        state benchmark.<call|dim|num_heads|rounds|max_state>=<0|-1|abc>
-        state benchmark.<call|dim>=1000000000000
-        state benchmark.lengths=<[]|[0]|[2048,1024]|abc|[1.5]>
-        state benchmark.layers=[nobody]
-        layer benchmark.<batch|dim|num_heads|rounds>=<0|-1|abc|1000000000000>
-        layer benchmark.limit=<-1|nan|abc>
-        layer benchmark.lengths=<[]|[0]|[1000000000000]>
-        layer benchmark.layers=<[]|[nobody]>
-        layer benchmark.forms=<[]|[nobody]>
-        layer benchmark.device=<nobody|cuda:99>
-        model benchmark.<train_length|decode_tokens|rounds|decode_rounds>=<0|-1|abc>
-        model benchmark.train_length=1000000000000
-        model benchmark.contexts=<[]|[8]|[0,1]|[1,1000000000000]>
-        model benchmark.preset=nobody
-        model benchmark.overrides=[dim=0]
-        model benchmark.layers=<[]|[nobody]>
-        model benchmark.bound=<nan|abc>
-        inner benchmark.<length|num_heads|head_dim|mini_batch_size|rounds>=<0|-1|abc|1000000000000>
-        inner benchmark.memory_length=<-1|7>
-        inner benchmark.threads=<[]|[0]|[1000000]>
-        inner benchmark.learners=<[]|[nobody]>
-        decode benchmark.<dim|num_heads|num_layers|vocab_size|layer_dim|tokens|rounds>=<0|-1|abc|1000000000000>
-        decode benchmark.contexts=<[]|[0]|[1000000000000]>
-        decode benchmark.layers=<[]|[nobody]>
-        decode benchmark.at_most=<nan|abc>
-        memory benchmark.length=<0|-1|abc|1000000000000>
-        memory benchmark.preset=nobody
-        memory benchmark.layers=<[]|[nobody]>
-        memory benchmark.at_least=nan
-        pixel benchmark.<img_size|steps|depth>=<0|-1|abc|1000000000000>
-        pixel benchmark.img_size=17 benchmark.depth=1 benchmark.max_memory=nan
-        pixel benchmark.layer=nobody
-        pixel benchmark.max_memory=<0|-1|nan>
-        digits benchmark.rows=<[]|[nobody]>
-        digits benchmark.seeds=<[]|[0]|[0,-1]|[a,b]|[0,0]>
-        digits benchmark.overrides=[nobody=1]
-        gpu benchmark.device=nobody
-        gpu benchmark.device=cpu benchmark.<tokens|num_heads|head_dim|mini_batch_size|decode_batch|rounds|cases>=<0|-1|abc>
-        gpu benchmark.device=cpu benchmark.lengths=<[]|[0]|[7]>
-        gpu benchmark.device=cpu benchmark.dtype=nobody
-        gpu benchmark.device=cpu benchmark.limit=<-1|nan>
+        <length|batch|rounds|threads>=<0|-1|abc|1.5|1000000000000>
+        seed=<-1|abc>
+        device=<nobody|cuda:99>
+        dim=<0|7|abc>
+        layer.form=nobody
+        learner=nobody
+        +anything=1
         """,
     ),
 }
