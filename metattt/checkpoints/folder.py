@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from metattt.checkpoints.plain import TENSOR, put_together
 from metattt.checkpoints.tensors import UNREADABLE, damaged
@@ -126,7 +126,7 @@ def read_checkpoint(
     pieces: dict[str, Tensor] = {}
     for place, stored in about.storage_data.items():
         name, known = place.fqn, about.state_dict_metadata[place.fqn]
-        if not wanted(name):
+        if not wanted(name) or isinstance(known, BytesStorageMetadata):  # (the files hold tensors alone)
             continue
         if len(known.chunks) == 1 and tuple(known.size) == tuple(stored.shape):
             with safe_open(stored.relative_path, framework="pt") as opened:
@@ -177,7 +177,8 @@ def cause(error: CheckpointException) -> BaseException:
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the weights by name; no tensors are read."""
     known = _metadata(folder).state_dict_metadata
-    return {name: tuple(known[one].size) for name, one in weights(read_content(folder)).items() if one in known}
+    tensors = {name: one.size for name, one in known.items() if isinstance(one, TensorStorageMetadata)}
+    return {name: tuple(tensors[one]) for name, one in weights(read_content(folder)).items() if one in tensors}
 
 
 def read_tokenizer(folder: Path) -> str | None:

@@ -135,7 +135,8 @@ class FullyShardedData(ModelParallelStrategy):
         content, plain = read_checkpoint(folder, "small"), read_content(folder)
         options = self._options()
         model = cast(dict[str, Tensor], get_model_state_dict(self._module, options=options))
-        stored, parts = weights(plain), {}
+        stored = weights(plain)
+        parts: dict[str, Tensor] = {}
         for name, tensor in model.items():  # of a weight with several names one was written
             parts.setdefault(stored.get(name, name), tensor)
         load_parts(folder, parts, together=True)

@@ -184,7 +184,7 @@ def _trainer(begin: Start) -> lightning.Trainer:
     return trainer
 
 
-def _entry(cfg: DictConfig, group: str, name: str, kind: type[C], **options: Any) -> C:
+def _entry(cfg: DictConfig, group: str, name: str, kind: type, **options: Any) -> Any:
     """A callback or logger.
 
     Raises:
