@@ -60,7 +60,10 @@ class Tokenizer(Protocol):
     vocab_size: int
     separator: int  #: the token before every document
     end: int | None  #: the token after every document, if there is one
-    content: str | None  #: of its tokenizer.json; None: tokens are bytes
+
+    @property
+    def content(self) -> str | None:
+        """The text of its tokenizer.json; None: tokens are bytes."""
 
     @property
     def identity(self) -> dict[str, Any]:

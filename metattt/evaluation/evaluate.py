@@ -106,7 +106,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         return _evaluate_tasks(chosen, files, names, console)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
     for module in filter(None, map(scored_by, known)):  # of other data than text
-        return importlib.import_module(module).evaluate(chosen, files, names, known, device, trust, console)  # type: ignore[no-any-return]
+        return importlib.import_module(module).evaluate(chosen, files, names, known, device, trust, console)
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
