@@ -129,8 +129,8 @@ def campaign(folder: Path, kinds: Sequence[str], kills: int, others: int, seed: 
             began = time.monotonic()
             codes = Life(kind, run).wait()
             seconds = 0.9 * (time.monotonic() - began)
-            if any(codes) or difference(run, whole):
-                raise RuntimeError(f"undisturbed, {run} ended with {codes}: {difference(run, whole)}")
+            if fault := f"exit codes {codes}" if any(codes) else difference(run, whole):
+                raise RuntimeError(f"undisturbed, {run} ended with {fault}")
         for way in WAYS:
             wanted, number = -(-(kills if way == "SIGKILL" else others) // len(kinds)), 0
             while wanted > 0:
