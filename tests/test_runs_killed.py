@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kills import STEPS, TINY, campaign
 from processes_for_tests import Program
 
 from metattt.checkpoints.rolling import steps
-from metattt.testing.kills import STEPS, TINY, campaign, table
 
 SLOW_STEP = """
 import sys, time
@@ -44,7 +44,7 @@ class Run:
         self.folder, self.marker = folder / "run", folder / "marker"
         script = folder / "script.py"
         script.write_text(SLOW_STEP.format(step=step, marker=str(self.marker), what=what))
-        arguments = ["train", *TINY, f"data.path={folder / 'text.txt'}", f"output_dir={self.folder}", *overrides]
+        arguments = ["train", *TINY.split(), f"data.path={folder / 'text.txt'}", f"output_dir={self.folder}", *overrides]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
         self.process = Program(str(script), *arguments, folder=folder, environment=environment)
         self.errors = self.process.err
@@ -118,8 +118,8 @@ def test_sigterm_of_one_of_two_processes_stops_both_with_a_checkpoint(tmp_path: 
 
 @pytest.mark.slow
 def test_killed_at_random_moments_nothing_is_lost(tmp_path: Path) -> None:
-    """The campaign in small; `python -m metattt.testing.kills` runs it in full."""
-    cases = campaign(tmp_path / "kills", kinds=("plain",), kills=2, others=1)
-    cases += campaign(tmp_path / "more", kinds=("fsdp",), kills=1, others=0)
+    """The campaign in small; `python tests/robustness/kills.py` runs it in full."""
+    cases = [*campaign(tmp_path / "kills", kinds=["plain"], kills=2, others=1)]
+    cases += campaign(tmp_path / "more", kinds=["fsdp"], kills=1, others=0)
     assert not [case for case in cases if case.fault], cases
-    assert "| plain | SIGKILL |" in table(cases) and sum(case.disturbed for case in cases) >= 3
+    assert sum(case.disturbed for case in cases) >= 3

@@ -89,22 +89,18 @@ def write_folder(
     Raises:
         MetaTTTError: it cannot be written.
     """
-    transformers = need("transformers", extra="hf", what="metattt export")
-    start, stops = tokenizer.separator, ends(tokenizer)
+    start = tokenizer.separator
     config = MetaTTTConfig(
         metattt=made.config.metattt,
         bos_token_id=start,
-        eos_token_id=stops[-1],
+        eos_token_id=ends(tokenizer)[-1],
         pad_token_id=start,
         architectures=[type(made).__name__],
         dtype=made.config.dtype,
     )
-    generation = transformers.GenerationConfig(
-        bos_token_id=start, eos_token_id=stops if len(stops) > 1 else stops[0], pad_token_id=start
-    )
     with new_folder(target) as folder:
         config.save_pretrained(folder)
-        generation.save_pretrained(folder)
+        generation_config(tokenizer).save_pretrained(folder)
         to_transformers(tokenizer).save_pretrained(folder)
         tied = set(made.all_tied_weights_keys)
         weights = {name: one for name, one in made.state_dict().items() if name not in tied}
@@ -112,6 +108,15 @@ def write_folder(
         write_whole(folder / CARD, model_card(made, target.absolute().name, context).encode())
         for file in folder.iterdir():
             sync(file)
+
+
+def generation_config(tokenizer: ByteTokenizer | FileTokenizer) -> Any:
+    """The `GenerationConfig` of a model with this tokenizer: which tokens begin and end a text."""
+    transformers = need("transformers", extra="hf", what="metattt export")
+    start, stops = tokenizer.separator, ends(tokenizer)
+    return transformers.GenerationConfig(
+        bos_token_id=start, eos_token_id=stops if len(stops) > 1 else stops[0], pad_token_id=start
+    )
 
 
 def check_name(name: str) -> None:
