@@ -24,7 +24,7 @@ MISTAKES = [  # the command, and words that its message must have: the value, wh
     ("train training=sgdd", ["sgdd", "adamw, muon"]),
     ("train seed=abc", ["seed=abc", "integer"]),
     ("train layer=kda learner=mlp", ["MLP is not a linear map", "learner=linear_map"]),
-    ("train layer=attention optimizer.mini_batch_size=4", ["mini_batch_size", "optimizer=block_momentum"]),
+    ("train layer=attention optimizer.mini_batch_size=4", ["mini_batch_size", " optimizer.mini_batch_size`"]),
     ("train model.blocks=ttt_mlp*3+windw_attention", ["model.blocks", "windw_attention", "window_attention"]),
     ("train learner=custom learner._target_=my_nothing.Learner", ["my_nothing.Learner", "No module named"]),
     ("train task=custom task._target_=os.system", ["os.system", "blocklisted"]),
