@@ -19,7 +19,8 @@ except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "MetaTTTError", "State", "TTTLayer", "__version__", "build", "learners", "load_model", "models", "optimizers", "tasks",
+    "MetaTTTError", "State", "TTTLayer", "__version__", "build", "learners", "load_model", "models", "optimizers",
+    "tasks",
 ]  # fmt: skip
 
 _HOMES = {

@@ -38,7 +38,7 @@ COMMANDS = {  # name: (what it does, module, function)
     ),
     "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.generation.generate", "generate"),
     "prepare": (
-        "text to shards of tokens for data=shards: source=<files or dataset> target=<new folder>",
+        "text to a file of tokens for data=shards: source=<files or dataset> target=<new folder>",
         "metattt.data.prepare",
         "prepare",
     ),
@@ -62,12 +62,11 @@ COMMANDS = {  # name: (what it does, module, function)
         "metattt.sweeps.table",
         "runs",
     ),
-    "reproduce": (
-        "a claim of a paper, tried at a size that fits: metattt reproduce <claim> size=cpu; alone, the list of claims",
-        "metattt.reproduce.run",
-        "reproduce",
+    "bench": (
+        "check a layer against its oracle and time it, in every form: metattt bench learner=<name> length=2048",
+        "metattt.bench",
+        "bench",
     ),
-    "bench": ("a benchmark, gated by a check of its results: metattt bench <name>", "metattt.bench.run", "bench"),
     "check": (
         "check every law of the conformance suite for the chosen parts: learner=<name>",
         "metattt.testing",
@@ -75,11 +74,11 @@ COMMANDS = {  # name: (what it does, module, function)
     ),
 }
 
-NAMED = {  # commands whose first word may be a value alone: its key, and what it looks like
-    "bench": ("benchmark", r"\w+"),
-    "reproduce": ("claim", r"\w+"),
-    "runs": ("folder", r"[^=-][^=]*"),
-}
+NAMED = {"runs": ("folder", r"[^=-][^=]*")}
+"""Commands whose first word may be a value alone: its key, and what it looks like."""
+
+MOVED = {"bench": ("speed.py layer", r"\w+"), "reproduce": ("claims.py", r".*")}
+"""What is a script of the repository now, and what the first word after the command looks like there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,6 +116,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     command, words = given[0], given[1:]
     if command in NAMED and words and re.fullmatch(NAMED[command][1], words[0]):
         words[0] = f"{NAMED[command][0]}={words[0]}"
+    first = words[0] if words else ""
+    if command in MOVED and re.fullmatch(MOVED[command][1], first):
+        script = MOVED[command][0] if not first or "=" in first else f"{MOVED[command][0].split()[0]} {first}"
+        script = "gpu.py" if script == "speed.py gpu" else script
+        told = f"`metattt {command} {first}".rstrip()
+        return _fail(f"{told}` has moved: in a checkout of the repository, python benchmarks/{script}")
     if command not in COMMANDS:
         return _fail(f"`{command}` is not a command.{_did_you_mean(command)} Commands: {', '.join(COMMANDS)}")
     from metattt.errors import MetaTTTError

@@ -62,7 +62,8 @@ class Component(Declared):
     def __setattr__(self, name: str, value: Any) -> None:
         if self.belongs and name in self.fixed and not callable(value) and value != getattr(self, name, None):
             raise MetaTTTError(
-                f"{type(self).__name__}.{name} = {value!r} comes too late, it was used when the layer was built: build a new "
+                f"{type(self).__name__}.{name} = {value!r} comes too late, it was used when the layer was built: "
+                "build a new "
                 f"layer with {name}={value}"
             )
         kind = type(self)
@@ -87,9 +88,9 @@ class Component(Declared):
         """What the part computes, an equation a line, for `metattt layers layer=<name>`; a part without symbols of its
         own says its name, its settings and what its docstring begins with.
 
-        The symbols: x_t is a token, k_t, v_t, q_t (and p_t, b_t) are its views, ℓ_t(W) is its loss, f(x; W) the learner,
-        η_t, α_t, β_t, κ_t are the gates, a_t a decay for every channel, G_t the gradient, and W_t the weights after the
-        token (W_j: after mini-batch j). An optimizer that says nothing of W gets the recurrence of its gates.
+        The symbols: x_t is a token, k_t, v_t, q_t (and p_t, b_t) are its views, ℓ_t(W) is its loss, f(x; W) the
+        learner, η_t, α_t, β_t, κ_t are the gates, a_t a decay for every channel, G_t the gradient, and W_t the weights
+        after the token (W_j: after mini-batch j). An optimizer that says nothing of W gets the recurrence of its gates.
         """
         summary = " ".join((type(self).__doc__ or "").strip().partition("\n\n")[0].split())
         settings = self.extra_repr()

@@ -39,7 +39,9 @@ class Declared(nn.Module):
         for base in reversed(cls.__bases__):
             inherited |= getattr(base, "_settings", {})
         annotations = inspect.get_annotations(cls)
-        cls._settings = declared(inherited, own, lambda name: resolved(annotations.get(name, Any), vars(module) if module else {}), takes)
+        cls._settings = declared(
+            inherited, own, lambda name: resolved(annotations.get(name, Any), vars(module) if module else {}), takes
+        )
         mine = {name: one for name, one in own.items() if isinstance(one, Setting)}
         for name, one in mine.items():
             if one.default is REQUIRED:

@@ -75,7 +75,10 @@ def check_number(
         span = ("positive" if low == 0 else f"above {low:g}") if above is not None else f"at least {low:g}"
         span += " and finite"
     else:
-        span = f"{'above' if above is not None else 'at least'} {low:g} and {'below' if below is not None else 'at most'} {high:g}"
+        span = (
+            f"{'above' if above is not None else 'at least'} {low:g} and "
+            f"{'below' if below is not None else 'at most'} {high:g}"
+        )
     raise MetaTTTError(f"{_said(key, value)}: it must be {'' if real else 'a number, '}{span}{advice}")
 
 

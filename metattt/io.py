@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,33 +148,42 @@ def digest(content: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
-def write_whole(file: Path, content: bytes | memoryview) -> None:
-    """Writes a file that is there as a whole or not at all, whatever happens meanwhile, a loss of power included.
+def checksum(file: Path) -> str:
+    """That of a file, as `digest`; read piece by piece."""
+    found = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while piece := stream.read(2**22):
+            found.update(piece)
+    return found.hexdigest()
+
+
+@contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """The path of a new file, which takes the place of `file` when the block has written it: that is there as a whole
+    or not at all, whatever happens meanwhile, a loss of power included.
 
     Raises:
         OSError: it cannot be written; what was there before still is.
     """
     part = file.with_name(f"{file.name}.{os.getpid()}.part")  # another name in every process
     try:
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        yield part
+        sync(part)
         part.replace(file)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    sync(file.parent)
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    sync(file.absolute().parent)
 
 
-def write_text(file: Path, text: str) -> str:
-    """Writes a new file, waits until it is on the disk, and returns its checksum."""
-    content = text.encode()
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return digest(content)
+def write_whole(file: Path, content: bytes | memoryview) -> None:
+    """Writes a file as `replaced` does.
+
+    Raises:
+        OSError: as `replaced`.
+    """
+    with replaced(file) as part:
+        part.write_bytes(content)
 
 
 def sync(path: Path) -> None:

@@ -35,24 +35,26 @@ class TTTLayer(PlannedLayer):
     Args:
         dim: model width D.
         num_heads: heads H, each with a learner of its own; D must be a multiple.
-        task: what is learned from a token. Made for this layer, as are the next two (their parameters are created here).
+        task: what is learned from a token. Made for this layer, as are the next two (their parameters are created
+            here).
         learner: the hidden state, and how it predicts.
         optimizer: how a gradient moves it, and which weights a query reads.
-        output_norm: of the predictions, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D, `head_rms`
-            and `head_layer` RMSNorm and LayerNorm of every head by itself.
+        output_norm: of the predictions, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D,
+            `head_rms` and `head_layer` RMSNorm and LayerNorm of every head by itself.
         norm_eps: ε of this norm, added to the mean square; None: 1e-6 for LayerNorm over D, 1e-5 for the others.
-        norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of predictions for q/√d with ε is the norm
-            of predictions for q with d ε, so layers have this that are published with queries of q/√d.
+        norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of predictions for q/√d with ε is the
+            norm of predictions for q with d ε, so layers have this that are published with queries of q/√d.
         gate: multiply by gelu(x Wg) (true), silu(x Wg) or sigmoid(x Wg) before the output projection.
         gate_rank: of Wg, `head_dim`: the width of a head, with a bias after its second map; None: full, without bias.
         output_bias: a bias in the output projection.
-        init: of the weights of all projections: `normal` N(0, 0.02²), as in the published TTT models, or `xavier`, uniform
-            with the variance 2/(d_in + d_out), as in the Transformer, whose predictions have no norm: 0.02 is then too small for
-            narrow models.
+        init: of the weights of all projections: `normal` N(0, 0.02²), as in the published TTT models, or `xavier`,
+            uniform with the variance 2/(d_in + d_out), as in the Transformer, whose predictions have no norm: 0.02 is
+            then too small for narrow models.
         form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same
             result. `fused` takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
-        outer: what the outer loop differentiates. `exact`: everything, through the inner gradients G too. `first_order`:
-            every G is a constant, as in first-order MAML (arXiv 1703.03400): no second-order graph; k, v and the task's
+        outer: what the outer loop differentiates. `exact`: everything, through the inner gradients G too.
+            `first_order`: every G is a constant, as in first-order MAML (arXiv 1703.03400): no second-order graph; k, v
+                and the task's
             parameters get no derivative from them, W0, the gates and the read keep theirs. `implicit`: the fixed point
             of a converged inner loop (arXiv 1909.04630), for `optimizer.read=final` alone; see
             `metattt.inner.implicit`.
@@ -132,8 +134,8 @@ class TTTLayer(PlannedLayer):
     def learn(
         self, views: Views, gates: Gates | DataGates, state: State, call: Call, carried: Sequence[Tensors] = ({}, {})
     ) -> tuple[Tensor, State]:
-        """Learns the tokens and answers their queries: `[B, H, T, d]`, and the state after them, with what the task and the
-        optimizer have `carried`."""
+        """Learns the tokens and answers their queries: `[B, H, T, d]`, and the state after them, with what the task and
+        the optimizer have `carried`."""
         task, rule = carried
         if isinstance(self.learner, NonParametric):
             y, data = self.learner.scan(views, state.learner, call.ctx, gates.masked(call.ctx.valid))  # type: ignore[union-attr]
@@ -144,8 +146,8 @@ class TTTLayer(PlannedLayer):
         return y, State(call.after, phase, weights, task, rule, data)
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
-        """The outputs `[B, T, D]`: the predictions `y` `[B, H, T, d]` of all heads after the norm, the gate of the tokens `x`
-        and the projection."""
+        """The outputs `[B, T, D]`: the predictions `y` `[B, H, T, d]` of all heads after the norm, the gate of the
+        tokens `x` and the projection."""
         y = y.transpose(1, 2).flatten(2).to(x.dtype)
         if self.norm is not None:
             y = self.norm(y)

@@ -34,9 +34,7 @@ def newest(slots: Collection[str]) -> str:
     return "weights" if "weights" in slots else "commit" if "commit" in slots else "anchor"
 
 
-def at_start(
-    slots: Iterable[str], init: Iterable[tuple[str, Tensor]], batch: int, dtype: torch.dtype
-) -> Memory:
+def at_start(slots: Iterable[str], init: Iterable[tuple[str, Tensor]], batch: int, dtype: torch.dtype) -> Memory:
     """W0 `[B, H, *shape]` in every slot that a fresh sequence has, each a copy of its own: what is handed out is the
     caller's."""
     held = [slot for slot in slots if slot in WEIGHTS and slot != "weights"]
@@ -74,8 +72,8 @@ def where(some: Tensor, a: Tensors | None, b: Tensors | None) -> Tensors:
 
 
 def fits(slot: str, held: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a slot holds what weights of these shapes `[B, H, *shape]` have in it. (Counters once had the shape of their
-    weight, and may still.)"""
+    """Whether a slot holds what weights of these shapes `[B, H, *shape]` have in it. (Counters once had the shape of
+    their weight, and may still.)"""
     if slot == "pool":
         return True
     return held.keys() == shapes.keys() and all(

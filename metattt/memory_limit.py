@@ -26,7 +26,8 @@ def check_memory_limit(count: float, what: str, advice: str) -> None:
     room, size = memory(), 4 * count
     if size > room and torch.get_default_device().type == "cpu":
         raise MetaTTTError(
-            f"{what} would have {count:,.0f} numbers, {size / 1e9:,.1f} GB, and this machine has {room / 1e9:,.1f} GB: {advice}"
+            f"{what} would have {count:,.0f} numbers, {size / 1e9:,.1f} GB, and this machine has {room / 1e9:,.1f} "
+            f"GB: {advice}"
         )
 
 

@@ -140,8 +140,8 @@ class CausalConv(nn.Module):
 
 
 def short_convolution(dim: int, width: int) -> CausalConv:
-    """A convolution without bias and with weights U(−1/√width, 1/√width), as torch's own begin: those of q, k and v in the
-    published delta rules."""
+    """A convolution without bias and with weights U(−1/√width, 1/√width), as torch's own begin: those of q, k and v in
+    the published delta rules."""
     conv = CausalConv(dim, width, bias=False)
     nn.init.uniform_(conv.weight, -1 / math.sqrt(width), 1 / math.sqrt(width))
     return conv
@@ -155,8 +155,8 @@ def step_bias(count: int, least: float, most: float) -> Tensor:
 
 
 def document_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
-    """The last `size` real rows of `padded` `[B, size + T, D]` that are of the last document, zeros for others; the first
-    `size` rows are the previous tail."""
+    """The last `size` real rows of `padded` `[B, size + T, D]` that are of the last document, zeros for others; the
+    first `size` rows are the previous tail."""
     if ctx.first is not None:
         document = F.pad(ctx.first.cumsum(1), (size, 0))
         last = document.gather(1, (ctx.lengths + size - 1).clamp(min=0).unsqueeze(1))
@@ -199,8 +199,8 @@ def for_probes() -> AbstractContextManager[object]:
 
 
 def check_finite(x: Tensor) -> None:
-    """Refuses NaN and infinity, where looking is cheap and the values are at hand: on a CPU, and not in a transform (whoever
-    differentiates through us sees NaN in the result).
+    """Refuses NaN and infinity, where looking is cheap and the values are at hand: on a CPU, and not in a transform
+    (whoever differentiates through us sees NaN in the result).
 
     Raises:
         NotFinite: there is some.

@@ -23,7 +23,8 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """RMSNorm of every head's answer by itself, with one learned scale `[d]` for all heads: `[..., H d]` to the same."""
+    """RMSNorm of every head's answer by itself, with one learned scale `[d]` for all heads: `[..., H d]` to the
+    same."""
 
     def forward(self, y: Tensor) -> Tensor:
         heads = y.to(self.weight.dtype).unflatten(-1, (-1, self.weight.shape[0]))

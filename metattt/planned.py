@@ -31,9 +31,7 @@ class PlannedLayer(SequenceLayer):
     learner: Learner = setting()
     optimizer: InnerOptimizer = setting()
     _form: str = setting(default="auto", kw_only=True, alias="form")
-    group_size: int | None = setting(
-        default=None, kw_only=True, least=0, advice=" (0 stores everything, null chooses)"
-    )
+    group_size: int | None = setting(default=None, kw_only=True, least=0, advice=" (0 stores everything, null chooses)")
     outer: Literal["exact", "first_order", "implicit"] = setting(default="exact", kw_only=True)
     _plan: Plan = setting(init=False)
 
@@ -144,7 +142,9 @@ class PlannedLayer(SequenceLayer):
         """
         parts = (self.task, state.task), (self.optimizer, state.optimizer)
         for (part, before), after in zip(parts, found, strict=True):
-            if len(before) != len(after) or any(n not in before or before[n].shape != x.shape for n, x in after.items()):
+            if len(before) != len(after) or any(
+                n not in before or before[n].shape != x.shape for n, x in after.items()
+            ):
                 given, made = ({name: list(x.shape) for name, x in tensors.items()} for tensors in (before, after))
                 kind = type(part).__name__
                 raise MetaTTTError(f"the state is from another layer: {kind} carries {made}, the state {given}")

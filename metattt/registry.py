@@ -19,31 +19,14 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Optional, TypeVar, Union
+from typing import Any, Literal, Optional, TypeVar, Union
 
 from metattt.errors import MetaTTTError
 from metattt.setting import members, resolved
 
 C = TypeVar("C", bound=type)
 
-SCALARS: dict[str, Any] = {kind.__name__: kind for kind in (int, float, bool, str)}
-
-
-class Field(NamedTuple):
-    """One parameter of a constructor, as plain data.
-
-    Attributes:
-        name: of the parameter.
-        kinds: names of the types in the schema: scalars, `list[int]`, `Any`, and `None` where it may be null.
-        default: its value where none is given; `???` for a required one.
-        allowed: the values that its `Literal` annotation allows, or () if it is not a Literal.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    default: Any
-    allowed: tuple[Any, ...] = ()
-
+SCALARS = (int, float, bool, str)
 
 PARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {}
 """`_target_` -> parameter -> the values that its `Literal` annotation allows, or () if it is not a Literal."""
@@ -80,70 +63,54 @@ def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = 
     """
 
     def decorate(cls: C) -> C:
-        target = f"{cls.__module__}.{cls.__qualname__}"
-        _check_free(group, name, target)
-        store(group, name, target, fields_of(cls))
+        init = cls.__init__  # type: ignore[misc]
+        names = getattr(inspect.unwrap(init), "__globals__", {})
+        given = list(inspect.signature(init).parameters.values())[1:]
+        given = [one.replace(annotation=resolved(one.annotation, names)) for one in given]
+        store(group, name, f"{cls.__module__}.{cls.__qualname__}", given)
         VERSIONS[group, name] = version, upgrade
         return cls
 
     return decorate
 
 
-def fields_of(cls: type) -> list[Field]:
-    """The parameters of a class's constructor.
-
-    Raises:
-        MetaTTTError: it takes `*args` or `**kwargs`.
-    """
-    init = cls.__init__  # type: ignore[misc]
-    names = getattr(inspect.unwrap(init), "__globals__", {})
-    found = []
-    for one in list(inspect.signature(init).parameters.values())[1:]:
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            raise MetaTTTError(
-                f"{cls.__module__}.{cls.__qualname__}: `*{one.name}` would swallow a misspelt key; name every parameter of the "
-                "constructor"
-            )
-        hint = resolved(one.annotation, names)
-        default = "???" if one.default is one.empty else one.default  # omegaconf.MISSING
-        found.append(Field(one.name, _kinds(hint), default, literals(hint)))
-    return found
-
-
 def version_of(group: str, name: str) -> tuple[int, Upgrade | None]:
     """The version of a registered class's parameters, and what brings those of an earlier version up to it."""
-    if (group, name) not in VERSIONS:  # known without an import
+    if (group, name) not in VERSIONS:  # known from its source alone
         importlib.import_module(REGISTERED[group, name].rpartition(".")[0])
     return VERSIONS.get((group, name), (1, None))
 
 
-def store(group: str, name: str, target: str, fields: Sequence[Field]) -> None:
+def store(group: str, name: str, target: str, parameters: Sequence[inspect.Parameter]) -> None:
     """What `register` does, for a class that need not be imported.
 
     Args:
         group, name: as for `register`.
         target: dotted path of the class.
-        fields: the parameters of its constructor.
+        parameters: those of its constructor, without `self`; annotations are types, not texts.
 
     Raises:
-        MetaTTTError: another class has the name.
+        MetaTTTError: as `register`.
     """
-    from hydra.core.config_store import ConfigStore  # not before: --help reads fields without Hydra
-
-    _check_free(group, name, target)
-    REGISTERED[group, name], PARAMETERS[target] = target, {one.name: one.allowed for one in fields}
-    module, _, cls = target.rpartition(".")
-    typed = [(one.name, _type(one.kinds), _default(one.default)) for one in fields]
-    SCHEMAS[target] = node = dataclasses.make_dataclass(
-        cls, [("_target_", str, dataclasses.field(default=target)), *typed]
-    )
-    ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)
-
-
-def _check_free(group: str, name: str, target: str) -> None:
     owner = REGISTERED.get((group, name), target)
     if owner != target:  # the same class again is a notebook cell or module that was run twice: the newer one wins
         raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
+    fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target))]
+    allowed: dict[str, tuple[Any, ...]] = {}
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise MetaTTTError(
+                f"{target}: `*{parameter.name}` would swallow a misspelt key; name every parameter of the constructor"
+            )
+        allowed[parameter.name] = literals(parameter.annotation)
+        fields.append((parameter.name, _field_type(parameter.annotation), _field_default(parameter.default)))
+    REGISTERED[group, name], PARAMETERS[target] = target, allowed  # a class that is refused leaves nothing behind
+    from hydra.core.config_store import ConfigStore  # not before: --help reads signatures without Hydra
+
+    module, _, cls = target.rpartition(".")
+    node = dataclasses.make_dataclass(cls, fields)
+    SCHEMAS[target] = node
+    ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node, provider=module)
 
 
 def literals(hint: Any) -> tuple[Any, ...]:
@@ -159,40 +126,36 @@ def literals(hint: Any) -> tuple[Any, ...]:
     return tuple(values) if any(value is not None for value in values) else ()
 
 
-def _kinds(hint: Any) -> tuple[str, ...]:
-    """The names of the types of one annotation; Any where OmegaConf has none."""
-    kinds: list[str] = []
+def _field_type(hint: Any) -> Any:
+    """The OmegaConf type for one annotation; Any where OmegaConf has none."""
+    kinds: list[Any] = []
     for member in members(hint):
         origin = typing.get_origin(member)
         if origin is Literal:
-            kinds += [type(value).__name__ for value in typing.get_args(member)]
+            kinds += [type(value) for value in typing.get_args(member)]
         elif origin in (list, tuple, collections.abc.Sequence):
-            elements = {kind for one in typing.get_args(member) if one is not Ellipsis for kind in _kinds(one)}
-            kinds.append(
-                f"list[{elements.pop()}]" if len(elements) == 1 and elements <= SCALARS.keys() else "list[Any]"
-            )
+            elements = {_field_type(e) for e in typing.get_args(member) if e is not Ellipsis}
+            element = elements.pop() if len(elements) == 1 else Any
+            kinds.append(list[element])  # type: ignore[valid-type]
         else:
-            name = "None" if member is type(None) else getattr(member, "__name__", "Any")
-            kinds.append(name if name == "None" or SCALARS.get(name) is member else "Any")
-    return tuple(dict.fromkeys(kinds))
-
-
-def _type(kinds: Sequence[str]) -> Any:
-    """The OmegaConf type for the names of `_kinds`."""
-    lists = {f"list[{name}]": list[kind] for name, kind in (SCALARS | {"Any": Any}).items()}  # type: ignore[valid-type]
-    known = [(SCALARS | lists).get(kind, Any) for kind in kinds if kind != "None"]
-    if Any in known or (len(known) > 1 and not all(kind in SCALARS.values() for kind in known)):
+            kinds.append(member)
+    optional = type(None) in kinds
+    kinds = list(dict.fromkeys(kind for kind in kinds if kind is not type(None)))
+    if len(kinds) == 1 and (kinds[0] in SCALARS or typing.get_origin(kinds[0]) is list):
+        kind = kinds[0]
+    elif len(kinds) > 1 and all(kind in SCALARS for kind in kinds):
+        kind = Union[tuple(kinds)]  # noqa: UP007
+    else:
         return Any
-    kind = known[0] if len(known) == 1 else Union[tuple(known)]  # noqa: UP007
-    return Optional[kind] if "None" in kinds else kind  # noqa: UP045
+    return Optional[kind] if optional else kind  # noqa: UP045
 
 
-def _default(default: Any) -> Any:
-    """A dataclass default: a fresh container for a mutable one."""
-    if isinstance(default, list | tuple):
+def _field_default(default: Any) -> Any:
+    """A dataclass default: MISSING for a required parameter, a fresh container for a mutable one."""
+    if default is inspect.Parameter.empty:
+        return dataclasses.field(default="???")  # omegaconf.MISSING
+    if isinstance(default, (list, tuple)):
         return dataclasses.field(default_factory=lambda: list(default))
-    return (
-        dataclasses.field(default_factory=lambda: dict(default))
-        if isinstance(default, dict)
-        else dataclasses.field(default=default)
-    )
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default))
+    return dataclasses.field(default=default)

@@ -1,4 +1,5 @@
-"""The base of all sequence layers: what one call of any of them takes, checks and gives back, around what it computes."""
+"""The base of all sequence layers: what one call of any of them takes, checks and gives back, around what it
+computes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class SequenceLayer(Declared, ABC):
     """A layer that reads sequences and carries a state: `y, state = layer(x, state, mask=..., reset=...)`.
 
     The base moves padding to the end and back, looks at the inputs, and explains failures. A subclass implements `run`;
-    it declares settings (`metattt.declared.Declared`) and makes its modules in `create_modules`, or writes an `__init__`.
+    it declares settings (`metattt.declared.Declared`) and makes its modules in `create_modules`, or writes an
+    `__init__`.
     """
 
     _group = "layer"
@@ -67,7 +69,8 @@ class SequenceLayer(Declared, ABC):
             reset: `[B, T]` bool, True where a packed document starts: the state begins anew.
             packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is
                 the output.
-            donate_state: the caller gives up `state`, and its weights may be written over (decoding without derivatives).
+            donate_state: the caller gives up `state`, and its weights may be written over (decoding without
+                derivatives).
 
         Returns:
             Outputs `[B, T, D]` and the new state.
@@ -84,7 +87,13 @@ class SequenceLayer(Declared, ABC):
             raise
 
     def _packed(
-        self, x: Tensor, state: Any, mask: Tensor | None, reset: Tensor | None, packing: Packing | None, donate_state: bool
+        self,
+        x: Tensor,
+        state: Any,
+        mask: Tensor | None,
+        reset: Tensor | None,
+        packing: Packing | None,
+        donate_state: bool,
     ) -> tuple[Tensor, Any]:
         """`run` on tokens whose padding stands last, with what it returns in the order of the caller."""
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:

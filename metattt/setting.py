@@ -36,7 +36,8 @@ class Setting:
     annotation: Any = Any
 
     def check(self, key: str, value: object) -> None:
-        """Refuses a value that the annotation and the range do not allow. Types of torch and containers are not checked.
+        """Refuses a value that the annotation and the range do not allow. Types of torch and containers are not
+        checked.
 
         Args:
             key: the override that sets it, such as `task.loss`.

@@ -44,8 +44,8 @@ class Context(NamedTuple):
 
 
 class DataGates(NamedTuple):
-    """Per-token numbers of a rule for data, each `[B, H or 1, T]`: token t comes in with weight `write_t` and multiplies
-    that of all tokens before it by `keep_t`.
+    """Per-token numbers of a rule for data, each `[B, H or 1, T]`: token t comes in with weight `write_t` and
+    multiplies that of all tokens before it by `keep_t`.
 
     Attributes:
         write: weight of the token (β of MesaNet, Δ of Mamba-2).

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import triton
+from compiled import SHARED_LIMIT, Compiled, compiled
 from shared_memory_of_ttt_linear import launches
 from test_ttt_mlp_compiled import both_passes
 
-from metattt.bench.compiled import SHARED_LIMIT, Compiled, compiled
 from metattt.kernels.ttt_linear import tuning
 
 SHAPES = {"ttt_linear": ((32, 16), (64, 16), (128, 16), (64, 64)), "ttt_mlp": ((32, 16), (64, 16), (128, 16))}

@@ -35,7 +35,7 @@ class Program:
     Args:
         words: `-m`, a module and its arguments; or a file and its arguments.
         folder: for `out.txt` and `err.txt`, what it prints.
-        environment: None: as here; without what `LEFT_BEHIND` names.
+        environment: None: as here; without what `LEFT_BEHIND` names and is still as it was left.
         session: it gets one of its own.
     """
 
@@ -44,7 +44,8 @@ class Program:
     ) -> None:
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         given = os.environ if environment is None else environment
-        clean = {name: value for name, value in given.items() if name not in LEFT_BEHIND} | {"OMP_NUM_THREADS": "1"}
+        left = {name: os.environ.get(name) for name in LEFT_BEHIND}
+        clean = {name: value for name, value in given.items() if value != left.get(name)} | {"OMP_NUM_THREADS": "1"}
         arguments = (words, str(self.out), str(self.err), os.getcwd(), clean, session)
         self._process = _context().Process(target=_program, args=arguments)
         self._process.start()

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import triton
+from compiled import SM_90, _NoDevice
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from metattt.bench.compiled import SM_90, _NoDevice
 from metattt.kernels.triton.device import SIZES, WIDTHS
 from metattt.kernels.ttt_linear import backward, forward, tuning
 

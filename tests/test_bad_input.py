@@ -1,78 +1,10 @@
-"""Commands that are wrong are answered with a line and exit code 2; random ones with that or with a result."""
+"""What the checks of settings let through, and what they say of the rest."""
 
-import contextlib
 import re
-from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
 
 import pytest
 
 from metattt.errors import LARGEST, MetaTTTError, check_flag, check_integer, check_number
-from metattt.testing.answers import Answer, ask
-from metattt.testing.bad_commands import GROUPS, commands, filled, material
-from metattt.testing.fuzz import attempt, fuzz
-
-EVERY = 9  # of the commands that are asked here; all of them are asked by the attack
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    folder: Path = tmp_path_factory.mktemp("material")
-    with contextlib.chdir(folder):
-        yield material(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS)
-def test_bad_commands(group: str, paths: dict[str, str]) -> None:
-    found = {}
-    first = sum(map(ord, group)) % EVERY  # not the first of every line
-    for number, words in enumerate(islice(commands(group), first, None, EVERY)):
-        answer = ask(filled(words, paths | {"new": f"{paths['new']}-{group.replace(' ', '-')}-{number}"}))
-        if answer.complaint:
-            found[" ".join(words)] = answer.complaint
-    assert not found
-
-
-def test_there_are_enough_of_them() -> None:
-    assert sum(len(list(commands(group))) for group in GROUPS) >= 900
-    assert list(commands("layers"))[:2] == [["layers", "dim=0"], ["layers", "dim=-1"]]
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (Answer(2, "", "error: no\n", ""), None),
-        (Answer(2, "", "step 1\nerror: no\nbut yes\n", ""), None),
-        (Answer(0, "", "", ""), "exit code 0"),
-        (Answer(2, "", "no\n", ""), "no line"),
-        (Answer(2, "", "error: a\nb\nc\n", ""), "3 lines"),
-        (Answer(2, "", "Traceback (most recent call last)\nerror: a\n", ""), "no line"),
-        (Answer(None, "", "", "KeyError: a"), "KeyError: a"),
-    ],
-)
-def test_complaints(answer: Answer, expected: str | None) -> None:
-    assert (answer.complaint is None) == (expected is None) and (expected or "") in (answer.complaint or "")
-
-
-def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forever(words: object) -> int:
-        while True:
-            with contextlib.suppress(Exception):
-                pass
-
-    monkeypatch.setattr("metattt.cli.main", forever)
-    assert "no answer after 0.2 s" in (ask(["train"], 0.2).complaint or "")
-
-
-@pytest.mark.slow
-def test_fuzz() -> None:
-    assert fuzz(20, 1, lambda line: None) == []
-
-
-def test_a_trial_is_its_seed() -> None:
-    assert attempt("3:0")[0] == attempt("3:0")[0] != attempt("3:1")[0]
 
 
 @pytest.mark.parametrize(

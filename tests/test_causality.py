@@ -203,7 +203,8 @@ def test_a_model_made_for_masked_tokens_predicts_no_next_token() -> None:
 
 
 def test_a_layer_exchanged_after_construction_is_found_before_training(tmp_path: Path) -> None:
-    from metattt.training.text_module import AdamW, LanguageModeling
+    from metattt.training.recipes import AdamW
+    from metattt.training.text_module import LanguageModeling
 
     made = model(lambda: Module(lambda x: x.cumsum(1)))
     module = LanguageModeling(made, AdamW(), torch.ones(12), {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,30 +13,27 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from metattt.checkpoints import folder as folders
 from metattt.checkpoints import writing
 from metattt.checkpoints.files import find_checkpoint, home, read_content
-from metattt.checkpoints.folder import CONTENT, MODEL, TRAINING, WEIGHTS, canonical, load_parts, verify
+from metattt.checkpoints.folder import CONTENT, WEIGHTS, canonical, load_parts, verify
 from metattt.checkpoints.naming import to_targets
 from metattt.checkpoints.plain import put_together, take_apart
-from metattt.checkpoints.record import RECORD, checked_record, make_record, read_yaml, record_config
-from metattt.checkpoints.tensors import Piece, open_tensors, read_tensors, write_tensors
+from metattt.checkpoints.record import RECORD, VERSION, checked_record, make_record, read_yaml, record_config
+from metattt.checkpoints.tensors import read_tensors, write_tensors
 from metattt.checkpoints.trained import check_numbers, load_model
 from metattt.checkpoints.trust import check_amounts, modules
 from metattt.checkpoints.writing import NEW, write_checkpoint, write_model
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
-from metattt.io import check_own, digest
+from metattt.io import check_own, checksum, digest
 from metattt.models.language_model import LanguageModel
 
 SMALL = ("dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=16", "model.vocab_size=16")
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 def content(seed: int = 0) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def content(seed: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-RECORD_OF = {"version": 3, "config": {"dim": 8}}
+RECORD_OF = {"version": VERSION, "config": {"dim": 8}}
 
 
 def same(one: Any, two: Any) -> bool:
@@ -99,55 +97,15 @@ def test_marks_that_are_none(mark: Any) -> None:
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_byte_of_a_file_of_tensors_is_covered(tmp_path: Path) -> None:
-    """A flipped bit is noticed, or it is in the header and changes nothing that is read."""
-    file = tmp_path / "model.safetensors"
-    tensors = {"a": torch.randn(3, 2), "b": torch.arange(3), "tied": torch.ones(2, 2)}
-    tensors["again"] = tensors["tied"]
-    write_tensors(file, tensors)
-    assert same(dict(sorted(read_tensors(file).items())), dict(sorted(tensors.items())))
-    whole = file.read_bytes()
-    header = int.from_bytes(whole[:8], "little") + 8
-    said = []
-    for place in range(len(whole)):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
-        try:
-            found = read_tensors(file)
-        except MetaTTTError as error:
-            said.append(str(error))
-            continue
-        assert place < header and all(same(found[name], tensors[name]) for name in found.keys() & tensors.keys())
-    assert len(said) >= len(whole) - header
-    assert all(str(file) in one and len(one.splitlines()) == 1 for one in said)
-
-
-@pytest.mark.parametrize(
-    "ours",
-    [
-        "[]", "1", "null", "{", '{"xxh3": ["a"]}', '{"xxh3": {"a": 1}}', '{"xxh3": null}', '{"aliases": ["ab"]}',
-        '{"xxh3": {"a": "0"}, "aliases": {"b": ["a"]}}', '{"beside": {"x": 1}}', '{"pieces": [1]}', '{"pieces": {"a": [1]}}',
-        '{"pieces": {"a": [[0], ["x"]]}}', '{"pieces": {"a": [[0], [1], [2]]}}', "[" * 3000,
-    ],
-)  # fmt: skip
-def test_a_header_that_was_made_up(tmp_path: Path, ours: str) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(1)}, file, metadata={"metattt": ours})
-    with pytest.raises(MetaTTTError) as error:
-        read_tensors(file)
-    assert str(file) in str(error.value) and len(str(error.value).splitlines()) == 1
-
-
 def test_tensors_that_changed_places(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_tensors(file, {"a": torch.zeros(4), "b": torch.ones(4)})
-    with open_tensors(file) as opened:
-        metadata = opened._opened.metadata()
-    save_file({"a": torch.ones(4), "b": torch.zeros(4)}, file, metadata=metadata)
-    with pytest.raises(MetaTTTError, match="a is not what was written"):
-        read_tensors(file)
-    save_file({"a": torch.zeros(2, 2), "b": torch.ones(4)}, file, metadata=metadata)  # the same bytes in another shape
-    with pytest.raises(MetaTTTError, match="a is not what was written"):
-        read_tensors(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    for other in ({"a": torch.ones(4), "b": torch.zeros(4)}, {"a": torch.zeros(2, 2), "b": torch.ones(4)}):
+        save_file(other, file, metadata=metadata)
+        with pytest.raises(MetaTTTError, match="it is not what was written"):
+            read_tensors(file)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn])
@@ -163,7 +121,12 @@ def test_views_are_written_as_they_are_seen(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     tensors = {"column": base[:, 1], "turned": base.t(), "row": base[1]}
     write_tensors(tmp_path / "a", tensors)
-    assert same(dict(read_tensors(tmp_path / "a").items()), {name: tensors[name].contiguous() for name in read_tensors(tmp_path / "a")})
+    write_checkpoint(tmp_path / "b", RECORD_OF, {WEIGHTS: tensors | {"tied": tensors["row"]}})
+    wanted = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    assert same(dict(sorted(read_tensors(tmp_path / "a").items())), dict(sorted(wanted.items())))
+    assert same(read(tmp_path / "b")[WEIGHTS], wanted | {"tied": wanted["row"]})
+    with safe_open(tmp_path / "b" / "model.safetensors", "pt") as opened:
+        assert sorted(opened.keys()) == ["column", "row", "turned"]
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -173,65 +136,79 @@ def test_a_checkpoint_is_there_and_back(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "one", RECORD_OF, content(), "a tokenizer")
     assert same(dict(sorted(read(tmp_path / "one").items())), dict(sorted(content().items())))
     assert folders.read_tokenizer(tmp_path / "one") == "a tokenizer" and read_content(tmp_path / "one")[RECORD]["config"] == {"dim": 8}
-    plain = read_content(tmp_path / "one", "none")
-    assert WEIGHTS not in plain and plain["optimizer_states"][0]["state"] == {0: {"count": 7}}
-    assert torch.equal(plain["callbacks"]["random"]["torch"], torch.arange(6, dtype=torch.uint8))  # small ones are read
+    plain, small = read_content(tmp_path / "one", "none"), read_content(tmp_path / "one", "small")
+    assert all(WEIGHTS not in one and one["optimizer_states"][0]["state"] == {0: {"count": 7}} for one in (plain, small))
+    assert "torch" not in plain["callbacks"]["random"]
+    assert torch.equal(small["callbacks"]["random"]["torch"], torch.arange(6, dtype=torch.uint8))
     assert list(read_content(tmp_path / "one", "weights")[WEIGHTS]) == ["a", "b"]
     write_model(tmp_path / "two", RECORD_OF, content()[WEIGHTS], None)
     assert home(tmp_path / "two") == tmp_path / "two" and home(tmp_path / "one") == tmp_path
     verify(tmp_path / "one")
 
 
-CALLS = (("os", "fsync"), ("os", "rename"), ("os", "mkdir"), ("shutil", "rmtree"))
+def test_every_byte_of_a_checkpoint_is_covered(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", RECORD_OF, content(), "text")
+    for file in sorted((tmp_path / "one").iterdir()):
+        whole = file.read_bytes()
+        for place in range(0, len(whole), 1 + len(whole) // 150):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+            with pytest.raises(MetaTTTError, match=re.escape(str(file))) as error:
+                read_content(tmp_path / "one")
+            assert len(str(error.value).splitlines()) == 1
+        file.write_bytes(whole[:-3])
+        with pytest.raises(MetaTTTError, match=re.escape(str(file))):
+            read_content(tmp_path / "one", "none")
+        file.write_bytes(whole)
+    shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "one" / "more.safetensors")
+    with pytest.raises(MetaTTTError, match=r"holds more\.safetensors, which is not of this checkpoint"):
+        read_content(tmp_path / "one")
 
 
+def killed_at(moment: int, folder: Path) -> bool:
+    """Writes a checkpoint in a process that is killed at its n-th call that changes the disk; whether it was."""
+    if pid := os.fork():
+        return os.waitpid(pid, 0)[1] != 0
+    left = [moment]
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            if not left[0]:
+                os._exit(1)
+            left[0] -= 1
+            return call(*args, **kwargs)
+
+        return instead
+
+    for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (shutil, "rmtree")):
+        setattr(module, name, counted(getattr(module, name)))
+    try:
+        write_checkpoint(folder, RECORD_OF, content(1))
+        os._exit(0)
+    finally:
+        os._exit(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize("before", [False, True])
-def test_killed_at_any_moment_there_is_the_old_one_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
-) -> None:
+def test_killed_at_any_moment_there_is_the_old_one_or_the_new_one(tmp_path: Path, before: bool) -> None:
     """Every call that changes the disk is the last one, once; then the same checkpoint is written again."""
     for moment in range(100):
         folder = tmp_path / str(moment) / "step"
         if before:
             write_checkpoint(folder, RECORD_OF, content(0))
-        left = [moment]
-        with monkeypatch.context() as patched:
-            for module, name in CALLS:
-                patched.setattr(f"{module}.{name}", _counted(getattr(__import__(module), name), left))
-            try:
-                write_checkpoint(folder, RECORD_OF, content(1))
-            except Killed:
-                pass
-            else:
-                assert moment > 5
-                return
-        found = folders.standing(folder)
-        if before or found.exists():
-            step = read(found)["global_step"]
-            assert step in (4, 5) and (step == 5 or before)
-            assert same(dict(sorted(read(found).items())), dict(sorted(content(step - 4).items())))
-        for again in (0, 2):  # killed once more while it is mended, then not
-            with monkeypatch.context() as patched:
-                left = [again or 1000]
-                for module, name in CALLS:
-                    patched.setattr(f"{module}.{name}", _counted(getattr(__import__(module), name), left))
-                try:
-                    write_checkpoint(folder, RECORD_OF, content(1))
-                except Killed:
-                    assert not before or read(folders.standing(folder))["global_step"] in (4, 5)
-        write_checkpoint(folder, RECORD_OF, content(1))
+        killed = killed_at(moment, folder)
+        for again in (3, 2, None):  # killed twice more while it is mended, then not
+            found = folders.standing(folder)
+            if before or found.exists():
+                step = read(found)["global_step"]
+                assert step == 5 or (before and step == 4)
+                assert same(dict(sorted(read(found).items())), dict(sorted(content(step - 4).items())))
+            write_checkpoint(folder, RECORD_OF, content(1)) if again is None else killed_at(again, folder)
         assert read(folder)["global_step"] == 5 and os.listdir(folder.parent) == ["step"]
+        if not killed:
+            assert moment > 5
+            return
     raise AssertionError("never written")
-
-
-def _counted(call: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if left[0] == 0:
-            raise Killed
-        left[0] -= 1
-        return call(*args, **kwargs)
-
-    return counted
 
 
 def test_a_full_disk_is_one_line_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +217,7 @@ def test_a_full_disk_is_one_line_and_the_old_one_stays(tmp_path: Path, monkeypat
     def full(*_: Any, **__: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    for name in ("write_tensors", "write_text", "_take_place"):
+    for name in ("save", "write_whole", "take_place"):
         with monkeypatch.context() as patched:
             patched.setattr(writing, name, full)
             with pytest.raises(MetaTTTError, match="the disk is full") as error:
@@ -290,33 +267,38 @@ def test_files_of_another_checkpoint(tmp_path: Path) -> None:
 
 
 def test_pieces_are_put_together_and_divided_anew(tmp_path: Path) -> None:
-    """As four processes write them, and one or three read."""
-    whole = torch.arange(40.0).view(10, 4)
-    alone = torch.tensor([1.0, 2.0])
-    write_checkpoint(tmp_path / "step", RECORD_OF, {WEIGHTS: {}})
-    files = {}
+    """As four processes write them, and one reads."""
+    whole, alone = torch.arange(40.0).view(10, 4), torch.tensor([1.0, 2.0])
+    write_checkpoint(tmp_path / "step", RECORD_OF, {WEIGHTS: {"w": torch.ones(1), "alone": alone}})
+    stored = json.loads((tmp_path / "step" / CONTENT).read_text())
+    del stored["checksum"], stored["files"]["model.safetensors"]
+    (tmp_path / "step" / "model.safetensors").unlink()
     for rank, (start, rows) in enumerate(((0, 3), (3, 3), (6, 3), (9, 1))):
         tensors = {"w": whole[start : start + rows]} | ({"alone": alone} if rank == 0 else {})
+        places = {"w": {"saved_offsets": [start, 0]}, "alone": {"saved_offsets": [0]}}
         file = tmp_path / "step" / f"model-{rank + 1:05}-of-00004.safetensors"
-        header = write_tensors(file, tensors, {"w": Piece((start, 0), (10, 4))})
-        files[file.name] = {"header": header, "bytes": file.stat().st_size}
-    stored = json.loads((tmp_path / "step" / CONTENT).read_text())
-    del stored["checksum"]
-    stored["files"] = files
-    (tmp_path / "step" / CONTENT).write_text(json.dumps({"checksum": digest(canonical(stored)), **stored}))
-    assert same(read(tmp_path / "step")[WEIGHTS], {"alone": alone, "w": whole})
+        writing.save(file, {name: tensor.clone() for name, tensor in tensors.items()}, {writing.PLACES: json.dumps(places)})
+        stored["files"][file.name] = {"bytes": file.stat().st_size, "xxh3": checksum(file)}
+
+    def sign() -> None:
+        (tmp_path / "step" / CONTENT).write_text(json.dumps({"checksum": digest(canonical(stored)), **stored}))
+
+    sign()
+    assert same(read(tmp_path / "step")[WEIGHTS], {"w": whole, "alone": alone})
     assert folders.shapes(tmp_path / "step") == {"alone": (2,), "w": (10, 4)}
     mine = {"w": torch.zeros(10, 4), "alone": torch.zeros(2)}
-    plain = folders.read_content(tmp_path / "step")
-    load_parts(tmp_path / "step", plain, MODEL, mine)
+    load_parts(tmp_path / "step", mine)
     assert same(mine, {"w": whole, "alone": alone})
-    with pytest.raises(MetaTTTError, match="has no other"):
-        load_parts(tmp_path / "step", plain, MODEL, {"other": torch.zeros(1)})
-    with pytest.raises(MetaTTTError, match=r"holds w as \[10, 4\] and not as \[4, 10\]"):
-        load_parts(tmp_path / "step", plain, MODEL, {"w": torch.zeros(4, 10)})
-    load_parts(tmp_path / "step", plain, TRAINING, {})
-    del stored["files"]["model-00002-of-00004.safetensors"]
-    (tmp_path / "step" / CONTENT).write_text(json.dumps({"checksum": digest(canonical(stored)), **stored}))
+    for other, message in (({"other": torch.zeros(1)}, "Missing key .* other"), ({"w": torch.zeros(4, 10)}, "Size mismatch.* w")):
+        with pytest.raises(MetaTTTError, match=message) as error:
+            load_parts(tmp_path / "step", other)
+        assert len(str(error.value).splitlines()) == 1
+    name = "model-00002-of-00004.safetensors"
+    (tmp_path / "step" / name).rename(tmp_path / name)
+    with pytest.raises(MetaTTTError, match=f"{name} is missing"):
+        read_content(tmp_path / "step")
+    del stored["files"][name]
+    sign()
     with pytest.raises(MetaTTTError, match="does not hold all of w"):
         read_content(tmp_path / "step")
 
@@ -347,7 +329,7 @@ def config(**changes: Any) -> dict[str, Any]:
         for part in path:
             owner = owner[part]
         owner[last] = value
-    return {"version": 3, "config": named}
+    return {"version": VERSION, "config": named}
 
 
 @pytest.mark.parametrize(
@@ -363,15 +345,10 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"learner__bias": "maybe"}, "learner=linear: .*maybe"),
         ({"learner___recursive_": False}, "the key `_recursive_` for learner=linear, which a file may not set"),
         ({"model__vocab_size": [1]}, "model=language_model"),
-        ({"task__loss": "none of them"}, "choose from"),
         ({"dim": "${oc.env:HOME}"}, r"only \$\{key\} is filled in"),
         ({"dim": "${hydra:runtime.cwd}"}, r"only \$\{key\} is filled in"),
         ({"dim": "${num_heads}", "num_heads": "${dim}"}, "cannot be read as a configuration"),
-        ({"dim": "x" * 200_000}, "a text of 200,000 characters"),
-        ({"dim": 10**30}, "too large"),
-        ({"a b; c": 1}, "keys are names"),
         ({"layer": []}, "`layer` is no part"),
-        ({"task": {str(i): i for i in range(30_000)}}, "too deeply or too long"),
     ],
 )
 def test_what_a_configuration_may_not_say(changes: dict[str, Any], message: str) -> None:
@@ -411,10 +388,12 @@ def test_no_size_is_believed(tmp_path: Path) -> None:
         ("model__num_layers", 10**9, r"num_layers=1,000,000,000, and \d+ at most"),
         ("model__ffn_dim", 2**40, "does not fit"),
         ("optimizer__steps", 10**9, "steps=1,000,000,000"),
+        ("model__ffn_dim", 10**30, "ffn_dim=10+ is not allowed"),
+        ("task__loss", "none of them", "choose from"),
     ):
-        write_model(tmp_path / key, config(**{key: value}), weights, None)
+        write_model(tmp_path / f"{key}={value}", config(**{key: value}), weights, None)
         with pytest.raises(MetaTTTError, match=message) as error:
-            load_model(tmp_path / key)
+            load_model(tmp_path / f"{key}={value}")
         assert len(str(error.value).splitlines()) == 1
     write_model(tmp_path / "whole", config(), weights, None)
     loaded, _ = load_model(tmp_path / "whole")

@@ -138,7 +138,7 @@ def test_versions_of_a_component(registered: None) -> None:
     ("change", "message"),
     [
         (lambda record: record.update(version=VERSION + 1), f"version {VERSION + 1}; .*update metattt"),
-        (lambda record: record.update(version=2), "version 2; this release reads version 3: train the model again"),
+        (lambda record: record.update(version=3), "version 3; this release reads version 4: train the model again"),
         (lambda record: record.update(version="2"), "version 2; .*damaged"),
         (lambda record: record.pop("version"), "version None"),
         (lambda record: record.update(config=None), "holds no configuration"),

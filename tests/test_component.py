@@ -5,18 +5,37 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from metattt.composition.signatures import constructor
 from metattt.errors import MetaTTTError
 from metattt.learners import Learner, Linear, Weight
 from metattt.optimizers import GradientDescent, InnerOptimizer, Momentum
 from metattt.registry import PARAMETERS, register
 from metattt.sequence_layer import SequenceLayer
 from metattt.setting import setting
+
+SOURCE = """
+from typing import Literal
+from metattt.learners import Learner
+from metattt.registry import register
+from metattt.setting import setting
+class Base(Learner, takes=("size", "norm")):
+    norm = True
+    kind: Literal["a", "b"] = setting(default="a")
+    size: int = setting()
+@register("learner", "declared_here")
+class Declared(Base):
+    kind = "b"
+@register("learner", "written_here")
+class Written(Base):
+    def __init__(self, size: int = 4): ...
+"""
 
 
 class Sized(Learner):
@@ -110,6 +129,15 @@ def test_a_rule_with_another_default() -> None:
     assert Delayed().read == "previous" and Delayed(read="block").read == "block"
     assert inspect.signature(Delayed).parameters["read"].default == "previous"
     assert "token_steps" not in names(Momentum) and {"base_lr", "decay"} <= set(Momentum.fixed)
+
+
+def test_settings_are_read_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "declared_settings.py").write_text(SOURCE + "raise RuntimeError('it was run')\n")
+    found = {one.name: one.default for one in constructor("declared_settings", "Declared")}
+    none = {"trainable": None, "step_scale": None}
+    assert found == {"size": inspect.Parameter.empty, "kind": "b", "norm": True} | none
+    assert {one.name: one.default for one in constructor("declared_settings", "Written")} == {"size": 4} | none
 
 
 def test_choices_reach_the_schema() -> None:

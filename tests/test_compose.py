@@ -199,7 +199,7 @@ def test_help_is_fast() -> None:
         ("train", ["layer=gated_delta_net", "block_style=plain", "preset=125m"]),
         ("train", ["experiment=digits_pixel"]),
         ("check", ["layer=longhorn"]),
-        ("bench", ["benchmark=layer"]),
+        ("bench", ["layer=ttt_mlp"]),
     ],
 )
 def test_help_lists_the_keys_of_what_is_chosen(job: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:

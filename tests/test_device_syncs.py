@@ -25,9 +25,9 @@ from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.layer import TTTLayer
 from metattt.models.language_model import LanguageModel
-from metattt.training.data_module import ForLightning
+from metattt.training.recipes import AdamW
 from metattt.training.step_statistics import StepStatistics
-from metattt.training.text_module import AdamW, LanguageModeling
+from metattt.training.text_module import LanguageModeling
 
 SIZES = ("dim=64", "num_heads=2", "model.num_layers=2", "model.vocab_size=40")
 LAYERS = ("ttt_linear", "gated_delta_net", "mamba2", "titans")
@@ -134,14 +134,12 @@ def test_a_training_step(device: str, layer: str, form: str, documents: bool, mo
     logged: dict[str, Tensor] = {}
     monkeypatch.setattr(LanguageModeling, "trainer", trainer)
     monkeypatch.setattr(LanguageModeling, "log", lambda self, name, value, **_: logged.update({name: value}))
-    data = ForLightning(SimpleNamespace())  # type: ignore[arg-type]
-    data.trainer = SimpleNamespace(lightning_module=module)  # type: ignore[assignment]
     optimizer = AdamW().optimizer(model)
     ids = torch.randint(8, 40, (2, 50), generator=torch.Generator().manual_seed(0))
     ids[0, 0] = ids[0, 19] = ids[1, 33] = START
     ids[1, 41:] = -1  # nothing is predicted from here on
     for _ in range(1 if device == "meta" else 3):  # on a card the first ones compile
-        batch = data.transfer_batch_to_device(ids, torch.device(device), 0)
+        batch = module.transfer_batch_to_device(ids, torch.device(device), 0)
         with nothing_read_back(device):
             loss = module.training_step(batch, 0)
             loss.backward()

@@ -22,6 +22,7 @@ from metattt.errors import MetaTTTError
 from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
 from metattt.evaluation.evaluate import evaluate, labels
+from metattt.evaluation.output import Report
 from metattt.learners.fast_weights import FastWeights
 from metattt.measures.inner_loss import average, inner_loss_curves, unmeasured
 from metattt.measures.inner_loss import plot as plot_inner_loss
@@ -130,10 +131,10 @@ def test_bins_average_over_tokens() -> None:
 def test_table_csv_and_plot(tmp_path: Path) -> None:
     scores = {name: Scores(np.linspace(6, 4, 64), np.full(64, 2), 2) for name in ("one", "two")}
     edges = bin_edges(64, "log", 6)
-    by_position.write_csv(scores, edges, tmp_path / "a.csv")
+    Report(tmp_path, "a").csv("a", by_position.COLUMNS, by_position.rows(scores, edges))
     by_position.plot(scores, edges, "log", {"one": 16, "two": 64}, tmp_path / "a.png")
     written = rows(tmp_path / "a.csv")
-    assert by_position.table(scores, edges).row_count == len(edges) - 1 and len(written) == 2 * (len(edges) - 1)
+    assert by_position.bits_by_position(scores, edges).row_count == len(edges) - 1 and len(written) == 2 * (len(edges) - 1)
     assert [int(row["last"]) for row in written[: len(edges) - 1]] == edges[1:]
     assert float(written[-1]["bits_per_byte"]) == scores["two"].between(edges[-2], 64).bits_per_byte
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 from pathlib import Path
@@ -63,3 +64,9 @@ def test_the_notebook(tmp_path: Path) -> None:
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert "worst difference" in printed and "Waves" in printed and (tmp_path / "runs" / "waves" / "loss_curve.png").is_file()
+
+
+def test_a_kind_of_data_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "own_data")
+    found = importlib.import_module("parity").main(2, str(tmp_path / "run"), "data.length=16", "trainer.accelerator=cpu")
+    assert found["run"].accuracy.shape == (8,) and found["run"].sequences == 256

@@ -27,7 +27,8 @@ from metattt.errors import MetaTTTError
 from metattt.metrics_file import CLOCK
 from metattt.models.timm import create
 from metattt.models.vision import ImageTransformer
-from metattt.training.image_module import ImageClassification, TimmRecipe
+from metattt.training.image_module import ImageClassification
+from metattt.training.recipes import TimmRecipe
 from metattt.training.train import train
 
 SMALL = (

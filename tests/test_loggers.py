@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.measures.flops import flops_per_window
 from metattt.training import step_statistics
-from metattt.training.run_folder import LOGGED_AS
 from metattt.training.train import train
 
 TINY = (
@@ -72,11 +72,11 @@ def records(file: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_wandb_offline(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_offline(here: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
     stop_and_go_on("logger=wandb", "logger.wandb.offline=true")
-    name = json.loads(Path("run", LOGGED_AS).read_text())["wandb"]
+    name = OmegaConf.load("run/run.yaml").logger.wandb.id
     found: dict[int, float] = {}
     files = sorted(Path("run/wandb").glob(f"offline-run-*-{name}/*.wandb"))
     assert len(files) == 2  # two lives of one run
@@ -88,23 +88,22 @@ def test_wandb_offline(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
             if "train/loss" in row:
                 found[row["trainer/global_step"]] = row["train/loss"]
     assert found == pytest.approx(logged("train/loss"), rel=1e-6) and max(found) == 8
-    assert "log         run/wandb" in capsys.readouterr().out
     assert (
         main(["train", *TINY, "logger=wandb", "logger.wandb.offline=true", "trainer.max_steps=2", "overwrite=true"])
         == 0
     )
-    assert json.loads(Path("run", LOGGED_AS).read_text())["wandb"] != name  # begun anew is another run
+    assert OmegaConf.load("run/run.yaml").logger.wandb.id != name  # begun anew is another run
 
 
 @pytest.mark.slow
 def test_mlflow(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = f"sqlite:///{here}/runs.db"
-    stop_and_go_on("logger=mlflow", f"logger.mlflow.tracking_uri={where}", "logger.mlflow.experiment=trial")
+    stop_and_go_on("logger=mlflow", f"logger.mlflow.tracking_uri={where}", "logger.mlflow.experiment_name=trial")
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(where)
     (run,) = client.search_runs([client.get_experiment_by_name("trial").experiment_id])
-    assert run.info.run_id == json.loads(Path("run", LOGGED_AS).read_text())["mlflow"] and run.info.status == "FINISHED"
+    assert run.info.run_id == OmegaConf.load("run/run.yaml").logger.mlflow.run_id and run.info.status == "FINISHED"
     found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert found == pytest.approx(logged("train/loss"), rel=1e-6) and max(found) == 8
     assert run.data.params["dim"] == "8" and run.info.run_name == "linear_attention"
@@ -121,7 +120,7 @@ def test_mlflow(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
         == 2
     )
-    assert "set logger.mlflow.tracking_uri" in capsys.readouterr().err
+    assert "error: " in (said := capsys.readouterr().err) and "logger.mlflow" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("library", ["tensorboard", "wandb", "mlflow"])
@@ -138,7 +137,8 @@ def test_without_the_extra(
 
 @pytest.mark.slow
 def test_wandb_without_a_login(here: Path) -> None:
-    code = "import os, sys; os.environ |= {'HOME': os.getcwd(), 'NETRC': os.getcwd() + '/none'}; os.environ.pop('WANDB_API_KEY', None)\n"
+    code = "import os, sys; os.environ |= {'HOME': os.getcwd(), 'NETRC': os.getcwd() + '/none'}\n"
+    code += "[os.environ.pop(name, None) for name in ('WANDB_API_KEY', 'WANDB_MODE')]\n"
     code += f"from metattt.cli import main; sys.exit(main(['train', *{TINY!r}, 'logger=wandb', 'trainer.max_steps=1']))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
@@ -151,18 +151,12 @@ def test_wandb_without_a_login(here: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
-def test_a_profiler_shows_its_result(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *TINY, "trainer.max_steps=2", f"trainer.profiler={name}"]) == 0
-    out = capsys.readouterr().out
-    shown = {"simple": "run_training_batch", "advanced": "Profile stats for: ", "pytorch": "Self CPU %"}[name]
-    assert shown in out and "profile     run/fit-profile" in out
-    assert shown in next(Path("run").glob("fit-profile*.txt")).read_text()
-    if name == "simple":
-        assert main(["train", "resume=run", "trainer.max_steps=3"]) == 0
-        assert Path("run/fit-profile.txt").read_text().count("Profiler Report") == 1
-        assert main(["train", *TINY, "output_dir=other", "trainer.profiler=nobody"]) == 2
-        assert "choose from simple, advanced, pytorch" in capsys.readouterr().err
+def test_a_profiler_writes_to_the_folder_of_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TINY, "trainer.max_steps=2", "trainer.profiler=simple"]) == 0
+    assert "profile     run/fit-profile.txt" in capsys.readouterr().out
+    assert "run_training_batch" in Path("run/fit-profile.txt").read_text()
+    assert main(["train", *TINY, "output_dir=other", "trainer.profiler=nobody"]) == 2
+    assert "advanced" in (said := capsys.readouterr().err) and "Traceback" not in said
 
 
 def test_figures_of_merit(here: Path) -> None:

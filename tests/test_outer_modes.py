@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Call, outputs
+from saved import SavedBytes
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from metattt.bench.saved import SavedBytes
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.inner import execution

@@ -118,7 +118,6 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
         ("~callbacks.progres", "Did you mean `callbacks.progress`?"),
         ("experiment=mine", "hydra.searchpath=[<folder>]"),
         ("hydra.run.dir=x", "output_dir"),
-        ("benchmark=delta", "`benchmark` is not chosen by name in `metattt train`"),
         ("=3", "cannot be read"),
         ("layer=[a,b]", "is not allowed: choose one of atlas"),
     ],
@@ -129,9 +128,7 @@ def test_messages_say_the_way(typed: str, expected: str) -> None:
     assert expected in str(caught.value) and str(caught.value).count("\n") <= 1
 
 
-def test_a_benchmark_must_be_chosen() -> None:
-    with pytest.raises(MetaTTTError, match="`benchmark` is not chosen: `benchmark=<name>` with one of checkpoint, decode, delta, "):
-        compose(job="bench")
+def test_the_checkpoint_says_what_it_is() -> None:
     with pytest.raises(MetaTTTError, match="the checkpoint says what it is"):
         compose("checkpoint=x", "layer=attention", job="eval")
 
@@ -396,9 +393,9 @@ def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
     with pytest.raises(MetaTTTError, match="`interrupt` is not a field of callbacks"):
         compose("callbacks.interrupt=null")
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "quiet.yaml").write_text("# @package _global_\ncallbacks:\n  watch: null\nlogger:\n  csv: null\n")
+    (tmp_path / "experiment" / "quiet.yaml").write_text("# @package _global_\ncallbacks:\n  loss_curve: null\nlogger:\n  csv: null\n")
     cfg = compose("experiment=quiet", f"hydra.searchpath=[{tmp_path}]")
-    assert set(cfg.callbacks) == set(default.callbacks) - {"watch"} and not cfg.logger
+    assert set(cfg.callbacks) == set(default.callbacks) - {"loss_curve"} and not cfg.logger
 
 
 def test_several_loggers_at_once() -> None:

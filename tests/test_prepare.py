@@ -1,7 +1,8 @@
-"""Prepared text: the same bytes whatever happens on the way, strangers refused, windows and documents as they should
-be."""
+"""Prepared text: the same bytes whatever happens on the way, nothing half there, strangers refused, windows and documents
+as they should be."""
 
 import csv
+import errno
 import gzip
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -21,17 +23,17 @@ from tokenizer_for_tests import trained_tokenizer
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
+from metattt.data import prepare as preparing
 from metattt.data.documents import find_files, iterate_documents
-from metattt.data.manifest import write_signed
 from metattt.data.prepare import prepare
-from metattt.data.shards import ShardData, ShardWindows
-from metattt.data.sources import open_source
+from metattt.data.shards import ShardData
 from metattt.data.tokenizers import load_tokenizer
-from metattt.data.units import cut, digest
 from metattt.errors import MetaTTTError
+from metattt.locking import FolderLock
 from metattt.metrics_file import CLOCK
 
-SMALL = ("shard_bytes=4000", "validation_fraction=0.2", "workers=1")
+datasets = pytest.importorskip("datasets")
+FILES = {"tokens.bin", "documents.bin", "manifest.json"}
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +46,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(corpus: Path, target: Path, *overrides: str) -> tuple[str, ...]:
-    return (f"source={corpus}", f"target={target}", *SMALL, *overrides)
+def settings(corpus: Any, target: Path, *overrides: str) -> tuple[str, ...]:
+    return (f"source={corpus}", f"target={target}", "validation_fraction=0.2", "workers=1", *overrides)
 
 
-def run(corpus: Path, target: Path, *overrides: str) -> int:
+def run(corpus: Any, target: Path, *overrides: str) -> int:
     return prepare(compose(*settings(corpus, target, *overrides), job="prepare"))
 
 
-def refused(corpus: Path, target: Path, *overrides: str) -> str:
+def refused(corpus: Any, target: Path, *overrides: str) -> str:
     with pytest.raises(MetaTTTError) as error:
         run(corpus, target, *overrides)
     assert str(error.value).count("\n") <= 1
+    assert not target.with_name(f"{target.name}.part").exists()
     return str(error.value)
 
 
@@ -71,21 +74,25 @@ def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_shards_hold_the_documents_and_the_manifest_counts_them(corpus: Path, prepared: Path) -> None:
+    assert content(prepared).keys() == FILES and not prepared.with_name("shards.part").exists()
     manifest = json.loads((prepared / "manifest.json").read_text())
     documents = list(iterate_documents(find_files(str(corpus)), "text"))
     data = ShardData(str(prepared), context_length=64)
+    data.setup()
+    place = 0
     for split in ("train", "validation"):
         chosen = [document.text for document in documents if (document.share(0) < 0.2) == (split == "validation")]
         expected = b"".join(chosen)
         counts = manifest["splits"][split]
         assert counts == {"documents": len(chosen), "bytes": len(expected), "tokens": len(expected) + len(chosen)}
-        windows = data.windows(split)
-        assert isinstance(windows, ShardWindows) and len(windows.pieces) > 3
-        tokens = windows.tokens(0, counts["tokens"] + 5)
+        tokens = data.tokens.read(place, place + counts["tokens"])
         assert data.tokenizer.decode(tokens.tolist()) == expected and tokens[0] == 256
-        rows = windows[list(range(len(windows)))]  # windows cross the borders of files
-        np.testing.assert_array_equal(rows.reshape(-1), tokens[: rows.size])
-    assert not list(prepared.glob("*.part")) and not list(prepared.glob("unit-*"))
+        windows = data.windows(split)
+        np.testing.assert_array_equal(windows[list(range(len(windows)))].reshape(-1), tokens[: windows.size])
+        place += counts["tokens"]
+    starts = data.documents.read(0, len(documents))
+    np.testing.assert_array_equal(starts, np.flatnonzero(data.tokens.read(0, place) == 256))
+    assert data.sample_document() == chosen[0][: len(data.sample_document())] and len(chosen[0]) > 100
 
 
 def test_workers_change_nothing(corpus: Path, prepared: Path, tmp_path: Path) -> None:
@@ -93,105 +100,106 @@ def test_workers_change_nothing(corpus: Path, prepared: Path, tmp_path: Path) ->
     assert content(tmp_path / "two") == content(prepared)
 
 
+def test_stopped_there_is_nothing_half_and_the_same_command_goes_on(
+    corpus: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, part = tmp_path / "target", tmp_path / "target.part"
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(corpus, target) == 130
+    assert "To go on: the same command again" in capsys.readouterr().out
+    assert not target.exists() and part.is_dir()
+    with FolderLock(part, "a test"), pytest.raises(MetaTTTError, match="is in use by process"):
+        run(corpus, target)
+    with monkeypatch.context() as patch:  # a full disk
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(MetaTTTError, match="No space left on device: free some, or choose"):
+            run(corpus, target)
+    assert not target.exists()
+    with monkeypatch.context() as patch:  # what datasets has kept is not read or tokenised again
+        read: list[Any] = []
+
+        def seen(*given: Any) -> Any:
+            return (read.append(one) or one for one in iterate_documents(*given))  # type: ignore[func-returns-value]
+
+        patch.setattr(preparing, "iterate_documents", seen)
+        patch.setattr(preparing, "document_tokens", lambda *_: (_ for _ in ()).throw(AssertionError))
+        assert run(corpus, target) == 0
+    assert content(target) == content(prepared) and not part.exists() and len(read) <= 1
+
+
 @pytest.mark.slow
-def test_killed_and_resumed_is_as_if_nothing_had_happened(corpus: Path, prepared: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("one", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_killed_and_started_again_is_as_if_nothing_had_happened(
+    corpus: Path, prepared: Path, tmp_path: Path, one: signal.Signals, code: int
+) -> None:
     target = tmp_path / "killed"
-    command = [sys.executable, "-m", "metattt.cli", "prepare", *settings(corpus, target)]
-    for shards in (1, 4):  # killed twice, each time a little later
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while len(list(target.glob("train-*.bin"))) < shards and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.0005)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert len(list(target.glob("train-*.bin"))) >= shards
-        if not json.loads((target / "manifest.json").read_text())["complete"]:
-            with pytest.raises(MetaTTTError, match="not complete: run the same metattt prepare again"):
-                ShardData(str(target)).setup()
-    time.sleep(0.5)  # the orphaned worker sees that it is alone
-    (target / "train-000099.bin.1.part").write_bytes(b"half")
+    command = [sys.executable, "-m", "metattt.cli", "prepare", *settings(corpus, target, "workers=2")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not (tmp_path / "killed.part" / "new").is_dir() and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(one)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code and b"Traceback" not in err and not target.exists()
+    assert code == -9 or b"the same command again" in out
     assert run(corpus, target) == 0
     assert content(target) == content(prepared)
 
 
-def begun(corpus: Path, prepared: Path, folder: Path) -> None:
-    """A folder whose preparation stopped after its second unit."""
-    manifest = json.loads((prepared / "manifest.json").read_text())
-    folder.mkdir()
-    units: dict[int, list[dict[str, object]]] = {0: [], 1: []}
-    for shard in manifest["shards"]:
-        unit = int(shard["file"].partition("-")[2].removesuffix(".bin"))
-        if unit in units:
-            units[unit].append(shard)
-            (folder / shard["file"]).write_bytes((prepared / shard["file"]).read_bytes())
-    for unit, shards in units.items():
-        shards.sort(key=lambda shard: str(shard["split"]))
-        documents = sum(int(str(shard["documents"])) for shard in shards)
-        record = {"unit": unit, "input": fingerprint(corpus, unit), "documents": documents, "shards": shards}
-        write_signed(folder / f"unit-{unit:06d}.json", record)
-    unfinished = {key: value for key, value in manifest.items() if key not in ("splits", "shards")} | {
-        "complete": False
-    }
-    write_signed(folder / "manifest.json", unfinished)
-
-
-def fingerprint(corpus: Path, unit: int) -> str:
-    return [digest(one) for one in cut(iterate_documents(find_files(str(corpus)), "text"), 4000)][unit]
-
-
-def test_half_written_and_foreign_shards_are_refused(corpus: Path, prepared: Path, tmp_path: Path) -> None:
-    begun(corpus, prepared, tmp_path / "fine")
-    assert run(corpus, tmp_path / "fine") == 0 and content(tmp_path / "fine") == content(prepared)
-
-    begun(corpus, prepared, tmp_path / "cut")
-    shard = tmp_path / "cut" / "train-000001.bin"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-100])
-    assert "train-000001.bin has" in (message := refused(corpus, tmp_path / "cut")) and "half-written" in message
-    shard.write_bytes(whole[:-2] + b"xx")  # as long as it should be
-    assert "checksum" in refused(corpus, tmp_path / "cut")
-    shard.unlink()
-    assert run(corpus, tmp_path / "cut") == 0 and content(tmp_path / "cut") == content(prepared)
-
-    begun(corpus, prepared, tmp_path / "foreign")
-    (tmp_path / "foreign" / "train-000007.bin").write_bytes(b"abcd")
-    assert "train-000007.bin is in no record" in refused(corpus, tmp_path / "foreign")
-
-
 def test_a_run_does_not_mix_with_another(corpus: Path, prepared: Path, tmp_path: Path) -> None:
     before = content(prepared)
-    assert "begun with seed=0, not 1" in refused(corpus, prepared, "seed=1")
-    assert "begun with source=" in refused(corpus / "rows.jsonl", prepared)
+    assert "prepared with seed=0, not 1" in refused(corpus, prepared, "seed=1")
+    assert "prepared with source=" in refused(corpus / "rows.jsonl", prepared)
     assert run(corpus, prepared) == 0 and content(prepared) == before
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    assert "holds something else" in refused(corpus, tmp_path / "mine")
-    changed = tmp_path / "changed"
-    changed.mkdir()
+    assert run(corpus, tmp_path / "mine") == 0  # a folder that is empty
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    assert "holds something else" in refused(corpus, tmp_path / "other")
+    (tmp_path / "other" / "manifest.json").write_text('{"format": "metattt shards", "version": 2}')
+    assert "is of another release: prepare the text again" in refused(corpus, tmp_path / "other")
+
+
+def test_a_source_that_changed_while_stopped_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
     for index in range(9):
-        (changed / f"{index}.txt").write_text("a text " * 300)
-    begun(changed, prepared_of(changed, tmp_path / "whole"), tmp_path / "stopped")
-    (changed / "0.txt").write_text("another text")
-    assert "has changed since" in refused(changed, tmp_path / "stopped")
-
-
-def prepared_of(corpus: Path, folder: Path) -> Path:
-    run(corpus, folder)
-    return folder
+        (source / f"{index}.txt").write_text("a text " * 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(source, tmp_path / "stopped") == 130
+    (source / "0.txt").write_text("Another" * 300)
+    assert run(source, tmp_path / "stopped") == 0 and run(source, tmp_path / "new") == 0
+    assert content(tmp_path / "stopped") == content(tmp_path / "new")
+    assert b"A\0n\0o\0" in (tmp_path / "new" / "tokens.bin").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("validation_fraction=1",), "validation_fraction=1.0 is not allowed"),
-        (("shard_bytes=0",), "shard_bytes=0 is not allowed"),
+        (("validation_fraction=nan",), "validation_fraction=nan is not allowed"),
         (("validation_fraction=1e-9",), "no document is in the validation split"),
         (("tokenizer=./none.json",), "tokenizer=./none.json does not exist"),
+        (("tokenizer=''",), "has no value"),
         (("workers=many",), "workers"),
+        (("workers=1000000",), "at most 1,024"),
+        (("seed=1000000000000000000000000",), "is not allowed"),
+        (("source=' '",), "has no value"),
+        (("source=[a,'']",), "has no value"),
+        (("source={a: 1}", "dataset_files=[1]"), "cannot be opened as a dataset"),
+        (("source='~nobody-of-that-name/x'",), "is no path"),
+        (("source=/" + "x" * 5000,), "File name too long"),
+        (("target='~nobody-of-that-name/x'",), "is no path"),
+        (("target=/dev/null/x",), "Not a directory"),
+        (("target=/dev/null",), "is no folder"),
+        (("target=/tmp/" + "x" * 5000,), "File name too long"),
+        (("source=/nowhere.jsonl",), "does not exist"),
     ],
 )
 def test_bad_settings_are_one_line(corpus: Path, tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
     assert message in refused(corpus, tmp_path / "target", *overrides)
+    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize("documents", [0, 3])
@@ -209,25 +217,18 @@ def test_a_split_without_documents_is_noticed_before_the_work(documents: int, tm
 
 
 def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "does not exist" in refused(tmp_path / "nowhere.jsonl", tmp_path / "a")
+    rows = datasets.Dataset.from_list([{"text": f"row {row} " * 40} for row in range(60)])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, data_files, split: rows)
+    assert run("someone/texts", tmp_path / "loaded") == 0
+    manifest = json.loads((tmp_path / "loaded" / "manifest.json").read_text())
+    assert manifest["settings"]["source"] == "someone/texts/train"
+    assert "has no text in 'words', only text: set text_key=" in refused("someone/texts", tmp_path / "b", "text_key=words")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'metattt[text]'" in refused(Path("someone/texts"), tmp_path / "b")
 
-    class Rows(list):  # type: ignore[type-arg]
-        def skip(self, count: int) -> "Rows":
-            return Rows(self[count:])
-
-    rows = Rows({"text": f"row {row} " * 40} for row in range(60))
-    library = SimpleNamespace(load_dataset=lambda name, config, data_files, split, streaming: rows)
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    assert run(Path("someone/texts"), tmp_path / "streamed") == 0
-    assert (
-        json.loads((tmp_path / "streamed" / "manifest.json").read_text())["settings"]["source"] == "someone/texts/train"
-    )
-
 
 @pytest.mark.parametrize("kind", ["json", "text", "parquet"])
-def test_streaming_with_the_library_of_hugging_face(kind: str, tmp_path: Path) -> None:
+def test_files_of_the_library_of_hugging_face(kind: str, tmp_path: Path) -> None:
     """The library itself, on files of this machine."""
     texts = [f"row {row} " * 40 for row in range(60)]
     if kind == "parquet":
@@ -238,45 +239,45 @@ def test_streaming_with_the_library_of_hugging_face(kind: str, tmp_path: Path) -
         (tmp_path / f"{index}.gz").write_bytes(gzip.compress(content.encode())) if index else (
             tmp_path / "0.txt"
         ).write_text(content)
-    files = str(tmp_path / "a.parquet") if kind == "parquet" else [str(tmp_path / "0.txt"), str(tmp_path / "1.gz")]
-    stream = open_source(kind, "text", None, "train", files)
-    documents = list(stream.documents())
-    assert [document.text.decode().strip() for document in documents] == [text.strip() for text in texts]
-    assert list(stream.documents(skip=37)) == documents[37:]
-    listed = files if isinstance(files, str) else f"[{','.join(files)}]"
-    settings = (f"source={kind}", f"dataset_files={listed}", "tokenizer=bytes", *SMALL)
-    assert prepare(compose(*settings, f"target={tmp_path / 'shards'}", job="prepare")) == 0
-    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 60
-    assert sum(split["bytes"] for split in manifest["splits"].values()) == sum(
-        len(document.text) for document in documents
-    )
-    with pytest.raises(MetaTTTError, match="row 0 has no text in 'words'"):
-        next(open_source(kind, "words", None, "train", files).documents())
-    with pytest.raises(MetaTTTError, match="cannot be opened as a dataset"):
-        open_source(kind, "text", None, "test", files)
+    files = str(tmp_path / "a.parquet") if kind == "parquet" else f"[{tmp_path / '0.txt'},{tmp_path / '1.gz'}]"
+    given = (f"dataset_files={files}", "tokenizer=bytes")
+    assert run(kind, tmp_path / "shards", *given) == 0
+    data = ShardData(str(tmp_path / "shards"), context_length=8)
+    data.setup()
+    splits = data.manifest["splits"].values()
+    assert sum(split["documents"] for split in splits) == 60
+    found = data.tokenizer.decode(data.tokens.read(0, data.tokens.length).tolist())
+    assert len(found) == sum(split["bytes"] for split in splits) and all(text.strip().encode() in found for text in texts)
+    assert "has no text in 'words'" in refused(kind, tmp_path / "b", *given, "text_key=words")
+    assert "cannot be opened as a dataset" in refused(kind, tmp_path / "b", *given, "dataset_split=test")
 
 
-@pytest.mark.slow
-def test_a_streamed_dataset_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": f"row {row} " * 60}) for row in range(200)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    settings = ("source=json", f"dataset_files={tmp_path / 'rows.jsonl'}", *SMALL)
-    assert prepare(compose(*settings, f"target={tmp_path / 'whole'}", job="prepare")) == 0
-    command = [sys.executable, "-m", "metattt.cli", "prepare", *settings, f"target={tmp_path / 'killed'}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while (
-        len(list((tmp_path / "killed").glob("train-*.bin"))) < 2
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.0005)
-    process.kill()
-    process.wait()
-    time.sleep(0.5)  # the orphaned worker sees that it is alone
-    assert prepare(compose(*settings, f"target={tmp_path / 'killed'}", job="prepare")) == 0
-    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    """Names are bytes: they decide where a document goes."""
+    source = os.fsencode(tmp_path / "source") + b"\xff"
+    os.mkdir(source)
+    for index in range(30):
+        with open(source + b"/\xfe%d.txt" % index, "w") as file:
+            file.write("text " * 200)
+    cfg = compose("source=?", f"target={tmp_path / 'target'}", "validation_fraction=0.3", "workers=1", job="prepare")
+    cfg.source = os.fsdecode(source)
+    assert prepare(cfg) == 0
+    assert len(ShardData(str(tmp_path / "target"), context_length=8).windows("all")) > 100
+    cfg.target = os.fsdecode(os.fsencode(tmp_path / "other") + b"\xfd")  # the library cannot keep anything there
+    with pytest.raises(MetaTTTError, match="cannot be prepared"):
+        prepare(cfg)
+
+
+def test_a_target_inside_its_source(corpus: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in corpus.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    assert run(source, source / "shards") == 0
+    before = content(source / "shards")
+    assert run(source, source / "shards") == 0 and run(source, tmp_path / "beside") == 0
+    assert content(source / "shards") == content(tmp_path / "beside") == before
+    assert "holds something else" in refused(source, source)
 
 
 def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
@@ -288,9 +289,9 @@ def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
     assert int(tokenizer.token_bytes[ids.astype(np.int64)].sum()) == len(text.encode())
     assert run(corpus, tmp_path / "shards", f"tokenizer={tmp_path / 'tokenizer.json'}") == 0
     data = ShardData(str(tmp_path / "shards"), context_length=16)
-    windows = data.windows("all")
-    assert isinstance(windows, ShardWindows) and 256 < data.tokenizer.vocab_size <= 400
-    ids = windows.tokens(0, 10**6)
+    data.setup()
+    assert 256 < data.tokenizer.vocab_size <= 400 and content(tmp_path / "shards").keys() == FILES | {"tokenizer.json"}
+    ids = data.tokens.read(0, data.tokens.length)
     assert (ids == tokenizer.separator).sum() == (ids == tokenizer.end).sum() == 70  # BOS + text + EOS
     assert len(data.tokenizer.decode(ids.tolist())) == sum(
         len(d.text) for d in iterate_documents(find_files(str(corpus)), "text")
@@ -298,31 +299,14 @@ def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "shards" / "tokenizer.json").write_text(
         (tmp_path / "tokenizer.json").read_text().replace('"<s>"', '"<bos>"')
     )
-    with pytest.raises(MetaTTTError, match="is not the tokenizer of these shards"):
+    with pytest.raises(MetaTTTError, match="is not the tokenizer of these tokens"):
         ShardData(str(tmp_path / "shards")).setup()
-
-
-def test_shards_are_checked_before_training(prepared: Path, tmp_path: Path) -> None:
-    with pytest.raises(MetaTTTError, match=r"holds no shards: write them with metattt prepare"):
-        ShardData(str(tmp_path)).setup()
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for name, data in content(prepared).items():
-        (folder / name).write_bytes(data)
-    shard = sorted(folder.glob("train-*.bin"))[0]
-    shard.write_bytes(b"xx" + shard.read_bytes()[2:])
-    with pytest.raises(MetaTTTError, match="checksum"):
-        ShardData(str(folder), context_length=64).loader("train")
-    shard.write_bytes(b"xx")
-    with pytest.raises(MetaTTTError, match="half-written"):
-        ShardData(str(folder)).setup()
-    with pytest.raises(MetaTTTError, match=r"fewer than the 1000001 of one window.*data\.context_length="):
-        ShardData(str(prepared), context_length=10**6).windows("train")
 
 
 @pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp", "attention", "mamba2"])
 def test_documents_with_resets_are_as_documents_apart(prepared: Path, layer: str) -> None:
-    from metattt.training.text_module import AdamW, LanguageModeling
+    from metattt.training.recipes import AdamW
+    from metattt.training.text_module import LanguageModeling
 
     data = ShardData(str(prepared), context_length=700, document_reset=True)
     window = next(iter(data.loader("train")))[:1]

@@ -23,7 +23,7 @@ from metattt.training import callbacks, step_statistics
 from metattt.training.callbacks import LossCurve, Progress
 from metattt.training.inner_warmup import InnerWarmup
 from metattt.training.step_statistics import Pace
-from metattt.training.text_job import TextJob, printable
+from metattt.training.text_module import TextJob, printable
 from metattt.training.train import train
 
 TINY = (

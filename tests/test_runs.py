@@ -31,7 +31,7 @@ from metattt.metrics_file import CLOCK
 from metattt.training import saving
 from metattt.training.callbacks import LossCurve
 from metattt.training.csv_log import CSVLog
-from metattt.training.run_folder import new_folder
+from metattt.training.run import new_folder
 from metattt.training.saving import Checkpoints
 from metattt.training.text_module import LanguageModeling
 from metattt.training.train import train
@@ -362,7 +362,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("metattt.training.run_folder.time.strftime", lambda _: "now")
+    monkeypatch.setattr("metattt.training.run.time.strftime", lambda _: "now")
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(new_folder("run"))) for _ in range(8)]
     for thread in threads:
@@ -500,16 +500,12 @@ def test_the_log_is_whole_whenever_it_is_killed(tmp_path: Path, monkeypatch: pyt
     assert rows[0]["train/loss"] == "1.0" and rows[3]["another"] == "7" and rows[3]["train/loss"] == ""
 
 
-def test_lightnings_own_log_can_be_chosen(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightnings_own_log_can_be_chosen(text: Path, tmp_path: Path) -> None:
     own = (
         "~logger.csv", "+logger.own._target_=lightning.pytorch.loggers.CSVLogger", f"+logger.own.save_dir={tmp_path}/logs",
         "+logger.own.name=x", "+logger.own.version=y",
     )  # fmt: skip
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        send(patch, signal.SIGINT, 3)
-        assert train(tiny(text, run, *own)) == 130
-    assert train(compose(f"resume={run}", f"+logger.own.save_dir={tmp_path}/logs")) == 0
+    assert train(tiny(text, tmp_path / "run", *own)) == 0
     with (tmp_path / "logs" / "x" / "y" / "metrics.csv").open(newline="") as file:
         assert [row["step"] for row in csv.DictReader(file) if row["train/loss"]] == [str(step) for step in range(1, 9)]
 

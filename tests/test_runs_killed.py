@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kills import STEPS, TINY, campaign
 from processes_for_tests import Program
 
 from metattt.checkpoints.rolling import steps
-from metattt.testing.kills import STEPS, TINY, campaign, table
 
 SLOW_STEP = """
 import sys, time
@@ -44,8 +44,7 @@ class Run:
         self.folder, self.marker = folder / "run", folder / "marker"
         script = folder / "script.py"
         script.write_text(SLOW_STEP.format(step=step, marker=str(self.marker), what=what))
-        settings = [one for one in TINY if not one.startswith("callbacks.watch")]
-        arguments = ["train", *settings, f"data.path={folder / 'text.txt'}", f"output_dir={self.folder}", *overrides]
+        arguments = ["train", *TINY.split(), f"data.path={folder / 'text.txt'}", f"output_dir={self.folder}", *overrides]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
         self.process = Program(str(script), *arguments, folder=folder, environment=environment)
         self.errors = self.process.err
@@ -85,14 +84,11 @@ def test_a_second_ctrl_c_stops_at_once_and_says_what_is_kept(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "number", "which"),
-    [("ddp", signal.SIGKILL, 1), ("ddp", signal.SIGSTOP, 1), ("ddp", signal.SIGSTOP, 0), ("fsdp", signal.SIGKILL, 0)],
+    ("strategy", "number", "which"), [("ddp", signal.SIGKILL, 1), ("ddp", signal.SIGSTOP, 1), ("fsdp", signal.SIGKILL, 0)]
 )
-def test_a_process_that_dies_or_hangs_is_named_and_the_others_stop(
-    strategy: str, number: int, which: int, tmp_path: Path
-) -> None:
+def test_when_a_process_dies_or_hangs_the_others_stop(strategy: str, number: int, which: int, tmp_path: Path) -> None:
     run = Run(
-        tmp_path, "time.sleep(0.2)", f"trainer={strategy}", "trainer.devices=2", "callbacks.watch.patience=5",
+        tmp_path, "time.sleep(0.2)", f"trainer={strategy}", "trainer.devices=2", "trainer.strategy.timeout_minutes=1",
         "trainer.max_steps=100000", "trainer.val_check_interval=100000",
     )  # fmt: skip
     run.until(run.marker.exists)
@@ -100,15 +96,12 @@ def test_a_process_that_dies_or_hangs_is_named_and_the_others_stop(
     began = time.monotonic()
     os.kill(child if which else run.process.pid, number)
     if which:
-        assert run.process.wait(60) == 1
+        assert run.process.wait(150)
     while not is_gone(child):
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 150
         time.sleep(0.1)
-    if number == signal.SIGSTOP and not which:
-        run.process.kill()
     errors = [line for line in run.errors.read_text().splitlines() if line.startswith("error: ")]
-    what = "has died" if number == signal.SIGKILL else "has not answered for 5 s"
-    assert len(errors) == 1 and errors[0].startswith(f"error: process {which} of 2") and what in errors[0], errors
+    assert len(errors) == 1 and errors[0].startswith("error: another process of the run has died or does not answer"), errors
     assert f"metattt train resume={run.folder}" in errors[0] and "Traceback" not in run.errors.read_text()
 
 
@@ -125,8 +118,8 @@ def test_sigterm_of_one_of_two_processes_stops_both_with_a_checkpoint(tmp_path: 
 
 @pytest.mark.slow
 def test_killed_at_random_moments_nothing_is_lost(tmp_path: Path) -> None:
-    """The campaign in small; `python -m metattt.testing.kills` runs it in full."""
-    cases = campaign(tmp_path / "kills", kinds=("plain",), kills=2, others=1)
-    cases += campaign(tmp_path / "more", kinds=("fsdp",), kills=1, others=0)
+    """The campaign in small; `python tests/robustness/kills.py` runs it in full."""
+    cases = [*campaign(tmp_path / "kills", kinds=["plain"], kills=2, others=1)]
+    cases += campaign(tmp_path / "more", kinds=["fsdp"], kills=1, others=0)
     assert not [case for case in cases if case.fault], cases
-    assert "| plain | SIGKILL |" in table(cases) and sum(case.disturbed for case in cases) >= 3
+    assert sum(case.disturbed for case in cases) >= 3

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import metattt
+from metattt.checkpoints.tensors import read_described, write_tensors
 from metattt.data.text import ByteTokenizer
 from metattt.errors import MetaTTTError
 from metattt.generation.sampling import generate
@@ -131,17 +132,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def rewritten(file: Path, change: Any) -> None:
     """The file with another text about its tensors, and a checksum that fits it: as somebody who wants to deceive writes it."""
-    from safetensors import safe_open
-
-    from metattt.io import digest
-
-    with safe_open(file, "pt") as opened:
-        held, about = {name: opened.get_tensor(name) for name in opened.keys()}, json.loads(opened.metadata()["metattt"])  # noqa: SIM118
-    content = json.loads(about["about"])
+    held, about = read_described(file)
+    content = json.loads(about)
     change(content)
-    about["about"] = json.dumps(content)
-    about["about_xxh3"] = digest(about["about"].encode())
-    save_file(held, file, metadata={"format": "pt", "metattt": json.dumps(about)})
+    write_tensors(file, held, json.dumps(content))
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -113,14 +113,13 @@ jobs = sorted(f.stem for f in configs.glob("*.yaml"))
 assert {"build", "check"} <= set(jobs)
 count, done = 0, set()
 for job in sorted(jobs, key=lambda job: job != "train"):  # most groups are training's; the others' own are added by their jobs
-    needed = ["benchmark=delta"] if job == "bench" else []
-    compose(*needed, job=job)
+    compose(job=job)
     for group in sorted(groups(job)):
         for choice in sorted((configs / group).glob("*.yaml"))[:1]:  # the files are compared with the sources'
             if choice in done:
                 continue
             done.add(choice)
-            overrides = [*(word for word in needed if group != "benchmark"), f"{group}={choice.stem}"]
+            overrides = [f"{group}={choice.stem}"]
             if group == "optimizer" and choice.stem == "append":
                 overrides.append("layer=custom")
             compose(*overrides, job=job)

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from speeds.time_parallel import TimeParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from metattt.bench.time_parallel import TimeParallelBenchmark
 from metattt.cli import main
 from metattt.composition.compose import build, compose
 from metattt.errors import MetaTTTError
@@ -415,15 +415,12 @@ def pickled(frame: Any) -> Any:
 
 @pytest.mark.slow
 def test_the_benchmark_checks_and_measures() -> None:
-    layers = ("linear_attention", "delta_net")
-    small = TimeParallelBenchmark((2,), (2,), (2,), milliseconds=5, state=8, rounds=1, layers=layers, widths=(64,))
+    small = TimeParallel([2], [2], [2], 5.0, 8, 1, ["linear_attention", "delta_net"], [64])
     report = small.run(lambda line: None)
     ((idle,), messages) = report.tables.values()
     assert 0 < idle["idle"] < 1 and idle["formula, per block"] == pytest.approx(1 / 5)
     weights, tail, tails = 64 * 64, 3 * 64, 3 * 3 * 64  # the block's convolution, and the layer's of q, k and v; the position
     assert [row["D = 64"] for row in messages] == [4 * (weights + tail) + 8, 4 * (weights + tail + tails) + 8]
-    with pytest.raises(MetaTTTError, match=r"benchmark\.ranks="):
-        TimeParallelBenchmark(ranks=(0,))
 
 
 def many_messages() -> int:

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 from processes_for_tests import two_processes
+from saved import SavedBytes
 from torch import Tensor, nn
 
-from metattt.bench.saved import SavedBytes
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data.windows import NO_TOKEN
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
-from metattt.training.text_module import AdamW, LanguageModeling
+from metattt.training.recipes import AdamW
+from metattt.training.text_module import LanguageModeling
 from metattt.training.truncated import truncated_loss
 
 BOUND = 1e-9  # relative, float64

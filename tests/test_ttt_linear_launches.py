@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from compiled import Compiled
 
-from metattt.bench.compiled import Compiled
 from metattt.kernels.triton.device import SHARED_MEMORY, SIZES, WIDTHS
 from metattt.kernels.ttt_linear import tuning
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from compiled import SHARED_LIMIT, Compiled, compiled
 
-from metattt.bench.compiled import SHARED_LIMIT, Compiled, compiled
 from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.kernels.ttt_mlp.tuning import TABLE, Config, config, key, shared_bytes, variants

@@ -27,7 +27,7 @@ from metattt.measures.inner_steps import inner_losses_by_layer
 from metattt.models.timm import LAYERS, SIZES
 from metattt.models.vision import ImageTransformer, sincos2d
 from metattt.testing.specimen import cotangent
-from metattt.training.image_module import TimmRecipe
+from metattt.training.recipes import TimmRecipe
 from metattt.training.train import train
 
 ROWS = tuple(LAYERS)

@@ -25,12 +25,9 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_ttt_linear_kernel.py::test_compiled_whole": (),
     "test_ttt_mlp_compiled.py": (),
     "test_on_gpu.py::test_a_layer_through_the_triton_operation": ("[linear]",),
-    "test_on_gpu.py::test_the_gpu_benchmark_without_a_gpu": (),
-    "test_on_gpu.py::test_a_wrong_operation_is_timed_and_marked": (),
     "test_export.py": ("[ttt_linear]", "[attention]", "[gated_delta_net]"),
     # other libraries, other processes, attacks, long runs, sweeps, benchmarks, pages
     "test_any_model.py": (),
-    "test_bench": (),
     "test_divergence.py": (),
     "test_documents.py::test_commands_compose": ("[README.md]", "[docs/index.md]", "[docs/tutorials"),
     "test_documents.py::test_marked_commands_run": (),
@@ -46,15 +43,12 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_loggers.py": (),
     "test_long_runs.py": (),
     "test_prepare.py": ("test_a_split_without_documents", "test_the_shards_hold"),
-    "test_prepare_stopped.py": (),
     "test_published.py::test_presets_have_the_published_numbers_of_parameters": ("[125m]",),
-    "test_reproduce.py": (),
     "test_shards_damaged.py": (),
     "test_stacks.py::test_the_documentation": (),
     "test_stacks.py::test_a_stopped_run": (),
     "test_sweeps.py": (),
     "test_tokenizers_damaged.py": (),
-    "test_watch.py": (),
 }
 
 

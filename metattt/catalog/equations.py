@@ -1,4 +1,5 @@
-"""The equations of a layer, put together from what its parts say of themselves and from the gates that its rule gives."""
+"""The equations of a layer, put together from what its parts say of themselves and from the gates that its rule
+gives."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Section(NamedTuple):
 def equations(layer: nn.Module) -> list[Section]:
     """What a layer computes, from the views of a token to its output.
 
-    Another module than `TTTLayer` and `Combined` may have a method `equations` that returns lines; of one that has none,
-    the name and the docstring are given.
+    Another module than `TTTLayer` and `Combined` may have a method `equations` that returns lines; of one that has
+    none, the name and the docstring are given.
     """
     if isinstance(layer, TTTLayer):
         return _of_layer(layer)
@@ -231,7 +232,10 @@ def _gradient(layer: TTTLayer, anchor: str, seen: Seen) -> tuple[list[str], str]
     if "erase_key" in seen.views or "erase_direction" in seen.views:  # what is erased is not what the loss would erase
         made = f"{scale}{'p_t' if 'erase_key' in seen.views else 'k_t'} {turned}"
         closed = f"(b_tᵀ({made}) − k_tᵀ v_t)" if "erase_direction" in seen.views else f"k_tᵀ({made} − v_t)"
-        return [f"G_t = {closed[1:-1] if 'erase_direction' in seen.views else closed}, in the place of {at}", *meaning], closed
+        return [
+            f"G_t = {closed[1:-1] if 'erase_direction' in seen.views else closed}, in the place of {at}",
+            *meaning,
+        ], closed
     weight, bias = (_own(learner, Learner) and learner.linear_map) or (None, None)
     slope = None
     if weight is not None and weight in learner.init and says(task, "slope", ("loss",)):

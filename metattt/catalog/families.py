@@ -83,7 +83,8 @@ def source(name: str, lines: Iterable[str]) -> Source:
         cited = match and ARXIV.fullmatch(match["paper"])
         if match is None or (cited is None and re.search(r"arxiv", match["paper"], re.IGNORECASE)):
             raise MetaTTTError(
-                f"layer/{name}.yaml: `{line.strip():.80}` cannot be read: write `{FORM}`, or `paper: none` where there is no paper"
+                f"layer/{name}.yaml: `{line.strip():.80}` cannot be read: write `{FORM}`, or `paper: none` where "
+                "there is no paper"
             )
         if cited:
             return Source(match["family"], cited["title"], cited["id"])

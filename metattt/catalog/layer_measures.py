@@ -1,6 +1,7 @@
 """What is found out about a known layer by building it: its parts, and on a few tokens its state, cost and causality.
 
-`python -m metattt.catalog.layer_measures` writes it down for every layer of ours, at the width of `configs/layers.yaml`."""
+`python -m metattt.catalog.layer_measures` writes it down for every layer of ours, at the width of
+`configs/layers.yaml`."""
 
 from __future__ import annotations
 

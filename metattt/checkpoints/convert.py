@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -16,7 +15,7 @@ from metattt.checkpoints.trained import Weights, read_weights
 from metattt.checkpoints.trust import modules
 from metattt.checkpoints.writing import new_folder, write_model
 from metattt.errors import MetaTTTError, check_choice
-from metattt.io import write_text
+from metattt.io import write_whole
 from metattt.models.published import from_ours, to_ours, with_clipped_steps
 from metattt.models.published_config import PublishedConfig, build_empty
 
@@ -46,7 +45,11 @@ def convert(cfg: DictConfig) -> None:
     tokenizer = None if found.about.tokenizer == "bytes" else found.about.tokenizer  # bytes need no file
     if side == "ours":
         tensors, text = _published(found, cfg.direction == "to_jax")
-        _write_published(target, tensors, {PUBLISHED_CONFIG: text, TOKENIZER: tokenizer})
+        with new_folder(target) as folder:
+            for name, one in {PUBLISHED_CONFIG: text, TOKENIZER: tokenizer}.items():
+                if one is not None:
+                    write_whole(folder / name, one.encode())
+            write_tensors(folder / SAFETENSORS, tensors)
     else:
         tensors = found.tensors
         write_model(target, make_record(found.about.config), tensors, tokenizer)
@@ -62,11 +65,3 @@ def _published(found: Weights, jax: bool) -> tuple[dict[str, Tensor], str]:
     ours = with_clipped_steps(to_ours(found.tensors, model, "ours"), model)
     tensors = from_ours(ours, "jax" if jax else "published")
     return tensors, json.dumps(keys, indent=2) + "\n"
-
-
-def _write_published(target: Path, tensors: dict[str, Tensor], texts: dict[str, str | None]) -> None:
-    """Writes weights and texts by their names (None: no such file) as a release has them; the weights carry the
-    checksums of all."""
-    with new_folder(target) as folder:
-        beside = {name: write_text(folder / name, text) for name, text in texts.items() if text is not None}
-        write_tensors(folder / SAFETENSORS, tensors, beside=beside)

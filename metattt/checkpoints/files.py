@@ -10,23 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from metattt.checkpoints import folder as ours
 from metattt.checkpoints import rolling
 from metattt.checkpoints.folder import standing
 from metattt.checkpoints.record import RECORD
-from metattt.checkpoints.tensors import open_tensors
+from metattt.checkpoints.tensors import read_tensors
 from metattt.errors import MetaTTTError
-from metattt.io import check_own, digest, path_of, read_object
+from metattt.io import check_own, inside, path_of, read_object
 
-Tensors = Literal["all", "weights", "none"]
+Tensors = Literal["all", "weights", "small", "none"]
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it
-PUBLISHED = (
-    f"{SAFETENSORS}.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)  # other names that releases have
+PUBLISHED = (f"{SAFETENSORS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")  # names that releases have
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -50,26 +45,19 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
     if given.is_file() or ours.is_checkpoint(given):
         return given
     if not given.is_dir():
-        raise MetaTTTError(
-            f"no checkpoint: {path} does not exist; give a run's folder, a checkpoint in it, or a folder or file of weights"
-        )
+        advice = "give a run's folder, a checkpoint in it, or a folder or file of weights"
+        raise MetaTTTError(f"no checkpoint: {path} does not exist; {advice}")
     run = given.parent if given.name == rolling.FOLDER else given
-    if rolling.steps(run):
-        return rolling.newest_good(run, ours.verify) if fall_back else rolling.steps(run)[0][1]
-    for name in (SAFETENSORS, *PUBLISHED):
-        if (one := given / name).is_file():
-            return one
-    files = sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
+    if found := rolling.steps(run):
+        return rolling.newest_good(run, ours.verify) if fall_back else found[0][1]
+    files = [one for name in (SAFETENSORS, *PUBLISHED) if (one := given / name).is_file()][:1]
+    files = files or sorted(file for file in given.iterdir() if file.suffix in SUFFIXES)
     if len(files) == 1:
         return files[0]
-    if not files:
-        raise MetaTTTError(
-            f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
-        )
-    several = ", ".join(file.name for file in files)
-    raise MetaTTTError(
-        f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
-    )
+    if files:
+        several = ", ".join(file.name for file in files)
+        raise MetaTTTError(f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>")
+    raise MetaTTTError(f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}")
 
 
 def home(checkpoint: Path) -> Path:
@@ -79,27 +67,49 @@ def home(checkpoint: Path) -> Path:
     return rolling.run_of(checkpoint)
 
 
-def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> dict[str, Any]:
+def read_content(file: Path, tensors: Tensors = "all") -> dict[str, Any]:
     """What a checkpoint holds, plain data and tensors only. One with an index is put together; what has checksums is
     compared with them.
 
     Args:
         file: as `find_checkpoint` found it.
-        tensors: `all`; `weights` or `none` leave out the others where these can be told apart.
-        mmap: leave the tensors on the disk until they are used, where the file allows it.
+        tensors: `all`; of a checkpoint of ours also `weights`, `none`, or `small`: neither weights nor what optimizers
+            hold for them, not compared with checksums.
 
     Raises:
         MetaTTTError: a file that is truncated, damaged, of another kind, or holds code; a part that is missing.
     """
     if ours.is_checkpoint(file):
-        content = ours.read_content(file)
-        record = {key: value for key, value in content.items() if key not in ("format", "files", "content")}
-        return {RECORD: record} | ours.read_checkpoint(file, content, tensors != "none", tensors == "all")
+        compared = {"all": "", "weights": ours.MODEL}.get(tensors)
+        content = ours.read_content(file) if compared is None else ours.verify(file, compared)
+        names = set(ours.weights(content).values())
+
+        def wanted(name: str) -> bool:
+            small = name not in names and "/state/" not in name
+            return tensors == "all" or (name in names if tensors == "weights" else small and tensors == "small")
+
+        read = ours.read_checkpoint(file, content, wanted)
+        if tensors in ("small", "none"):
+            read.pop(ours.WEIGHTS, None)
+        return {RECORD: {key: value for key, value in content.items() if key not in ("format", "files", "content")}} | read
     if file.name.endswith(".index.json"):
         return _read_index(file)
-    if file.suffix == ".safetensors":
-        return dict(_read_alone(file))
-    content = _read_torch(file, mmap)
+    check_own(file)
+    return dict(read_tensors(file)) if file.suffix == ".safetensors" else _read_torch(file)
+
+
+def _read_torch(file: Path) -> dict[str, Any]:
+    """What torch.save wrote: plain data and tensors alone are unpickled."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of old pickle formats: what cannot be read is said below
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # as many kinds as there are ways to damage it
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            raise MetaTTTError(
+                f"{file} holds pickled objects, which could run any code when loaded; only tensors are read.\n"
+                "Save the state dict alone where the file comes from: torch.save(model.state_dict(), ...)"
+            ) from error
+        raise MetaTTTError(f"{file} cannot be read as a checkpoint: it is truncated, damaged or of another kind") from error
     if not isinstance(content, Mapping):
         held = type(content).__name__
         raise MetaTTTError(
@@ -108,56 +118,15 @@ def read_content(file: Path, tensors: Tensors = "all", mmap: bool = False) -> di
     return dict(content)
 
 
-def _read_torch(file: Path, mmap: bool) -> Any:
-    """What torch.save wrote: plain data and tensors alone are unpickled; checksums of the archive are compared."""
-    check_own(file)
-    try:
-        archive = zipfile.is_zipfile(file)
-        if archive:
-            with zipfile.ZipFile(file) as opened:
-                if (bad := opened.testzip()) is not None:
-                    raise MetaTTTError(f"{file} is damaged: {bad} in it is not what was written (checksum)")
-        with warnings.catch_warnings(action="ignore"):  # of old pickle formats: what cannot be read is said below
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap and archive)
-    except MetaTTTError:
-        raise
-    except Exception as error:  # as many kinds as there are ways to damage it
-        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-            raise MetaTTTError(
-                f"{file} holds pickled objects, which could run any code when loaded; only tensors are read.\n"
-                "Save the state dict alone where the file comes from: torch.save(model.state_dict(), ...)"
-            ) from error
-        raise MetaTTTError(
-            f"{file} cannot be read as a checkpoint: it is truncated, damaged or of another kind"
-        ) from error
-
-
 def _read_index(file: Path) -> dict[str, Any]:
     """The tensors of several files of weights, from the index that names them."""
     names = read_object(file).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(part, str) for part in names.values()):
+    if not isinstance(names, dict) or not names or not all(isinstance(part, str) for part in names.values()):
         raise MetaTTTError(f"{file} names parts that are not there: no weight_map")
-    parts = sorted(set(names.values()))
-    for part in parts:
-        if Path(part).name != part or part.endswith(".index.json"):
-            raise MetaTTTError(f"{file} names the part {part[:80]!r}: names of files beside it are allowed")
-    missing = [part for part in parts if not (file.parent / part).is_file()]
-    if missing or not parts:
-        raise MetaTTTError(f"{file} names parts that are not there: {', '.join(missing) or 'no weight_map'}")
-    return {name: tensor for part in parts for name, tensor in read_content(file.parent / part).items()}
-
-
-def _read_alone(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file of safetensors, which may carry checksums of its own and of what stands beside it."""
-    check_own(file)
-    with open_tensors(file) as opened:
-        for name, checksum in opened.beside.items():
-            other = file.parent / Path(name).name
-            if other.is_file() and digest(other.read_bytes()) != checksum:
-                raise MetaTTTError(
-                    f"{other} is not the one that was written with {file.name} (checksum): take it from the same place"
-                )
-        return {name: opened[name] for name in opened.names}
+    parts = [inside(file.parent, part) for part in sorted(set(names.values()))]
+    if missing := [part.name for part in parts if not part.is_file() or part.name.endswith(".index.json")]:
+        raise MetaTTTError(f"{file} names parts that are not there: {', '.join(missing)}")
+    return {name: tensor for part in parts for name, tensor in read_content(part).items()}
 
 
 def check_new(target: str | Path) -> Path:

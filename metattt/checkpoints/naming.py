@@ -20,7 +20,7 @@ from metattt.registry import REGISTERED, version_of
 COMPONENT, COMPONENT_VERSION = "_component_", "_version_"
 HOMES = {
     "model": "metattt.models", "data": "metattt.data", "training": "metattt.training", "callback": "metattt.training",
-    "strategy": "metattt.training", "logger": "metattt.training", "benchmark": "metattt.bench",
+    "strategy": "metattt.training", "logger": "metattt.training",
 }  # fmt: skip
 """Group -> our package whose modules register it, where that is not one of the parts of a layer."""
 
@@ -38,14 +38,12 @@ def _named(node: Any, names: dict[str, tuple[str, str]]) -> Any:
         return [_named(one, names) for one in node]
     if not isinstance(node, dict):
         return node
-    written: dict[Any, Any] = {}
-    for key, value in node.items():
-        component = names.get(value) if key == "_target_" and isinstance(value, str) else None
-        if component is None:
-            written[key] = _named(value, names)
-        else:
-            written |= {COMPONENT: "=".join(component), COMPONENT_VERSION: version_of(*component)[0]}
-    return written
+    written = {key: _named(value, names) for key, value in node.items()}
+    target = node.get("_target_")
+    if not isinstance(target, str) or target not in names:
+        return written
+    del written["_target_"]
+    return {COMPONENT: "=".join(names[target]), COMPONENT_VERSION: version_of(*names[target])[0]} | written
 
 
 def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Collection[str] = ()) -> Any:
@@ -74,36 +72,22 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
         raise MetaTTTError(f"{origin} names a component as {node[COMPONENT]!r}: it must be group=name, and alone")
     if group in skip:
         return node
-    version = node.get(COMPONENT_VERSION)
-    rest = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
-    target, parameters = _found(group, name, origin), _current(group, name, version, rest, origin)
-    check_keys(f"{group}={name}", target, parameters, origin)
-    return {"_target_": target} | to_targets(parameters, origin, skip, trust)
-
-
-def _found(group: str, name: str, origin: object) -> str:
-    """The class that is registered now; modules are imported until it is."""
     if (group, name) not in REGISTERED:
         load_components()
     if (group, name) not in REGISTERED and group in HOMES:
         load_components((HOMES[group],))
     if (group, name) not in REGISTERED:
-        raise MetaTTTError(
-            f"{origin} was made with {group}={name}, which nothing here registers: install the package that does"
-        )
-    return REGISTERED[group, name]
-
-
-def _current(group: str, name: str, version: Any, parameters: dict[str, Any], origin: object) -> dict[str, Any]:
-    """The parameters in their current version."""
-    now, upgrade = version_of(group, name)
-    if version == now:
-        return parameters
-    known = type(version) is int
-    if known and version < now and upgrade is not None:
-        return upgrade(parameters, version)
-    remedy = "update the package that registers it" if known and version > now else "nothing brings it up to that"
-    raise MetaTTTError(f"{origin} has version {version} of {group}={name}, and here is version {now}: {remedy}")
+        raise MetaTTTError(f"{origin} was made with {group}={name}, which nothing here registers: install the package that does")
+    target, (now, upgrade), version = REGISTERED[group, name], version_of(group, name), node.get(COMPONENT_VERSION)
+    parameters = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
+    if version != now or type(version) is not int:
+        newer = type(version) is int and version > now
+        if type(version) is not int or newer or upgrade is None:
+            remedy = "update the package that registers it" if newer else "nothing brings it up to that"
+            raise MetaTTTError(f"{origin} has version {version} of {group}={name}, and here is version {now}: {remedy}")
+        parameters = upgrade(parameters, version)
+    check_keys(f"{group}={name}", target, parameters, origin)
+    return {"_target_": target} | to_targets(parameters, origin, skip, trust)
 
 
 def _is_announced(target: str) -> bool:

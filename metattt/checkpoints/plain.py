@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from metattt.errors import MetaTTTError
 
@@ -19,25 +20,28 @@ SCALARS = (str, int, float, bool, type(None))
 
 def take_apart(node: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     """What `json` can write; the tensors inside go into `tensors`, by their place: `optimizer_states/0/state/3/exp_avg`.
+    One that is there twice goes there once.
 
     Raises:
         MetaTTTError: an object that is neither plain data nor a tensor.
     """
+    return _take_apart(node, tensors, {}, path)
+
+
+def _take_apart(node: Any, tensors: dict[str, Tensor], seen: dict[Any, str], path: str) -> Any:
     if isinstance(node, Tensor):
-        tensors[path] = node
-        return {TENSOR: path}
+        shared = not isinstance(node, DTensor) and node.numel() > 0
+        place = (node.device, node.data_ptr(), node.shape, node.stride(), node.dtype) if shared else path
+        name = seen.setdefault(place, path)
+        tensors[name] = node
+        return {TENSOR: name}
     if isinstance(node, Mapping):
-        plain = all(type(key) is str and not key.startswith("$") for key in node)
-        if plain:
-            return {key: take_apart(value, tensors, f"{path}/{key}".lstrip("/")) for key, value in node.items()}
-        return {
-            ITEMS: [
-                [take_apart(key, tensors, f"{path}/key"), take_apart(value, tensors, f"{path}/{key}")]
-                for key, value in node.items()
-            ]
-        }
+        items = [(key, _take_apart(value, tensors, seen, f"{path}/{key}".lstrip("/"))) for key, value in node.items()]
+        if all(type(key) is str and not key.startswith("$") for key in node):
+            return dict(items)
+        return {ITEMS: [[_take_apart(key, tensors, seen, f"{path}/key"), value] for key, value in items]}
     if isinstance(node, list | tuple):
-        listed = [take_apart(one, tensors, f"{path}/{index}") for index, one in enumerate(node)]
+        listed = [_take_apart(one, tensors, seen, f"{path}/{index}") for index, one in enumerate(node)]
         return {TUPLE: listed} if isinstance(node, tuple) else listed
     if isinstance(node, SCALARS):
         return node

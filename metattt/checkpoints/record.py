@@ -11,13 +11,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.checkpoints.naming import to_names, to_targets
-from metattt.checkpoints.trust import REFERENCE, check_plain
+from metattt.checkpoints.trust import check_plain, is_computed, leaves
 from metattt.errors import MetaTTTError
 from metattt.io import inside, read_text
 
 RECORD = "metattt"  # the entry of a run's checkpoint
 PUBLISHED_CONFIG = "config.json"  # the configuration of a published model
-VERSION = 3  # of the format; no other is read
+VERSION = 4  # of the format; no other is read
 PARTS = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer", "callbacks", "logger")
 LONGEST_YAML = 2**20  # bytes
 
@@ -35,20 +35,15 @@ def make_record(cfg: DictConfig, **others: Any) -> dict[str, Any]:
 def _computed(cfg: DictConfig) -> Any:
     """The plain configuration, with values in the place of what resolvers compute: `${oc.env:...}` means nothing
     elsewhere, and a file may not say what is computed. References from key to key stay."""
-
-    def value(owner: Any, key: Any, written: Any) -> Any:
-        computed = isinstance(written, str) and "${" in REFERENCE.sub("", written)
-        return owner[key] if computed or isinstance(written, dict | list) else written
-
-    def walk(written: Any, live: Any) -> Any:
-        """`written` holds the words of the configuration, `live` the same with everything resolved on access."""
-        if isinstance(written, dict):
-            return {key: walk(one, value(live, key, one)) for key, one in written.items()}
-        if isinstance(written, list):
-            return [walk(one, value(live, index, one)) for index, one in enumerate(written)]
-        return live
-
-    return walk(OmegaConf.to_container(cfg), cfg)
+    plain: Any = OmegaConf.to_container(cfg)
+    for path, text in list(leaves(plain)):
+        if is_computed(text):
+            written, live = plain, cfg
+            for key in path[:-1]:
+                written, live = written[key], live[key]
+            value = live[path[-1]]
+            written[path[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return plain
 
 
 def checked_record(record: Any, origin: Path) -> dict[str, Any]:
@@ -59,19 +54,19 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
     """
     if not isinstance(record, Mapping) or not isinstance(record.get("config"), Mapping):
         raise MetaTTTError(f"{origin} is not a checkpoint of metattt train: it holds no configuration")
-    version = record.get("version")
+    version, config = record.get("version"), record["config"]
     if type(version) is not int or version != VERSION:
+        remedy = "train the model again, or use the release that wrote it"
         if type(version) is not int or version < 1:
             remedy = "it is damaged, or of another program"
-        else:
-            older = "train the model again, or use the release that wrote it"
-            remedy = "update metattt" if version > VERSION else older
+        elif version > VERSION:
+            remedy = "update metattt"
         raise MetaTTTError(f"{origin} has checkpoint version {version}; this release reads version {VERSION}: {remedy}")
-    check_plain(record["config"], origin)
+    check_plain(config, origin)
     for part in PARTS:
-        if not isinstance(record["config"].get(part), dict | None):
+        if not isinstance(config.get(part), dict | None):
             raise MetaTTTError(f"{origin} has a configuration whose `{part}` is no part of one: it is damaged")
-    if type(seed := record["config"].get("seed", 0)) is not int:  # a run that is resumed hands it to random generators
+    if type(seed := config.get("seed", 0)) is not int:  # a run that is resumed hands it to random generators
         raise MetaTTTError(f"{origin} has seed={seed!r:.40}, which is no integer: it is damaged")
     return dict(record)
 
@@ -92,9 +87,7 @@ def record_config(
     """
     try:
         config = OmegaConf.create(to_targets(record["config"], origin, skip, trust))
-        OmegaConf.to_container(
-            config, resolve=True, throw_on_missing=False
-        )  # references that lead nowhere, or in a circle
+        OmegaConf.to_container(config, resolve=True)  # references that lead nowhere, or in a circle
     except (OmegaConfBaseException, RecursionError) as error:
         reason = (str(error).splitlines() or ["values refer to each other in a circle"])[0]
         raise MetaTTTError(f"{origin} cannot be read as a configuration: {reason}") from error

@@ -16,9 +16,6 @@ DAMAGED = ".damaged"  # after the name of a checkpoint that was set aside
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.(part|old|gone)")
 
-Verify = Callable[[Path], object]
-Say = Callable[[str], None]
-
 
 def path_of(run_folder: Path, step: int) -> Path:
     """The checkpoint of a run at a step."""
@@ -45,18 +42,12 @@ def steps(run_folder: Path) -> list[tuple[int, Path]]:
     return sorted(((step, path) for path in entries if (step := step_of(path)) is not None), reverse=True)
 
 
-def to_stderr(line: str) -> None:
-    """One line for the user."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def newest_good(run_folder: Path, verify: Verify, say: Say = to_stderr) -> Path:
-    """The newest checkpoint of a run that is not damaged.
+def newest_good(run_folder: Path, verify: Callable[[Path], object]) -> Path:
+    """The newest checkpoint of a run that is not damaged; newer ones are named on stderr.
 
     Args:
         run_folder: the folder of the run, with at least one checkpoint.
         verify: raises MetaTTTError for a checkpoint that cannot be used.
-        say: is told in a line of every newer one that was passed over.
 
     Raises:
         MetaTTTError: all of them are damaged.
@@ -71,11 +62,10 @@ def newest_good(run_folder: Path, verify: Verify, say: Say = to_stderr) -> Path:
             reason = reason or error
             continue
         if passed:
-            say(f"damaged: {', '.join(passed)} in {path.parent} ({reason}); {path.name} is taken instead")
+            said = f"damaged: {', '.join(passed)} in {path.parent} ({reason}); {path.name} is taken instead"
+            print(said, file=sys.stderr, flush=True)
         return path
-    raise MetaTTTError(
-        f"no checkpoint of {run_folder} can be used, of {len(passed)}: {reason or 'there is none'}"
-    ) from reason
+    raise MetaTTTError(f"no checkpoint of {run_folder} can be used, of {len(passed)}: {reason or 'there is none'}") from reason
 
 
 def prune(run_folder: Path, keep: int, best: int | None = None) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from metattt.checkpoints.plain import SCALARS, TENSOR, put_together, take_apart
-from metattt.checkpoints.tensors import checksum, open_tensors, write_tensors
+from metattt.checkpoints.tensors import checksum, read_described, write_tensors
 from metattt.errors import MetaTTTError
-from metattt.io import check_own, parse, path_of, sync
+from metattt.io import check_own, parse, path_of, replaced
 from metattt.models.language_model import LanguageModelState
 from metattt.state import State
 
@@ -29,8 +26,8 @@ KIND = "kind"  # the entry that says which named tuple a dictionary stands for
 
 def kinds() -> dict[str, Any]:
     """The named tuples that a state may be made of, by name: those that torch itself may make of a file."""
-    known = {one.__name__: one for one in torch.serialization.get_safe_globals() if isinstance(one, type) and hasattr(one, "_fields")}
-    return known | {cls.__name__: cls for cls in (State, LanguageModelState)}
+    known = [one for one in torch.serialization.get_safe_globals() if isinstance(one, type) and hasattr(one, "_fields")]
+    return {one.__name__: one for one in (*known, State, LanguageModelState)}
 
 
 def write_state(path: str | Path, state: Any, model: nn.Module | None = None) -> None:
@@ -44,16 +41,11 @@ def write_state(path: str | Path, state: Any, model: nn.Module | None = None) ->
     tensors: dict[str, Tensor] = {}
     content = take_apart(_as_plain(state), tensors)
     about = {"format": FORMAT, "version": VERSION, "model": None if model is None else fingerprint(model), "state": content}
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
-        write_tensors(part, tensors, about=json.dumps(about))
-        part.replace(file)
-        sync(file.absolute().parent)
+        with replaced(file) as part:
+            write_tensors(part, tensors, json.dumps(about))
     except (OSError, SafetensorError) as error:
         raise MetaTTTError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def read_state(path: str | Path, kind: type[S], device: torch.device | str, model: nn.Module | None = None) -> S:
@@ -66,18 +58,18 @@ def read_state(path: str | Path, kind: type[S], device: torch.device | str, mode
     if not file.is_file():
         raise MetaTTTError(f"no state: {path} does not exist; state.save(path) writes one")
     check_own(file)
-    with open_tensors(file) as opened:
-        about = None if opened.about is None else parse(opened.about, f"{file}")
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
-            raise MetaTTTError(f"{file} holds tensors, but not a state: give a file that state.save has written")
-        if about.get("version") != VERSION:
-            raise MetaTTTError(f"{file} has a state of version {about.get('version')!r:.20}; this release reads version {VERSION}")
-        if model is not None:
-            _compare(file, about.get("model"), model)
-        content = about.get("state")
-        if _names(content) != sorted(opened.names):
-            raise MetaTTTError(f"{file} is damaged: it does not hold the tensors of its state")
-        state = _as_state(put_together(content, {name: opened[name].to(device, copy=True) for name in opened.names}), file)
+    tensors, text = read_described(file)
+    about = parse(text, f"{file}") if text else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise MetaTTTError(f"{file} holds tensors, but not a state: give a file that state.save has written")
+    if about.get("version") != VERSION:
+        raise MetaTTTError(f"{file} has a state of version {about.get('version')!r:.20}; this release reads version {VERSION}")
+    if model is not None:
+        _compare(file, about.get("model"), model)
+    content = about.get("state")
+    if _names(content) != tensors.keys():
+        raise MetaTTTError(f"{file} is damaged: it does not hold the tensors of its state")
+    state = _as_state(put_together(content, {name: one.to(device, copy=True) for name, one in tensors.items()}), file)
     if type(state) is not kind:
         raise MetaTTTError(f"{file} holds a {type(state).__name__}: load it with {type(state).__name__}.load")
     return state
@@ -85,10 +77,7 @@ def read_state(path: str | Path, kind: type[S], device: torch.device | str, mode
 
 def fingerprint(model: nn.Module) -> str:
     """What identifies a model: the names, shapes, types and values of its parameters and buffers."""
-    found = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        found.update(checksum(name, tensor.cpu()).encode())
-    return found.hexdigest()
+    return checksum({name: tensor.cpu() for name, tensor in model.state_dict().items()})
 
 
 def _compare(file: Path, known: Any, model: nn.Module) -> None:
@@ -131,8 +120,7 @@ def _fits(cls: type, read: Mapping[str, Any]) -> bool:
     """Whether fields have the types that they must have; shapes are compared by the layer that goes on from them."""
     if cls is LanguageModelState:
         layers, tails = read["layers"], read["tails"]
-        same = isinstance(layers, tuple) and isinstance(tails, tuple) and len(layers) == len(tails)
-        return same and all(tail is None or isinstance(tail, Tensor) for tail in tails)
+        return isinstance(layers, tuple) and isinstance(tails, tuple) and len(layers) == len(tails)
     if cls is not State:
         return True
     parts = [read[name] for name in ("task", "optimizer", "learner")]
@@ -142,10 +130,9 @@ def _fits(cls: type, read: Mapping[str, Any]) -> bool:
     return tensors and isinstance(pos, Tensor) and pos.dtype == torch.long and (phase is None or type(phase) is int)
 
 
-def _names(node: Any) -> list[str]:
-    """The tensors that a content names, in order."""
-    if isinstance(node, dict):
-        if isinstance(node.get(TENSOR), str):
-            return [node[TENSOR]]
-        return sorted(name for value in node.values() for name in _names(value))
-    return sorted(name for value in node for name in _names(value)) if isinstance(node, list) else []
+def _names(node: Any) -> set[str]:
+    """The tensors that a content names."""
+    if isinstance(node, dict) and isinstance(node.get(TENSOR), str):
+        return {node[TENSOR]}
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return {name for value in inner for name in _names(value)}

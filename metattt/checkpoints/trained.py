@@ -25,6 +25,7 @@ from metattt.models.published import Side, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty
 
 PREFIX = "model."  # of the model's parameters in a run's state_dict, and for Transformers
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 EXPORTED = "metattt"  # the entry of a config.json of Transformers with the record of a model of ours
 
 
@@ -71,7 +72,7 @@ def read_checkpoint(path: str | Path, tensors: Tensors = "all") -> dict[str, Any
         MetaTTTError: no such file, one that is truncated, damaged or of another program or version.
     """
     file = find_checkpoint(path)
-    return _checked(file, read_content(file, tensors, tensors != "all"))
+    return _checked(file, read_content(file, tensors))
 
 
 def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: Collection[str] = ()) -> Trained:
@@ -87,7 +88,7 @@ def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: C
     """
     file = find_checkpoint(path)
     if is_checkpoint(file) or not (file.parent / PUBLISHED_CONFIG).is_file():
-        return _of_run(file, _checked(file, read_content(file, "none", mmap=True)), skip, trust)
+        return _of_run(file, _checked(file, read_content(file, "none")), skip, trust)
     return _theirs(file, trust)
 
 
@@ -102,15 +103,12 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
         MetaTTTError: as `open_trained`; names or shapes that are neither ours nor published.
     """
     file = find_checkpoint(path)
-    content = read_content(file, "weights", mmap=True)
+    content = read_content(file, "weights")
     if RECORD in content:
         about = _of_run(file, _checked(file, content), (*OF_TRAINING, "data"), trust)
         of_run = "global_step" in content
-        tensors = {
-            name.removeprefix(PREFIX): value
-            for name, value in content[WEIGHTS].items()
-            if not of_run or name.startswith(PREFIX)
-        }
+        held = content[WEIGHTS].items()
+        tensors = {name.removeprefix(PREFIX): one for name, one in held if not of_run or name.startswith(PREFIX)}
         return Weights(about, tensors, "ours", of_run)
     if set(content) == {WEIGHTS} and isinstance(content[WEIGHTS], Mapping):
         content = dict(content[WEIGHTS])
@@ -120,15 +118,11 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
     side = guess_side(_paths(content))
     if side is None:
         names = ", ".join(list(content)[:3]) or "nothing"
-        raise MetaTTTError(
-            f"{file} is not a checkpoint of metattt train, and has neither published names (model.embed_tokens.weight, wte/embedding) "
-            f"nor ours: it holds {names}"
-        )
+        theirs = "published names (model.embed_tokens.weight, wte/embedding)"
+        raise MetaTTTError(f"{file} is not a checkpoint of metattt train, and has neither {theirs} nor ours: it holds {names}")
     if side == "ours":
-        raise MetaTTTError(
-            f"{file} holds weights by our names without a configuration: give a run's folder or a checkpoint in it, "
-            "or a folder of metattt export or convert"
-        )
+        advice = "give a run's folder or a checkpoint in it, or a folder of metattt export or convert"
+        raise MetaTTTError(f"{file} holds weights by our names without a configuration: {advice}")
     about = _theirs(file, trust)
     return Weights(about, to_ours(content, build_empty(about.config), side), side, False)
 
@@ -155,9 +149,7 @@ def load_model(
     found = read_weights(path, trust)
     complaint = f"{path} does not fit the model of its own configuration"
     check_shapes(found, complaint)
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # not on the meta device: a layer may compute buffers, which no checkpoint holds
+    with torch.random.fork_rng(devices=[]):  # not on the meta device: a layer may compute buffers that no file holds
         model = instantiate_model(found.about.config)
     if not found.of_run:
         _take_types(model, found.tensors)
@@ -205,11 +197,8 @@ def check_resumed(file: Path, config: DictConfig) -> None:
     Raises:
         MetaTTTError: sizes that they do not have.
     """
-    tensors = {
-        name.removeprefix(PREFIX): torch.empty(shape, device="meta")
-        for name, shape in shapes(file).items()
-        if name.startswith(PREFIX)
-    }
+    held = {name.removeprefix(PREFIX): shape for name, shape in shapes(file).items() if name.startswith(PREFIX)}
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
     found = Weights(Trained(file, config, None), tensors, "ours", True)
     check_shapes(found, f"{file} does not fit the model of its own configuration")
 
@@ -221,8 +210,14 @@ def check_shapes(found: Weights, complaint: str) -> None:
         MetaTTTError: `complaint`, and what does not fit.
     """
     check_amounts(found.about.config, found.about.path, len(found.tensors))
-    with torch.random.fork_rng(devices=[]):
-        empty = build_empty(found.about.config)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            empty = build_empty(found.about.config)
+    except MetaTTTError:
+        raise
+    except Exception as error:  # as many kinds as there are values that no layer can have
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MetaTTTError(f"{found.about.path} has a configuration that makes no model ({reason:.200}): it is damaged") from error
     _compared(empty, found, complaint)
 
 
@@ -236,9 +231,7 @@ def check_numbers(tensors: Iterable[tuple[str, Tensor]], origin: object) -> None
         if not tensor.is_floating_point():
             raise MetaTTTError(f"{origin} holds {name} as {tensor.dtype}: weights are floating-point numbers")
         if tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all():
-            raise MetaTTTError(
-                f"{origin} holds numbers in {name} that are not finite: its run diverged, or it is damaged"
-            )
+            raise MetaTTTError(f"{origin} holds numbers in {name} that are not finite: its run diverged, or it is damaged")
 
 
 def _checked(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,15 +250,12 @@ def _of_run(file: Path, content: Mapping[str, Any], skip: Collection[str], trust
 
 def _evaluation(file: Path, saved: Any) -> dict[str, Any] | None:
     """How images were made, within what a file may ask for: a small `crop_pct` means a large picture."""
+    if saved is None:
+        return None
     known = isinstance(saved, dict) and saved.keys() == {"crop_pct", "interpolation"}
-    if saved is not None and not (
-        known
-        and type(saved["crop_pct"]) in (int, float)
-        and 0.1 <= saved["crop_pct"] <= 1
-        and saved["interpolation"] in ("nearest", "bilinear", "bicubic")
-    ):
-        raise MetaTTTError(f"{file} has evaluation={str(saved)[:80]}, which is no way to resize and crop: it is damaged")
-    return saved
+    if known and type(saved["crop_pct"]) in (int, float) and 0.1 <= saved["crop_pct"] <= 1 and saved["interpolation"] in INTERPOLATIONS:
+        return dict(saved)
+    raise MetaTTTError(f"{file} has evaluation={str(saved)[:80]}, which is no way to resize and crop: it is damaged")
 
 
 def _theirs(file: Path, trust: Collection[str]) -> Trained:
@@ -287,11 +277,9 @@ def _is_exported(file: Path) -> bool:
 
 def _tied(model: LanguageModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of parameters that are another one by a second name."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    held = ((same, next((tensors[name] for name in same if name in tensors), None)) for same in names.values())
-    return {name: tensor for same, tensor in held if tensor is not None for name in same if name not in tensors}
+    names = list(model.named_parameters(remove_duplicate=False))
+    held = {id(parameter): tensors[name] for name, parameter in names if name in tensors}
+    return {name: held[id(parameter)] for name, parameter in names if name not in tensors and id(parameter) in held}
 
 
 def _take_types(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
@@ -302,8 +290,8 @@ def _take_types(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    nested = (
-        _paths(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+    return [
+        path
         for key, value in tree.items()
-    )
-    return [path for paths in nested for path in paths]
+        for path in (_paths(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"])
+    ]

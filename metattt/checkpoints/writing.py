@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, SavePlan, SavePlanner
+from torch.futures import Future
 
 from metattt.checkpoints.folder import (
     CONTENT,
@@ -24,15 +27,72 @@ from metattt.checkpoints.folder import (
     TRAINING,
     WEIGHTS,
     canonical,
-    offset_of,
+    cause,
     standing,
 )
 from metattt.checkpoints.plain import take_apart
-from metattt.checkpoints.tensors import Piece, write_tensors
+from metattt.checkpoints.tensors import alone, save
 from metattt.errors import MetaTTTError
-from metattt.io import digest, sync, write_text
+from metattt.io import checksum, digest, sync, write_whole
 
 NEW = ".part"  # after a folder's name while it is written
+PLACES = "DCP_SHARDING_INFO"  # the entry of a header that says where its tensors lie in the whole ones
+
+Files = dict[str, dict[str, Any]]
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """`torch.distributed.checkpoint` decides which process writes what of each tensor, and tells all if one fails.
+
+    The files are its own, but for two things: weights and the rest apart, and written by safetensors as they are (torch
+    puts a file together in memory first, as much again as all tensors).
+
+    Args:
+        new: the folder.
+        weights: names of the tensors that go into files of their own.
+        finish: called in the first process with the files of all.
+    """
+
+    def __init__(self, new: Path, weights: Collection[str], finish: Callable[[Files], None]):
+        super().__init__(str(new), save_distributed=True)
+        self.new, self.weights, self.end, self.count = new, weights, finish, 1
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        clear(self.new)
+        self.new.mkdir(parents=True)
+        numbered = super().prepare_global_plan(plans)
+        for plan in numbered:
+            plan.storage_data["count"] = len(plans)
+        return numbered
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        number, count = plan.storage_data["shard_index"], plan.storage_data["count"]
+        files: Files = {}
+        for kind in (MODEL, TRAINING):
+            items = [item for item in plan.items if (item.index.fqn in self.weights) == (kind == MODEL)]
+            if not items:
+                continue
+            tensors: dict[str, Tensor] = {}
+            seen = {0}  # of tensors without elements
+            for item in items:
+                tensor = alone(planner.resolve_data(item))  # type: ignore[arg-type]
+                if tensor.data_ptr() in seen:  # tied and divided: every name has its own
+                    tensor = tensor.clone()
+                seen.add(tensor.data_ptr())
+                tensors[item.index.fqn] = tensor
+            places = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}  # type: ignore[union-attr]
+            file = self.new / (f"{kind}-{number:05}-of-{count:05}.safetensors" if count > 1 else f"{kind}.safetensors")
+            save(file, tensors, {PLACES: json.dumps(places)})
+            files[file.name] = _about(file)
+        done: Future[list[Any]] = Future()
+        done.set_result([files])
+        return done
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        self.end({name: about for result in results for files in result for name, about in files.items()})
 
 
 def write_checkpoint(
@@ -54,47 +114,28 @@ def write_checkpoint(
     Raises:
         MetaTTTError: it cannot be written; what was there before is still there.
     """
-    many = together and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
-    tensors: dict[str, dict[str, Tensor]] = {MODEL: dict(content[WEIGHTS]), TRAINING: {}}
-    rest = take_apart({key: value for key, value in content.items() if key != WEIGHTS}, tensors[TRAINING])
+    together = together and dist.is_initialized()
+    tensors: dict[str, Tensor] = {}
+    held = take_apart(dict(content[WEIGHTS]), tensors)
+    weights = set(tensors)
+    rest = {WEIGHTS: held, **take_apart({key: value for key, value in content.items() if key != WEIGHTS}, tensors)}
     new = folder.with_name(folder.name + NEW)
-    files: dict[str, dict[str, Any]] = {}
-    problem: str | None = None
+
+    def finish(files: Files) -> None:
+        if tokenizer is not None:
+            write_whole(new / TOKENIZER, tokenizer.encode())
+            files[TOKENIZER] = _about(new / TOKENIZER)
+        said = {"format": FORMAT, **record, "files": files, "content": rest}
+        write_whole(new / CONTENT, (json.dumps({"checksum": digest(canonical(said)), **said}, indent=1) + "\n").encode())
+        take_place(new, folder)
+
     try:
-        if rank == 0:
-            _recover(folder)
-            _clear(new)
-            new.mkdir(parents=True)
-    except OSError as error:
-        problem = _reason(error)
-    problem = _agreed(problem, many)
-    if problem is None:
-        try:
-            for name, held in tensors.items():
-                whole, pieces = _mine(held, rank, many)
-                file = new / (f"{name}-{rank + 1:05}-of-{world:05}.safetensors" if world > 1 else f"{name}.safetensors")
-                if whole:
-                    files[file.name] = {"header": write_tensors(file, whole, pieces), "bytes": file.stat().st_size}
-            if rank == 0 and tokenizer is not None:
-                text = write_text(new / TOKENIZER, tokenizer)
-                files[TOKENIZER] = {"xxh3": text, "bytes": (new / TOKENIZER).stat().st_size}
-        except (OSError, SafetensorError) as error:
-            problem = _reason(error)
-        problem = _agreed(problem, many)
-    files = _gathered(files, many)
-    if problem is None and rank == 0:
-        try:
-            write_text(new / CONTENT, _signed({"format": FORMAT, **record, "files": files, "content": rest}))
-            sync(new)
-            _take_place(new, folder)
-        except OSError as error:
-            problem = _reason(error)
-    problem = _agreed(problem, many)
-    if problem is not None:
-        if rank == 0 and new.exists():
+        with warnings.catch_warnings(action="ignore"):  # that there is one process
+            dcp.save(tensors, storage_writer=_Writer(new, weights, finish), no_dist=not together)
+    except CheckpointException as error:
+        if not together or dist.get_rank() == 0:
             shutil.rmtree(new, ignore_errors=True)
-        raise MetaTTTError(f"{folder} cannot be written: {problem}")
+        raise MetaTTTError(f"{folder} cannot be written: {_reason(cause(error))}") from error
 
 
 def write_model(folder: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: str | None) -> None:
@@ -115,53 +156,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     new = folder.with_name(folder.name + NEW)
     try:
-        _clear(new)
+        clear(new)
         new.mkdir(parents=True)
         yield new
-        sync(new)
-        _take_place(new, folder)
+        take_place(new, folder)
     except (OSError, SafetensorError) as error:
         raise MetaTTTError(f"{folder} cannot be written: {_reason(error)}") from error
     finally:
-        if new.exists():
-            shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
 
 
-def _mine(held: Mapping[str, Tensor], rank: int, many: bool) -> tuple[dict[str, Tensor], dict[str, Piece]]:
-    """What this process writes of tensors that all hold, whole or in pieces: of what several hold, the first of them
-    writes it."""
-    local: dict[str, Tensor] = {}
-    pieces: dict[str, Piece] = {}
-    for name, tensor in held.items():
-        local[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if isinstance(tensor, DTensor) and local[name].shape != tensor.shape:
-            pieces[name] = Piece(offset_of(tensor), tuple(tensor.shape))
-    if many:
-        places = [(name, pieces[name].offset if name in pieces else None, local[name].numel()) for name in local]
-        all_places: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_places, places)
-        before = {
-            (name, offset) for other in all_places[:rank] for name, offset, count in other if count or offset is None
-        }
-        written = {name for name, offset, count in places if (name, offset) not in before and (count or offset is None)}
-        local = {name: local[name] for name in written}
-        pieces = {name: piece for name, piece in pieces.items() if name in written}
-    return {name: local[name] for name in sorted(local)}, pieces
-
-
-def _signed(content: dict[str, Any]) -> str:
-    """The text of a `checkpoint.json`: one that was changed is noticed."""
-    return json.dumps({"checksum": digest(canonical(content)), **content}, indent=1) + "\n"
-
-
-def _recover(folder: Path) -> None:
-    """A checkpoint that was about to be replaced gets its name back."""
-    old = standing(folder)
-    if old != folder:
-        old.rename(folder)
-
-
-def _clear(folder: Path) -> None:
+def clear(folder: Path) -> None:
     """Removes what a killed process left of a checkpoint; nothing else has this name."""
     if folder.is_symlink():
         folder.unlink()
@@ -169,43 +174,25 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _take_place(new: Path, folder: Path) -> None:
+def take_place(new: Path, folder: Path) -> None:
     """The new folder becomes the checkpoint of this name."""
+    sync(new)
     old = folder.with_name(folder.name + OLD)
-    if folder.exists() or folder.is_symlink():
-        _clear(old)
-        folder.rename(old)
-        new.rename(folder)
-        sync(folder.parent)
-        if old.is_dir() and not old.is_symlink():
-            shutil.rmtree(old)
-        else:
-            old.unlink()
-    else:
-        new.rename(folder)
+    if standing(folder) == folder:  # else the last one was killed between the two names
+        clear(old)
+        if folder.exists() or folder.is_symlink():
+            folder.rename(old)
+    new.rename(folder)
     sync(folder.parent)
+    clear(old)
 
 
-def _agreed(problem: str | None, many: bool) -> str | None:
-    """The first problem that any process has: all go on, or none."""
-    if not many:
-        return problem
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next((one for one in problems if one is not None), None)
-
-
-def _gathered(files: dict[str, dict[str, Any]], many: bool) -> dict[str, dict[str, Any]]:
-    """The files of all processes."""
-    if not many:
-        return files
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, files)
-    return {name: about for one in found for name, about in one.items()}
+def _about(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "xxh3": checksum(file)}
 
 
 def _reason(error: BaseException) -> str:
-    advice = (
-        "; the disk is full: free some, or choose a folder on another disk" if "No space left" in str(error) else ""
-    )
-    return f"{getattr(error, 'strerror', None) or error}{advice}"
+    full = "No space left" in str(error)
+    advice = "; the disk is full: free some, or choose a folder on another disk" if full else ""
+    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return f"{said.splitlines()[0]}{advice}"

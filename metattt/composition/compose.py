@@ -104,7 +104,7 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
 
     Args:
         overrides: in Hydra's syntax, e.g. `learner=mlp`, `learner.depth=3`, `+trainer.max_time=...`.
-        job: `build`, `language_model`, `train`, `eval`, `generate`, `convert`, `layers`, `bench`, `reproduce` or `check`.
+        job: `build`, `language_model`, `train`, `eval`, `generate`, `convert`, `layers`, `bench` or `check`.
 
     Raises:
         MetaTTTError: as `build`.

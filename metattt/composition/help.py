@@ -1,26 +1,31 @@
 """What `metattt <command> --help` prints: the groups with their choices, and the keys of what is chosen.
 
-Neither torch nor Hydra is imported for it: YAML is merged as its defaults lists say, and constructors are those of
-`signatures.json`. `--cfg job` shows what Hydra itself makes of it.
+Neither torch nor Hydra is imported for it, nor a package of others: YAML is merged as their defaults lists say, constructors
+are read from their source. `--cfg` shows what Hydra itself makes of it.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 from metattt.composition.aliases import NOT_SET_THERE
+from metattt.composition.announced import announced
 from metattt.composition.choices import choices, defaults, file_of, groups
-from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components, recorded
+from metattt.composition.components import COMPONENTS, JOB_COMPONENTS
+from metattt.composition.signatures import Unreadable, constructor, find_source, registered
 from metattt.errors import MetaTTTError
-from metattt.registry import REGISTERED, Field, fields_of
+from metattt.registry import literals
 
 CHOOSING = ("experiment", "model", "layer")
 """Groups whose files choose in other groups; the first one that does so counts."""
+
+OF_LIBRARIES = {"ttt_layer": ("metattt.layer", "TTTLayer"), "combined": ("metattt.combined", "Combined")}
+"""Schemas of layers that no decorator registers."""
 
 WIDTH = 36
 
@@ -35,12 +40,7 @@ def help_of(job: str, summary: str, overrides: Sequence[str]) -> str:
     file = file_of(job)
     assert file is not None
     text = file.read_text(encoding="utf-8").splitlines()
-    lines = [
-        f"usage: metattt {job} [<key>=<value> ...]",
-        "",
-        summary,
-        *(line[2:] for line in text[:1] if line[:1] == "#"),
-    ]
+    lines = [f"usage: metattt {job} [<key>=<value> ...]", "", summary, *(line[2:] for line in text[:1] if line[:1] == "#")]
     known = {group: choices(group, folders) for group in groups(job)}
     shown = {group: names for group, names in known.items() if names}  # some are there for files of the user's own
     if shown:
@@ -52,10 +52,7 @@ def help_of(job: str, summary: str, overrides: Sequence[str]) -> str:
     found = _Composed(job, folders, _chosen(overrides, known))
     keys = {group: rows for group in shown if (rows := list(found.rows(group)))}
     if keys:
-        lines += [
-            "",
-            f"Keys of what is chosen, with their values (of another choice: metattt {job} <group>=<name> --help):",
-        ]
+        lines += ["", f"Keys of what is chosen, with their values (of another choice: metattt {job} <group>=<name> --help):"]
     for group, rows in keys.items():
         lines += ["", f"  {group}={found.chosen.get(group)}"]
         lines += [f"    {f'{key}={value}':<{WIDTH}}  {said}".rstrip() for key, value, said in rows]
@@ -185,9 +182,13 @@ class _Composed:
 
     def _schema(self, group: str, name: str, package: str) -> None:
         """The parameters of a constructor, those without a default as `???`."""
-        for one in _fields(self.job, group, name):
-            self._node(package)[one.name] = one.default
-            self.allowed[f"{package}.{one.name}"] = one.allowed
+        try:
+            parameters = _parameters(self.job, group, name)
+        except Unreadable:  # only an import could tell
+            return
+        for one in parameters:
+            self._node(package)[one.name] = "???" if one.default is Parameter.empty else one.default
+            self.allowed[f"{package}.{one.name}"] = literals(one.annotation)
 
     def _comments(self, text: str, package: str, group: str) -> None:
         """What a file says of keys: behind them, or in lines `# key, key  text` of their own."""
@@ -216,15 +217,31 @@ def _absolute(where: str, path: str) -> str:
     return where.lstrip("/") if where.startswith("/") or not group else f"{group}/{where}"
 
 
-def _fields(job: str, group: str, name: str) -> list[Field]:
-    """Of the constructor that is registered under a name, in our packages or an installed one."""
-    written = (item for classes in recorded().values() for item in classes.items())
-    found = next((fields for key, fields in written if key[:2] == (group, name)), None)
-    if found is None:  # changed since, or of another package: an import tells
-        load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
-        module, _, cls = REGISTERED[group, name].rpartition(".")
-        found = fields_of(getattr(importlib.import_module(module), cls))
-    return found
+def _parameters(job: str, group: str, name: str) -> list[Parameter]:
+    """Of the constructor that is registered under a name, in our packages or an installed one.
+
+    Raises:
+        Unreadable: it is not found in a source.
+    """
+    if group == "layer" and name in OF_LIBRARIES:
+        return constructor(*OF_LIBRARIES[name])
+    packages = [*COMPONENTS, *JOB_COMPONENTS.get(job, ()), *(one.value for one in announced("metattt.components"))]
+    for package in sorted(packages, key=lambda one: one != f"metattt.{group}s"):  # where it most likely is
+        try:
+            source = find_source(package)
+        except Unreadable:
+            continue
+        whole = source.name == "__init__.py"
+        for file in sorted(source.parent.rglob("*.py")) if whole else [source]:
+            text = file.read_text(encoding="utf-8")
+            if "@register(" not in text or not any(f"{quote}{name}{quote}" in text for quote in "'\""):
+                continue
+            inside = file.relative_to(source.parent).with_suffix("").parts if whole else ()
+            module = ".".join((package, *inside)).removesuffix(".__init__")
+            found = next((one for one in registered(module) if (one.group, one.name) == (group, name)), None)
+            if found:
+                return found.parameters
+    raise Unreadable(f"{group}={name}")
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:

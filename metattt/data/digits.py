@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.base import MOST_ROWS, MOST_SEED
+from metattt.data.base import check_loading
 from metattt.data.images import NO_LABEL, Batch, Images
 from metattt.data.windows import batches_in_order, batches_of_run, process
 from metattt.errors import MetaTTTError, check_integer, check_number
@@ -66,8 +66,7 @@ class DigitsData(Images):
                 f"data.img_size={img_size} is not allowed: the digits have {SIDE}×{SIDE} pixels, choose a multiple of {SIDE}"
             )
         check_integer("data.img_size", img_size, SIDE, MOST_PIXELS)
-        check_integer("data.batch_size", batch_size, 1, MOST_ROWS)
-        check_integer("data.seed", seed, 0, MOST_SEED)
+        check_loading(batch_size, seed)
         check_number("data.validation_fraction", validation_fraction, above=0, below=1)
         beside = f" beside data.validation_fraction={validation_fraction}: images are left to train on"
         check_number("data.test_fraction", test_fraction, least=0, below=1 - validation_fraction, advice=beside)
@@ -98,6 +97,9 @@ class DigitsData(Images):
                     f"{len(order):,} is left for the split {name}"
                 )
             self._splits[name] = _Digits(images[index], torch.from_numpy(labels)[index])
+
+    def fingerprint(self) -> None:
+        """They are always the same."""
 
     def describe(self) -> str:
         sizes = [len(self._splits[name]) for name in ("train", "validation")]

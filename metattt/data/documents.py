@@ -42,12 +42,10 @@ class Document(NamedTuple):
     Attributes:
         key: its path relative to the folder, and its row in a file of many: a name that does not depend on the machine.
         text: UTF-8 bytes.
-        held_out: it is to validate on, and not to train on, or the other way round; None: as its `share` says.
     """
 
     key: str
     text: bytes
-    held_out: bool | None = None
 
     @property
     def name(self) -> bytes:
@@ -56,8 +54,12 @@ class Document(NamedTuple):
 
     def share(self, seed: int) -> float:
         """A number in [0, 1) that depends on the key and the seed alone: it orders and splits documents."""
-        digest = hashlib.sha256(f"{seed}:".encode() + self.name).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
+        return share(self.name, seed)
+
+
+def share(name: bytes, seed: int) -> float:
+    """The share of the document of that name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + name).digest()[:8], "big") / 2**64
 
 
 def read_documents(path: str | Sequence[str] | None, text_key: str, key: str = "data.path") -> list[Document]:

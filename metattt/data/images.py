@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, ReadError
+from metattt.data.base import Data, ReadError, check_loading
 from metattt.data.windows import batches_in_order, batches_of_run, process
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.io import path_of
@@ -18,7 +18,10 @@ from metattt.optional import need
 from metattt.registry import register
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from PIL import Image
+
+    from metattt.training.job import Job
 
 Batch = tuple[Tensor, Tensor]  # images [B, C, h, w] in [−1, 1], labels [B]
 NO_LABEL = -1  # of an image that only fills up a batch, so that every process has as many; it counts nowhere
@@ -36,11 +39,17 @@ class Images(Data):
             `interpolation`. It is saved with a run; None: not known, and `metattt predict` refuses the run.
     """
 
+    scored_by = "metattt.evaluation.images"
     img_size: int
     in_chans: int
     batch_size: int
     seed: int
     evaluation: Mapping[str, Any] | None = None
+
+    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+        from metattt.training.image_module import ImageJob
+
+        return ImageJob(cfg, self)
 
     @property
     def num_classes(self) -> int | None:
@@ -52,13 +61,8 @@ class Images(Data):
         """The names of the classes by their numbers; None if the source does not say."""
         return None
 
-    def setup(self, stage: str | None = None) -> None:
-        """Finds or reads the images, once."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """Where the images are from and how many, for the header of a run."""
-        raise NotImplementedError
+    def fingerprint(self) -> str | None:
+        return self.describe().rpartition(": ")[2] + f", {self.num_classes} classes"  # their number, and the classes
 
     def test_dataloader(self) -> DataLoader[Batch]:
         """Images that neither training nor validation reads, in order.
@@ -170,9 +174,7 @@ class ImageData(Images):
         self.timm: Any = need("timm.data", extra="images", what="data=images")
         check_choice("data.corrupt", corrupt, ("error", "skip"))
         check_integer("data.img_size", img_size, 1, 2**13)
-        check_integer("data.batch_size", batch_size, 1, MOST_ROWS)
-        check_integer("data.num_workers", num_workers, 0, MOST_WORKERS)
-        check_integer("data.seed", seed, 0, MOST_SEED)
+        check_loading(batch_size, seed, num_workers)
         if in_chans not in (1, 3):
             raise MetaTTTError(f"data.in_chans={in_chans} is not allowed: 3 for colour, 1 for grey")
         if not 0 < min_area <= 1:
@@ -203,7 +205,8 @@ class ImageData(Images):
                 self._datasets[name] = self._dataset(name)
         if len(self._datasets["train"]) < self.batch_size:
             raise MetaTTTError(
-                f"data.path={self.path} has {len(self._datasets['train'])} training images, fewer than data.batch_size={self.batch_size}"
+                f"data.path={self.path} has {len(self._datasets['train'])} training images, fewer than "
+                f"data.batch_size={self.batch_size}"
             )
 
     def open(self, name: str, found: Dataset[Any] | None = None) -> None:
@@ -228,8 +231,8 @@ class ImageData(Images):
                 raise MetaTTTError(f"{key}={root} does not exist")
         try:
             found = self.timm.create_dataset(
-                self.dataset, root, split=self.splits[name], is_training=train, batch_size=self.batch_size, seed=self.seed,
-                input_img_mode=mode,
+                self.dataset, root, split=self.splits[name], is_training=train, batch_size=self.batch_size,
+                seed=self.seed, input_img_mode=mode,
             )  # fmt: skip
         except Exception as error:  # whatever the readers of the many formats raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -270,8 +273,8 @@ class ImageData(Images):
         data, centre = self._datasets[name], (0.5,) * self.in_chans
         loader: DataLoader[Batch] = self.timm.create_loader(
             data, (self.in_chans, self.img_size, self.img_size), self.batch_size, is_training=name == "train",
-            use_prefetcher=False, scale=(self.min_area, 1.0), hflip=0.5 if self.flip else 0.0, color_jitter=0.0, auto_augment=self.augment,
-            mean=centre, std=centre, num_workers=self.num_workers, pin_memory=False, **self.evaluation,
+            use_prefetcher=False, scale=(self.min_area, 1.0), hflip=0.5 if self.flip else 0.0, color_jitter=0.0,
+            auto_augment=self.augment, mean=centre, std=centre, num_workers=self.num_workers, pin_memory=False, **self.evaluation,
         )  # fmt: skip
         if isinstance(data, IterableDataset):
             return loader
@@ -280,7 +283,8 @@ class ImageData(Images):
             if name == "train"
             else batches_in_order(len(data), self.batch_size, *process(self.trainer))
         )
-        return DataLoader(  # timm's, in an order of ours: the same one whatever the processes, and gone on with where a run stopped
-            data, batch_sampler=order, num_workers=loader.num_workers, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn,
-            persistent_workers=loader.persistent_workers,
+        # timm's, in an order of ours: the same one whatever the processes, and gone on with where a run stopped
+        return DataLoader(
+            data, batch_sampler=order, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
+            worker_init_fn=loader.worker_init_fn, persistent_workers=loader.persistent_workers,
         )  # fmt: skip

@@ -1,42 +1,47 @@
-"""`metattt prepare`: text to memory-mapped shards of tokens, in parallel, going on where a killed run stopped.
+"""`metattt prepare`: text to one memory-mapped file of tokens, tokenised in parallel by the library `datasets`.
 
-The documents are cut, in their order, into units of `shard_bytes` of text. A unit becomes one shard per split, whoever
-tokenises it and whenever, so that the files do not depend on the number of workers or on interruptions. What is known
-of a unit is written before its shards get their names: a shard without a record is not ours.
+All is written into `<target>.part` and gets its name at the end. A command that was stopped leaves that folder alone,
+with the documents and tokens that `datasets` keeps in it: the same command takes them up.
 """
 
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
+import shutil
 import signal
+import sys
 import threading
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from metattt.composition.settings import settings
-from metattt.data.progress import BytesProgress
-from metattt.data.sources import Divided, Source, is_local, open_source
-from metattt.data.target import begin, check_free, finish
-from metattt.data.tokenizers import load_tokenizer
-from metattt.data.units import Work, cut, digest, finished_units, is_held_out, size, start_worker, write_unit
+from metattt.data.documents import find_files, iterate_documents, share
+from metattt.data.manifest import DOCUMENTS, FORMAT, MANIFEST, TOKENIZER, TOKENS, VERSION, read_manifest, write_signed
+from metattt.data.shards import ShardData
+from metattt.data.sources import check_source, first_line, is_local, load, name_of
+from metattt.data.text import ByteTokenizer
+from metattt.data.tokenizers import FileTokenizer, load_tokenizer
+from metattt.data.windows import document_tokens, dtype_of
 from metattt.errors import MetaTTTError, check_integer
-from metattt.io import path_of
+from metattt.io import path_of, sync, write_whole
 from metattt.locking import FolderLock
+from metattt.optional import need
 
-LIMITS = {"shard_bytes": 2**40, "workers": 1024}
+SAME = ("text_key", "validation_fraction", "seed")  # settings that decide what is written, beside source and tokenizer
+BATCH = 64  # documents that are tokenised at a time
 
 
 @dataclass
@@ -53,12 +58,28 @@ class PrepareSettings:
     validation_source: Any = None
     validation_fraction: float = 0.01
     seed: int = 0
-    shard_bytes: int = 2**26
     workers: int | None = None
 
 
+@dataclass
+class Rows:
+    """Documents in the order of their source.
+
+    Attributes:
+        table: `datasets.Dataset`: a column of texts, and of local files one with their `key`.
+        name: of the source.
+        text_key: the column of texts.
+        held_out: they are to validate on; False: to train on; None: as the hash of their names says.
+    """
+
+    table: Any
+    name: str
+    text_key: str
+    held_out: bool | None
+
+
 def prepare(cfg: DictConfig) -> int:
-    """Writes the shards and the manifest, or what is missing of them.
+    """Writes the tokens, their index and the manifest.
 
     Args:
         cfg: the configuration of the job `prepare`.
@@ -73,78 +94,274 @@ def prepare(cfg: DictConfig) -> int:
     chosen = _settings(cfg)
     console = Console(highlight=False, soft_wrap=True)
     folder = path_of(chosen.target, "target")
+    library = need("datasets", extra="text", what="metattt prepare")
+    if not sys.stderr.isatty():
+        library.disable_progress_bars()
     try:
-        with _stopped_by(signal.SIGTERM):
-            return _prepare(chosen, folder, console)
-    except KeyboardInterrupt as error:
+        with _stopped_by_signals():
+            manifest = _prepare(chosen, folder, console, library)
+    except KeyboardInterrupt as stop:
         console.print(f"stopped. To go on: the same command again, target={_shown(folder)}", markup=False)
-        return 128 + (error.args[0] if error.args else signal.SIGINT)
-    except OSError as error:
-        advice = ": free some, or choose a folder on another disk" if error.errno == errno.ENOSPC else ""
-        raise MetaTTTError(f"{error.filename or folder}: {error.strerror or error}{advice}") from error
-    except BrokenProcessPool as error:
-        raise MetaTTTError(
-            "a process that tokenises was ended: too little memory? Set workers= or shard_bytes= to less; the same command goes on"
-        ) from error
-
-
-def _prepare(chosen: PrepareSettings, folder: Path, console: Console) -> int:
-    tokenizer = load_tokenizer(chosen.tokenizer)
-    if isinstance(chosen.source, str) and chosen.dataset_files is None and not is_local(chosen.source):
-        console.print(f"there is no {chosen.source} here: asking the Hugging Face Hub for a dataset of that name")
-    source = open_source(
-        chosen.source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, chosen.dataset_files
-    )
-    if chosen.validation_source is not None:
-        held_out = open_source(
-            chosen.validation_source, chosen.text_key, chosen.dataset_config, chosen.dataset_split, key="validation_source"
-        )
-        source = Divided(source, held_out)
-    check_free(folder)
-    _check_splits(source, chosen)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FolderLock(folder, "metattt prepare"):
-        same = {key: getattr(chosen, key) for key in ("text_key", "validation_fraction", "seed", "shard_bytes")}
-        manifest = begin(folder, {"source": source.name, **same}, tokenizer)
-        if manifest["complete"]:
-            console.print(f"{_shown(folder)} is complete already", markup=False)
-        else:
-            work = Work(folder, manifest["settings"]["tokenizer"], chosen.validation_fraction, chosen.seed)
-            manifest = finish(folder, manifest, _write_units(work, chosen, source))
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+    except MetaTTTError:
+        raise
+    except Exception as error:
+        raise _in_one_line(error, folder) from error
     console.print(_table(_shown(folder), manifest))
     return 0
 
 
-def _check_splits(source: Source, chosen: PrepareSettings) -> None:
-    """Reads documents until each split has one, before any is tokenised.
+def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: Any) -> dict[str, Any]:
+    tokenizer = load_tokenizer(chosen.tokenizer)
+    divided = chosen.validation_source is not None
+    given = [("source", chosen.source, chosen.dataset_files, False if divided else None)]
+    if divided:
+        given.append(("validation_source", chosen.validation_source, None, True))
+    for key, source, files, _ in given:
+        check_source(source, files, key)
+    names = [name_of(source, chosen.dataset_config, chosen.dataset_split, files) for _, source, files, _ in given]
+    said = {"source": "; to validate: ".join(names), **{key: getattr(chosen, key) for key in SAME}}
+    if (known := _written(folder, said, tokenizer.identity)) is not None:
+        console.print(f"{_shown(folder)} is complete already", markup=False)
+        return known
+    part = folder.with_name(f"{folder.name}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    new, cache = part / "new", part / "cache"
+    try:
+        with FolderLock(part, "metattt prepare"), _emptied_if_refused(new, cache):
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+            rows = [_rows(library, chosen, *one, cache, console) for one in given]
+            _check_splits(rows, chosen)
+            written = _write(new, [_tokenised(library, one, chosen, tokenizer.content) for one in rows], tokenizer)
+            if tokenizer.content is not None:
+                write_whole(new / TOKENIZER, tokenizer.content.encode())
+            manifest = {
+                "format": FORMAT, "version": VERSION, "dtype": dtype_of(tokenizer.vocab_size).name, "settings": said,
+                "tokenizer": tokenizer.identity, **written,
+            }  # fmt: skip
+            write_signed(new / MANIFEST, manifest)
+            new.replace(folder)
+            sync(folder.parent)
+            shutil.rmtree(cache, ignore_errors=True)
+    finally:
+        with suppress(OSError):
+            part.rmdir()  # unless something is in it
+    return manifest
+
+
+@contextmanager
+def _emptied_if_refused(*folders: Path) -> Iterator[None]:
+    """What is in folders goes if the text or a setting is refused: it is of no use then. The reason is found among the
+    causes of what the library raises."""
+    try:
+        yield
+    except Exception as error:
+        refused = next((one for one in _causes(error) if isinstance(one, MetaTTTError)), None)
+        if refused is None:
+            raise
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise refused from None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    return causes
+
+
+def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a target that was written before by the same command; None if nothing is there yet.
 
     Raises:
-        MetaTTTError: a split without documents.
+        MetaTTTError: other things, tokens of other settings, or damaged ones.
+    """
+    if not os.path.lexists(folder):
+        return None
+    if not folder.is_dir():
+        raise MetaTTTError(f"target={folder} exists and is no folder: choose a new one")
+    manifest = read_manifest(folder)
+    if manifest is None:
+        if any(folder.iterdir()):
+            raise MetaTTTError(f"target={folder} exists and holds something else: choose a new folder")
+        return None
+    before = {**manifest["settings"], "tokenizer": manifest["tokenizer"]}
+    for key, value in {**said, "tokenizer": tokenizer}.items():
+        if before[key] != value:
+            raise MetaTTTError(f"target={folder} was prepared with {key}={before[key]}, not {value}: choose a new folder")
+    data = ShardData(str(folder))
+    data.setup()
+    data.tokens.check()
+    return manifest
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    library: Any, chosen: PrepareSettings, key: str, source: Any, files: Any, held_out: bool | None, cache: Path,
+    console: Console,
+) -> Rows:  # fmt: skip
+    """The documents of a source: of local files, which may be any bytes, by our readers, of others by `datasets`."""
+    name = name_of(source, chosen.dataset_config, chosen.dataset_split, files)
+    if files is None and (not isinstance(source, str) or is_local(source)):
+        found = find_files(source, key)
+        if next(iterate_documents(found, chosen.text_key), None) is None:
+            raise _no_document(bool(held_out), chosen)
+        stamps = [(str(file), str(base), file.stat().st_size, file.stat().st_mtime_ns) for file, base in found]
+        features = library.Features({"key": library.Value("binary"), "text": library.Value("large_binary")})
+        table = library.Dataset.from_generator(
+            _documents, features, str(cache), gen_kwargs={"files": stamps, "text_key": chosen.text_key}
+        )
+        return Rows(table, name, "text", held_out)
+    if files is None:
+        console.print(f"there is no {source} here: asking the Hugging Face Hub for a dataset of that name")
+    options = {} if files is None else {"cache_dir": str(cache)}
+    table = load(source, chosen.dataset_config, chosen.dataset_split, chosen.text_key, files, key, **options)
+    kind = table.features[chosen.text_key]
+    if kind not in (library.Value("string"), library.Value("large_string")):
+        raise MetaTTTError(f"{key}={source} has no text in {chosen.text_key!r}, only {kind}: set text_key=")
+    return Rows(table.select_columns([chosen.text_key]), name, chosen.text_key, held_out)
+
+
+def _documents(files: list[tuple[str, str, int, int]], text_key: str) -> Iterator[dict[str, bytes]]:
+    """Local documents. `datasets` names its cache after the arguments: a file that has changed has another time."""
+    for document in iterate_documents([(Path(file), Path(base)) for file, base, _, _ in files], text_key):
+        yield {"key": document.name, "text": document.text}
+
+
+def _keys(rows: Rows) -> Iterator[bytes]:
+    """The names of documents: they decide where each goes."""
+    if "key" in rows.table.column_names:
+        yield from (key for batch in rows.table.select_columns(["key"]).iter(1000) for key in batch["key"])
+    else:
+        yield from (f"{rows.name}:{row}".encode() for row in range(len(rows.table)))
+
+
+def _check_splits(sources: Iterable[Rows], chosen: PrepareSettings) -> None:
+    """Refuses text without a document for each split, before any is tokenised.
+
+    Raises:
+        MetaTTTError: naming the split.
     """
     wanted = {True, False} if chosen.validation_fraction > 0 else {False}
-    for document in source.documents():
-        wanted.discard(is_held_out(document, chosen.validation_fraction, chosen.seed))
-        if not wanted:
-            return
-    raise MetaTTTError(
-        f"no document is in the {'train' if False in wanted else 'validation'} split: set validation_fraction "
-        f"(now {chosen.validation_fraction}) or seed, or give files of their own to validate on: validation_source=<files>"
+    for rows in sources:
+        for key in _keys(rows):
+            held_out = rows.held_out
+            wanted.discard(share(key, chosen.seed) < chosen.validation_fraction if held_out is None else held_out)
+            if not wanted or held_out is not None:
+                break
+    if wanted:
+        raise _no_document(False not in wanted, chosen)
+
+
+def _no_document(held_out: bool, chosen: PrepareSettings) -> MetaTTTError:
+    return MetaTTTError(
+        f"no document is in the {'validation' if held_out else 'train'} split: set validation_fraction (now "
+        f"{chosen.validation_fraction}) or seed, or give files of their own to validate on: validation_source=<files>"
     )
 
 
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def _tokenised(library: Any, rows: Rows, chosen: PrepareSettings, tokenizer: str | None) -> Any:
+    """A row for every document: its tokens, its split, and the bytes of its text."""
+    columns = {"tokens": "large_binary", "held_out": "bool", "bytes": "int64"}
+    count = min(chosen.workers or os.cpu_count() or 1, len(rows.table))
+    return rows.table.map(
+        _tokens, with_indices=True, batched=True, batch_size=BATCH, num_proc=count if count > 1 else None,
+        remove_columns=rows.table.column_names,
+        features=library.Features({name: library.Value(kind) for name, kind in columns.items()}),
+        fn_kwargs={
+            "name": rows.name, "held_out": rows.held_out, "tokenizer": tokenizer, "text_key": rows.text_key,
+            "fraction": chosen.validation_fraction, "seed": chosen.seed,
+        }, desc="tokenising",
+    )  # fmt: skip
+
+
+def _tokens(
+    batch: Mapping[str, list[Any]], rows: Sequence[int], name: str, held_out: bool | None, tokenizer: str | None,
+    text_key: str, fraction: float, seed: int,
+) -> dict[str, list[Any]]:  # fmt: skip
+    encoder = _tokenizer(tokenizer)
+    dtype = dtype_of(encoder.vocab_size)
+    found: dict[str, list[Any]] = {"tokens": [], "held_out": [], "bytes": []}
+    for place, row in enumerate(rows):
+        key = batch["key"][place] if "key" in batch else f"{name}:{row}".encode()
+        text = batch[text_key][place] or b""
+        text = text.encode() if isinstance(text, str) else text
+        try:
+            found["tokens"].append(document_tokens(encoder, text).astype(dtype).tobytes())
+        except MetaTTTError as error:
+            raise MetaTTTError(f"{key.decode(errors='backslashreplace')}: {error}") from error
+        found["held_out"].append(share(key, seed) < fraction if held_out is None else held_out)
+        found["bytes"].append(len(text))
+    return found
+
+
+@lru_cache(1)
+def _tokenizer(content: str | None) -> ByteTokenizer | FileTokenizer:
+    return ByteTokenizer() if content is None else FileTokenizer(content, "the text of tokenizer=")
+
+
+def _write(folder: Path, tables: Sequence[Any], tokenizer: ByteTokenizer | FileTokenizer) -> dict[str, Any]:
+    """The tokens of all documents, those to train on first; their counts, and the checksums of the files."""
+    splits, hasher, starts = {}, xxhash.xxh3_128(), array("q")
+    size, place = dtype_of(tokenizer.vocab_size).itemsize, 0
+    with (folder / TOKENS).open("wb") as file:
+        for split in ("train", "validation"):
+            counts = dict.fromkeys(("documents", "bytes", "tokens"), 0)
+            for batch in (batch for table in tables for batch in table.iter(BATCH)):
+                for tokens, held_out, length in zip(batch["tokens"], batch["held_out"], batch["bytes"], strict=True):
+                    if held_out != (split == "validation"):
+                        continue
+                    starts.append(place)
+                    file.write(tokens)
+                    hasher.update(tokens)
+                    place += len(tokens) // size
+                    for key, count in (("documents", 1), ("bytes", length), ("tokens", len(tokens) // size)):
+                        counts[key] += count
+            splits[split] = counts
+        file.flush()
+        os.fsync(file.fileno())
+    index = np.frombuffer(starts, np.int64).tobytes()
+    write_whole(folder / DOCUMENTS, index)
+    checksums = {TOKENS: hasher.hexdigest(), DOCUMENTS: xxhash.xxh3_128_hexdigest(index)}
+    return {"splits": splits, "checksums": checksums}
+
+
+# -- what a user sees --------------------------------------------------------------------------------------------------
+
+
+def _settings(cfg: DictConfig) -> PrepareSettings:
+    chosen = settings(PrepareSettings, cfg, target="no folder for the tokens is given: add target=<a new folder>")
+    if not 0 <= chosen.validation_fraction < 1:
+        said = f"validation_fraction={chosen.validation_fraction}"
+        raise MetaTTTError(f"{said} is not allowed: it must be at least 0 and less than 1")
+    if chosen.workers is not None:
+        check_integer("workers", chosen.workers, most=1024)
+    check_integer("seed", chosen.seed, -(2**63))
+    return chosen
+
+
+def _in_one_line(error: Exception, folder: Path) -> MetaTTTError:
+    """What the library made of an error of the disk, or said itself."""
+    for one in _causes(error):
+        if isinstance(one, OSError) and one.errno is not None:
+            advice = ": free some, or choose a folder on another disk" if one.errno == errno.ENOSPC else ""
+            return MetaTTTError(f"{one.filename or folder}: {one.strerror or one}{advice}")
+    return MetaTTTError(f"the text cannot be prepared: {first_line(error)}")
+
+
 def _table(title: str, manifest: dict[str, Any]) -> Table:
-    """What is in the shards."""
-    columns = (f"{column:>10}" for column in ("documents", "MB of text", "M tokens", "shards"))
-    table = Table("split", *columns, title=Text(title))
+    """What was written."""
+    table = Table("split", *(f"{column:>10}" for column in ("documents", "MB of text", "M tokens")), title=Text(title))
     for split, counts in manifest["splits"].items():
-        number = sum(shard["split"] == split for shard in manifest["shards"])
-        table.add_row(
-            split,
-            f"{counts['documents']:>10,}",
-            f"{counts['bytes'] / 1e6:>10,.1f}",
-            f"{counts['tokens'] / 1e6:>10,.2f}",
-            f"{number:>10}",
-        )
+        megabytes, tokens = counts["bytes"] / 1e6, counts["tokens"] / 1e6
+        table.add_row(split, f"{counts['documents']:>10,}", f"{megabytes:>10,.1f}", f"{tokens:>10,.2f}")
     return table
 
 
@@ -154,74 +371,22 @@ def _shown(path: Path) -> str:
 
 
 @contextmanager
-def _stopped_by(one: signal.Signals) -> Iterator[None]:
-    """A signal counts as Ctrl-C meanwhile. In the main thread only: no other may say what a signal does."""
+def _stopped_by_signals() -> Iterator[None]:
+    """SIGTERM counts as Ctrl-C meanwhile, and processes that tokenise end without a word. In the main thread only: no
+    other may say what a signal does."""
+    main = os.getpid()
 
     def stop(number: int, frame: object) -> None:
+        if os.getpid() != main:
+            os._exit(1)
         raise KeyboardInterrupt(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(one, stop)
+    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(one, before)
-
-
-def _settings(cfg: DictConfig) -> PrepareSettings:
-    chosen = settings(PrepareSettings, cfg, target="no folder for the shards is given: add target=<a new folder>")
-    if not 0 <= chosen.validation_fraction < 1:
-        raise MetaTTTError(
-            f"validation_fraction={chosen.validation_fraction} is not allowed: it must be at least 0 and less than 1"
-        )
-    for key, most in LIMITS.items():
-        if getattr(chosen, key) is not None:
-            check_integer(key, getattr(chosen, key), most=most)
-    if not -(2**63) <= chosen.seed < 2**63:
-        raise MetaTTTError("seed is not allowed: it must have 64 bits at most")
-    return chosen
-
-
-def _write_units(work: Work, chosen: PrepareSettings, source: Source) -> list[dict[str, Any]]:
-    """Tokenises all units that are not there yet; the records of all."""
-    records = finished_units(work)
-    leading = next(index for index in range(len(records) + 1) if index not in records)
-    skipped = leading if source.can_skip else 0
-    documents = source.documents(sum(records[index]["documents"] for index in range(skipped)))
-    workers = chosen.workers or os.cpu_count() or 1
-    pending: deque[tuple[int, Future[dict[str, Any]]]] = deque()
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(work,))
-    try:
-        with BytesProgress(source.num_bytes, sum(map(size, records.values()))) as progress:
-            changed = f"source={source.name} has changed since {work.folder} was begun: choose a new folder"
-            index = skipped - 1
-            for index, unit in enumerate(cut(documents, chosen.shard_bytes), start=skipped):
-                if index in records:
-                    if records[index]["input"] != digest(unit):
-                        raise MetaTTTError(changed)
-                    continue
-                pending.append((index, pool.submit(write_unit, index, unit)))
-                while len(pending) > workers:  # one unit waits for every worker
-                    _collect(pending, records, progress)
-            if max(records, default=-1) > index:  # there were more documents
-                raise MetaTTTError(changed)
-            while pending:
-                _collect(pending, records, progress)
-    except BaseException:  # nobody waits for units that are being written: they are there as a whole or not at all
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [records[index] for index in sorted(records)]
-
-
-def _collect(
-    pending: deque[tuple[int, Future[dict[str, Any]]]], records: dict[int, dict[str, Any]], progress: BytesProgress
-) -> None:
-    index, future = pending.popleft()
-    records[index] = future.result()
-    progress.advance(size(records[index]))
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data
-from metattt.data.windows import process
+from metattt.data.base import Data, check_loading
+from metattt.data.windows import Batches, process, steps
 from metattt.errors import MetaTTTError, check_integer
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from metattt.training.job import Job
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
@@ -51,23 +55,24 @@ class SequenceData(Data):
         MetaTTTError: a size that is not allowed.
     """
 
+    scored_by = "metattt.evaluation.sequences"
     length: int
     inputs: int | None = None
     vocab_size: int | None = None
 
     def __init__(self, batch_size: int, validation_size: int, seed: int, num_workers: int):
-        check_integer("data.batch_size", batch_size, most=MOST_ROWS)
+        check_loading(batch_size, seed, num_workers)
         check_integer("data.validation_size", validation_size, most=2**24)
-        check_integer("data.seed", seed, 0, MOST_SEED)
-        check_integer("data.num_workers", num_workers, 0, MOST_WORKERS)
-        self.batch_size, self.validation_size, self.seed, self.num_workers = batch_size, validation_size, seed, num_workers
+        self.batch_size, self.validation_size = batch_size, validation_size
+        self.seed, self.num_workers = seed, num_workers
+
+    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+        from metattt.training.sequence_module import SequenceJob
+
+        return SequenceJob(cfg, self)
 
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """One sequence: ids `[T]` or vectors `[T, F]`, and labels `[T]`: ids with `NO_LABEL`, or numbers with NaN."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """What the sequences are, in a line."""
         raise NotImplementedError
 
     def sequence(self, part: Part, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,11 +92,8 @@ class SequenceData(Data):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """New sequences for every step of the run, from the step that the trainer has reached."""
-        (rank, world), done, steps = process(self.trainer), 0, 1
-        if self.trainer is not None:
-            per_step = self.trainer.accumulate_grad_batches
-            done, steps = self.trainer.global_step * per_step, max(1, self.trainer.max_steps) * per_step
-        return self._loader("train", _Fresh(self.batch_size, done, steps, rank, world))
+        done, total = steps(self.trainer)
+        return self._loader("train", Batches(self.batch_size, total or done + 1, done, *process(self.trainer)))
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """The validation sequences, a part of them in each process."""
@@ -126,19 +128,3 @@ class _Drawn(Dataset[Batch]):
                 self.kept[tuple(index)] = batch
                 self.room -= size
         return batch[0].clone(), batch[1].clone()  # whatever becomes of it
-
-
-class _Fresh(Sampler[list[int]]):
-    """Numbers that no batch has had: batch `i` of a run has the same whatever was read before it."""
-
-    def __init__(self, batch_size: int, start: int, num_batches: int, rank: int, world_size: int):
-        self.batch_size, self.start, self.num_batches = batch_size, start, num_batches
-        self.rank, self.world_size = rank, world_size
-
-    def __len__(self) -> int:
-        return self.num_batches  # of the whole run: Lightning counts the batches before `start` too
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(self.start, self.num_batches):
-            first = (batch * self.world_size + self.rank) * self.batch_size
-            yield list(range(first, first + self.batch_size))

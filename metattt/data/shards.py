@@ -1,74 +1,153 @@
-"""Windows of the tokens that `metattt prepare` has written."""
+"""Windows of the tokens that `metattt prepare` has written, mapped into memory."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
+import xxhash
 
-from metattt.data.manifest import read_manifest, refuse_strangers
-from metattt.data.shard_file import Seen, ShardFile, check_together, trust
+from metattt.data.base import ReadError
+from metattt.data.manifest import DOCUMENTS, TOKENS, read_manifest
 from metattt.data.tokenizers import read_tokenizer
-from metattt.data.windows import Split, WindowArray, WindowData, no_test_text
+from metattt.data.windows import Split, WindowData, digest_of, dtype_of, no_test_text
 from metattt.errors import MetaTTTError, check_integer
-from metattt.io import path_of
+from metattt.io import inside, path_of
 from metattt.registry import register
 
 DOCUMENT_TOKENS = 1024  # of a held-out document, for a sample
+CHUNK = 2**24  # bytes that are read and checked at a time
 
 
-class ShardWindows:
-    """Windows `[N, width]` of the tokens of several files, as if they were one, read from the disk as they are needed.
+class DamagedTokens(ReadError):
+    """A file that is not as its manifest says."""
+
+
+class NumbersFile:
+    """A file of numbers, mapped into memory, that is compared with what is known of it before the first are read.
+
+    The file is looked at again (its size and time) with every read, and checked again if it has changed.
 
     Args:
-        pieces: the files.
-        width: tokens per window.
-        rows: the windows to take; None takes all.
+        path: the file.
+        dtype: of its numbers.
+        length: their number.
+        checksum: of the file (XXH3, 128 bits); None: it is not compared, its size alone.
+        below: every number that is read is below this one; None: any is allowed.
     """
 
-    def __init__(self, pieces: Sequence[ShardFile], width: int, rows: np.ndarray | None = None):
-        self.pieces, self.width, self.rows = list(pieces), width, rows
-        self.ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-        self.num_windows = int(self.ends[-1]) // width if pieces else 0
-        self._seen: list[Seen] = []
+    def __init__(self, path: Path, dtype: np.dtype, length: int, checksum: str | None, below: int | None = None):
+        self.path, self.dtype, self.length, self.checksum, self.below = path, dtype, length, checksum, below
+        self.checked: tuple[int, ...] | None = None  # the file as it was when it was checked
+        self._numbers: np.ndarray | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_numbers": None}  # for a process that makes batches: it maps the file itself
+
+    def check(self) -> None:
+        """Compares the file with what is known of it, unless this was done since it was written. Its checksum takes as
+        long as reading it from the disk.
+
+        Raises:
+            DamagedTokens: it is missing, damaged or another file.
+        """
+        try:
+            now = self._look()
+            if now == self.checked:
+                return
+            if self.checksum is not None:
+                hasher = xxhash.xxh3_128()
+                with self.path.open("rb") as file:
+                    while piece := file.read(CHUNK):
+                        hasher.update(piece)
+                if hasher.hexdigest() != self.checksum or self._look() != now:
+                    raise DamagedTokens(
+                        f"{self.path} is not as metattt prepare wrote it (checksum): prepare the text again"
+                    )
+        except OSError as error:
+            raise DamagedTokens(f"{self.path} cannot be read: {error.strerror}") from error
+        self.checked, self._numbers = now, None
+
+    def _look(self) -> tuple[int, ...]:
+        found, expected = self.path.stat(), self.length * self.dtype.itemsize
+        if not self.path.is_file() or found.st_size != expected:
+            raise DamagedTokens(
+                f"{self.path} has {found.st_size} bytes and not {expected}: it is half-written, or another file"
+            )
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The numbers from `start` to before `stop`.
+
+        Raises:
+            DamagedTokens: as `check`; numbers that cannot be.
+        """
+        self.check()
+        if self._numbers is None:
+            self._numbers = np.memmap(self.path, self.dtype, "r") if self.length else np.empty(0, self.dtype)
+        found = self._numbers[start:stop]
+        if self.below is not None and len(found) and (largest := found.max()) >= self.below:
+            said = f"{self.path} holds the token {largest}, and its tokenizer has {self.below}"
+            raise DamagedTokens(f"{said}: prepare the text again")
+        return found
+
+
+def check_together(file: NumbersFile) -> None:
+    """Checks a file; in a run of several processes, one of each machine does, and all learn what came out.
+
+    Raises:
+        DamagedTokens: in all processes.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        file.check()
+        return
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    first = hosts.index(hosts[dist.get_rank()])
+    failure: str | None = None
+    if first == dist.get_rank():
+        try:
+            file.check()
+        except Exception as error:  # whatever it is: the others wait for what this process has to say
+            failure = str(error) or type(error).__name__
+    reports: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(reports, (failure, file.checked))
+    for said, _ in reports:
+        if said is not None:
+            raise DamagedTokens(said)
+    file.checked = reports[first][1]
+
+
+class TokenWindows:
+    """Windows `[N, width]` of a part of a file of tokens, read as they are needed.
+
+    Args:
+        file: the tokens.
+        start, stop: the part.
+        width: tokens per window.
+        most: at most so many windows, evenly spread; None: all.
+    """
+
+    def __init__(self, file: NumbersFile, start: int, stop: int, width: int, most: int | None = None):
+        self.file, self.start, self.width = file, start, width
+        self.count = (stop - start) // width
+        self.rows = None if most is None else np.arange(min(self.count, most)) * self.count // min(self.count, most)
 
     def __len__(self) -> int:
-        return self.num_windows if self.rows is None else len(self.rows)
+        return self.count if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: Sequence[int]) -> np.ndarray:
         rows = index if self.rows is None else self.rows[index]
-        return np.stack([self.tokens(int(row) * self.width, self.width) for row in rows])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # in a process that makes batches
-        self.__dict__.update(state)
-        trust(self._seen)
+        starts = [self.start + int(row) * self.width for row in rows]
+        return np.stack([self.file.read(start, start + self.width) for start in starts])
 
     @property
     def size(self) -> int:
         return len(self) * self.width
-
-    def check(self) -> None:
-        """Checks the files now, and not where they are read first.
-
-        Raises:
-            DamagedShard: one that is not as its record says.
-        """
-        self._seen = [piece.check() for piece in self.pieces if piece.whole]
-
-    def tokens(self, start: int, count: int) -> np.ndarray:
-        """Consecutive tokens, whatever files they are in.
-
-        Raises:
-            DamagedShard: a file that is not as its record says.
-        """
-        found: list[np.ndarray] = []
-        piece = int(np.searchsorted(self.ends, start, side="right"))
-        while count > 0 and piece < len(self.pieces):
-            offset = start - int(self.ends[piece]) + len(self.pieces[piece])
-            found.append(self.pieces[piece].read(offset, count))
-            start, count, piece = start + len(found[-1]), count - len(found[-1]), piece + 1
-        return np.concatenate(found)
 
 
 @register(group="data", name="shards")
@@ -83,12 +162,12 @@ class ShardData(WindowData):
         seed: of the order of the windows.
         num_workers: processes that make batches; 0 makes them in the training process.
         document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
-        verify: check every shard against its checksum before its first token is read (`metattt.data.shard_file` has the
-            price). False: sizes alone, and that the tokenizer has the tokens that are read.
+        verify: check the file of tokens against its checksum when a run begins, which takes as long as reading it.
+            False: its size alone, and that the tokenizer has the tokens that are read.
 
     Raises:
-        MetaTTTError: a size that is not allowed; from `setup`: a folder that is not complete, or files that are not its
-            own.
+        MetaTTTError: a size that is not allowed; from `setup`: a folder of other things, or files that are not as they
+            were written.
     """
 
     def __init__(
@@ -107,40 +186,47 @@ class ShardData(WindowData):
             check_integer("data.validation_max_tokens", validation_max_tokens)
         self.path, self.validation_max_tokens, self.verify = path, validation_max_tokens, verify
         self.folder = path_of(path, "data.path")
-        self._windows: dict[Split, ShardWindows] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the manifest, once; for a run, checks all shards, together with its other processes."""
+        """Reads the manifest, once; for a run, checks the tokens, together with its other processes."""
         if not hasattr(self, "manifest"):
             self._read()
-        if self.verify and self.trainer is not None:  # now, and not at the first validation
-            check_together(list(self._shards.values()))
+        if self.trainer is not None:
+            check_together(self.tokens)
 
     def _read(self) -> None:
-        """The manifest, the tokenizer, and what can be said of the shards without reading them."""
         manifest = read_manifest(self.folder)
         if manifest is None:
             raise MetaTTTError(
-                f"data.path={self.path} holds no shards: write them with metattt prepare source=<text> target={self.path}"
+                f"data.path={self.path} holds no shards: write them with "
+                f"metattt prepare source=<text> target={self.path}"
             )
-        if not manifest["complete"]:
-            raise MetaTTTError(
-                f"the shards of data.path={self.path} are not complete: run the same metattt prepare again"
-            )
-        refuse_strangers(self.folder, {shard["file"] for shard in manifest["shards"]})
-        self.tokenizer = read_tokenizer(self.folder, manifest["settings"]["tokenizer"])
-        dtype = np.dtype(manifest["dtype"])
-        self._shards = {
-            shard["file"]: ShardFile.of(self.folder, shard, dtype, self.tokenizer.vocab_size, self.verify)
-            for shard in manifest["shards"]
-        }
+        self.tokenizer = read_tokenizer(self.folder, manifest["tokenizer"])
+        size, splits, sums = self.tokenizer.vocab_size, manifest["splits"].values(), manifest["checksums"]
+        if manifest["dtype"] != dtype_of(size).name:
+            raise MetaTTTError(f"{self.folder} has tokens of another tokenizer than it says: prepare the text again")
+
+        def numbers(name: str, dtype: Any, count: str, below: int) -> NumbersFile:
+            length, checksum = sum(split[count] for split in splits), sums[name] if self.verify else None
+            file = NumbersFile(inside(self.folder, name), np.dtype(dtype), length, checksum, below)
+            try:
+                file._look()
+            except OSError as error:
+                raise DamagedTokens(f"{file.path} cannot be read: {error.strerror}") from error
+            return file
+
+        self.tokens = numbers(TOKENS, manifest["dtype"], "tokens", size)
+        self.documents = numbers(DOCUMENTS, np.int64, "documents", self.tokens.length)
         self.manifest = manifest
 
     @property
     def source(self) -> str:
         return self.path
 
-    def windows(self, name: Split) -> WindowArray:
+    def fingerprint(self) -> str:
+        return digest_of(*(str(self.manifest[key]).encode() for key in ("splits", "checksums")))
+
+    def windows(self, name: Split) -> TokenWindows:
         """The windows of one split; `all` is the training windows and then those of validation.
 
         Raises:
@@ -148,34 +234,21 @@ class ShardData(WindowData):
         """
         if name == "test":
             raise no_test_text(self.path)
-        if name not in self._windows:
-            self.setup()
-            width = self.context_length + 1
-            pieces = [
-                self._shards[shard["file"]] for shard in self.manifest["shards"] if name in (shard["split"], "all")
-            ]
-            windows = ShardWindows(pieces, width)
-            count = len(windows)
-            if not count:
-                tokens = int(windows.ends[-1]) if pieces else 0
-                raise MetaTTTError(
-                    f"the {name} shards of data.path={self.path} have {tokens} tokens, fewer than the {width} of one window: "
-                    f"set data.context_length={max(1, tokens - 1)} or less, or prepare more text"
-                )
-            if name != "train" and self.validation_max_tokens is not None:
-                keep = min(count, max(1, self.validation_max_tokens // width))
-                windows = ShardWindows(pieces, width, np.arange(keep) * count // keep)
-            self._windows[name] = windows
-        return self._windows[name]
-
-    def before_reading(self, windows: WindowArray) -> None:
-        """Checks the files that the windows are in."""
-        if isinstance(windows, ShardWindows):
-            windows.check()
+        self.setup()
+        border, width, end = self.manifest["splits"]["train"]["tokens"], self.context_length + 1, self.tokens.length
+        start, stop = {"train": (0, border), "validation": (border, end), "all": (0, end)}[name]
+        if stop - start < width:
+            raise MetaTTTError(
+                f"the {name} text of data.path={self.path} has {stop - start} tokens, fewer than the {width} of one "
+                f"window: set data.context_length={max(1, stop - start - 1)} or less, or prepare more text"
+            )
+        limited = name != "train" and self.validation_max_tokens is not None
+        most = max(1, (self.validation_max_tokens or 0) // width) if limited else None
+        self.tokens.check()  # in this process, and not in each of those that make batches
+        return TokenWindows(self.tokens, start, stop, width, most)
 
     def sample_document(self) -> bytes:
-        windows = self.windows("validation")
-        assert isinstance(windows, ShardWindows)
-        ids = windows.tokens(0, DOCUMENT_TOKENS).tolist()
-        starts = [place for place, token in enumerate(ids) if token == self.tokenizer.separator and place]
-        return self.tokenizer.decode(ids[: starts[0] if starts else None])
+        self.setup()
+        first = self.manifest["splits"]["train"]["documents"]
+        start, end = [*self.documents.read(first, first + 2).tolist(), self.tokens.length][:2]
+        return self.tokenizer.decode(self.tokens.read(start, min(end, start + DOCUMENT_TOKENS)).tolist())

@@ -2,49 +2,109 @@
 
 The stream is cut into windows, and so many windows make a block, whose order is drawn anew. Which window is where
 depends on the settings alone: a run that goes on sees the windows that it would have seen, in any number of processes.
-A checkpoint keeps a bookmark, so that it need not read the stream from its beginning.
+A checkpoint keeps a bookmark, the state of the library's `IterableDataset`: the stream need not be read from its
+beginning.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
-from metattt.data.base import Trainer
-from metattt.data.documents import FOREIGN
-from metattt.data.sources import Stream, is_local
+from metattt.data.documents import FOREIGN, half_a_character
+from metattt.data.sources import first_line, is_local, load
 from metattt.data.tokenizers import load_tokenizer
-from metattt.data.windows import Split, WindowArray, WindowData, Windows, no_test_text, process
+from metattt.data.windows import (
+    Batches,
+    Split,
+    WindowArray,
+    WindowData,
+    Windows,
+    digest_of,
+    document_tokens,
+    no_test_text,
+    process,
+    steps,
+)
 from metattt.errors import MetaTTTError, check_integer
 from metattt.io import path_of
 from metattt.registry import register
 
 LONGEST_BLOCK = 2**20  # windows
 BOOKMARKS = 2  # of the blocks read last: a batch may be made before it is asked for
-SAMPLE_DOCUMENT = 2**16  # tokens of a held-out document, at most
+
+
+class Stream:
+    """The texts of a streamed dataset, in order.
+
+    Args:
+        name, config, split, text_key, files, options: see `metattt.data.sources.load`.
+        skip: texts at the beginning that are left out.
+
+    Raises:
+        MetaTTTError: the library is not installed, or the dataset cannot be opened or has no such column.
+    """
+
+    def __init__(
+        self, name: str, config: str | None, split: str, text_key: str, files: Any = None, skip: int = 0, **options: Any
+    ):
+        found = load(name, config, split, text_key, files, "data.path", streaming=True, **options)
+        self.name, self.text_key = name, text_key
+        self.dataset: Any = found.skip(skip) if skip else found
+        self.begin: Any = None  # its state before the first text, once it was asked for
+
+    def texts(self, place: Any = None) -> Iterator[tuple[Any, bytes]]:
+        """All texts from a place on, empty ones too, each with its place: plain data that a later call can begin at.
+
+        Args:
+            place: of the first text; None for the beginning of the stream.
+        """
+        try:
+            if self.begin is None:
+                self.begin = self.dataset.state_dict()
+            place = self.begin if place is None else place
+            self.dataset.load_state_dict(copy.deepcopy(place))
+        except Exception as error:  # the library looks into it as deep as its formats are nested
+            raise MetaTTTError(f"data.path={self.name} has no such place: {first_line(error)}") from error
+        rows = iter(self.dataset)
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:  # the library's own, and those of file formats and of the network
+                raise MetaTTTError(f"data.path={self.name} cannot be read: {first_line(error)}") from error
+            if row is None:
+                return
+            after, text = self.dataset.state_dict(), row.get(self.text_key)
+            if not isinstance(text, str):
+                raise MetaTTTError(
+                    f"data.path={self.name} has a row without text in {self.text_key!r}, only {', '.join(row)}: "
+                    "set data.text_key="
+                )
+            if half := half_a_character(text):
+                raise MetaTTTError(f"data.path={self.name} has a row with half a pair of surrogates {half}")
+            yield place, text.encode()
+            place = after
 
 
 class Reader:
     """The tokens of a stream, in order; at its end it begins again.
 
     Args:
-        source: the documents.
+        stream: the texts.
         tokenizer: its separator goes before every document.
-        skip: documents at the beginning of the stream that are left out.
     """
 
-    def __init__(self, source: Stream, tokenizer: Any, skip: int):
-        self.source, self.tokenizer, self.skip = source, tokenizer, skip
-        self.row = 0  # of the document that is read next
-        self.begun = False  # a document was read since the stream began
-        self._rest = np.empty(0, np.int64)  # tokens of the document before it
-        self._last: tuple[int, Any, int] = (0, None, 0)  # that document: its row, the place before it, its tokens
-        self._rows: Iterator[tuple[Any, bytes]] | None = None
+    def __init__(self, stream: Stream, tokenizer: Any):
+        self.stream, self.tokenizer = stream, tokenizer
+        self.place: Any = None  # of the document that is read
+        self.length, self.rest = 0, np.empty(0, np.int64)  # its tokens, and those that are left of it
+        self._documents = self._endless(None)
 
     def read(self, count: int) -> np.ndarray:
         """The next `count` tokens, int64.
@@ -52,20 +112,17 @@ class Reader:
         Raises:
             MetaTTTError: a stream that cannot be read, or that holds no text.
         """
-        found = [self._rest[:count]]
-        left = count - len(found[0])
-        self._rest = self._rest[count:]
-        while left > 0:
-            self._rest = self._document()
-            found.append(self._rest[:left])
-            self._rest = self._rest[left:]
-            left -= len(found[-1])
-        return np.concatenate(found)
+        found: list[np.ndarray] = []
+        while count > 0:
+            if not len(self.rest):
+                self.rest = next(self._documents)
+            found.append(self.rest[:count])
+            self.rest, count = self.rest[count:], count - len(found[-1])
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def bookmark(self) -> dict[str, Any]:
         """Where reading has come to, as plain data."""
-        row, place, length = self._last
-        return {"row": row, "place": place, "used": length - len(self._rest)}
+        return {"place": self.place, "used": self.length - len(self.rest)}
 
     def go_to(self, bookmark: Mapping[str, Any]) -> None:
         """Goes on from a bookmark of the same stream.
@@ -73,38 +130,24 @@ class Reader:
         Raises:
             MetaTTTError: the stream has no such place.
         """
-        self.row, self._rows = bookmark["row"], self.source.texts(bookmark["row"], bookmark["place"])
-        if bookmark["used"]:
-            tokens = self._document()
-            if len(tokens) < bookmark["used"]:
-                raise MetaTTTError(f"{self.source.key}={self.source.name} has changed since the checkpoint was written")
-            self._rest = tokens[bookmark["used"] :]
+        self._documents, used = self._endless(bookmark["place"]), bookmark["used"]
+        tokens = next(self._documents) if used else np.empty(0, np.int64)
+        if len(tokens) < used:
+            raise MetaTTTError(f"data.path={self.stream.name} has changed since the checkpoint was written")
+        self.rest = tokens[used:]
 
-    def _document(self) -> np.ndarray:
-        """The tokens of the next document that is not empty."""
+    def _endless(self, place: Any) -> Iterator[np.ndarray]:
+        """The tokens of every document that is not empty, from a place on."""
         while True:
-            if self._rows is None:
-                self.row, self.begun, self._rows = 0, False, self.source.texts()
-            found = next(self._rows, None)
-            if found is None:
-                if not self.begun:
-                    raise MetaTTTError(f"{self.source.key}={self.source.name} holds no text to train on")
-                self._rows = None
-                continue
-            row, (place, text) = self.row, found
-            self.row += 1
-            if row < self.skip or not text:
-                continue
-            self.begun = True
-            tokens = encoded(self.tokenizer, text)
-            self._last = row, place, len(tokens)
-            return tokens
-
-
-def encoded(tokenizer: Any, text: bytes) -> np.ndarray:
-    """A document as tokens, int64: the separator, the text, and the token of end if there is one."""
-    end = [] if tokenizer.end is None else [tokenizer.end]
-    return np.concatenate([[tokenizer.separator], tokenizer.encode(text), end]).astype(np.int64)
+            found = place is not None
+            for here, text in self.stream.texts(place):
+                if text:
+                    found, tokens = True, document_tokens(self.tokenizer, text)
+                    self.place, self.length = here, len(tokens)
+                    yield tokens
+            if not found:
+                raise MetaTTTError(f"data.path={self.stream.name} holds no text to train on")
+            place = None
 
 
 class StreamWindows:
@@ -152,31 +195,6 @@ class StreamWindows:
             order = np.random.default_rng((self.seed, self._number)).permutation(self.block)
             self._block = tokens.reshape(self.block, self.width)[order]
         return self._block[place]
-
-
-class Consecutive(Sampler[list[int]]):
-    """The numbers of a process's windows in every batch of a run: batch `i` of all processes together is batch `i` of
-    one process with batches as large as theirs together.
-
-    Args:
-        batch_size: windows per batch in each process.
-        num_batches: of the whole run.
-        start: batches that the run has seen already.
-        rank: this process.
-        world_size: number of processes.
-    """
-
-    def __init__(self, batch_size: int, num_batches: int, start: int = 0, rank: int = 0, world_size: int = 1):
-        self.batch_size, self.num_batches, self.start = batch_size, num_batches, start
-        self.rank, self.world_size = rank, world_size
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(self.start, self.num_batches):
-            first = (batch * self.world_size + self.rank) * self.batch_size
-            yield list(range(first, first + self.batch_size))
 
 
 @register(group="data", name="stream")
@@ -244,14 +262,13 @@ class StreamData(WindowData):
             return
         if "tokenizer" not in self.__dict__:
             self.tokenizer = load_tokenizer(self.tokenizer_name)
-        self._train_source = self._open(self.split)
         self._validation = self._held_out()
         skip = self.validation_documents if self.validation_split is None else 0
-        reader = Reader(self._train_source, self.tokenizer, skip)
+        reader = Reader(self._open(self.split, skip), self.tokenizer)
         self._train = StreamWindows(reader, self.context_length + 1, self.shuffle, self.seed)
         self._train.bookmarks = self._bookmarks
 
-    def _open(self, split: str) -> Stream:
+    def _open(self, split: str, skip: int = 0) -> Stream:
         name, files = self.path, self.files
         options: dict[str, Any] = {}
         if files is None and ("://" in name or is_local(name)):
@@ -267,13 +284,13 @@ class StreamData(WindowData):
             options["sample_by"] = "document"  # and not a line
         if files is not None and not isinstance(files, str):
             files = [str(file) for file in files]
-        return Stream(name, self.config, split, self.text_key, files, "data.path", **options)
+        return Stream(name, self.config, split, self.text_key, files, skip, **options)
 
     def _held_out(self) -> np.ndarray:
         """The validation windows `[N, T + 1]`."""
         width = self.context_length + 1
         most = max(1, self.validation_max_tokens // width) * width
-        source = self._train_source if self.validation_split is None else self._open(self.validation_split)
+        source = self._open(self.validation_split or self.split)
         pieces: list[np.ndarray] = []
         count = 0
         self._sample = b""
@@ -282,7 +299,7 @@ class StreamData(WindowData):
                 break
             if text:
                 self._sample = self._sample or text
-                pieces.append(encoded(self.tokenizer, text))
+                pieces.append(document_tokens(self.tokenizer, text))
                 count += len(pieces[-1])
         if count < width:
             raise MetaTTTError(
@@ -310,6 +327,9 @@ class StreamData(WindowData):
         assert self._train is not None
         return self._train if name == "train" else self._validation
 
+    def fingerprint(self) -> str:
+        return digest_of(self._validation)
+
     def describe(self) -> str:
         return f"{self.source}; {self._validation.size / 1e6:.2f} M tokens to validate"
 
@@ -325,7 +345,10 @@ class StreamData(WindowData):
         """
         self.setup()
         assert self._train is not None
-        batches = batches_of_stream(self.batch_size, self.trainer)
+        done, total = steps(self.trainer)
+        if total is None:
+            raise MetaTTTError("a stream has no end: give the number of steps, trainer.max_steps=<steps>")
+        batches = Batches(self.batch_size, total, done, *process(self.trainer))
         self._train.start_at(batches.start * self.batch_size * batches.world_size)
         return DataLoader(Windows(self._train), batch_size=None, sampler=batches)
 
@@ -360,17 +383,4 @@ class StreamData(WindowData):
 def _is_bookmark(one: Any) -> bool:
     if not isinstance(one, Mapping) or "place" not in one:
         return False
-    return all(type(count) is int and count >= 0 for count in (one.get("row"), one.get("used")))
-
-
-def batches_of_stream(batch_size: int, trainer: Trainer | None) -> Consecutive:
-    """This process's batches of a whole run, from the step that the trainer has reached.
-
-    Raises:
-        MetaTTTError: there is no number of steps.
-    """
-    if trainer is None or trainer.max_steps <= 0:
-        raise MetaTTTError("a stream has no end: give the number of steps, trainer.max_steps=<steps>")
-    per_step = trainer.accumulate_grad_batches
-    done, total = trainer.global_step * per_step, trainer.max_steps * per_step
-    return Consecutive(batch_size, total, done, *process(trainer))
+    return type(one.get("used")) is int and one["used"] >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from metattt.data.base import MOST_SEED
 from metattt.data.documents import Document, read_documents
-from metattt.data.windows import Split, Tokenizer, WindowData
+from metattt.data.windows import Split, Tokenizer, WindowData, document_tokens, dtype_of, identity_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
 
@@ -21,6 +22,12 @@ class ByteTokenizer:
     vocab_size = 257
     separator = 256
     end: int | None = None
+    content: str | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other tokenizers: plain data."""
+        return identity_of(self, kind="bytes")
 
     @property
     def token_bytes(self) -> Tensor:
@@ -114,7 +121,7 @@ class TextData(WindowData):
         self._held_out: list[Document] = []  # of `validation_path`
         self._windows: dict[Split, np.ndarray] = {}
 
-    unit = "MB"
+    unit, baselines = "MB", True
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the documents, once."""
@@ -123,6 +130,9 @@ class TextData(WindowData):
     @property
     def source(self) -> str:
         return "the Python standard library" if self.path is None else str(self.path)
+
+    def read_as(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
 
     def sample_document(self) -> bytes:
         return self.split("validation")[0]
@@ -212,14 +222,13 @@ class TextData(WindowData):
 
     def _stream(self, name: Split) -> np.ndarray:
         """All tokens of a split, a separator before every document, and the token of end after it if there is one."""
-        dtype = np.uint16 if self.tokenizer.vocab_size <= 2**16 else np.uint32
-        separator = np.array([self.tokenizer.separator], dtype)
-        end = np.array([] if self.tokenizer.end is None else [self.tokenizer.end], dtype)
+        dtype = dtype_of(self.tokenizer.vocab_size)
         pieces, left = [], self.max_bytes if name == "train" and self.max_bytes is not None else None
         for text in self.split(name):
-            if left is not None and left <= 0:
-                break
-            text = text if left is None else text[:left]
-            left = None if left is None else left - len(text)
-            pieces += [separator, self.tokenizer.encode(text).astype(dtype), end]
+            if left is not None:
+                if left <= 0:
+                    break
+                text = text[:left]
+                left -= len(text)
+            pieces.append(document_tokens(self.tokenizer, text).astype(dtype))
         return np.concatenate(pieces)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from metattt.data.manifest import TOKENIZER
+from metattt.data.sources import first_line
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizer_probe import GROWTH, growth_of, try_tokenizer
-from metattt.data.windows import Tokenizer
+from metattt.data.windows import identity_of
 from metattt.errors import MetaTTTError
 from metattt.io import inside, path_of, read_text
 from metattt.optional import need
@@ -57,7 +58,7 @@ class FileTokenizer:
             growth, self._decoder = growth_of(parsed.get("normalizer")), json.dumps(parsed.get("decoder"))
         except (ValueError, RecursionError, AttributeError, TypeError) as error:
             raise MetaTTTError(
-                f"tokenizer={name} is not a tokenizer of the tokenizers library: {_first_line(error)}"
+                f"tokenizer={name} is not a tokenizer of the tokenizers library: {first_line(error)}"
             ) from error
         if growth > GROWTH:
             raise MetaTTTError(
@@ -96,6 +97,11 @@ class FileTokenizer:
         for token, number in self.tokenizer.get_vocab().items():
             texts[number] = b"" if number in special else read(token)
         return texts
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other tokenizers: plain data."""
+        return identity_of(self, kind=TOKENIZER, sha256=hashlib.sha256(self.content.encode()).hexdigest())
 
     @property
     def token_bytes(self) -> Tensor:
@@ -141,30 +147,30 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
         raise
     except Exception as error:  # no network, no such name, or no permission: the library raises Exception itself
         raise MetaTTTError(
-            f"tokenizer={name} cannot be fetched from the Hugging Face Hub: {_first_line(error)}"
+            f"tokenizer={name} cannot be fetched from the Hugging Face Hub: {first_line(error)}"
         ) from error
     return FileTokenizer(found.to_str(), name)
 
 
 def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of a folder of shards, compared with what their manifest says of it before it is used.
+    """The tokenizer of a folder that `metattt prepare` wrote, compared with what their manifest says of it before it is used.
 
     Args:
-        folder: of the shards.
-        known: its fingerprint.
+        folder: of the tokens.
+        known: its identity.
 
     Raises:
         MetaTTTError: it is missing or another.
     """
-    if known["kind"] != TOKENIZER:
-        tokenizer: ByteTokenizer | FileTokenizer = ByteTokenizer()
-    else:
+    if known.get("kind") == TOKENIZER:
         content = read_text(inside(folder, TOKENIZER), MOST_BYTES)
-        if hashlib.sha256(content.encode()).hexdigest() != known["sha256"]:
-            raise MetaTTTError(f"{folder / TOKENIZER} is not the tokenizer of these shards: it has been changed")
-        tokenizer = FileTokenizer(content, str(folder / TOKENIZER))
-    if fingerprint(tokenizer) != known:
-        raise MetaTTTError(f"{folder} has shards of another tokenizer than it says: prepare them again")
+        if hashlib.sha256(content.encode()).hexdigest() != known.get("sha256"):
+            raise MetaTTTError(f"{folder / TOKENIZER} is not the tokenizer of these tokens: it has been changed")
+        tokenizer: ByteTokenizer | FileTokenizer = FileTokenizer(content, str(folder / TOKENIZER))
+    else:
+        tokenizer = ByteTokenizer()
+    if tokenizer.identity != known:
+        raise MetaTTTError(f"{folder} has tokens of another tokenizer than it says: prepare the text again")
     return tokenizer
 
 
@@ -200,14 +206,6 @@ def tokenizer_of(
     return found
 
 
-def fingerprint(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What identifies a tokenizer: plain data for a manifest."""
-    kind = {"kind": "bytes"}
-    if isinstance(tokenizer, FileTokenizer):
-        kind = {"kind": TOKENIZER, "sha256": hashlib.sha256(tokenizer.content.encode()).hexdigest()}
-    return {**kind, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator, "end": tokenizer.end}
-
-
 def _size(vocabulary: Mapping[str, int], name: str) -> int:
     """The number of ids: one more than the largest. A few may be left free, as in published tokenizers.
 
@@ -233,13 +231,8 @@ def _in_one_line(message: str) -> Iterator[None]:
         if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
             raise
         # half a character is not a str for the library
-        reason = "it holds half a pair of surrogates" if isinstance(error, TypeError) else _first_line(error)
+        reason = "it holds half a pair of surrogates" if isinstance(error, TypeError) else first_line(error)
         raise MetaTTTError(f"{message}: {reason}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
 
 
 def _first(tokenizer: Any, names: Sequence[str]) -> int | None:

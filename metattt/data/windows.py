@@ -3,20 +3,50 @@ batches."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.base import MOST_ROWS, MOST_SEED, MOST_WORKERS, Data, Trainer
+from metattt.data.base import Data, Trainer, check_loading
 from metattt.errors import MetaTTTError, check_flag, check_integer
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from metattt.training.job import Job
 
 Split = Literal["train", "validation", "test", "all"]
 SHOWN: tuple[tuple[Split, int], ...] = (("train", 1), ("validation", 2))  # sizes, with their digits
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
+
+
+def identity_of(tokenizer: Tokenizer, **more: str) -> dict[str, Any]:
+    """The numbers that every tokenizer has, with what tells its kind."""
+    return {**more, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator, "end": tokenizer.end}
+
+
+def document_tokens(tokenizer: Tokenizer, text: bytes) -> np.ndarray:
+    """A document as tokens, int64: the separator, the text, and the token of end if there is one."""
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    return np.concatenate([[tokenizer.separator], tokenizer.encode(text), end]).astype(np.int64)
+
+
+def dtype_of(vocab_size: int) -> np.dtype:
+    """The type of number that tokens are kept in: unsigned, of two bytes where they suffice."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def digest_of(*pieces: Any) -> str:
+    """A short text that tells data from other data."""
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def no_test_text(source: str) -> MetaTTTError:
@@ -30,6 +60,14 @@ class Tokenizer(Protocol):
     vocab_size: int
     separator: int  #: the token before every document
     end: int | None  #: the token after every document, if there is one
+
+    @property
+    def content(self) -> str | None:
+        """The text of its tokenizer.json; None: tokens are bytes."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other tokenizers: plain data."""
 
     @property
     def token_bytes(self) -> Tensor:
@@ -69,21 +107,40 @@ class Windows(Dataset[Tensor]):
         return batch
 
 
-class ShuffledBatches(Sampler[list[int]]):
-    """Batches of positions, a new permutation for every pass over the data.
+class Batches(Sampler[list[int]]):
+    """Consecutive numbers in batches: batch `i` of all processes together is batch `i` of one process with batches as
+    large as theirs together. The batch at a step depends on the step alone, so a resumed run sees the batches that it
+    would have seen.
 
-    The batch at a step depends on `seed` and the step alone, so a resumed run sees the batches that it would have seen.
-    With several processes, batch `i` of all of them together is batch `i` of one process with batches as large as
-    theirs together.
+    Args:
+        batch_size: numbers per batch in each process.
+        num_batches: length of the run (batches).
+        start: batches that the run has seen already.
+        rank: this process.
+        world_size: number of processes.
+    """
+
+    def __init__(self, batch_size: int, num_batches: int, start: int = 0, rank: int = 0, world_size: int = 1):
+        self.batch_size, self.num_batches, self.start = batch_size, num_batches, start
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return self.num_batches  # of the whole run: Lightning counts the batches before `start` too
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(self.start, self.num_batches):
+            first = (batch * self.world_size + self.rank) * self.batch_size
+            yield list(range(first, first + self.batch_size))
+
+
+class ShuffledBatches(Batches):
+    """Batches of positions, a new permutation for every pass over the data; it depends on `seed` and the pass alone.
 
     Args:
         num_windows: windows in the data; at least one.
         batch_size: windows per batch. A batch may reach into the next pass: no window is dropped.
         seed: of the permutations.
-        num_batches: length of the run (batches).
-        start: batches that the run has seen already.
-        rank: this process.
-        world_size: number of processes.
+        num_batches, start, rank, world_size: see `Batches`.
     """
 
     def __init__(
@@ -96,19 +153,14 @@ class ShuffledBatches(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
     ):
-        self.num_windows, self.batch_size, self.seed = num_windows, batch_size, seed
-        self.num_batches, self.start = num_batches, start
-        self.rank, self.world_size = rank, world_size
-
-    def __len__(self) -> int:
-        return self.num_batches  # of the whole run: Lightning counts the batches before `start` too
+        super().__init__(batch_size, num_batches, start, rank, world_size)
+        self.num_windows, self.seed = num_windows, seed
 
     def __iter__(self) -> Iterator[list[int]]:
         order, order_pass = np.empty(0, np.int64), -1
-        for batch in range(self.start, self.num_batches):
-            first = (batch * self.world_size + self.rank) * self.batch_size
+        for batch in super().__iter__():
             index = []
-            for position in range(first, first + self.batch_size):
+            for position in batch:
                 if position // self.num_windows != order_pass:
                     order_pass = position // self.num_windows
                     order = np.random.default_rng((self.seed, order_pass)).permutation(self.num_windows)
@@ -136,6 +188,14 @@ def process(trainer: Trainer | None) -> tuple[int, int]:
     return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
 
 
+def steps(trainer: Trainer | None) -> tuple[int, int | None]:
+    """Batches that a process has read of a run, and those of the whole run; None if that has no number of steps."""
+    if trainer is None:
+        return 0, None
+    per_step = trainer.accumulate_grad_batches
+    return trainer.global_step * per_step, trainer.max_steps * per_step if trainer.max_steps > 0 else None
+
+
 def batches_of_run(count: int, batch_size: int, seed: int, trainer: Trainer | None) -> ShuffledBatches:
     """This process's batches of a whole run, from the step that the trainer has reached; without a trainer, of one
     pass.
@@ -147,12 +207,8 @@ def batches_of_run(count: int, batch_size: int, seed: int, trainer: Trainer | No
         trainer: says how many steps and processes there are.
     """
     rank, world_size = process(trainer)
-    batches, done = -(-count // (batch_size * world_size)), 0
-    if trainer is not None:
-        per_step = trainer.accumulate_grad_batches
-        done = trainer.global_step * per_step
-        if trainer.max_steps > 0:
-            batches = trainer.max_steps * per_step
+    done, total = steps(trainer)
+    batches = -(-count // (batch_size * world_size)) if total is None else total
     return ShuffledBatches(count, batch_size, seed, batches, done, rank, world_size)
 
 
@@ -170,17 +226,25 @@ class WindowData(Data):
         MetaTTTError: a size that is not allowed.
     """
 
+    windows_of_text = True
+    baselines = False  #: byte models are counted on it, for comparison: it is bytes, in memory
     tokenizer: Tokenizer
     unit = "M tokens"  #: of the sizes that people are shown
 
     def __init__(self, context_length: int, batch_size: int, seed: int, num_workers: int, document_reset: bool):
         check_integer("data.context_length", context_length, most=2**40)
-        check_integer("data.batch_size", batch_size, most=MOST_ROWS)
-        check_integer("data.num_workers", num_workers, 0, MOST_WORKERS)
-        check_integer("data.seed", seed, 0, MOST_SEED)
+        check_loading(batch_size, seed, num_workers)
         check_flag("data.document_reset", document_reset)
         self.context_length, self.batch_size = context_length, batch_size
         self.seed, self.num_workers, self.document_reset = seed, num_workers, document_reset
+
+    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+        from metattt.training.text_module import TextJob
+
+        return TextJob(cfg, self)
+
+    def fingerprint(self) -> str | None:
+        return digest_of(*(self.windows(name)[:] for name in ("train", "validation")))  # type: ignore[index]
 
     @property
     def source(self) -> str:
@@ -196,9 +260,15 @@ class WindowData(Data):
         """The windows of one split, `[N, T + 1]`, one after the other and without overlap."""
         raise NotImplementedError
 
-    def before_reading(self, windows: WindowArray) -> None:
-        """What has to be done before batches of the windows are made, in this process and not in those that make
-        them."""
+    def read_as(self, tokenizer: Tokenizer) -> None:
+        """Reads the text as the tokens of a model.
+
+        Raises:
+            MetaTTTError: it was cut into other tokens before.
+        """
+        self.setup()
+        if self.tokenizer.identity != tokenizer.identity:
+            raise MetaTTTError(f"{self.source} has other tokens than the model: prepare it with the model's tokenizer")
 
     def sample_document(self) -> bytes:
         """The beginning of a held-out document."""
@@ -224,7 +294,6 @@ class WindowData(Data):
         return self._loader(windows, batches_in_order(len(windows), self.batch_size, rank, world_size))
 
     def _loader(self, windows: WindowArray, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
-        self.before_reading(windows)
         # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off
         return DataLoader(
             Windows(windows), batch_size=None, sampler=batches, num_workers=self.num_workers,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.errors import MetaTTTError, NotFinite, check_choice
+from metattt.evaluation.output import table
 from metattt.models.language_model import LanguageModel
 from metattt.optional import need
 
@@ -158,28 +159,28 @@ def bin_edges(length: int, bins: str, count: int) -> list[int]:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def table(scores: Mapping[str, Scores], edges: Sequence[int]) -> Table:
+COLUMNS = ("model", "first", "last", "tokens", "loss", "perplexity", "bits_per_byte")
+
+
+def bits_by_position(scores: Mapping[str, Scores], edges: Sequence[int]) -> Table:
     """Bits per byte by position: a row for every bin, a column for every model."""
-    shown = Table(title="bits per byte by position (tokens of context)", title_justify="left")
-    shown.add_column("position", justify="right")
-    for label in scores:
-        shown.add_column(label, justify="right")
-    for start, stop in pairwise(edges):
-        name = f"{start + 1:,}" if stop == start + 1 else f"{start + 1:,} – {stop:,}"
-        shown.add_row(name, *(f"{one.between(start, stop).bits_per_byte:.4f}" for one in scores.values()))
-    return shown
+    rows = (
+        (
+            f"{start + 1:,}" if stop == start + 1 else f"{start + 1:,} – {stop:,}",
+            *(f"{one.between(start, stop).bits_per_byte:.4f}" for one in scores.values()),
+        )
+        for start, stop in pairwise(edges)
+    )
+    return table("bits per byte by position (tokens of context)", ("position", *scores), rows, left=0)
 
 
-def write_csv(scores: Mapping[str, Scores], edges: Sequence[int], path: Path) -> None:
-    """A row for every model and bin: positions `first` … `last`, counted from 1, and the mean over them and over
+def rows(scores: Mapping[str, Scores], edges: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    """`COLUMNS` of every model and bin: positions `first` … `last`, counted from 1, and the mean over them and over
     windows."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", "first", "last", "tokens", "loss", "perplexity", "bits_per_byte"])
-        for label, all_positions in scores.items():
-            for start, stop in pairwise(edges):
-                one = all_positions.between(start, stop)
-                writer.writerow([label, start + 1, stop, one.tokens, one.loss, one.perplexity, one.bits_per_byte])
+    for label, all_positions in scores.items():
+        for start, stop in pairwise(edges):
+            one = all_positions.between(start, stop)
+            yield label, start + 1, stop, one.tokens, one.loss, one.perplexity, one.bits_per_byte
 
 
 def plot(scores: Mapping[str, Scores], edges: Sequence[int], bins: str, trained: Mapping[str, int], path: Path) -> None:

@@ -3,15 +3,16 @@ inner loops."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
 
 from metattt.checkpoints.files import SAFETENSORS, find_checkpoint, home
 from metattt.checkpoints.trained import Trained, load_model, open_trained
@@ -21,15 +22,14 @@ from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.manifest import MANIFEST
 from metattt.data.shards import ShardData
 from metattt.data.text import TextData
-from metattt.data.tokenizers import fingerprint, tokenizer_of
+from metattt.data.tokenizers import tokenizer_of
 from metattt.data.windows import Split, Tokenizer, WindowData
 from metattt.errors import MetaTTTError, NotFinite, check_choice
-from metattt.evaluation import by_position, images, sequences
+from metattt.evaluation import by_position
 from metattt.evaluation.by_position import Scores, bin_edges, score
-from metattt.evaluation.output import claim
+from metattt.evaluation.output import Report, check_same, report, table
 from metattt.measures import inner_loss
 from metattt.models.language_model import LanguageModel
-from metattt.optional import absence
 from metattt.registry import PARAMETERS
 
 ROWS = 40  # a table with more positions than this is left to the CSV
@@ -103,17 +103,14 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     if chosen.tasks:
         return _evaluate_tasks(chosen, files, names, console)
     known = [open_trained(file, trust=trust) for file in files]  # all of them: a mistake shows before the work
-    if any("num_classes" in one.config.model for one in known):
-        return images.evaluate(chosen, files, names, known, device, trust, console)
-    if any(sequences.is_of_sequences(one) for one in known):
-        return sequences.evaluate(chosen, files, names, known, device, trust, console)
+    for module in filter(None, map(scored_by, known)):  # of other data than text
+        return importlib.import_module(module).evaluate(chosen, files, names, known, device, trust, console)
     texts = [_text(one, chosen.data) for one in known]
     tokenizers = [_tokenizer(one, chosen.tokenizer) for one in known]
     for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
-        if fingerprint(tokenizer) != fingerprint(tokenizers[0]):
+        if tokenizer.identity != tokenizers[0].identity:
             raise MetaTTTError(f"{names[0]} and {name} have different tokenizers: they cannot be compared by position")
-    for name, text in zip(names[1:], texts[1:], strict=True):
-        _check_same_text(texts[0], text, names[0], name, split)
+    _check_same_text(names, texts, split)
     data = _data(texts[0], tokenizers[0])
     edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
 
@@ -138,18 +135,18 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         for name, one in zip(names, known, strict=True)
         if "data" in one.config
     }
-    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
-    try:
-        written = _write(folder, scores, edges, chosen.bins, trained, curves)
-    except OSError as error:
-        raise MetaTTTError(
-            f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>"
-        ) from error
-    for path in written:
-        console.print(f"written  {path}", markup=False)
-    if line := _no_pictures():
-        console.print(line, markup=False)
+    with report(chosen.output_dir, home(files[0]) / "eval", "by_position", console) as made:
+        _write(made, scores, edges, chosen.bins, trained, curves)
+    if made.no_pictures is not None:
+        console.print(made.no_pictures, markup=False)
     return scores
+
+
+def scored_by(model: Trained) -> str | None:
+    """The module that scores a model, as the data of its run says; None: it is a model of text."""
+    if "data" not in model.config:
+        return "metattt.evaluation.images" if "num_classes" in model.config.model else None
+    return getattr(hydra.utils.get_class(model.config.data["_target_"]), "scored_by", None)
 
 
 def _evaluate_tasks(
@@ -173,16 +170,9 @@ def _evaluate_tasks(
             results[name] = tasks.run_tasks(MetaTTTLM.load(given), wanted, manager, chosen.num_fewshot, chosen.limit)
         except NotFinite as error:
             raise MetaTTTError(f"{file}: {error}") from error
-    tasks.print_results(console, results, "tasks")
-    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
-    try:
-        written = tasks.write_results(folder, results)
-    except OSError as error:
-        raise MetaTTTError(
-            f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>"
-        ) from error
-    for path in written:
-        console.print(f"written  {path}", markup=False)
+    console.print(tasks.table_of(results))
+    with report(chosen.output_dir, home(files[0]) / "eval", "tasks", console) as made:
+        tasks.write_results(made, results)
     return results
 
 
@@ -258,31 +248,19 @@ def _tokenizer(model: Trained, given: str | None) -> Tokenizer:
 
 def _data(text: dict[str, Any], tokenizer: Tokenizer) -> WindowData:
     """The data module of a text, with the tokens of the model; what it refuses becomes one line."""
-    data = instantiate_part(OmegaConf.create({"data": text}), "data")
-    if isinstance(data, TextData):
-        data.tokenizer = tokenizer
-    else:
-        data.setup()
-        if fingerprint(data.tokenizer) != fingerprint(tokenizer):
-            raise MetaTTTError(
-                f"the shards of {data.source} have other tokens than the model: prepare them with the model's tokenizer"
-            )
+    data: WindowData = instantiate_part(OmegaConf.create({"data": text}), "data")
+    data.read_as(tokenizer)
     return data
 
 
-def _check_same_text(first: dict[str, Any], other: dict[str, Any], one: str, two: str, split: Split) -> None:
-    """Refuses a comparison on different texts, or on a text that one of the two was trained on."""
-    ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else () if first.get("split_seed") is None else ("seed",))
-    for key in sorted(first.keys() & other.keys()):
-        if key not in ignored and first[key] != other[key]:
-            known = (
-                f"set data.{key}"
-                if key in vars(EvalData())
-                else "compare them with split=all data.path=<a text that none has seen>"
-            )
-            raise MetaTTTError(
-                f"{one} and {two} have different texts, data.{key} is {first[key]} and {other[key]}: {known}"
-            )
+def _check_same_text(names: Sequence[str], texts: Sequence[dict[str, Any]], split: Split) -> None:
+    """Refuses a comparison on different texts, or on a text that one of the two was trained on. Fields that only one
+    kind of text has are not compared."""
+    ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else () if texts[0].get("split_seed") is None else ("seed",))
+    for name, text in zip(names[1:], texts[1:], strict=True):
+        common = [{key: one[key] for key in texts[0].keys() & text.keys()} for one in (texts[0], text)]
+        advice = "compare them with split=all data.path=<a text that none has seen>"
+        check_same((names[0], name), common, ignored, "texts", tuple(vars(EvalData())), advice)
 
 
 def _can_measure(console: Console, name: str, model: LanguageModel) -> bool:
@@ -294,45 +272,33 @@ def _can_measure(console: Console, name: str, model: LanguageModel) -> bool:
     return len(skipped) < len(model.blocks)
 
 
-def _no_pictures() -> str | None:
-    """Why no PNG is written; None if it is."""
-    return absence("matplotlib", extra="train", what="writing pictures")
-
-
 def _print(console: Console, scores: dict[str, Scores], edges: Sequence[int], title: str) -> None:
     """The totals, and below them the table by position if it is not too long."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("model")
-    for name in ("tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte"):
-        table.add_column(name, justify="right")
-    for label, one in scores.items():
-        table.add_row(label, f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.4f}", f"{one.bits_per_byte:.4f}")
-    console.print(table)
+    columns = ("model", "tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte")
+    rows = (
+        (label, f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.4f}", f"{one.bits_per_byte:.4f}")
+        for label, one in scores.items()
+    )
+    console.print(table(title, columns, rows))
     if len(edges) - 1 <= ROWS:
-        console.print(by_position.table(scores, edges))
+        console.print(by_position.bits_by_position(scores, edges))
 
 
 def _write(
-    folder: Path,
+    made: Report,
     scores: dict[str, Scores],
     edges: Sequence[int],
     bins: str,
     trained: dict[str, int],
     curves: dict[str, dict[int, inner_loss.Curves]],
-) -> list[Path]:
-    """The files of an evaluation; returns their paths. Those of an earlier one stay: then all new ones have its
-    number, `name-2.csv`."""
-    number = claim(folder, "by_position")
-    written, pictures = [folder / f"by_position{number}.csv"], _no_pictures() is None
-    by_position.write_csv(scores, edges, written[0])
-    if pictures:
-        written.append(folder / f"by_position{number}.png")
-        by_position.plot(scores, edges, bins, trained, written[-1])
+) -> None:
+    """The files of an evaluation."""
+    made.csv("by_position", by_position.COLUMNS, by_position.rows(scores, edges))
+    if made.no_pictures is None:
+        by_position.plot(scores, edges, bins, trained, made.path("by_position", ".png"))
     if curves:
-        written.append(folder / f"inner_loss{number}.csv")
-        inner_loss.write_csv(curves, written[-1])
+        made.csv("inner_loss", ("model", "layer", "mini_batch", *inner_loss.COLUMNS), inner_loss.rows(curves))
     safe = _numbered([re.sub(r"[^\w.-]+", "-", name) for name in curves])
-    for (name, found), part in zip(curves.items(), safe, strict=True) if pictures else ():
-        written.append(folder / (f"inner_loss_{part}{number}.png" if len(scores) > 1 else f"inner_loss{number}.png"))
-        inner_loss.plot(found, f"Inner loss of {name}", written[-1])
-    return written
+    for (name, found), part in zip(curves.items(), safe, strict=True) if made.no_pictures is None else ():
+        path = made.path(f"inner_loss_{part}" if len(scores) > 1 else "inner_loss", ".png")
+        inner_loss.plot(found, f"Inner loss of {name}", path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -23,9 +21,8 @@ from metattt.checkpoints.trained import Trained, load_model
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import NO_LABEL, Images
 from metattt.errors import MetaTTTError
-from metattt.evaluation.output import claim
+from metattt.evaluation.output import check_same, report, table
 from metattt.measures.inner_steps import inner_losses_by_layer
-from metattt.optional import absence
 from metattt.registry import PARAMETERS
 
 if TYPE_CHECKING:
@@ -78,13 +75,7 @@ def evaluate(
     if chosen.split not in ("validation", "test"):
         raise MetaTTTError(f"split={chosen.split} is for text: images are evaluated on those held out, split=validation or split=test")
     sources = [_source(one, chosen.data) for one in known]
-    for name, source in zip(names[1:], sources[1:], strict=True):
-        for key in sorted(sources[0].keys() | source.keys()):
-            if key not in OF_LOADING and sources[0].get(key) != source.get(key):
-                raise MetaTTTError(
-                    f"{names[0]} and {name} have different images, data.{key} is {sources[0].get(key)} and {source.get(key)}: "
-                    f"{f'set data.{key}' if key in CHANGES else 'evaluate them one after the other'}"
-                )
+    check_same(names, sources, OF_LOADING, "images", CHANGES)
     scores: dict[str, ImageScores] = {}
     for name, file, source, one in zip(names, files, sources, known, strict=True):
         model: Any = load_model(file, device, trust)[0]
@@ -95,13 +86,14 @@ def evaluate(
         if chosen.inner_loss and not scores[name].inner:
             console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image", markup=False)
     _print(console, scores, chosen.split)
-    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
-    try:
-        written = _write(folder, scores)
-    except OSError as error:
-        raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
-    for path in written:
-        console.print(f"written  {path}", markup=False)
+    with report(chosen.output_dir, home(files[0]) / "eval", "images", console) as made:
+        figures = ([name, one.images, one.top1, one.top5, one.loss] for name, one in scores.items())
+        made.csv("images", ("model", "images", "top1", "top5", "loss"), figures)
+        curves = {name: one.inner for name, one in scores.items() if one.inner}
+        if curves:
+            made.csv("inner_loss", ("model", "block", "inner_step", "loss"), _steps(curves))
+            if made.no_pictures is None:
+                plot(curves, made.path("inner_loss", ".png"))
     return scores
 
 
@@ -169,47 +161,27 @@ def _score(model: Any, loader: DataLoader[Any], inner: int) -> ImageScores:
 
 
 def _print(console: Console, scores: Mapping[str, ImageScores], split: str) -> None:
-    table = Table(title=f"{split} images", title_justify="left")
-    table.add_column("model")
-    for name in ("images", "top-1 %", "top-5 %", "cross-entropy (nats)"):
-        table.add_column(name, justify="right")
-    for name, one in scores.items():
-        table.add_row(name, f"{one.images:,}", f"{100 * one.top1:.2f}", f"{100 * one.top5:.2f}", f"{one.loss:.4f}")
-    console.print(table)
-    if not any(one.inner for one in scores.values()):
-        return
-    steps = max(len(losses) for one in scores.values() for losses in one.inner.values())
-    table = Table(title="inner loss, before the first step and after each", title_justify="left")
-    for name in ("model", "block", *map(str, range(steps))):
-        table.add_column(name, justify="left" if name == "model" else "right")
-    for name, one in scores.items():
-        for number, losses in one.inner.items():
-            table.add_row(name, str(number), *(f"{loss:.4g}" for loss in losses))
-    console.print(table)
+    columns = ("model", "images", "top-1 %", "top-5 %", "cross-entropy (nats)")
+    rows = (
+        (name, f"{one.images:,}", f"{100 * one.top1:.2f}", f"{100 * one.top5:.2f}", f"{one.loss:.4f}")
+        for name, one in scores.items()
+    )
+    console.print(table(f"{split} images", columns, rows))
+    steps = max((len(losses) for one in scores.values() for losses in one.inner.values()), default=0)
+    if steps:
+        title = "inner loss, before the first step and after each"
+        curves = (
+            (name, str(number), *(f"{loss:.4g}" for loss in losses))
+            for name, one in scores.items()
+            for number, losses in one.inner.items()
+        )
+        console.print(table(title, ("model", "block", *map(str, range(steps))), curves))
 
 
-def _write(folder: Path, scores: Mapping[str, ImageScores]) -> list[Path]:
-    """The files of an evaluation; those of an earlier one stay."""
-    number = claim(folder, "images")
-    written = [folder / f"images{number}.csv"]
-    with written[0].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", "images", "top1", "top5", "loss"])
-        writer.writerows([name, one.images, one.top1, one.top5, one.loss] for name, one in scores.items())
-    curves = {name: one.inner for name, one in scores.items() if one.inner}
-    if curves:
-        written.append(folder / f"inner_loss{number}.csv")
-        with written[-1].open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["model", "block", "inner_step", "loss"])
-            for name, blocks in curves.items():
-                writer.writerows(
-                    [name, block, step, loss] for block, losses in blocks.items() for step, loss in enumerate(losses)
-                )
-        if absence("matplotlib", extra="train", what="writing pictures") is None:
-            written.append(folder / f"inner_loss{number}.png")
-            plot(curves, written[-1])
-    return written
+def _steps(curves: Mapping[str, Mapping[int, Sequence[float]]]) -> Iterator[tuple[str, int, int, float]]:
+    for name, blocks in curves.items():
+        for block, losses in blocks.items():
+            yield from ((name, block, step, loss) for step, loss in enumerate(losses))
 
 
 def plot(curves: Mapping[str, Mapping[int, Sequence[float]]], path: Path) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -27,7 +27,7 @@ from metattt.data.base import MOST_ROWS
 from metattt.data.images import CorruptImage, ImageData
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.evaluation.images import drawn_alike, probabilities
-from metattt.evaluation.output import claim
+from metattt.evaluation.output import report, table
 from metattt.io import path_of
 from metattt.optional import need
 
@@ -153,12 +153,10 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     _print(console, predictions)
     if seen > len(predictions):
         console.print(f"skipped  {seen - len(predictions)} files that cannot be read")
-    folder = path_of(chosen.output_dir, "output_dir") if chosen.output_dir else home(file) / "predict"
-    try:
-        path = _write(folder, predictions, top)
-    except OSError as error:
-        raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
-    console.print(f"written  {path}", markup=False)
+    with report(chosen.output_dir, home(file) / "predict", "predictions", console) as files:
+        columns = ["picture", *(f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))]
+        rows = ([one.name, *chain(*zip(one.classes, one.probabilities, strict=True))] for one in predictions)
+        files.csv("predictions", columns, rows)
     return predictions
 
 
@@ -206,31 +204,17 @@ def _likeliest(shares: Tensor, top: int) -> list[list[tuple[int, float]]]:
 
 
 def _print(console: Console, predictions: list[Prediction]) -> None:
-    table = Table(title=f"{len(predictions):,} pictures", title_justify="left")
-    for name in ("picture", "class", "%", "then"):
-        table.add_column(name, justify="right" if name == "%" else "left")
+    rows = []
     for one in predictions[:ROWS]:
-        pairs = list(zip(one.classes, one.probabilities, strict=True))
-        rest = ", ".join(f"{name} {100 * share:.1f}" for name, share in pairs[1:])
-        table.add_row(_plain(one.name), _plain(pairs[0][0]), f"{100 * pairs[0][1]:.1f}", _plain(rest))
-    console.print(table)
+        first, *others = zip(one.classes, one.probabilities, strict=True)
+        rest = ", ".join(f"{name} {100 * share:.1f}" for name, share in others)
+        rows.append((_plain(one.name), _plain(first[0]), f"{100 * first[1]:.1f}", _plain(rest)))
+    shown = table(f"{len(predictions):,} pictures", ("picture", "class", "%", "then"), rows, left=2)
+    shown.columns[-1].justify = "left"
+    console.print(shown)
     if len(predictions) > ROWS:
         console.print(f"and {len(predictions) - ROWS:,} more in the file")
 
 
 def _plain(text: str) -> str:
-    from rich.markup import escape
-
     return escape(text.encode(errors="backslashreplace").decode())
-
-
-def _write(folder: Path, predictions: list[Prediction], top: int) -> Path:
-    """`predictions.csv`; one of before stays."""
-    path = folder / f"predictions{claim(folder, 'predictions')}.csv"
-    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        writer = csv.writer(file)
-        writer.writerow(["picture", *(f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))])
-        for one in predictions:
-            pairs = zip(one.classes, one.probabilities, strict=True)
-            writer.writerow([one.name, *(value for pair in pairs for value in pair)])
-    return path

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,6 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from metattt.checkpoints.files import home
@@ -20,7 +19,7 @@ from metattt.checkpoints.trained import Trained, load_model
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.sequences import Part, SequenceData
 from metattt.errors import MetaTTTError
-from metattt.evaluation.output import claim
+from metattt.evaluation.output import check_same, report, table
 from metattt.measures.labelled import answers, losses_and_hits
 
 if TYPE_CHECKING:
@@ -44,12 +43,6 @@ class SequenceScores(NamedTuple):
     sequences: int
 
 
-def is_of_sequences(model: Trained) -> bool:
-    """Whether a checkpoint is of a run on synthetic sequences."""
-    target = model.config.data.get("_target_") if "data" in model.config else None  # of a registered component, or trusted
-    return target is not None and issubclass(hydra.utils.get_class(target), SequenceData)
-
-
 def evaluate(
     chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], known: Sequence[Trained], device: torch.device,
     trust: Collection[str], console: Console,
@@ -70,30 +63,22 @@ def evaluate(
     if chosen.split not in ("validation", "test"):
         raise MetaTTTError(f"split={chosen.split} has no end, or is for text: set split=validation or split=test")
     sources = [_source(file, one, chosen.data) for file, one in zip(files, known, strict=True)]
-    for name, source in zip(names[1:], sources[1:], strict=True):
-        for key in sorted(sources[0].keys() | source.keys()):
-            if key not in OF_TRAINING and sources[0].get(key) != source.get(key):
-                raise MetaTTTError(
-                    f"{names[0]} and {name} have different sequences, data.{key} is {sources[0].get(key)} and {source.get(key)}: "
-                    "evaluate them one after the other"
-                )
+    check_same(names, sources, OF_TRAINING, "sequences")
     scores: dict[str, SequenceScores] = {}
     for name, file, source in zip(names, files, sources, strict=True):
         model: Any = load_model(file, device, trust)[0]
         data: SequenceData = instantiate_part(OmegaConf.create({"data": source}), "data")
         scores[name] = score(model, data, chosen.split)  # type: ignore[arg-type]
-    _print(console, scores, f"{chosen.split} sequences")
-    folder = Path(chosen.output_dir).expanduser() if chosen.output_dir else home(files[0]) / "eval"
-    try:
-        written = _write(folder, scores)
-    except OSError as error:
-        raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
-    console.print(f"written  {written}", markup=False)
+    columns = ("model", "sequences", "accuracy %", "loss", "loss, first question", "last question")
+    console.print(table(f"{chosen.split} sequences", columns, starmap(_row, scores.items())))
+    with report(chosen.output_dir, home(files[0]) / "eval", "sequences", console) as made:
+        made.csv("sequences", ("model", "question", "loss", "accuracy"), chain(*starmap(_curve, scores.items())))
     return scores
 
 
 def _source(file: Path, model: Trained, changes: EvalData) -> dict[str, Any]:
-    if not is_of_sequences(model):
+    target = model.config.data.get("_target_") if "data" in model.config else None  # of a registered component, or trusted
+    if target is None or getattr(hydra.utils.get_class(target), "scored_by", None) != __name__:
         raise MetaTTTError(f"{file} was not trained on synthetic sequences, and others were: evaluate them one after the other")
     for key, value in vars(changes).items():
         if value is not None:
@@ -127,24 +112,11 @@ def score(model: Any, data: SequenceData, part: Part = "validation") -> Sequence
     return SequenceScores(torch.cat(losses).mean(0), torch.cat(hits).mean(0) if hits else None, count)
 
 
-def _print(console: Console, scores: Mapping[str, SequenceScores], title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("model")
-    for name in ("sequences", "accuracy %", "loss", "loss, first question", "last question"):
-        table.add_column(name, justify="right")
-    for name, one in scores.items():
-        accuracy = "" if one.accuracy is None else f"{100 * one.accuracy.mean():.2f}"
-        losses = (f"{value:.4f}" for value in (one.loss.mean(), one.loss[0], one.loss[-1]))
-        table.add_row(name, f"{one.sequences:,}", accuracy, *losses)
-    console.print(table)
+def _row(name: str, one: SequenceScores) -> list[str]:
+    accuracy = "" if one.accuracy is None else f"{100 * one.accuracy.mean():.2f}"
+    return [name, f"{one.sequences:,}", accuracy, *(f"{value:.4f}" for value in (one.loss.mean(), one.loss[0], one.loss[-1]))]
 
 
-def _write(folder: Path, scores: Mapping[str, SequenceScores]) -> Path:
-    path = folder / f"sequences{claim(folder, 'sequences')}.csv"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", "question", "loss", "accuracy"])
-        for name, one in scores.items():
-            rates = [""] * len(one.loss) if one.accuracy is None else one.accuracy.tolist()
-            writer.writerows([name, number, *row] for number, row in enumerate(zip(one.loss.tolist(), rates, strict=True)))
-    return path
+def _curve(name: str, one: SequenceScores) -> list[tuple[Any, ...]]:
+    rates = [""] * len(one.loss) if one.accuracy is None else one.accuracy.tolist()
+    return [(name, number, *row) for number, row in enumerate(zip(one.loss.tolist(), rates, strict=True))]

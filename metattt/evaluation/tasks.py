@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from metattt.errors import MetaTTTError, check_integer
 from metattt.evaluation.harness import MetaTTTLM
+from metattt.evaluation.output import Report, table
 from metattt.optional import need
 
 need("lm_eval", extra="eval", what="metattt eval tasks=")
@@ -93,33 +92,25 @@ def run_tasks(
     return {task: dict(values) for task, values in found["results"].items()}
 
 
-def print_results(console: Console, results: Mapping[str, Results], title: str) -> None:
-    """A table: a row for every task and metric, a column for every model."""
-    table = Table(title=title, title_justify="left")
-    for name in ("task", "metric"):
-        table.add_column(name)
-    for name in results:
-        table.add_column(name, justify="right")
-    for (task, metric), values in _rows(results).items():
-        table.add_row(task, metric, *(_shown(*values.get(name, (None, None))) for name in results))
-    console.print(table)
+def table_of(results: Mapping[str, Results]) -> Table:
+    """A row for every task and metric, a column for every model."""
+    rows = (
+        (task, metric, *(_shown(*values.get(name, (None, None))) for name in results))
+        for (task, metric), values in _rows(results).items()
+    )
+    return table("tasks", ("task", "metric", *results), rows, left=2)
 
 
-def write_results(folder: Path, results: Mapping[str, Results]) -> list[Path]:
-    """Writes `tasks.csv` and `tasks.json` (numbered, where they are there already); returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    number, count = "", 1
-    while (folder / f"tasks{number}.csv").exists():
-        count += 1
-        number = f"-{count}"
-    written = [folder / f"tasks{number}.csv", folder / f"tasks{number}.json"]
-    with written[0].open("x", newline="", encoding="utf-8") as stream:
-        lines = csv.writer(stream)
-        lines.writerow(["model", "task", "metric", "value", "stderr"])
-        for (task, metric), values in _rows(results).items():
-            lines.writerows([name, task, metric, *values[name]] for name in results if name in values)
-    written[1].write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
-    return written
+def write_results(made: Report, results: Mapping[str, Results]) -> None:
+    """Writes `tasks.csv` and `tasks.json`."""
+    rows = (
+        (name, task, metric, *values[name])
+        for (task, metric), values in _rows(results).items()
+        for name in results
+        if name in values
+    )
+    made.csv("tasks", ("model", "task", "metric", "value", "stderr"), rows)
+    made.path("tasks", ".json").write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def _rows(results: Mapping[str, Results]) -> dict[tuple[str, str], dict[str, tuple[Any, Any]]]:

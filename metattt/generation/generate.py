@@ -46,8 +46,8 @@ class GenerateSettings:
 
 
 def generate(cfg: DictConfig) -> None:
-    """Prints the prompt and its continuation, then one line about the speed on stderr; or answers a file of prompts with
-    lines of JSON.
+    """Prints the prompt and its continuation, then one line about the speed on stderr; or answers a file of prompts
+    with lines of JSON.
 
     Args:
         cfg: the configuration of the job `generate`.

@@ -52,7 +52,8 @@ def draw(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `sample`, without waiting for the device: ids `[B]`, and whether all predictions are finite (a boolean tensor).
+    """As `sample`, without waiting for the device: ids `[B]`, and whether all predictions are finite (a boolean
+    tensor).
 
     Where they are not, the row's token means nothing.
     """
@@ -78,7 +79,8 @@ def draw(
 
 def _not_finite() -> NotFinite:
     return NotFinite(
-        "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, have diverged; "
+        "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, have "
+        "diverged; "
         "take an earlier checkpoint"
     )
 
@@ -144,7 +146,9 @@ def generate(
     """
     _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask, seed, stop)
     if state is not None and count_sequences(state) != len(ids):
-        raise MetaTTTError(f"the state is of {count_sequences(state)} sequences, and there are {len(ids)} prompts: state.select(index)")
+        raise MetaTTTError(
+            f"the state is of {count_sequences(state)} sequences, and there are {len(ids)} prompts: state.select(index)"
+        )
     return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask, state)
 
 

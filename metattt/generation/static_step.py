@@ -1,7 +1,8 @@
-"""The one-token step of generation: on CUDA captured once in a graph and replayed, with the state where it was; elsewhere
-a call of the model.
+"""The one-token step of generation: on CUDA captured once in a graph and replayed, with the state where it was;
+elsewhere a call of the model.
 
-A replay costs the host one launch in place of hundreds, so that the device sets the pace. What is captured must find its
+A replay costs the host one launch in place of hundreds, so that the device sets the pace. What is captured must find
+its
 state at the same addresses in every step: each sequence stands at a place of its own in its mini-batch, a tensor in
 place of a number, and what a layer returns elsewhere is copied back as part of the graph.
 """
@@ -104,8 +105,8 @@ def one_token_step(model: LanguageModel, state: LanguageModelState, count: int) 
 
 @contextmanager
 def _no_reading_back() -> Iterator[None]:
-    """An operation for which the host waits is an error: a capture that fails at one would leave the generators of random
-    numbers in disorder."""
+    """An operation for which the host waits is an error: a capture that fails at one would leave the generators of
+    random numbers in disorder."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -122,7 +123,8 @@ def static_state(model: LanguageModel, state: LanguageModelState) -> tuple[Langu
     """
     apart = _apart(state)
     token = torch.zeros(_sequences(apart), dtype=torch.long, device=model.embedding.weight.device)
-    _, after = model.step(token.unsqueeze(1), apart.map(torch.clone), donate_state=True)  # also compiles what is compiled
+    # also compiles what is compiled
+    _, after = model.step(token.unsqueeze(1), apart.map(torch.clone), donate_state=True)
     static = _filled(apart, after).map(torch.clone)
     wanted, found = _structure(static), _structure(after)
     for path in {**wanted, **found}:
@@ -155,8 +157,8 @@ def _apart(value: Any) -> Any:
 
 
 def _filled(before: Any, after: Any) -> Any:
-    """`before` with what a state leaves away where a mini-batch has just begun: zeros, and weights that have not moved from
-    the last commit. A rule that counts no places keeps its number."""
+    """`before` with what a state leaves away where a mini-batch has just begun: zeros, and weights that have not moved
+    from the last commit. A rule that counts no places keeps its number."""
     if isinstance(before, State) and isinstance(after, State):
         weights = dict(before.weights)
         for slot in after.weights.keys() - weights.keys():
@@ -194,9 +196,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _structure(state: Any) -> dict[str, Any]:
     """What must be the same after a token: shapes and types of tensors, and the numbers beside them."""
-    return {
-        path: (list(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (x,) for path, x in _leaves(state)
-    }
+    return {path: (list(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (x,) for path, x in _leaves(state)}
 
 
 def _sequences(state: Any) -> int:

@@ -46,7 +46,11 @@ class Continuation:
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()):
-        if not isinstance(stop, Sequence) or isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
+        if (
+            not isinstance(stop, Sequence)
+            or isinstance(stop, str)
+            or not all(isinstance(one, str) and one for one in stop)
+        ):
             raise MetaTTTError(f"stop={stop!r} is not allowed: give a list of texts that are not empty, stop=[...]")
         for one in stop:
             check_text(one, "stop")

@@ -26,7 +26,7 @@ from metattt.hf.card import CARD, model_card
 from metattt.hf.config import MetaTTTConfig
 from metattt.hf.model import MetaTTTForCausalLM
 from metattt.hf.tokenizer import to_transformers
-from metattt.io import sync, write_text
+from metattt.io import sync, write_whole
 from metattt.optional import need
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,29 +89,34 @@ def write_folder(
     Raises:
         MetaTTTError: it cannot be written.
     """
-    transformers = need("transformers", extra="hf", what="metattt export")
-    start, stops = tokenizer.separator, ends(tokenizer)
+    start = tokenizer.separator
     config = MetaTTTConfig(
         metattt=made.config.metattt,
         bos_token_id=start,
-        eos_token_id=stops[-1],
+        eos_token_id=ends(tokenizer)[-1],
         pad_token_id=start,
         architectures=[type(made).__name__],
         dtype=made.config.dtype,
     )
-    generation = transformers.GenerationConfig(
-        bos_token_id=start, eos_token_id=stops if len(stops) > 1 else stops[0], pad_token_id=start
-    )
     with new_folder(target) as folder:
         config.save_pretrained(folder)
-        generation.save_pretrained(folder)
+        generation_config(tokenizer).save_pretrained(folder)
         to_transformers(tokenizer).save_pretrained(folder)
         tied = set(made.all_tied_weights_keys)
         weights = {name: one for name, one in made.state_dict().items() if name not in tied}
         write_tensors(folder / SAFETENSORS, weights)
-        write_text(folder / CARD, model_card(made, target.absolute().name, context))
+        write_whole(folder / CARD, model_card(made, target.absolute().name, context).encode())
         for file in folder.iterdir():
             sync(file)
+
+
+def generation_config(tokenizer: ByteTokenizer | FileTokenizer) -> Any:
+    """The `GenerationConfig` of a model with this tokenizer: which tokens begin and end a text."""
+    transformers = need("transformers", extra="hf", what="metattt export")
+    start, stops = tokenizer.separator, ends(tokenizer)
+    return transformers.GenerationConfig(
+        bos_token_id=start, eos_token_id=stops if len(stops) > 1 else stops[0], pad_token_id=start
+    )
 
 
 def check_name(name: str) -> None:

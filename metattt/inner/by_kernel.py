@@ -36,7 +36,7 @@ def scan(
         donate_state: the weights of `memory` may be written over.
     """
     size, tau, decoding = loop.rule.mini_batch_size, loop.rule.token_steps(), not torch.is_grad_enabled()
-    sums = "update" in loop.plan.slots  # a rule without token steps carries W_t of an open mini-batch, not M as kernels do
+    sums = "update" in loop.plan.slots  # without token steps a rule carries W_t of an open mini-batch, not M
     slow = {name: value for name, value in loop.learner.slow.items()}  # noqa: C416 (as compile traces it)
     outputs: list[Tensor] = []
     runs = _runs(blocks, size, set(memory) == {"commit"}, decoding)
@@ -89,9 +89,7 @@ def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
             reasons.append(f"{kernel.name}: {reason}")
     message = "; ".join(reasons)
     if plan.strict:
-        raise MetaTTTError(
-            f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto"
-        )
+        raise MetaTTTError(f"layer.form=fused: no kernel takes this call on {device} ({message}): set layer.form=auto")
     _say(plan, "dual", device, message)
     return None
 
@@ -141,8 +139,8 @@ def _open(block: Block, padded: bool) -> bool:
 
 
 def _runs(blocks: Sequence[Block], size: int, committed: bool, decoding: bool) -> list[tuple[bool, list[Block]]]:
-    """Blocks together, and whether they are whole mini-batches (of `size` tokens for all sequences, from the first token
-    to the commit), as a kernel takes them; what lies between, block by block while decoding.
+    """Blocks together, and whether they are whole mini-batches (of `size` tokens for all sequences, from the first
+    token to the commit), as a kernel takes them; what lies between, block by block while decoding.
 
     `committed`: at the first block a mini-batch begins; where not, the first block ends one that an earlier call began.
     """

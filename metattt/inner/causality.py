@@ -39,7 +39,8 @@ class Causality:
             self.known.add(kind)
             if found_out(layer, dim):
                 reason = (
-                    f"{type(layer).__name__} changes its answers to earlier tokens when later ones change, though it does not declare "
+                    f"{type(layer).__name__} changes its answers to earlier tokens when later ones change, though it "
+                    "does not declare "
                     "causal = False: mask the later tokens, or choose another layer"
                 )
         if reason is not None:
@@ -55,7 +56,10 @@ def declared(layer: nn.Module) -> str | None:
             continue
         name = type(part).__name__
         if group != "optimizer":
-            return f"the {group} {name} answers from all tokens of a call: choose a causal layer, e.g. layer=attention (see metattt layers)"
+            return (
+                f"the {group} {name} answers from all tokens of a call: choose a causal layer, e.g. layer=attention "
+                "(see metattt layers)"
+            )
         given = inspect.signature(type(part)).parameters.get("read")
         mended = "optimizer=minibatch" if given is None else f"optimizer.read={_causal_read(given.default)}"
         return (
@@ -63,7 +67,10 @@ def declared(layer: nn.Module) -> str | None:
             f"set {mended}, or choose a causal layer, e.g. layer=ttt_linear (see metattt layers)"
         )
     if not getattr(layer, "causal", True):
-        return f"{type(layer).__name__} declares causal = False: choose a causal layer, e.g. layer=attention (see metattt layers)"
+        return (
+            f"{type(layer).__name__} declares causal = False: choose a causal layer, e.g. layer=attention (see "
+            "metattt layers)"
+        )
     return None
 
 

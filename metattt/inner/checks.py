@@ -17,8 +17,8 @@ from metattt.state import Context, State
 def check_tokens(parts: Parts, tokens: Tokens) -> None:
     """Refuses views and gates that the parts cannot take together.
 
-    Asked when a layer is built, with what its parts give for one token, and in a call whose tokens have others: parts of
-    one's own may give something else then.
+    Asked when a layer is built, with what its parts give for one token, and in a call whose tokens have others: parts
+    of one's own may give something else then.
 
     Raises:
         MetaTTTError: naming what to give, or to set, instead.
@@ -66,32 +66,45 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
         raise MetaTTTError(f"{what} has no meaning for a bias: set learner.bias=false")
     if tokens.gates.decay is not None and tokens.gates.decay.shape[-1] != tokens.views.k.shape[-1]:
         raise MetaTTTError(
-            f"decays for every channel are {tokens.gates.decay.shape[-1]} wide and keys {tokens.views.k.shape[-1]}: they must be equal"
+            f"decays for every channel are {tokens.gates.decay.shape[-1]} wide and keys {tokens.views.k.shape[-1]}: "
+            "they must be equal"
         )
-    alone = tokens.gates.alpha is None and tokens.gates.beta is None and not rule.decay_to_init and not parts.task.together
+    alone = (
+        tokens.gates.alpha is None and tokens.gates.beta is None and not rule.decay_to_init and not parts.task.together
+    )
     if tokens.gates.decay is not None and not alone:
         raise MetaTTTError(
             "decays for every channel stand alone: no decay per head, momentum, decay to W0 or window beside them"
         )
-    if (tokens.views.erase_key is not None or tokens.views.erase_direction is not None) and parts.plan.linear != "squared":
+    if (
+        tokens.views.erase_key is not None or tokens.views.erase_direction is not None
+    ) and parts.plan.linear != "squared":
         raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
     if tokens.pairs is not None and parts.learner.mixes_tokens:
         raise MetaTTTError(
-            f"{type(parts.learner).__name__} mixes the tokens of a mini-batch, and would mix the pairs of a token: set another learner"
+            f"{type(parts.learner).__name__} mixes the tokens of a mini-batch, and would mix the pairs of a token: "
+            "set another learner"
         )
     if tokens.pairs is not None and parts.plan.sees_weights:
         raise MetaTTTError(
-            f"{type(rule).__name__} looks at the weights for every token, and this task gives several pairs a token: set another task"
+            f"{type(rule).__name__} looks at the weights for every token, and this task gives several pairs a token: "
+            "set another task"
         )
     if tokens.pairs is not None and rule.accumulates:
         raise MetaTTTError(
-            "several pairs a token have no token steps and no clipping: set optimizer.token_steps=none and max_norm=null"
+            "several pairs a token have no token steps and no clipping: set optimizer.token_steps=none and "
+            "max_norm=null"
         )
     if tokens.pairs is not None and rule.nesterov:
         raise MetaTTTError("several pairs a token have no look-ahead along the momentum: set optimizer.nesterov=false")
-    if tokens.pairs is not None and not parts.task.together and (not parts.plan.linear or tokens.gates.beta is not None):
+    if (
+        tokens.pairs is not None
+        and not parts.task.together
+        and (not parts.plan.linear or tokens.gates.beta is not None)
+    ):
         raise MetaTTTError(
-            "pairs that are learned one after the other need a linear learner, optimizer.anchor=online and no momentum: "
+            "pairs that are learned one after the other need a linear learner, optimizer.anchor=online and no "
+            "momentum: "
             "set learner=linear_map and optimizer=online"
         )
 

@@ -35,9 +35,7 @@ def explain(
         raise MetaTTTError(reason) from error
 
 
-def _reasons(
-    x: object, parameters: list[Tensor], state: object, flags: Mapping[str, object]
-) -> Iterable[str | None]:
+def _reasons(x: object, parameters: list[Tensor], state: object, flags: Mapping[str, object]) -> Iterable[str | None]:
     if not isinstance(x, Tensor):
         yield f"x is a {type(x).__name__}, expected a tensor [B, T, D] of floating point numbers"
         return
@@ -45,9 +43,15 @@ def _reasons(
     if x.layout != torch.strided:
         yield f"x is {x.layout}, expected a dense tensor: x.to_dense()"
     elif not x.is_floating_point():
-        yield f"x is {x.dtype}, expected floating point numbers: convert it with x.to({_types(floating) or 'torch.float32'})"
+        yield (
+            f"x is {x.dtype}, expected floating point numbers: convert it with "
+            f"x.to({_types(floating) or 'torch.float32'})"
+        )
     elif x.dtype not in (found := {parameter.dtype for parameter in floating}) and found and not rounds(x.device.type):
-        yield f"x is {x.dtype}, and the layer's parameters are {_types(floating)}: convert one of them, or use torch.autocast"
+        yield (
+            f"x is {x.dtype}, and the layer's parameters are {_types(floating)}: convert one of them, or use "
+            "torch.autocast"
+        )
     devices = {parameter.device for parameter in parameters}
     if devices and x.device not in devices:
         yield f"x is on {x.device}, and the layer on {', '.join(map(str, devices))}: move one of them with .to(device)"
@@ -69,7 +73,9 @@ def _of_state(state: object, x: Tensor) -> str | None:
     slots = state.weights if isinstance(state.weights, Mapping) else None
     groups = [state.task, state.optimizer, state.learner, *(() if slots is None else slots.values())]
     if slots is None or not isinstance(state.pos, Tensor) or not all(isinstance(group, Mapping) for group in groups):
-        return "the state is damaged: its parts must be dictionaries of tensors, and pos a tensor; start with state=None"
+        return (
+            "the state is damaged: its parts must be dictionaries of tensors, and pos a tensor; start with state=None"
+        )
     tensors = {f"{key}": value for group in groups for key, value in group.items()} | {"pos": state.pos}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -77,7 +83,10 @@ def _of_state(state: object, x: Tensor) -> str | None:
         if tensor.device != x.device:
             return f"the state is on {tensor.device}, and x on {x.device}: move it with state.to(x.device)"
         if tensor.ndim == 0 or tensor.shape[0] != x.shape[0]:
-            return f"the state is damaged: {name} has shape {list(tensor.shape)}, and x holds {x.shape[0]} sequences; start with state=None"
+            return (
+                f"the state is damaged: {name} has shape {list(tensor.shape)}, and x holds {x.shape[0]} sequences; "
+                "start with state=None"
+            )
         if name != "pos" and tensor.is_complex():
             return f"the state is damaged: {name} is {tensor.dtype}; start with state=None"
         if tensor.is_inference() and torch.is_grad_enabled():

@@ -1,5 +1,5 @@
-"""How consecutive mini-batches are run: where a derivative, autocast, a compiler, an exporter or a function transform asks
-for more than a plain loop.
+"""How consecutive mini-batches are run: where a derivative, autocast, a compiler, an exporter or a function transform
+asks for more than a plain loop.
 
 Derivatives reach what enters a group: tokens, weights, and the parameters of the parts. Where a part comes to another
 tensor that wants one (`captured`), nothing is recomputed: every mini-batch is stored, which is exact and takes as much
@@ -39,7 +39,7 @@ def in_groups(
         return recomputed(loop, tokens, memory, blocks, read, inlined)
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return plainly(loop, tokens, memory, blocks, read)
-    if not _differentiable(loop, tokens, memory):  # the inner gradients alone must not make the result look as if it were
+    if not _differentiable(loop, tokens, memory):  # inner gradients must not make the result look as if it were
         with torch.no_grad():
             return plainly(loop, tokens, memory, blocks, read)
     if size is None:
@@ -69,9 +69,7 @@ def _differentiable(loop: Parts, tokens: Tokens, memory: Memory) -> bool:
         if x is not None and x.requires_grad:
             return True
     weights = [x for named in memory.values() for x in named.values()]
-    return any(
-        x.requires_grad for part in (loop.task, loop.learner, loop.rule) for x in (*weights, *part.parameters())
-    )
+    return any(x.requires_grad for part in (loop.task, loop.learner, loop.rule) for x in (*weights, *part.parameters()))
 
 
 def plainly(

@@ -46,8 +46,8 @@ def steps(
 
 
 def _again(rule: InnerOptimizer, memory: Memory, filled: Tensor) -> Memory:
-    """What the next pass begins with, from the memory after one: all weights are the newest. A mini-batch that the end of
-    the call cuts off, `filled` `[B]` tokens of it, is a commit of its pass."""
+    """What the next pass begins with, from the memory after one: all weights are the newest. A mini-batch that the end
+    of the call cuts off, `filled` `[B]` tokens of it, is a commit of its pass."""
     after = memory
     if "update" in memory:
         committed = rule.commit(memory, filled)

@@ -1,7 +1,8 @@
 """The outer gradient through the fixed point of an inner loop that has converged (`layer.outer=implicit`).
 
 One pass over the tokens of a call takes W to `U(W; θ)`; θ is everything else: k, v, gates, the task's parameters, slow
-weights, and W0 where the rule pulls to it. At the fixed point `W* = U(W*; θ)`, so (arXiv 1909.04630, Lemma 2, for any θ)
+weights, and W0 where the rule pulls to it. At the fixed point `W* = U(W*; θ)`, so (arXiv 1909.04630, Lemma 2, for any
+θ)
 
 `dW*/dθ = H⁻¹ ∂U/∂θ`, `H = I − ∂U/∂W`.
 
@@ -63,8 +64,10 @@ def converged(
     if not bool((sizes[-1] <= CONVERGED * sizes[0].clamp(min=torch.finfo(sizes[0].dtype).tiny)).all()):
         share = (sizes[-1] / sizes[0]).max().item()
         raise MetaTTTError(
-            f"layer.outer=implicit needs inner steps that converge, and the last of optimizer.steps={loop.rule.steps} is "
-            f"{share:.2g} of the first: it must be {CONVERGED:g} at most; raise optimizer.steps, or set layer.outer=exact"
+            f"layer.outer=implicit needs inner steps that converge, and the last of optimizer.steps={loop.rule.steps} "
+            "is "
+            f"{share:.2g} of the first: it must be {CONVERGED:g} at most; raise optimizer.steps, or set "
+            "layer.outer=exact"
         )
     names = list(start)
     at = {name: last[name].detach().requires_grad_() for name in names}
@@ -128,8 +131,10 @@ def conjugate_gradients(
         after = (r * r).sum(-1)
         p, squared = r + torch.where(open_, after / squared, 0).unsqueeze(-1) * p, after
     raise MetaTTTError(
-        "layer.outer=implicit: conjugate gradients found no solution, so the inner problem is not strictly convex here: "
-        "give it more tokens than the learner has inputs, optimizer=momentum with optimizer.decay_to_init=true, or layer.outer=exact"
+        "layer.outer=implicit: conjugate gradients found no solution, so the inner problem is not strictly convex "
+        "here: "
+        "give it more tokens than the learner has inputs, optimizer=momentum with optimizer.decay_to_init=true, or "
+        "layer.outer=exact"
     )
 
 

@@ -54,11 +54,17 @@ class Result(NamedTuple):
 
 
 class InnerLoop(Parts):
-    """The parts along a sequence: `run` a call, its `columns`, their `mini_batches`, one `mini_batch`; what it reads, and
-    how it is `learn`ed."""
+    """The parts along a sequence: `run` a call, its `columns`, their `mini_batches`, one `mini_batch`; what it reads,
+    and how it is `learn`ed."""
 
     def run(
-        self, tokens: Tokens, state: State, after: Tensor, ctx: Context, packing: Packing | None, donate_state: bool = False
+        self,
+        tokens: Tokens,
+        state: State,
+        after: Tensor,
+        ctx: Context,
+        packing: Packing | None,
+        donate_state: bool = False,
     ) -> Result:
         """One call: lays the tokens out in mini-batches, runs them, and returns predictions and the hidden state.
 
@@ -94,10 +100,16 @@ class InnerLoop(Parts):
         return Result(y, memory, layout.phase, open_ if plan.replays else {})
 
     def columns(
-        self, tokens: Tokens, memory: Memory, blocks: Sequence[Block], is_filled: Tensor | None, after: Tensor, donate_state: bool
+        self,
+        tokens: Tokens,
+        memory: Memory,
+        blocks: Sequence[Block],
+        is_filled: Tensor | None,
+        after: Tensor,
+        donate_state: bool,
     ) -> tuple[Tensor, Memory]:
-        """All columns of a call: predictions `[B, H, columns, d]` and the new memory. `is_filled` `[B, columns]`: filled
-        columns."""
+        """All columns of a call: predictions `[B, H, columns, d]` and the new memory. `is_filled` `[B, columns]`:
+        filled columns."""
         if self.rule.read != "final":
             if self.plan.kernels:
                 return scan(self, tokens, memory, blocks, is_filled is not None, donate_state)
@@ -173,7 +185,9 @@ class InnerLoop(Parts):
             if "commit" in memory and (step < steps or block.commit is not False):  # `W_a ← W_t`
                 memory = rule.commit(before, block.filled)
                 if step == steps and isinstance(block.commit, Tensor):
-                    memory = choose(block.commit, memory, before, [slot for slot in {**before, **memory} if slot != "factors"])
+                    memory = choose(
+                        block.commit, memory, before, [slot for slot in {**before, **memory} if slot != "factors"]
+                    )
         if plan.replays or steps > 1:
             memory = _only_complete(entering, memory, block.commit)
         return (torch.cat(ys, dim=2) if read is not None and len(ys) > 1 else y), before, memory  # type: ignore[arg-type]

@@ -4,7 +4,8 @@ Token j of a sequence that has read `pos` tokens belongs to place `(pos + j) mod
 differ in this phase, or documents start inside a sequence, tokens are laid out in *columns*: a document starts at a
 multiple of b, a continued one at its phase, and unfilled columns change nothing (η = 0, α = β = 1, κ = 0).
 
-The layout depends on the values of masks and positions. They are fetched from the device once, unless they are on the host
+The layout depends on the values of masks and positions. They are fetched from the device once, unless they are on the
+host
 already, the layout is computed on the host, and what tensors need of it goes back: no block of a sequence waits for the
 device. Flags that are on the host, and sequences that all stand at a known place, are never asked of the device. All
 layers of a model share one `Packing`.
@@ -205,7 +206,8 @@ def pack(mask: Tensor | None, reset: Tensor | None, device: torch.device) -> Pac
         lost = flags[1] & (flags[0].flip(1).cumsum(1).flip(1) == 0)  # on padding, and no token comes after it
         if lost.any():
             raise MetaTTTError(
-                f"reset marks padding of sequence {int(lost.any(1).int().argmax())} that no token of this call follows: "
+                f"reset marks padding of sequence {int(lost.any(1).int().argmax())} that no token of this call "
+                "follows: "
                 "mark the first token of a document, in the call that brings it (reset & mask leaves such marks out)"
             )
     order = host_order = None
@@ -330,10 +332,14 @@ def _told_apart(
 def _single(ctx: Context, phase: Tensor, block: int) -> ColumnLayout:
     """One token per sequence, each at a place of its own."""
     seen = torch.ones_like(phase) if ctx.valid is None else ctx.valid[:, 0].long()
-    return ColumnLayout([Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, ctx.valid, None)
+    return ColumnLayout(
+        [Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, ctx.valid, None
+    )
 
 
-def _unaligned(ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int | None, host: Host | None) -> ColumnLayout:
+def _unaligned(
+    ctx: Context, open_: Tensor, lead: Tensor, block: int, end: int | None, host: Host | None
+) -> ColumnLayout:
     """Different phases, or documents that start inside a sequence."""
     batch, length = ctx.positions.shape
     device, tracing = ctx.positions.device, torch.compiler.is_compiling()

@@ -43,10 +43,10 @@ class Plan:
     they change.
 
     Attributes:
-        form: how a chunk is computed that no kernel takes, of `metattt.inner.forms.FORMS`; nothing for a learner without
-            weights.
-        linear: the loss of an online rule of a linear learner, whose gradients are known in closed form: `squared`, `dot`,
-            or nothing.
+        form: how a chunk is computed that no kernel takes, of `metattt.inner.forms.FORMS`; nothing for a learner
+            without weights.
+        linear: the loss of an online rule of a linear learner, whose gradients are known in closed form: `squared`,
+            `dot`, or nothing.
         kernels: those that compute this combination; the first one that takes a call is used.
         reasons: of the other kernels and of a solved form that does not hold, why.
         strict: a call that no kernel takes is refused instead of computed as `dual`.
@@ -112,7 +112,8 @@ class Plan:
         if ("stored",) not in self.said:
             self.said.add(("stored",))
             log.warning(
-                "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s by "
+                "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s "
+                "by "
                 "a closure or a tensor made outside; use parameters as attributes of a part, or set layer.group_size=0",
                 beside[0] if len(beside) == 1 else f"{beside[0]} and {len(beside) - 1} more",
             )

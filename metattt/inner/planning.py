@@ -56,10 +56,13 @@ def make_plan(
                 given = gate is not None and not (name == "write" and bool((gate == 1).all()))
                 if given and name not in learner.gates:
                     off = getattr(optimizer, "data_gates", {}).get(name, "another optimizer")
-                    raise MetaTTTError(f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}")
+                    raise MetaTTTError(
+                        f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}"
+                    )
         if task.label_dim != dim // num_heads:
             raise MetaTTTError(
-                f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are {task.label_dim} "
+                f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are "
+                f"{task.label_dim} "
                 f"wide, not {dim // num_heads}: set task.huber_delta_from=constant, or another task"
             )
         return Plan("")
@@ -104,7 +107,8 @@ def make_plan(
 
 
 def views_of(task: Task, dim: int, mini_batch_size: int) -> Views | None:
-    """What a task gives for one random token, as far as it can be known when a layer is built; None if it cannot be asked."""
+    """What a task gives for one random token, as far as it can be known when a layer is built; None if it cannot be
+    asked."""
     views: Views | None = None
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
         dtype = next((x.dtype for x in task.parameters() if x.is_floating_point()), None)
@@ -114,7 +118,8 @@ def views_of(task: Task, dim: int, mini_batch_size: int) -> Views | None:
 
 
 def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object | None:
-    """What a rule gives for one random token, as far as it can be known when a layer is built; None if it cannot be asked."""
+    """What a rule gives for one random token, as far as it can be known when a layer is built; None if it cannot be
+    asked."""
     found: object | None = None
     # (suppressed: whatever a rule of one's own does with a lone token; every call is checked, too)
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
@@ -217,7 +222,8 @@ def check_outer(outer: str, learner: Learner, optimizer: InnerOptimizer) -> None
         return
     if not learner.has_weights:
         raise MetaTTTError(
-            f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set layer.outer=exact"
+            f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set "
+            "layer.outer=exact"
         )
     if outer == "first_order":
         return
@@ -279,7 +285,8 @@ def choose_form(
         )
     if form == "summed" and not summed:
         raise MetaTTTError(
-            f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto"
+            f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set "
+            "layer.form=auto"
         )
     if form != "auto":
         return form
@@ -304,7 +311,8 @@ def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | 
         return "summed"
     if form == "summed":
         raise MetaTTTError(
-            f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set layer.form=auto"
+            f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set "
+            "layer.form=auto"
         )
     if reason is not None:
         raise MetaTTTError(

@@ -81,12 +81,14 @@ class Tokens(NamedTuple):
     @property
     def erases(self) -> bool:
         """Whether what is erased is not what the gradient of the loss erases, or decays channel by channel."""
-        return self.views.erase_key is not None or self.views.erase_direction is not None or self.gates.decay is not None
+        return (
+            self.views.erase_key is not None or self.views.erase_direction is not None or self.gates.decay is not None
+        )
 
     @property
     def generalised(self) -> bool:
-        """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs, labels of
-        another shape than keys."""
+        """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs, labels
+        of another shape than keys."""
         return self.erases or self.views.k.ndim == 5 or self.views.k.shape != self.views.v.shape
 
     @property
@@ -96,8 +98,8 @@ class Tokens(NamedTuple):
 
     @property
     def in_common(self) -> bool:
-        """Whether pair j of a token is pair j − 1 of the next one, as in a window of tokens. It is where both are the same
-        numbers in memory."""
+        """Whether pair j of a token is pair j − 1 of the next one, as in a window of tokens. It is where both are the
+        same numbers in memory."""
         if self.pairs is None or self.views.erase_key is not None or self.views.erase_direction is not None:
             return False
         return self.k.shape[2] > 1 < self.k.shape[3] and all(x.stride(2) == x.stride(3) for x in (self.k, self.v))
@@ -227,9 +229,9 @@ def rated(factor: Tensor, weight_lr: Tensor | None, index: int) -> Tensor:
 def fitted(
     views: Views, gates: Gates | DataGates, learner: Learner, rule: InnerOptimizer, shape: tuple[int, ...]
 ) -> tuple[Views, Gates]:
-    """What the parts make of the tokens, with an entry for every sequence, head and token, `shape` `(B, H, T)`: a part of a
-    user's own may give one for all, or anything. Kernels are handed addresses, and read what the shapes say. Gates are
-    in fp32 or wider, and η holds the weight of each pair.
+    """What the parts make of the tokens, with an entry for every sequence, head and token, `shape` `(B, H, T)`: a part
+    of a user's own may give one for all, or anything. Kernels are handed addresses, and read what the shapes say. Gates
+    are in fp32 or wider, and η holds the weight of each pair.
 
     Raises:
         MetaTTTError: views that do not fit each other, or that the learner has no use for, gates of another kind, or a
@@ -242,9 +244,13 @@ def fitted(
             raise MetaTTTError(f"the view {name} has shape {list(view.shape)}: it must be that of k, {list(k.shape)}")
     if views.weight is not None and views.weight.shape != k.shape[:-1]:
         given = list(views.weight.shape)
-        raise MetaTTTError(f"the pairs' weight has shape {given}: it must be a number for each pair, {list(k.shape[:-1])}")
+        raise MetaTTTError(
+            f"the pairs' weight has shape {given}: it must be a number for each pair, {list(k.shape[:-1])}"
+        )
     if views.weight is not None and k.ndim != 5:
-        raise MetaTTTError("a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead")
+        raise MetaTTTError(
+            "a weight is for tokens with several pairs, k [B, H, T, n, d]: scale v, or the gate η, instead"
+        )
     if keeps_data and (views.erase_key is not None or views.erase_direction is not None or k.ndim != 4):
         raise MetaTTTError(
             f"{type(learner).__name__} keeps its data, and has no weights that an erase view or several pairs "

@@ -71,7 +71,8 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
         losses = task.loss(learner.predict(FastWeights(fast, slow, k.dtype), k), v)
         if losses.shape != k.shape[:-1]:
             raise MetaTTTError(
-                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: expected one a token"
+                f"{type(task).__name__}.loss returned shape {list(losses.shape)} for tokens {list(k.shape[:-1])}: "
+                "expected one a token"
             )
         for s in range(k.shape[2]):
             (grad,) = torch.autograd.grad(
@@ -80,7 +81,8 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
             grad[:, :, s] = 0
             if learner.mixes_tokens and grad[:, :, s:].abs().max() > 0:
                 raise MetaTTTError(
-                    f"{type(learner).__name__} lets tokens look at later ones: make it causal, or set optimizer.read=block"
+                    f"{type(learner).__name__} lets tokens look at later ones: make it causal, or set "
+                    "optimizer.read=block"
                 )
             if not learner.mixes_tokens and grad.abs().max() > 0:
                 raise MetaTTTError(

@@ -31,7 +31,9 @@ SAMPLES = ((1, 1, 1.0), (2, 3, 1e-3), (1, 5, 30.0), (1, 70, 1e4))
 """(sequences, tokens, scale of the numbers): a loss may be quadratic near 0 alone, a function may cut off large
 values."""
 TOLERANCE = 1e-9
-CHECKED: WeakKeyDictionary[Component, dict[tuple[object, ...], tuple[tuple[object, ...], str | None]]] = WeakKeyDictionary()
+CHECKED: WeakKeyDictionary[Component, dict[tuple[object, ...], tuple[tuple[object, ...], str | None]]] = (
+    WeakKeyDictionary()
+)
 """What was found of each part, with what it was found for."""
 
 

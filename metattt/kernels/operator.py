@@ -75,7 +75,8 @@ class Operation(Kernel):
         """
 
     def results(self, call: Pass) -> Results:
-        """What `forward` returns, uninitialized. On the CPU, whatever the kernel, the weights at the start of each group
+        """What `forward` returns, uninitialized. On the CPU, whatever the kernel, the weights at the start of each
+        group
         are kept: `[B·H, groups, state_size(weights)]`."""
         (views, gates), weights = call.given.tokens, list(call.given.weights.values())
         k, eta = views.k, gates.eta
@@ -155,7 +156,8 @@ def by_reference(ctx: Any, tensors: Sequence[Tensor], cotangents: Sequence[Tenso
 
 def flat(given: MiniBatches) -> list[Tensor]:
     """The tensors of `given` in one row: an `autograd.Function` tracks its arguments only."""
-    tokens, slow = [x for x in given.tokens.tensors if x is not None], (given.slow["norm_scale"], given.slow["norm_bias"])
+    tokens = [x for x in given.tokens.tensors if x is not None]
+    slow = given.slow["norm_scale"], given.slow["norm_bias"]
     return [*tokens, *(() if given.tau is None else (given.tau,)), *slow, *given.weights.values()]
 
 
@@ -177,7 +179,8 @@ def filled(given: MiniBatches, tensors: Sequence[Tensor]) -> MiniBatches:
 
 
 def empty_like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for `x` `[B, H, T, d]` in which the heads of a token lie side by side, as the layer goes on to use them."""
+    """Memory for `x` `[B, H, T, d]` in which the heads of a token lie side by side, as the layer goes on to use
+    them."""
     batch, heads, length, width = x.shape
     return x.new_empty((batch, length, heads, width), dtype=dtype).transpose(1, 2)
 
@@ -240,7 +243,8 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
     def backward(
         dy: Tensor | None, dweights: Sequence[Tensor | None], kept: Sequence[Tensor],
         k: Tensor, v: Tensor, q: Tensor, eta: Tensor, alpha: Tensor | None, kappa: Tensor | None, tau: Tensor | None,
-        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, documents: Tensor | None, by: str,
+        scale: Tensor, shift: Tensor, weights: Sequence[Tensor], size: int, group: int, documents: Tensor | None,
+        by: str,
     ) -> list[Tensor]:  # fmt: skip
         """Cotangents of the tensors at hand, in this order."""
         tensors = k, v, q, eta, alpha, kappa, tau, scale, shift
@@ -271,7 +275,8 @@ def register_operator(name: str, kernels: Sequence[type[Operation]]) -> None:
 
     def refuse(ctx: Any, *cotangents: Any) -> None:
         raise MetaTTTError(
-            f"{name}_backward has no derivatives: for those of gradients (create_graph=True) set layer.form=dual, or, on "
+            f"{name}_backward has no derivatives: for those of gradients (create_graph=True) set layer.form=dual, or, "
+            "on "
             "the CPU, do not compile the layer"
         )
 

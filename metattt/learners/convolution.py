@@ -54,7 +54,8 @@ class Convolution(Learner):
             first, second = (self.width, d_in, hidden), (hidden, d_out)
         elif d_in != d_out:
             raise MetaTTTError(
-                f"learner.over=features keeps the width, which is {d_in} for inputs and {d_out} for labels: use learner=mlp"
+                f"learner.over=features keeps the width, which is {d_in} for inputs and {d_out} for labels: use "
+                "learner=mlp"
             )
         else:
             first, second = (self.width, 1, self.channels), (self.width, self.channels, 1)

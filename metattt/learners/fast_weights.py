@@ -1,8 +1,8 @@
 """How a learner reaches its weights: a few primitives over named tensors.
 
-The same learner runs with plain weights (`FastWeights`), with weights that record what an update needs (`RecordingWeights`), and
-with weights that differ from token to token but are never materialised (`PerTokenWeights`). Which of these it is, the learner
-does not know.
+The same learner runs with plain weights (`FastWeights`), with weights that record what an update needs
+(`RecordingWeights`), and with weights that differ from token to token but are never materialised (`PerTokenWeights`).
+Which of these it is, the learner does not know.
 
 With `z = aW` for token s and `δ_s = ∂ℓ_s/∂z_s`, the gradient of ℓ_s is `a_sᵀδ_s` (arXiv 2407.04620, App. A). Recording
 keeps `a` and `δ`; reading replaces `q_t W_t` by `Σ_B rows_B(t) (q_t B) − Σ_s mix_ts (q_t·a_s) δ_s`. The same holds for
@@ -33,7 +33,8 @@ class FastWeights:
     Args:
         fast: weights that the inner loop trains, each `[B, H, *shape]`.
         slow: weights that only the outer loop trains (a norm's affine, say), each `[H, *shape]`.
-        matmul_dtype: type to which matmul operands are rounded (bf16 under autocast); sums stay in the weights' own type.
+        matmul_dtype: type to which matmul operands are rounded (bf16 under autocast); sums stay in the weights' own
+            type.
 
     Inputs `x` are `[B, H, T, ..., d]`: axes between `T` and `d` are positions inside one token.
     """
@@ -127,7 +128,9 @@ class RecordingWeights(FastWeights):
 
     factored = True
 
-    def __init__(self, fast: Weights, slow: Weights, matmul_dtype: torch.dtype, probes: Iterable[Tensor | float] | None = None):
+    def __init__(
+        self, fast: Weights, slow: Weights, matmul_dtype: torch.dtype, probes: Iterable[Tensor | float] | None = None
+    ):
         super().__init__(fast, slow, matmul_dtype)
         self.probes: Iterator[Tensor | float] | None = None if probes is None else iter(probes)
         self.uses: list[WeightUse] = []

@@ -42,7 +42,8 @@ class KernelEstimator(NonParametric):
         learn_init: start from one learned data point (k₀, v₀); False starts from no data.
 
     Raises:
-        MetaTTTError: an unknown kernel, a bandwidth or number of tokens that is not positive, or sinks without a window.
+        MetaTTTError: an unknown kernel, a bandwidth or number of tokens that is not positive, or sinks without a
+            window.
     """
 
     takes_groups = True

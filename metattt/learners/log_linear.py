@@ -20,8 +20,8 @@ from metattt.tasks.base import Views
 
 
 class ChunkMap(NamedTuple):
-    """What a chunk of tokens does to a linear memory S, `[B, H, ...]`: `o_t = to_past_t S_0 + Σ_s to_tokens_ts v_s`, and
-    `S_c = onward S_0 + Σ_s kept_sᵀ v_s` after it."""
+    """What a chunk of tokens does to a linear memory S, `[B, H, ...]`: `o_t = to_past_t S_0 + Σ_s to_tokens_ts v_s`,
+    and `S_c = onward S_0 + Σ_s kept_sᵀ v_s` after it."""
 
     to_tokens: Tensor  # [B, H, c, c]
     to_past: Tensor  # [B, H, c, d]
@@ -63,7 +63,11 @@ class LogLinear(NonParametric, takes=("residual", "norm")):
     chunk: int = setting(default=64)
 
     def equations(self) -> list[str]:
-        value = f"{self.wrapped('y_t', 'q_t')}, y_t = Σ_ℓ λ_t^ℓ q_t S_t^ℓ" if self.residual or self.norm else "Σ_ℓ λ_t^ℓ q_t S_t^ℓ"
+        value = (
+            f"{self.wrapped('y_t', 'q_t')}, y_t = Σ_ℓ λ_t^ℓ q_t S_t^ℓ"
+            if self.residual or self.norm
+            else "Σ_ℓ λ_t^ℓ q_t S_t^ℓ"
+        )
         moved = "S_{t−1}" if self.update == "sum" else "(I − write_t k_tᵀ k_t) S_{t−1}"
         return [
             f"f(q_t) = {value}, S^ℓ of the tokens s for which t xor s has ℓ bits",

@@ -68,7 +68,11 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
 
     def equations(self) -> list[str]:
         how = f"{self.iterations} steps of conjugate gradients" if self.solver != "exact" else "exactly"
-        value = f"{self.wrapped('y_t', 'q_t')}, y_t = G_t (H_t + Λ)⁻¹ q_t" if self.residual or self.norm else "G_t (H_t + Λ)⁻¹ q_t"
+        value = (
+            f"{self.wrapped('y_t', 'q_t')}, y_t = G_t (H_t + Λ)⁻¹ q_t"
+            if self.residual or self.norm
+            else "G_t (H_t + Λ)⁻¹ q_t"
+        )
         return [
             f"f(q_t) = {value}, by {how}" if how != "exactly" else f"f(q_t) = {value}, solved exactly",
             "H_t = keep_t H_{t−1} + write_t k_t k_tᵀ, G_t = keep_t G_{t−1} + write_t v_t k_tᵀ",
@@ -92,7 +96,9 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
             for part in chunks(views, ctx, gates, self.chunk):
                 mix = part.mix  # ζ
                 ys.append(self._answer(part, mix, gram, moment, ridge))
-                gram, moment = (chunk_state(part.k, x, mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment)))
+                gram, moment = (
+                    chunk_state(part.k, x, mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment))
+                )
             y = torch.cat(ys, dim=2)
             y = self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), views.q, y)
         return y, {"gram": gram, "moment": moment}
@@ -120,8 +126,8 @@ def _applied(x: Tensor, k: Tensor, mix: Tensor, kept: Tensor, gram: Tensor, ridg
 class _Solve(torch.autograd.Function):
     """`x_t = (kept_t H_0 + Σ_s mix_ts k_s k_sᵀ + Λ)⁻¹ q_t` by conjugate gradients, all tokens at once.
 
-    With A the matrix and g the derivative by x, `w = A⁻¹ g` is that by q, and that by anything in A is the derivative of
-    `−⟨w, A x⟩`. These are again solves and products, so that they can be differentiated.
+    With A the matrix and g the derivative by x, `w = A⁻¹ g` is that by q, and that by anything in A is the derivative
+    of `−⟨w, A x⟩`. These are again solves and products, so that they can be differentiated.
     """
 
     generate_vmap_rule = True

@@ -22,8 +22,8 @@ class Weight:
         bound: draw from U(−bound, bound) instead.
         value: constant initial value instead (1 for a norm's scale). `learn_init=false` keeps any initial value.
         fast: trained by the inner loop. A slow weight is an ordinary outer-loop parameter of `f`.
-        layer: what the layer of `f` is called that it belongs to, by which `step_scale=ρ` goes. None: the number at the end
-            of its name.
+        layer: what the layer of `f` is called that it belongs to, by which `step_scale=ρ` goes. None: the number at the
+            end of its name.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,8 @@ def chosen(weights: Mapping[str, Weight], trainable: object, kind: str) -> dict[
         raise MetaTTTError(f"learner.trainable={trainable} is not allowed: it must be a list of {known}, or null")
     if not trainable:
         raise MetaTTTError(
-            f"learner.trainable=[] leaves the inner loop nothing to learn: name one of {known} or more, or set it to null"
+            f"learner.trainable=[] leaves the inner loop nothing to learn: name one of {known} or more, or set it to "
+            "null"
         )
     unknown = [name for name in trainable if name not in weights]
     if unknown:
@@ -61,8 +62,8 @@ def chosen(weights: Mapping[str, Weight], trainable: object, kind: str) -> dict[
 
 
 def step_factors(weights: Mapping[str, Weight], given: Mapping[str, float] | float, kind: str) -> dict[str, float]:
-    """c of the fast weights of a learner called `kind`, where it is not 1: `given` by name, or ρ by layers, which follow
-    each other as `weights` first names one of theirs.
+    """c of the fast weights of a learner called `kind`, where it is not 1: `given` by name, or ρ by layers, which
+    follow each other as `weights` first names one of theirs.
 
     Raises:
         MetaTTTError: a factor that is not positive, names that are none of a fast weight, or that show no layers.

@@ -109,8 +109,8 @@ class Window:
         return data.cut(0, self.sinks), data.cut(self.sinks, places)
 
     def _seen(self, positions: Tensor, document: Tensor, data: Data, real: bool = False) -> Tensor:
-        """`[B, 1, T, S]`: which data the queries see; the last T places of `data` are their own tokens. `real`: there is
-        no padding among them."""
+        """`[B, 1, T, S]`: which data the queries see; the last T places of `data` are their own tokens. `real`: there
+        is no padding among them."""
         place, of = positions.unsqueeze(-1), document.unsqueeze(-1)
         position = data.position.unsqueeze(-2)
         near = position > place - self.size

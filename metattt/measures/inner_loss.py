@@ -3,9 +3,8 @@ Fig. 7)."""
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,16 +191,12 @@ class _Recorder:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def write_csv(curves: Mapping[str, Mapping[int, Curves]], path: Path) -> None:
-    """A row for every model, layer and mini-batch."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", "layer", "mini_batch", *COLUMNS])
-        for label, layers in curves.items():
-            for index, statistics in layers.items():
-                columns = [statistics[name].tolist() for name in COLUMNS]
-                for number, row in enumerate(zip(*columns, strict=True)):
-                    writer.writerow([label, index, number, *row])
+def rows(curves: Mapping[str, Mapping[int, Curves]]) -> Iterator[tuple[Any, ...]]:
+    """Model, layer, mini-batch and `COLUMNS` of every mini-batch."""
+    for label, layers in curves.items():
+        for index, statistics in layers.items():
+            columns = [statistics[name].tolist() for name in COLUMNS]
+            yield from ((label, index, number, *row) for number, row in enumerate(zip(*columns, strict=True)))
 
 
 def plot(curves: Mapping[int, Curves], title: str, path: Path, points: int = 64) -> None:

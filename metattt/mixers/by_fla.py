@@ -24,8 +24,9 @@ Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def scan_by_fla(
     x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, memory: Tensor, matmul_dtype: torch.dtype, reference: Scan
 ) -> tuple[Tensor, Tensor] | None:
-    """What `duality` returns, with operands of matmuls rounded to `matmul_dtype`, or None where these kernels do not apply: on
-    other devices, for operands in fp32 (theirs are rounded to TF32), inside torch.compile and torch.func, and where they
+    """What `duality` returns, with operands of matmuls rounded to `matmul_dtype`, or None where these kernels do not
+    apply: on other devices, for operands in fp32 (theirs are rounded to TF32), inside torch.compile and torch.func, and
+        where they
     do not agree with the reference.
 
     Args:
@@ -71,8 +72,8 @@ def _run(
 
 
 class _Scan(torch.autograd.Function):
-    """fla's derivatives have no derivatives, and do not say so. Where these are asked for, the reference gives the first
-    ones, too."""
+    """fla's derivatives have no derivatives, and do not say so. Where these are asked for, the reference gives the
+    first ones, too."""
 
     @staticmethod
     def forward(ctx: Any, matmul_dtype: torch.dtype, reference: Scan, *given: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,9 @@ def _agrees(device: torch.device, matmul_dtype: torch.dtype, width: int, states:
     try:
         pairs = zip(all_of(partial(_Scan.apply, matmul_dtype, reference)), all_of(reference), strict=True)
         worst = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-        log.debug("flash-linear-attention's simple_gla on %s in %s: within %.1e of duality", device, matmul_dtype, worst)
+        log.debug(
+            "flash-linear-attention's simple_gla on %s in %s: within %.1e of duality", device, matmul_dtype, worst
+        )
         return worst <= AGREE
     except Exception as error:  # whatever another library raises for this device and these widths
         log.debug("flash-linear-attention's simple_gla does not run on %s in %s: %s", device, matmul_dtype, error)

@@ -1,4 +1,5 @@
-"""A recurrence chunk by chunk: what enters a group of chunks is kept, the rest is computed again in the backward pass."""
+"""A recurrence chunk by chunk: what enters a group of chunks is kept, the rest is computed again in the backward
+pass."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from metattt.state import Context, Tensors
 
 @register(group="layer", name="longhorn")
 class Longhorn(Mixer):
-    """Longhorn's recurrence with its diagonal approximation, in Mamba's block; parameters named as in the published code.
+    """Longhorn's recurrence with its diagonal approximation, in Mamba's block; parameters named as in the published
+    code.
 
     `S_t = argmin ‖S − S_{t−1}‖² + ‖S k_t − v_t‖²_{diag β_t}` has for every channel i the row
     `S_i = (I − Δ_i k kᵀ) S_i + Δ_i v_i k`. The published layer keeps the diagonal of k kᵀ:
@@ -56,7 +57,9 @@ class Longhorn(Mixer):
         dim, d_state = self.dim, self.d_state
         width, rank = self.expand * dim, self.dt_rank or math.ceil(dim / 16)
         numbers = width * (3 * dim + 2 * rank + 2 * d_state)
-        check_memory_limit(numbers, f"a Longhorn layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank")
+        check_memory_limit(
+            numbers, f"a Longhorn layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank"
+        )
         self.width, self.rank = width, rank
         self.in_proj = nn.Linear(dim, 2 * width, bias=False)
         self.conv1d = convolution(width, self.conv_width)

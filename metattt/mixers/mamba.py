@@ -57,7 +57,9 @@ class Mamba(Mixer):
         dim, d_state = self.dim, self.d_state
         width, rank = self.expand * dim, self.dt_rank or math.ceil(dim / 16)
         numbers = width * (3 * dim + 2 * rank + 3 * d_state)
-        check_memory_limit(numbers, f"a Mamba layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank")
+        check_memory_limit(
+            numbers, f"a Mamba layer of dim={dim}", "lower dim, layer.expand, layer.d_state or layer.dt_rank"
+        )
         self.width, self.rank = width, rank
         self.in_proj = nn.Linear(dim, 2 * width, bias=False)
         self.conv1d = convolution(width, self.conv_width)

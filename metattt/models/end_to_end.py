@@ -171,7 +171,8 @@ class EndToEnd(LanguageModel):
         if not isinstance(found, KernelEstimator) or found.window is None:
             kind = f"{type(found).__name__}{' without a window' if isinstance(found, KernelEstimator) else ''}"
             raise MetaTTTError(
-                f"block {number} has fast weights, and its layer is a {kind}: set layer=window_attention, or fewer model.suffix"
+                f"block {number} has fast weights, and its layer is a {kind}: set layer=window_attention, or fewer "
+                "model.suffix"
             )
         memory = SwiGLU(expansion=ffn_dim / self.dim) if learner is None else copy.deepcopy(learner)
         memory.setup(1, self.dim, self.dim)

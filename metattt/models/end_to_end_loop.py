@@ -3,7 +3,8 @@
 A mini-batch is complete when its b tokens have been read **and the token after them is there**: that token is the label
 of the last one, so the step is taken before it is read, and no prediction sees a label of its own. Until then its
 tokens wait, as they enter the blocks of the loop, beside the attention's state from before the first of them. A
-mini-batch that a call holds from end to end is read once; one that was begun in another call is read again for its step.
+mini-batch that a call holds from end to end is read once; one that was begun in another call is read again for its
+step.
 
 The loss reaches the weights through all keys and values of the mini-batch; those from before it are data (they were
 made with other weights).
@@ -237,9 +238,8 @@ class Loop(NamedTuple):
         if self.clip is None:
             return list(gradients)
         squared = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
-        factor = (
-            self.clip * squared.clamp(min=self.clip**2).rsqrt()
-        )  # [B]; 1 exactly where nothing is clipped, or nearly
+        # [B]; 1 exactly where nothing is clipped, or nearly
+        factor = self.clip * squared.clamp(min=self.clip**2).rsqrt()
         return [g * expand_like(factor, g) for g in gradients]
 
     def _merged(self, now: tuple[Any, ...], before: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...]:
@@ -286,8 +286,8 @@ def plan(
 def gradients_of(
     loss: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor], first_order: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of a sum of losses by `leaves`, and what else `loss` returns; both with a graph exactly if gradients are
-    enabled outside (with `first_order`, the gradients without)."""
+    """Gradients of a sum of losses by `leaves`, and what else `loss` returns; both with a graph exactly if gradients
+    are enabled outside (with `first_order`, the gradients without)."""
     if needs_probes():
         with for_probes():
             value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
@@ -395,9 +395,8 @@ def _last(
     most, total = max(waiting), lead + count
     if packing is None or packing.valid is None:
         found = tuple(x[:, total - most :] for x in tensors)
-        return (
-            tuple(x.clone() for x in found) if total > 4 * most else found
-        )  # a state does not hold on to a long sequence
+        # a state does not hold on to a long sequence
+        return tuple(x.clone() for x in found) if total > 4 * most else found
     end = lead + packing.valid.sum(1, keepdim=True)
     index = (end - most + torch.arange(most, device=end.device)).clamp(min=0)
     return tuple(

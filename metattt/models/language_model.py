@@ -34,7 +34,8 @@ class LanguageModelState(NamedTuple):
     """What the model carries between calls for `B` sequences.
 
     Attributes:
-        layers: state of every block's sequence layer; after them what else a model carries (`EndToEnd`: its inner loop).
+        layers: state of every block's sequence layer; after them what else a model carries (`EndToEnd`: its inner
+            loop).
         tails: last inputs of every block's convolution `[B, conv_width − 1, D]`; None without a convolution.
     """
 
@@ -248,7 +249,9 @@ class LanguageModel(nn.Module):
         for name, flag in (flags | {"checkpoint_blocks": checkpoint_blocks}).items():
             check_flag(f"model.{name}", flag)
         layers = pattern_of(layer, blocks, num_layers)
-        check_memory_limit(dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim")
+        check_memory_limit(
+            dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim"
+        )
         check_blocks("model.num_layers", num_layers, 3 * dim * ffn_dim + dim * dim)
         self.vocab_size = vocab_size
         self.checkpoint_blocks = checkpoint_blocks
@@ -378,7 +381,8 @@ class LanguageModel(nn.Module):
             before = LanguageModelState((None,) * count, (None,) * count) if state is None else state
             if len(before.layers) != count:
                 raise MetaTTTError(
-                    f"the state is of a model with {len(before.layers) - self.carried} blocks, this one has {len(self.blocks)}"
+                    f"the state is of a model with {len(before.layers) - self.carried} blocks, this one has "
+                    f"{len(self.blocks)}"
                 )
             x, layers, tails = self._read(ids, before, ctx, packing, donate_state)
             features = self.final_norm(x)
@@ -396,7 +400,13 @@ class LanguageModel(nn.Module):
         return self._through(len(self.blocks), self.embedding(ids), before, ctx, packing, donate_state)
 
     def _through(
-        self, count: int, x: Tensor, before: LanguageModelState, ctx: Context, packing: Packing | None, donate_state: bool
+        self,
+        count: int,
+        x: Tensor,
+        before: LanguageModelState,
+        ctx: Context,
+        packing: Packing | None,
+        donate_state: bool,
     ) -> tuple[Tensor, list[Any], list[Any]]:
         """`x` `[B, T, D]` after the first `count` blocks, with their states and tails."""
         layers, tails = [], []
@@ -409,8 +419,8 @@ class LanguageModel(nn.Module):
     def run_block(
         self, number: int, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None, donate_state: bool
     ) -> tuple[Tensor, Any, Any]:
-        """The block of this number, called as `Block.forward` says; with `checkpoint_blocks` it is run again in the backward
-        pass."""
+        """The block of this number, called as `Block.forward` says; with `checkpoint_blocks` it is run again in the
+        backward pass."""
         block = self.blocks[number]
         if self.checkpoint_blocks and torch.is_grad_enabled():
             return checkpoint(block, x, state, tail, ctx, packing, use_reentrant=False)

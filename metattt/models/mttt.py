@@ -20,7 +20,8 @@ SHAPES = {  # H heads of width d, D = H d; h hidden units
 }  # fmt: skip
 LINEAR = {"inner_Dense_0/kernel": "H d d"}
 MLP_SHAPES = {
-    "inner_Dense_0/kernel": "H d h", "inner_Dense_0/bias": "H h", "inner_Dense_1/kernel": "H h d", "inner_Dense_1/bias": "H d",
+    "inner_Dense_0/kernel": "H d h", "inner_Dense_0/bias": "H h", "inner_Dense_1/kernel": "H h d",
+    "inner_Dense_1/bias": "H d",
 }  # fmt: skip
 DECODER_NORM = {"decoder_LN/scale": "H D", "decoder_LN/bias": "H D"}
 
@@ -43,7 +44,8 @@ def mttt_from_published(params: Mapping[str, Any], steps: int = 1) -> TTTLayer:
     expected = SHAPES | (LINEAR if linear else MLP_SHAPES) | (DECODER_NORM if norm else {})
     if found.keys() != expected.keys():
         raise MetaTTTError(
-            f"published MTTT parameters: missing {sorted(expected.keys() - found.keys())}, unknown {sorted(found.keys() - expected.keys())}"
+            f"published MTTT parameters: missing {sorted(expected.keys() - found.keys())}, unknown "
+            f"{sorted(found.keys() - expected.keys())}"
         )
     sizes = _sizes(found)
     for name, axes in expected.items():

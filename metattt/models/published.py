@@ -175,8 +175,8 @@ def own_tensors(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def with_clipped_steps(tensors: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
-    """Our tensors of `model`, with the token steps of published models, max(0, 1/i + δ_i), where it makes them otherwise:
-    other δ, the same steps."""
+    """Our tensors of `model`, with the token steps of published models, max(0, 1/i + δ_i), where it makes them
+    otherwise: other δ, the same steps."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, TTTLayer)}
     rules = {f"{name}.optimizer.token_step_offset": layer.optimizer for name, layer in layers.items()}
     return {

@@ -17,8 +17,8 @@ from metattt.state import Context
 
 @register(group="model", name="regression")
 class Regression(nn.Module):
-    """A linear map in the place of the embedding, the blocks of `LanguageModel`, and a head with one output (the model of
-    Garg et al., arXiv 2208.01066, Sec. 3, with any layer).
+    """A linear map in the place of the embedding, the blocks of `LanguageModel`, and a head with one output (the model
+    of Garg et al., arXiv 2208.01066, Sec. 3, with any layer).
 
     Args:
         in_features: F, numbers in a token.
@@ -60,7 +60,9 @@ class Regression(nn.Module):
         for number in range(num_layers):
             made = layer()
             if not isinstance(made, nn.Module):
-                raise MetaTTTError(f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module")
+                raise MetaTTTError(
+                    f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module"
+                )
             causality.check(made, dim)
             self.blocks.append(Block(dim, made, ffn_dim, conv_width if pre_conv else None, norm_eps))
         self.final_norm, self.head = nn.RMSNorm(dim, eps=norm_eps), nn.Linear(dim, 1)
@@ -80,7 +82,9 @@ class Regression(nn.Module):
         none = (None,) * len(self.blocks)
         before = LanguageModelState(none, none) if state is None else state
         if len(before.layers) != len(self.blocks):
-            raise MetaTTTError(f"the state is of a model with {len(before.layers)} blocks, this one has {len(self.blocks)}")
+            raise MetaTTTError(
+                f"the state is of a model with {len(before.layers)} blocks, this one has {len(self.blocks)}"
+            )
         ctx = Context(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device), None, None, 1)  # the layers count
         stream, layers, tails = self.read(x), [], []
         for block, layer_state, tail in zip(self.blocks, before.layers, before.tails, strict=True):

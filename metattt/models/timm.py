@@ -18,7 +18,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "vit_tiny_pixel": {"embed_dim": 192, "num_heads": 3, "patch_size": 1, "position": "learned"},
     "vit_small_pixel": {"embed_dim": 384, "num_heads": 6, "patch_size": 1, "position": "learned"},
     "vit_digits_pixel": {
-        "embed_dim": 32, "num_heads": 2, "depth": 1, "patch_size": 1, "position": "learned", "img_size": 8, "in_chans": 1,
+        "embed_dim": 32, "num_heads": 2, "depth": 1, "patch_size": 1, "position": "learned", "img_size": 8,
+        "in_chans": 1,
         "num_classes": 10,
     },
 }  # fmt: skip

@@ -101,11 +101,16 @@ class ImageTransformer(VisionTransformer):
             )
         check_blocks("model.depth", depth, int((2 * mlp_ratio + 1) * embed_dim**2))
         tokens = (img_size // patch_size) ** 2
-        check_memory_limit(tokens * embed_dim, f"an image of {tokens} tokens", "lower model.img_size, or raise model.patch_size")
+        check_memory_limit(
+            tokens * embed_dim, f"an image of {tokens} tokens", "lower model.img_size, or raise model.patch_size"
+        )
         super().__init__(
-            img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim, depth=depth,
-            num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False, act_layer="gelu_tanh",
-            norm_layer=_layer_norm, attn_layer=SequenceLayer, pos_embed="learn" if position == "learned" else "none", weight_init="skip",
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads, mlp_ratio=mlp_ratio, class_token=False, global_pool="avg", fc_norm=False,
+            act_layer="gelu_tanh",
+            norm_layer=_layer_norm, attn_layer=SequenceLayer, pos_embed="learn" if position == "learned" else "none",
+            weight_init="skip",
         )  # fmt: skip
         for block in self.blocks:
             block.attn.layer = layer()  # type: ignore[union-attr]

@@ -69,6 +69,7 @@ def decayed_scores(
 
 
 def _joined(blocks: Tensor, corner: Tensor) -> Tensor:
-    """`[[A, 0], [corner, B]]` of consecutive blocks A and B: `[..., 2m, h, h]`, `[..., m, h, h]` to `[..., m, 2h, 2h]`."""
+    """`[[A, 0], [corner, B]]` of consecutive blocks A and B: `[..., 2m, h, h]`, `[..., m, h, h]` to `[..., m, 2h,
+    2h]`."""
     first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
     return torch.cat([F.pad(first, (0, first.shape[-1])), torch.cat([corner, second], -1)], -2)

@@ -1,7 +1,8 @@
 """The linear rule over a chunk of n tokens: what a query reads of every token's gradient, and what is carried on.
 
 With gates per token, `S_t = β_t S_{t−1} − η_t G_t` and `W_t = α_t W_{t−1} + κ_t S_t`. With the down-shift L, let
-`A = (I − diag(α) L)⁻¹`, `P = (I − diag(β) L)⁻¹`, `C = A diag(κ) P`, `c0 = cumprod(α)`, `p = cumprod(β)`, `cS = A (κ ∘ p)`. Then
+`A = (I − diag(α) L)⁻¹`, `P = (I − diag(β) L)⁻¹`, `C = A diag(κ) P`, `c0 = cumprod(α)`, `p = cumprod(β)`, `cS = A (κ ∘
+p)`. Then
 
 `W_t = c0_t W_0 + cS_t S_0 − Σ_{s≤t} C_ts η_s G_s`, `S_t = p_t S_0 − Σ_{s≤t} P_ts η_s G_s`.
 
@@ -27,8 +28,8 @@ class Coefficients(NamedTuple):
     """The rule over `n` tokens as linear combinations of the tensors carried in and the tokens' gradients.
 
     `W_t = Σ_B rows[B]_t · B − Σ_{s≤t} mix_ts G_s` is what the read row t sees; after the tokens
-    `B' = Σ_A advance[B][0][A] · A − Σ_s advance[B][1]_s G_s`. A factor None stands for 1; slots that `advance` does not name
-    are unchanged. η is inside `mix` and the gradient weights.
+    `B' = Σ_A advance[B][0][A] · A − Σ_s advance[B][1]_s G_s`. A factor None stands for 1; slots that `advance` does not
+    name are unchanged. η is inside `mix` and the gradient weights.
     """
 
     rows: dict[str, Tensor | None]  # [B, H, n]
@@ -117,7 +118,8 @@ def token_step_coefficients(
 
 
 def token_steps_at(steps: Tensor | None, first: int | Tensor, count: int, like: Tensor) -> Tensor:
-    """τ after `first`, `first + 1`, … tokens of the mini-batch, `[B or 1, H or 1, count]`; τ = 0 before its first token."""
+    """τ after `first`, `first + 1`, … tokens of the mini-batch, `[B or 1, H or 1, count]`; τ = 0 before its first
+    token."""
     if steps is None:  # all 1, and as many as are asked for: a mini-batch may be longer than any call
         begin = first if isinstance(first, int) else first.unsqueeze(-1)
         places = begin + torch.arange(count, device=like.device)
@@ -132,7 +134,11 @@ def token_steps_at(steps: Tensor | None, first: int | Tensor, count: int, like: 
 
 
 def stepped(
-    weights: dict[str, Tensor], update: dict[str, Tensor], steps: Tensor | None, filled: int | Tensor, max_norm: float | None
+    weights: dict[str, Tensor],
+    update: dict[str, Tensor],
+    steps: Tensor | None,
+    filled: int | Tensor,
+    max_norm: float | None,
 ) -> dict[str, Tensor]:
     """W_t by name from W_a and M_t, when `filled` tokens of the mini-batch have been seen; c is `max_norm`."""
     tau = token_steps_at(steps, filled, 1, next(iter(update.values()))).squeeze(-1)

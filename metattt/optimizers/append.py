@@ -29,8 +29,8 @@ class Append(InnerOptimizer, takes=()):
             `step`: Δ_t of decay=mamba2.
         write_init: its initial value.
         decay: where `keep` comes from: `none` (1), `constant`, σ(θ x + c) `per_head` or `shared`; `softplus` as in
-            `Momentum`; `retnet` fixes 1 − 2^(−5−h) for head h (arXiv 2307.08621, Sec. 2.3); `mamba2` is exp(−Δ_t a_h), with
-            Δ_t = softplus(θ x + c) (arXiv 2405.21060).
+            `Momentum`; `retnet` fixes 1 − 2^(−5−h) for head h (arXiv 2307.08621, Sec. 2.3); `mamba2` is exp(−Δ_t a_h),
+            with Δ_t = softplus(θ x + c) (arXiv 2405.21060).
         decay_init: its initial value.
         levels: n, the weights `λ_t = softplus(l ∘ θ x)` of the n levels of a hierarchical state in what token t reads
             (arXiv 2506.04761); 0: none.

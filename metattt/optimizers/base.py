@@ -27,10 +27,11 @@ MAX_STEPS = 100_000  # more are a slip, and would not end
 class Gates(NamedTuple):
     """Per-token numbers of the rule `S_t = β_t S_{t−1} − η_t G_t`, `W_t = α_t W_{t−1} + κ_t S_t`, each `[B, H, T]`.
 
-    Absent gates are None: α = 1, β = 0, κ = 1. `weight_lr` `[B, H, T, n]` multiplies η by a factor of its own for each of
-    the learner's n fast weights, in the order of their names; only rules without weights per token (`BlockRule`) may
+    Absent gates are None: α = 1, β = 0, κ = 1. `weight_lr` `[B, H, T, n]` multiplies η by a factor of its own for each
+    of the learner's n fast weights, in the order of their names; only rules without weights per token (`BlockRule`) may
     give it. `decay` `[B, H, T, d_in]` is the logarithm of a decay for every input channel of a linear learner,
-    `W_t = Diag(exp(decay_t)) W_{t−1} + S_t`, from −∞ to 0. Where a token has n pairs (`Views`), η may be `[B, H, T, n]`.
+    `W_t = Diag(exp(decay_t)) W_{t−1} + S_t`, from −∞ to 0. Where a token has n pairs (`Views`), η may be `[B, H, T,
+    n]`.
     """
 
     eta: Tensor
@@ -97,16 +98,19 @@ class InnerOptimizer(Component, ABC):
         A rule with `updates = False` gives `DataGates`, all others `Gates`.
         """
 
-    def prepare(self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Gates, Tensors]:
-        """Views and gates as they enter the inner loop, for rules that change what a step is made of (a preconditioner, a
-        window of tokens), and what the next call needs. `state` is what `gates` returned, with what the last call left."""
+    def prepare(
+        self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
+    ) -> tuple[Views, Gates, Tensors]:
+        """Views and gates as they enter the inner loop, for rules that change what a step is made of (a preconditioner,
+        a window of tokens), and what the next call needs. `state` is what `gates` returned, with what the last call
+        left."""
         return views, gates, state
 
     def gates_at(self, gates: Gates, committed: Committed) -> Gates:
         """The gates of `n` tokens `[B, H, n]` in sight of the weights of the last commit, from those that `gates` gave.
 
-        Called in every inner step. It may change any gate that `gates` gives, and must treat every token alone. Tokens of
-        η = 0, as all padding is, keep theirs. A rule that defines it has neither a kernel nor the solved form.
+        Called in every inner step. It may change any gate that `gates` gives, and must treat every token alone. Tokens
+        of η = 0, as all padding is, keep theirs. A rule that defines it has neither a kernel nor the solved form.
         """
         return gates
 
@@ -139,7 +143,8 @@ class InnerOptimizer(Component, ABC):
         return (*names, "momentum") if self.has_momentum else tuple(names)
 
     def current(self, memory: Memory, filled: int | Tensor) -> Tensors:
-        """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a number)."""
+        """The newest weights W_t by name, when `filled` tokens of the open mini-batch have been seen (`[B]` or a
+        number)."""
         base, update = memory[newest(memory)], memory.get("update")
         if update is None:
             return base
@@ -150,13 +155,16 @@ class InnerOptimizer(Component, ABC):
         kept = {slot: weights for slot, weights in memory.items() if slot in ("anchor", "origin", "momentum")}
         return {"commit": self.current(memory, filled), **kept}
 
-    def coefficients(self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None) -> Coefficients:
+    def coefficients(
+        self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None
+    ) -> Coefficients:
         """The rule over `n` tokens of one mini-batch.
 
         Args:
             gates: `[B, H, n]` each, fp32 or wider.
             phase: place of the first token in its mini-batch; `[B]` if it differs, and then n = 1.
-            carried: slots at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the anchor.
+            carried: slots at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the
+                anchor.
             read: which rows to compute, `inclusive` or `exclusive`; None for the carried tensors alone.
         """
         eta, alpha, beta, kappa, *_ = gates
@@ -197,7 +205,8 @@ class InnerOptimizer(Component, ABC):
 
     @property
     def accumulates(self) -> bool:
-        """Whether what the open mini-batch adds is carried apart from the weights, because rows scale it (τ, clipping)."""
+        """Whether what the open mini-batch adds is carried apart from the weights, because rows scale it (τ,
+        clipping)."""
         return self.has_token_steps or self.max_norm is not None
 
     @property

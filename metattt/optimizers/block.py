@@ -46,12 +46,14 @@ class BlockRule(StepSize):
             )
         if self.anchor == "online":
             raise MetaTTTError(
-                f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use minibatch"
+                f"optimizer.anchor=online is token by token, and {type(self).__name__} acts on mini-batches: use "
+                "minibatch"
             )
         steps = self.belongs and self.token_steps() is not None
         if steps or self.max_norm is not None or self.nesterov:
             raise MetaTTTError(
-                f"{type(self).__name__} moves its weights once per mini-batch, by `move`, which sees nothing of token_steps, "
+                f"{type(self).__name__} moves its weights once per mini-batch, by `move`, which sees nothing of "
+                "token_steps, "
                 "max_norm and nesterov: leave them out"
             )
 
@@ -62,7 +64,8 @@ class BlockRule(StepSize):
 
     @abstractmethod
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
-        """New `commit` (and `own_slots`) from the memory, whose `update` holds `−Σ_s η_s G_s`; pooled gates are `[B, H]`."""
+        """New `commit` (and `own_slots`) from the memory, whose `update` holds `−Σ_s η_s G_s`; pooled gates are `[B,
+        H]`."""
 
     def equations(self) -> list[str]:
         """η_t, and the sum of gradients that `move` is given; what it makes of them is for the subclass to say."""
@@ -107,7 +110,9 @@ class BlockRule(StepSize):
         pool = memory.get("pool")
         return memory | {"pool": new if pool is None else {name: pool[name] + x for name, x in new.items()}}
 
-    def coefficients(self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None) -> Coefficients:
+    def coefficients(
+        self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None
+    ) -> Coefficients:
         return token_step_coefficients(gates.eta, None, phase, "update" in carried, None)
 
 
@@ -124,8 +129,8 @@ class BlockMomentum(BlockRule):
         decay, decay_init: α likewise.
         pool: what is averaged over a mini-batch: the gates' `logits` (Titans) or the `gates` themselves (LaCT).
         orthogonalize: replace the step of each matrix by its polar factor, by Newton–Schulz iterations (Muon).
-        newton_schulz: the coefficients of these iterations: `constant`, Muon's in all five, or `scheduled`, five of their
-            own (LaCT's language models).
+        newton_schulz: the coefficients of these iterations: `constant`, Muon's in all five, or `scheduled`, five of
+            their own (LaCT's language models).
         row_norm: rescale the weights of every output of a matrix to the norm they have in W0 (LaCT, arXiv 2505.23884;
             rows of its matrices, which are `(d_out, d_in)`).
     """
@@ -211,7 +216,9 @@ class BlockMomentum(BlockRule):
         """η of every fast weight, `[B, H, T, n]`, in fp32 or wider."""
         accum_dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            weight_lr = F.softplus(x.to(accum_dtype) @ self.rate_weight.to(accum_dtype).mT + self.rate_bias.to(accum_dtype))
+            weight_lr = F.softplus(
+                x.to(accum_dtype) @ self.rate_weight.to(accum_dtype).mT + self.rate_bias.to(accum_dtype)
+            )
         return weight_lr.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _pooled(self, gate: Gate, x: Tensor) -> Tensor | None:
@@ -290,7 +297,8 @@ class Adam(BlockRule):
             *super().equations(),
             f"m_j = {one:g} m_{{j−1}} + {1 - one:g} U_j",
             f"n_j = {two:g} n_{{j−1}} + {1 - two:g} U_j²",
-            f"W_j = W_{{j−1}} + {self.size:g} m̂_j/(√n̂_j + {self.eps:g}), m̂_j = m_j/(1 − {one:g}^j), n̂_j = n_j/(1 − {two:g}^j)",
+            f"W_j = W_{{j−1}} + {self.size:g} m̂_j/(√n̂_j + {self.eps:g}), m̂_j = m_j/(1 − {one:g}^j), n̂_j = n_j/(1 "
+            f"− {two:g}^j)",
         ]
 
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:

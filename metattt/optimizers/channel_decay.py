@@ -65,7 +65,8 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
             )
         if self.decay != "sigmoid" and (self.temperature != 1 or self.lower_bound):
             raise MetaTTTError(
-                f"optimizer.temperature and optimizer.lower_bound are of decay=sigmoid, not {self.decay}: leave them out"
+                f"optimizer.temperature and optimizer.lower_bound are of decay=sigmoid, not {self.decay}: leave them "
+                "out"
             )
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
@@ -108,7 +109,9 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
             hidden = x.to(accum_dtype)
             if self.down is not None:
                 hidden = hidden @ self.down.to(accum_dtype).mT
-            logit = (torch.tanh(hidden) if self.tanh else hidden) @ self.up.to(accum_dtype).mT + self.bias.to(accum_dtype)
+            logit = (torch.tanh(hidden) if self.tanh else hidden) @ self.up.to(accum_dtype).mT + self.bias.to(
+                accum_dtype
+            )
             logit = logit.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, d]
             if self.decay == "softplus":
                 decay = -self.log_rate.to(accum_dtype).exp().view(-1, 1, 1) * F.softplus(logit)
@@ -127,7 +130,8 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
         assert gates.decay is not None
         if gates.decay.shape[-1] != views.k.shape[-1]:
             raise MetaTTTError(
-                f"optimizer=channel_decay decays the {gates.decay.shape[-1]} channels of a head, and the task's keys have "
+                f"optimizer=channel_decay decays the {gates.decay.shape[-1]} channels of a head, and the task's keys "
+                "have "
                 f"{views.k.shape[-1]}: set task.degree=1"
             )
         if self.tied:

@@ -92,16 +92,14 @@ class GradientDescent(StepSize):
         token_steps: τ_i, `shared` by the heads (as published) or `per_head`: query i of a mini-batch sees
             W_a − τ_i Σ_{s≤i} η_s ∇ℓ_s. `none` sets τ = 1.
         token_step_map: how τ comes from a learned δ that begins with 0, such that τ begins with 1/(i+1): `relu` is
-            max(0, 1/(i+1) + δ_i), as published, which stays at 0 for good where a large step of the outer optimizer has led
-            below it; `squareplus` is that with a round corner (arXiv 2112.11687), (x + √(x² + 4c²))/2 with c = 1/(4(i+1)) and
-            x = 15/(16(i+1)) + δ_i, above 0, with a derivative that is never 0 and begins with 16/17.
+            max(0, 1/(i+1) + δ_i), as published, which stays at 0 for good where a large step of the outer optimizer has
+            led below it; `squareplus` is that with a round corner (arXiv 2112.11687), (x + √(x² + 4c²))/2 with c =
+            1/(4(i+1)) and x = 15/(16(i+1)) + δ_i, above 0, with a derivative that is never 0 and begins with 16/17.
         max_norm: clip what a mini-batch adds to the weights of a head to this norm, for every query up to its own
             token; null: no clipping.
     """
 
-    token_step_sharing: Literal["none", "shared", "per_head"] = setting(
-        default="none", alias="token_steps", fixed=True
-    )
+    token_step_sharing: Literal["none", "shared", "per_head"] = setting(default="none", alias="token_steps", fixed=True)
     max_norm: float | None = setting(default=None, above=0, advice=", or null for no clipping")
     token_step_map: Literal["squareplus", "relu"] = setting(default="squareplus", kw_only=True)
 
@@ -117,7 +115,11 @@ class GradientDescent(StepSize):
         lines = super().equations()
         if self.token_step_sharing != "none":
             heads = "shared by the heads" if self.token_step_sharing == "shared" else "of each head"
-            value = "max(0, 1/i + δ_i)" if self.token_step_map == "relu" else "(z_i + √(z_i² + 1/4i²))/2, z_i = 15/16i + δ_i"
+            value = (
+                "max(0, 1/i + δ_i)"
+                if self.token_step_map == "relu"
+                else "(z_i + √(z_i² + 1/4i²))/2, z_i = 15/16i + δ_i"
+            )
             lines.append(f"τ_i = {value}, i = 1…b the place of t in its mini-batch, δ learned, {heads}")
         return lines
 
@@ -127,7 +129,8 @@ class GradientDescent(StepSize):
         return self._steps(self.token_step_offset)
 
     def published_offset(self, offset: Tensor) -> Tensor:
-        """The δ for which `token_step_map=relu` has the τ that this rule has for `offset`: `[1 or H, b]`, in its type."""
+        """The δ for which `token_step_map=relu` has the τ that this rule has for `offset`: `[1 or H, b]`, in its
+        type."""
         if self.token_step_map == "relu":
             return offset
         place = offset.to(torch.promote_types(offset.dtype, torch.float32))
@@ -138,12 +141,13 @@ class GradientDescent(StepSize):
         places = _places(self.mini_batch_size, offset)
         if self.token_step_map == "relu":
             return torch.relu(places + offset)
-        # (A softplus of δ + c begins with a derivative of 1 − exp(−1/i), so that late places learn i times as slowly, and
-        # one steep enough for 1 has none left a little below 0.)
+        # (A softplus of δ + c begins with a derivative of 1 − exp(−1/i), so that late places learn i times as slowly,
+        # and one steep enough for 1 has none left a little below 0.)
         square = (places / CORNER).square()
         x = places - square / places + offset
         root = (x.square() + 4 * square).sqrt()
-        return torch.where(x < 0, 2 * square / (root + x.abs()), (x + root) / 2)  # the same number, without a difference
+        # both are the same number; the first is found without a difference
+        return torch.where(x < 0, 2 * square / (root + x.abs()), (x + root) / 2)
 
 
 def _places(count: int, like: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class MirrorDescent(BlockRule):
     2504.13173, Sec. 5.2–5.4; equations and their numbers are those of a public reproduction of the paper).
 
     A is exact for every token, as in Eq. 28; W stays until the mini-batch ends, so mini-batches of one token are the
-    published recurrences. The learner's W0 is the first A, and a sequence starts from m(W0); with `elastic_net`, from W0.
+    published recurrences. The learner's W0 is the first A, and a sequence starts from m(W0); with `elastic_net`, from
+    W0.
 
     | retention          | m(A), per fast weight                | A after it | in the paper                      |
     |--------------------|--------------------------------------|------------|-----------------------------------|
@@ -45,8 +46,8 @@ class MirrorDescent(BlockRule):
         retention: the map m.
         decay, decay_init: α, as in `Momentum`.
         q: of `lq`; 2 is gradient descent with decay.
-        mass: of `softmax`: n weights sum to c = mass · √n, so that mass is their norm where they are all alike. (Thousands
-            of weights that sum to 1 are near 0.)
+        mass: of `softmax`: n weights sum to c = mass · √n, so that mass is their norm where they are all alike.
+            (Thousands of weights that sum to 1 are near 0.)
         simplex: what sums to c in `softmax`: the `whole` weight, or the weights into every `output` of a matrix (the
             outputs of a last layer are then nearly alike, and a norm after it enlarges what rounding leaves of them).
         threshold: γ of the elastic nets.
@@ -56,7 +57,9 @@ class MirrorDescent(BlockRule):
     """
 
     read = "committed"
-    retention: Literal["lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"] = setting(default="lq", fixed=True)
+    retention: Literal["lq", "softmax", "elastic_net", "elastic_net_ftrl", "sigmoid"] = setting(
+        default="lq", fixed=True
+    )
     decay: Literal["none", "constant", "shared", "per_head"] = setting(default="per_head", fixed=True)
     decay_init: float = setting(default=0.99, fixed=True)
     q: float = setting(default=4.0, least=2, advice=" (2 leaves A as it is)")
@@ -142,7 +145,8 @@ class MirrorDescent(BlockRule):
             return before
         lost = memory.get("pool", {}).get("lost")
         return {
-            name: (x if lost is None else expand_like(1 - lost, x) * x) + memory["update"][name] for name, x in before.items()
+            name: (x if lost is None else expand_like(1 - lost, x) * x) + memory["update"][name]
+            for name, x in before.items()
         }
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
@@ -154,7 +158,9 @@ class MirrorDescent(BlockRule):
             kept = kept * (1 - memory["pool"]["lost"])
         return memory | {"pool": {"lost": 1 - kept}}
 
-    def coefficients(self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None) -> Coefficients:
+    def coefficients(
+        self, gates: Gates, phase: int | Tensor, carried: Collection[str], read: str | None
+    ) -> Coefficients:
         alpha = gates.alpha
         if alpha is None:
             return super().coefficients(gates, phase, carried, read)

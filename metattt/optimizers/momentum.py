@@ -31,9 +31,9 @@ class Momentum(GradientDescent, takes=TAKEN):
         momentum: where β comes from: `none` (β = 0), `constant`, or σ(θ_β x + c) `per_head` or `shared` by the heads.
         momentum_init: β, or its initial value.
         nesterov: write `β_t S_t − η_t G_t`, the step after the next one, instead of `S_t`.
-        decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `softplus` is exp(−A_h softplus(θ x + c))
-            with A learned per head (Gated DeltaNet, arXiv 2412.06464, as its released code begins: A uniform in 0 to 16,
-            softplus(c) log-uniform in 0.001 to 0.1); `retnet` fixes 1 − 2^(−5−h) for
+        decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `softplus` is exp(−A_h softplus(θ x
+            + c)) with A learned per head (Gated DeltaNet, arXiv 2412.06464, as its released code begins: A uniform in 0
+            to 16, softplus(c) log-uniform in 0.001 to 0.1); `retnet` fixes 1 − 2^(−5−h) for
             head h (arXiv 2307.08621, Sec. 2.3); `mamba2` ties both gates, η = Δ_t and α = exp(−Δ_t a_h) with Δ_t =
             softplus(θ x + c) (arXiv 2405.21060, Sec. 7.1, a from 1 to 16), whatever `base_lr`, `lr` and `lr_scale` say.
         decay_init: α, or its initial value, where it is constant or a sigmoid's.
@@ -42,7 +42,8 @@ class Momentum(GradientDescent, takes=TAKEN):
             Gated DeltaNet).
 
     Raises:
-        MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or `decay_to_init` without decay.
+        MetaTTTError: a value that is not allowed or has no meaning, Nesterov without momentum, or `decay_to_init`
+            without decay.
     """
 
     momentum: Literal["none", "constant", "shared", "per_head"] = setting(default="per_head", fixed=True)
@@ -127,7 +128,9 @@ class Gate(nn.Module):
         if source in ("shared", "per_head", *RATES):
             heads = 1 if source == "shared" else num_heads
             self.weight = nn.Parameter(torch.randn(heads, dim) * 0.02)
-            start = step_bias(heads, *STEPS) if source in RATES else torch.full((heads,), math.log(initial / (1 - initial)))
+            start = (
+                step_bias(heads, *STEPS) if source in RATES else torch.full((heads,), math.log(initial / (1 - initial)))
+            )
             self.bias = nn.Parameter(start)
         if source in RATES:
             least, most = RATES[source]
@@ -165,7 +168,9 @@ class Gate(nn.Module):
             return torch.exp(-rate * F.softplus(self.logit(x))).expand(shape)
         if self.source == "retnet":
             # Not a buffer, which a narrower type would round to 1 and `to_empty` would leave without values.
-            return (1 - x.new_full((self.num_heads,), 0.5, dtype=accum_dtype).cumprod(0) / 16).view(1, -1, 1).expand(shape)
+            return (
+                (1 - x.new_full((self.num_heads,), 0.5, dtype=accum_dtype).cumprod(0) / 16).view(1, -1, 1).expand(shape)
+            )
         if self.source in ("shared", "per_head"):
             return torch.sigmoid(self.logit(x)).expand(shape)
         return None

@@ -46,7 +46,11 @@ class StateGated(Momentum):
 
     def equations(self) -> list[str]:
         signal = {"alignment": "⟨f(k_t; W_a), v_t⟩/√d", "loss": "ℓ_t(W_a)", "gradient": "‖∇ℓ_t(W_a)‖"}[self.step_gate]
-        gate = f"σ({signal})" if self.step_gate_params == "constant" else f"σ(a s_t + c), s_t = {signal}, a and c of each head"
+        gate = (
+            f"σ({signal})"
+            if self.step_gate_params == "constant"
+            else f"σ(a s_t + c), s_t = {signal}, a and c of each head"
+        )
         lines = [line.replace("η_t =", "η'_t =") for line in super().equations()]
         before = "η'_t " if any(line.startswith("η'_t") for line in lines) else ""
         return [*lines, f"η_t = {before}{gate}"]

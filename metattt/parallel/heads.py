@@ -1,8 +1,8 @@
 """Heads divided among processes: every process has some heads' projections, gates, weights and states.
 
 Tensor parallelism in torch's own terms: `parallelize_module` with a style for the sequence layer (`HeadParallel`) and
-torch's column and row styles for the SwiGLU. Parameters become DTensors that are divided over the axis of the mesh; what
-is whole (norms, embedding, head) is the same in every process. A block costs two sums over the processes in each
+torch's column and row styles for the SwiGLU. Parameters become DTensors that are divided over the axis of the mesh;
+what is whole (norms, embedding, head) is the same in every process. A block costs two sums over the processes in each
 direction, and one more of two numbers a token for an output norm, which mixes heads.
 """
 
@@ -54,11 +54,14 @@ class HeadParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, TTTLayer) or not runs_alike(module):
-            raise MetaTTTError(f"{type(module).__name__} has no heads that could be divided: set trainer.tensor_ranks=1")
+            raise MetaTTTError(
+                f"{type(module).__name__} has no heads that could be divided: set trainer.tensor_ranks=1"
+            )
         size = device_mesh.size()
         if module.num_heads % size:
             raise MetaTTTError(
-                f"num_heads={module.num_heads} cannot be divided among trainer.tensor_ranks={size} processes: set one of them"
+                f"num_heads={module.num_heads} cannot be divided among trainer.tensor_ranks={size} processes: set one "
+                "of them"
             )
         part, axes = some_heads(module, size), {name: axis_of(module, name, p) for name, p in module.named_parameters()}
         check_heads(module, part, axes, device_mesh)
@@ -192,7 +195,8 @@ def check_heads(layer: TTTLayer, part: TTTLayer, axes: Mapping[str, int | None],
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, mesh.get_group())
     if not everywhere.item():
         raise MetaTTTError(
-            f"the heads of {type(layer.task).__name__}, {type(layer.learner).__name__} and {type(layer.optimizer).__name__} "
+            f"the heads of {type(layer.task).__name__}, {type(layer.learner).__name__} and "
+            f"{type(layer.optimizer).__name__} "
             "cannot be divided among processes: some answer otherwise without the others; set trainer.tensor_ranks=1"
         )
 

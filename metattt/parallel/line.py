@@ -171,7 +171,8 @@ class Line:
         return [next(found) if one else None for one in there]
 
     def finish(self) -> None:
-        """Waits until every message of this process has left: before other messages, and before the line is given up."""
+        """Waits until every message of this process has left: before other messages, and before the line is given
+        up."""
         while self._leaving:
             self._try(self._leaving[0][0].wait)
             self._leaving.popleft()
@@ -255,7 +256,8 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> None:
         if isinstance(value, Tensor):
             raise MetaTTTError(
-                "a layer's state keeps a tensor in an object of its own, and only tuples, lists and dictionaries can be "
+                "a layer's state keeps a tensor in an object of its own, and only tuples, lists and dictionaries can "
+                "be "
                 "handed on between processes: return such a state, or leave out trainer.time_ranks"
             )
 

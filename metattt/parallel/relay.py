@@ -29,7 +29,8 @@ from metattt.parallel.scan import Scan
 
 @contextmanager
 def handed_on(model: LanguageModel, line: Line, scanned: Collection[int] = ()) -> Iterator[None]:
-    """For one call of a model in it: the blocks go on from the states of the process before, and hand theirs to the next.
+    """For one call of a model in it: the blocks go on from the states of the process before, and hand theirs to the
+    next.
 
     Args:
         model: which reads this process's tokens, from no state of its own.
@@ -65,8 +66,8 @@ class Relay:
     def run_block(
         self, model: LanguageModel, run_block: Callable[..., Any], number: int, x: Tensor, _: None, __: None, *call: Any
     ) -> tuple[Tensor, Any, Any]:
-        """As `LanguageModel.run_block`, which is handed in, from the state and the tail of the process before: None where
-        this one reads the beginning."""
+        """As `LanguageModel.run_block`, which is handed in, from the state and the tail of the process before: None
+        where this one reads the beginning."""
         if number not in self.scanned:
             x, found = self.take(number, x)
             x, *after = run_block(number, x, *(found or (None, None)), *call)

@@ -79,9 +79,7 @@ class Scan:
         q, taken = self.pass_on("task", q, fresh)
         return taken or {}, (q, *others)
 
-    def _weights(
-        self, layer: TTTLayer, views: Views, gates: Gates, state: State, call: Call
-    ) -> tuple[Views, Memory]:
+    def _weights(self, layer: TTTLayer, views: Views, gates: Gates, state: State, call: Call) -> tuple[Views, Memory]:
         """The views, through whose queries derivatives come back, and the weights that the process before leaves; this
         one's go on before anything is read."""
         origin = layer.inner.start(len(state.pos), gates.eta.dtype)
@@ -110,7 +108,8 @@ def moved(fresh: Memory, factor: Tensor, weights: Memory, origin: Memory) -> Mem
     first = next(iter(origin.values()))
     return {
         slot: {
-            name: x + expand_like(factor, x) * (_carried(weights, slot)[name] - first[name]) for name, x in named.items()
+            name: x + expand_like(factor, x) * (_carried(weights, slot)[name] - first[name])
+            for name, x in named.items()
         }
         for slot, named in fresh.items()
         if slot not in FIXED
@@ -126,12 +125,15 @@ def may_scan(model: LanguageModel, tokens: int) -> bool:
         tokens: that every process reads at least.
     """
     compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in model.blocks)
-    tails = (part.weight.shape[-1] - 1 for block in model.blocks for part in block.modules() if isinstance(part, CausalConv))
+    tails = (
+        part.weight.shape[-1] - 1 for block in model.blocks for part in block.modules() if isinstance(part, CausalConv)
+    )
     return not (model.checkpoint_blocks or compiled) and tokens >= max(tails, default=0)
 
 
 def scannable(layer: nn.Module, dim: int) -> bool:
-    """Whether a layer's weights are moved by a segment as `moved` says, and whether it carries nothing else but what the last
+    """Whether a layer's weights are moved by a segment as `moved` says, and whether it carries nothing else but what
+    the last
     tokens leave, such as tails of convolutions: tried on a few tokens, whatever its parts are called.
 
     Args:
@@ -172,7 +174,8 @@ def carries(layer: TTTLayer, x: Tensor) -> bool:
 
 
 def _tail_alone(layer: TTTLayer, x: Tensor, state: State) -> bool:
-    """Whether what the task carries after `x` depends on `x` alone, as the tails of convolutions do, and whether its views
+    """Whether what the task carries after `x` depends on `x` alone, as the tails of convolutions do, and whether its
+    views
     are made of its projections: the graph of what is handed over goes through that of q."""
     task, ctx = layer.task, layer.context(x, state)[0]
     if not state.task:

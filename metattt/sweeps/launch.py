@@ -26,7 +26,7 @@ from metattt.sweeps.cell import RunCell
 from metattt.sweeps.record import CELL, read_cell
 from metattt.sweeps.table import tell
 
-OF_THE_SWEEP = ("output_dir", "resume", "overwrite", "replay")
+OF_THE_SWEEP = ("output_dir", "resume", "overwrite")
 """Keys of a command that a sweep sets, or that only a single run has."""
 
 PLUGINS = {

@@ -72,15 +72,19 @@ class Task(Component, ABC):
 
     @abstractmethod
     def views(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Views, Tensors]:
-        """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the start."""
+        """`x` `[B, T, D]` to its views, and what the next call needs (convolution tails). `state` is empty at the
+        start."""
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What the views are made of where two layers share it (`metattt.combined.Combined`): `x` `[B, T, D]`, projected.
+        """What the views are made of where two layers share it (`metattt.combined.Combined`): `x` `[B, T, D]`,
+        projected.
 
         Raises:
             MetaTTTError: the task does not tell projections from views.
         """
-        raise MetaTTTError(f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false")
+        raise MetaTTTError(
+            f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false"
+        )
 
     def borrow(self, lender: Task) -> None:
         """Gives up the projections: `views` is handed what `lender.project(x)` returns, as `projected`.
@@ -88,7 +92,9 @@ class Task(Component, ABC):
         Raises:
             MetaTTTError: it cannot be made of that.
         """
-        raise MetaTTTError(f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false")
+        raise MetaTTTError(
+            f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false"
+        )
 
     def slope(self, prediction: str) -> str | None:
         """`∂ℓ_t/∂prediction` in symbols, for `metattt layers layer=<name>`; None: it is not written out."""

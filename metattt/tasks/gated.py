@@ -25,7 +25,8 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
             σ(θ x) (Gated DeltaNet-2, arXiv 2605.22791).
         erase_scale: times e; 2 allows negative eigenvalues (arXiv 2411.12537).
         write: the gate w: `none` (1) or `per_channel`, σ(θ x).
-        correction: `q − d p` in the place of q, d learned per head from this value on (Comba: 1, or 0.02 for small models);
+        correction: `q − d p` in the place of q, d learned per head from this value on (Comba: 1, or 0.02 for small
+            models);
             null: q.
 
     Raises:

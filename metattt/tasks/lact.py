@@ -18,21 +18,22 @@ LENGTH_EPS = 1e-5  # added to the lengths of q and k
 
 @register(group="task", name="lact")
 class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
-    """`k = RoPE(u / ‖u‖)`, `u = silu(s_k ∘ θK x + o_k)`, q likewise, and `v = silu(θV x)`, with the loss −⟨v, f(k)⟩ (LaCT,
-    arXiv 2505.23884, as in its released language models).
+    """`k = RoPE(u / ‖u‖)`, `u = silu(s_k ∘ θK x + o_k)`, q likewise, and `v = silu(θV x)`, with the loss −⟨v, f(k)⟩
+    (LaCT, arXiv 2505.23884, as in its released language models).
 
     Scales s and offsets o are learned per feature. The released code turns the pairs (i, i + d/2), and this the pairs
     (2i, 2i + 1): the same up to the order of the features of q and k.
 
     Args:
         rope_theta: base of the rotary encoding.
-        rope_heads: the heads that it tells apart, where they are not those of the layer: LaCT's memory has few, and turns
-            q and k as its attention does, which has many.
+        rope_heads: the heads that it tells apart, where they are not those of the layer: LaCT's memory has few, and
+            turns q and k as its attention does, which has many.
         silu_v: silu on v.
         qk_norm: see `Reconstruction`.
 
     Raises:
-        MetaTTTError: a value that is not allowed; when the layer is built, `rope_heads` that leave no pairs of features.
+        MetaTTTError: a value that is not allowed; when the layer is built, `rope_heads` that leave no pairs of
+            features.
     """
 
     rope = "full"
@@ -45,7 +46,8 @@ class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
         heads = num_heads if self.rope_heads is None else self.rope_heads
         if dim % heads or dim // heads % 2:
             raise MetaTTTError(
-                f"task.rope_heads={heads} does not divide dim={dim} into heads of an even width: set it to the attention's heads"
+                f"task.rope_heads={heads} does not divide dim={dim} into heads of an even width: set it to the "
+                "attention's heads"
             )
         self.rope_width = dim // heads
         self.qk_scale, self.qk_offset = nn.Parameter(torch.ones(2, dim)), nn.Parameter(torch.zeros(2, dim))

@@ -36,11 +36,12 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
             `p sign(e) |e|^(p−1)` with the sign smoothed to e/√(e² + ε), and all derivatives are finite.
         delta: threshold δ of the Huber losses, a number or one per token `[B, H, T]`. `huber` compares it with every
             |e_j|, `norm_huber` with ‖e‖ (½‖e‖², beyond it δ‖e‖ − ½δ²); `mixed_huber` is ½‖e‖² where ‖e‖ ≤ δ and δ‖e‖₁
-            elsewhere, with |e| smoothed to log cosh(ae)/a, so that its gradient is Eq. 26 of MIRAS with tanh(ae) for the
-            sign. (The loss jumps at δ.)
+            elsewhere, with |e| smoothed to log cosh(ae)/a, so that its gradient is Eq. 26 of MIRAS with tanh(ae) for
+            the sign. (The loss jumps at δ.)
 
-    `kl` is `Σ_j p_j log(p_j / q_j)`, p the softmax of the label and q that of the prediction. (In MIRAS KL is a retention;
-    as a loss it is an extension of others, and the cross-entropy with soft labels but for what the label alone gives.)
+    `kl` is `Σ_j p_j log(p_j / q_j)`, p the softmax of the label and q that of the prediction. (In MIRAS KL is a
+    retention; as a loss it is an extension of others, and the cross-entropy with soft labels but for what the label
+    alone gives.)
     """
     if name == "dot":
         return -(prediction * v).sum(-1)

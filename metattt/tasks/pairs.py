@@ -17,8 +17,8 @@ from metattt.tasks.reconstruction import Projected, Reconstruction
 
 @register(group="task", name="pairs")
 class Pairs(Reconstruction, takes=("count", "feature_map", "normalize_qk", "short_conv")):
-    """n pairs `(k, v)` a token, each from projections of its own, with a step size `scale · σ(θ x)` of its own; they are
-    learned one after the other, and the token is read once (DeltaProduct, arXiv 2502.10297):
+    """n pairs `(k, v)` a token, each from projections of its own, with a step size `scale · σ(θ x)` of its own; they
+    are learned one after the other, and the token is read once (DeltaProduct, arXiv 2502.10297):
     `W_j = W_{j−1} − β_j k_jᵀ(k_j W_{j−1} − v_j)` for j = 1 … n.
 
     Args:

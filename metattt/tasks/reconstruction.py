@@ -39,8 +39,8 @@ class Reconstruction(Task):
             2305.13245); None: H. Attention keeps G of them; a learner with weights keeps its H.
         qk_norm: RMSNorm of the projected q and k over all their heads, with a learned scale (QK-norm).
         conv_width: taps of these convolutions (tokens).
-        short_conv: taps (tokens) of a causal convolution of every channel after each of the separate projections, with silu
-            after it, in the place of feature_map=silu for q and k (the published delta rules have 4); None: none.
+        short_conv: taps (tokens) of a causal convolution of every channel after each of the separate projections, with
+            silu after it, in the place of feature_map=silu for q and k (the published delta rules have 4); None: none.
         short_conv_v: of v, too (MesaNet has none).
         rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch
             (`mini_batch`).
@@ -57,12 +57,12 @@ class Reconstruction(Task):
             KL(softmax(v) ‖ softmax(f(k))).
         loss_p: p of `lp`.
         huber_delta: δ, where the Huber losses turn linear, or its initial value.
-        huber_delta_from: a `constant` δ, or softplus(θ x + c) of the token `per_head`; it travels as the last feature of
-            the label view.
+        huber_delta_from: a `constant` δ, or softplus(θ x + c) of the token `per_head`; it travels as the last feature
+            of the label view.
 
     Raises:
-        MetaTTTError: a value that is not allowed, an odd head width with rope, `kv_heads` with views=shared_qk, or a δ of
-            the token for a loss without δ; when the layer is built, for `kv_heads` that do not divide its heads.
+        MetaTTTError: a value that is not allowed, an odd head width with rope, `kv_heads` with views=shared_qk, or a δ
+            of the token for a loss without δ; when the layer is built, for `kv_heads` that do not divide its heads.
     """
 
     projections: Literal["separate", "shared_qk", "no_key"] = setting(default="separate", alias="views")
@@ -75,9 +75,9 @@ class Reconstruction(Task):
     corruption: Literal["none", "noise", "mask"] = setting(default="none")
     corruption_rate: float = setting(default=0.1, least=0)
     seed: int | None = setting(default=None, least=0, most=2**62)
-    loss_name: Literal[
-        "squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber", "kl"
-    ] = setting(default="squared", alias="loss")
+    loss_name: Literal["squared", "mean_squared", "dot", "huber", "cosine", "lp", "norm_huber", "mixed_huber", "kl"] = (
+        setting(default="squared", alias="loss")
+    )
     huber_delta: float = setting(default=1.0, above=0)
     kv_heads: int | None = setting(default=None, kw_only=True, advice=", or null for one of each head")
     qk_norm: bool = setting(default=False, kw_only=True)
@@ -113,7 +113,8 @@ class Reconstruction(Task):
             )
         if self.no_key and (self.rope != "none" or self.corruption != "none" or self.qk_norm or self.normalize_qk):
             raise MetaTTTError(
-                "task.views=no_key has the key 1 for every token: leave out task.rope, corruption, qk_norm and normalize_qk"
+                "task.views=no_key has the key 1 for every token: leave out task.rope, corruption, qk_norm and "
+                "normalize_qk"
             )
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
@@ -220,14 +221,19 @@ class Reconstruction(Task):
     def borrow(self, lender: Task) -> None:
         if not isinstance(lender, Reconstruction) or lender.shared_qk or self.shared_qk or lender.no_key or self.no_key:
             raise MetaTTTError(
-                f"{type(self).__name__} and {type(lender).__name__} share projections of their own for q, k and v each: set "
+                f"{type(self).__name__} and {type(lender).__name__} share projections of their own for q, k and v "
+                "each: set "
                 "task.views=separate, or layer.shared=false"
             )
         ours, theirs = ((one.num_heads * one.head_dim, one.groups * one.head_dim) for one in (self, lender))
         if ours != theirs:
-            raise MetaTTTError(f"layers that share q, k and v have as many features of k, not {ours[1]} and {theirs[1]}: set kv_heads")
+            raise MetaTTTError(
+                f"layers that share q, k and v have as many features of k, not {ours[1]} and {theirs[1]}: set kv_heads"
+            )
         if self.qk_norm:
-            raise MetaTTTError("task.qk_norm is the first layer's where q and k are shared: set layer.first.task.qk_norm")
+            raise MetaTTTError(
+                "task.qk_norm is the first layer's where q and k are shared: set layer.first.task.qk_norm"
+            )
         del self.q, self.k, self.v
 
     def views(

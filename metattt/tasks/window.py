@@ -24,8 +24,8 @@ TAKEN = ("window", "gate", "degree", "feature_map", "normalize_qk", "loss_name",
 @register(group="task", name="window")
 class WindowViews(Reconstruction, takes=TAKEN):
     """`ℓ_t(W) = Σ_{i=t−c+1..t} γ_i ½‖f(φ(k_i); W) − v_i‖²`, the last c tokens of the document (the Omega rule of Atlas,
-    arXiv 2505.23735, Eq. 9, as public reproductions of the paper give it), with queries φ(q). c − 1 tokens are carried from
-    call to call.
+    arXiv 2505.23735, Eq. 9, as public reproductions of the paper give it), with queries φ(q). c − 1 tokens are carried
+    from call to call.
 
     Args:
         window: c (tokens); 1 is the loss of the token alone.
@@ -44,7 +44,9 @@ class WindowViews(Reconstruction, takes=TAKEN):
     window: int = setting(default=4, most=2**16)
     gate: Literal["none", "per_head"] = setting(default="per_head")
     degree: int = setting(default=1, most=8)
-    loss_name: Literal["squared", "mean_squared", "dot", "huber", "cosine", "kl"] = setting(default="squared", alias="loss")
+    loss_name: Literal["squared", "mean_squared", "dot", "huber", "cosine", "kl"] = setting(
+        default="squared", alias="loss"
+    )
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         super().build(dim, num_heads, head_dim)

@@ -25,56 +25,44 @@ class Plan(NamedTuple):
 
 
 def plan_batches(
-    batch_tokens: int | None, context_length: int, batch_size: int, accumulate: int, world_size: int
+    batch_tokens: int | None, context_length: int, batch_size: int, accumulate: int, world_size: int, unit: str = "windows"
 ) -> Plan:
-    """Divides a step among the processes, so that it has the same tokens whatever their number.
+    """Divides a step among the processes, so that it reads the same whatever their number: the largest batches, up to
+    `batch_size`, that divide a process's share.
 
     Args:
         batch_tokens: tokens per step, over all processes. None: those of `batch_size` and `accumulate` in one process.
-        context_length: T, tokens per window.
+        context_length: T, tokens per window; 1 of images.
         batch_size: windows per batch, at most.
         accumulate: batches per step of one process.
         world_size: number of processes.
+        unit: what a batch has a number of, for messages.
 
     Raises:
         MetaTTTError: tokens that are no whole number of windows, or windows that the processes cannot share equally.
     """
     if batch_tokens is None:
-        windows = batch_size * accumulate
+        count = batch_size * accumulate
         setting = f"data.batch_size={batch_size} * trainer.accumulate_grad_batches={accumulate}"
     else:
         setting = f"batch_tokens={batch_tokens} of windows of data.context_length={context_length}"
         if batch_tokens < 1 or batch_tokens % context_length:
             near = max(1, round(batch_tokens / context_length)) * context_length
             raise MetaTTTError(f"{setting} do not fill whole windows: set batch_tokens={near}")
-        windows = batch_tokens // context_length
-    return _share(windows, "windows", batch_size, world_size, setting, context_length)
-
-
-def plan_images(batch_size: int, accumulate: int, world_size: int) -> Plan:
-    """The same for `batch_size * accumulate` images per step over all processes.
-
-    Raises:
-        MetaTTTError: images that the processes cannot share equally.
-    """
-    setting = f"data.batch_size={batch_size} * trainer.accumulate_grad_batches={accumulate}"
-    return _share(batch_size * accumulate, "images", batch_size, world_size, setting, 1)
-
-
-def _share(count: int, unit: str, batch_size: int, world_size: int, setting: str, numbers: int) -> Plan:
-    """The largest batches, up to `batch_size`, that divide a process's share of `count`, each of so many numbers."""
+        count = batch_tokens // context_length
     if count % world_size:
         raise MetaTTTError(
             f"{setting} are {count} {unit} per step, which {world_size} processes cannot share equally: "
             f"set trainer.devices or the batch so that they divide"
         )
     share = count // world_size
-    check_memory_limit(2 * min(batch_size, share) * numbers, f"a batch of {min(batch_size, share)} {unit}", "lower data.batch_size")
+    most = min(batch_size, share)
+    check_memory_limit(2 * most * context_length, f"a batch of {most} {unit}", "lower data.batch_size")
     if share > MOST_BATCHES * batch_size:
         raise MetaTTTError(
             f"{setting} are {share // batch_size:,} batches per step of one process: a step has at most {MOST_BATCHES:,}"
         )
-    size = next(size for size in range(min(batch_size, share), 0, -1) if share % size == 0)
+    size = next(size for size in range(most, 0, -1) if share % size == 0)
     return Plan(size, share // size)
 
 

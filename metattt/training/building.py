@@ -19,15 +19,8 @@ from metattt.parallel.cuts import check_divisible
 from metattt.training.resume import leaves
 
 PARTS = ("model", "layer", "learner", "task", "optimizer")
-HOW_NOT_WHAT = (
-    "form",
-    "group_size",
-    "compute_chunk",
-    "chunk_size",
-    "checkpoint_blocks",
-    "checkpoint_mini_batches",
-    "checkpoint",
-)  # settings that never change a result
+HOW_NOT_WHAT = ("form", "group_size", "compute_chunk", "chunk_size", "checkpoint_blocks", "checkpoint_mini_batches", "checkpoint")
+"""Settings that never change a result."""
 
 
 class Builder:
@@ -94,38 +87,27 @@ class Builder:
 
 def differences(cfg: DictConfig, weights: str) -> str | None:
     """A line on what a run changes of the model whose weights it starts from, where the weights themselves do not show
-    it.
-
-    An activation, an inner learning rate or a mini-batch size may be changed on purpose, so the run's configuration
-    holds; but it is said.
+    it: an activation, an inner learning rate or a mini-batch size may be changed on purpose, but it is said.
 
     Args:
         cfg: the configuration of the run.
         weights: the checkpoint that it starts from.
     """
-    found = [_settings(one) for one in (cfg, open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config)]
+    there = open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config
     changed = []
     for part in PARTS:
-        ours, theirs = (one[part] for one in found)
+        ours, theirs = _settings(cfg, part), _settings(there, part)
         keys = [COMPONENT] if ours.get(COMPONENT) != theirs.get(COMPONENT) else [key for key in ours if key in theirs]
         for key in keys:
             if ours.get(key) != theirs.get(key):
-                name = part if key == COMPONENT else f"{part}.{key}"
-                changed.append(f"{name} {_shown(ours.get(key))} (there {_shown(theirs.get(key))})")
+                here, before = (str(one.get(key)).rpartition("=")[2] for one in (ours, theirs))
+                changed.append(f"{part if key == COMPONENT else f'{part}.{key}'} {here} (there {before})")
     return f"weights of {weights}, but here with {', '.join(changed)}" if changed else None
 
 
-def _settings(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """The settings that decide what a model computes, by part. Those of a pattern of blocks stand under dotted keys."""
-    named = to_names(OmegaConf.to_container(cfg, resolve=True))
-    found = {}
-    for part in PARTS:
-        settings = dict(named.get(part) or {})
-        blocks = settings.pop("blocks", None)
-        settings |= leaves(blocks, "blocks") if blocks else {}
-        found[part] = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in (*HOW_NOT_WHAT, *PARTS)}
-    return found
-
-
-def _shown(value: Any) -> str:
-    return str(value).rpartition("=")[2]
+def _settings(cfg: DictConfig, part: str) -> dict[str, Any]:
+    """The settings of a part that decide what a model computes; those of a pattern of blocks stand under dotted keys."""
+    settings = dict(to_names(OmegaConf.to_container(cfg, resolve=True)).get(part) or {})
+    if blocks := settings.pop("blocks", None):
+        settings |= leaves(blocks, "blocks")
+    return {key: value for key, value in settings.items() if key.rpartition(".")[2] not in (*HOW_NOT_WHAT, *PARTS)}

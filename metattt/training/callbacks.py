@@ -12,7 +12,6 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from metattt.data.windows import WindowData
 from metattt.errors import MetaTTTError, check_integer
 from metattt.measures.inner_loss import Curves, average
 from metattt.models.language_model import LanguageModel
@@ -189,7 +188,7 @@ class LossCurve(lightning.Callback):
         if not (self.inner_windows and isinstance(model, LanguageModel)) or divided(model):
             return None
         module = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(getattr(module, "data", module), WindowData):
+        if not getattr(getattr(module, "data", module), "windows_of_text", False):
             return None
         training = model.training
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []

@@ -13,7 +13,6 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from metattt.checkpoints.rolling import set_aside
-from metattt.errors import MetaTTTError
 from metattt.io import write_whole
 from metattt.metrics_file import STEP, Row, of_validation, read_rows
 from metattt.registry import register
@@ -122,17 +121,6 @@ class CSVLog(Logger):
         lines = [_line(columns), *(_line([row.get(name, "") for name in columns]) for row in rows)]
         write_whole(self.path, "".join(lines).encode())
         self.columns = list(columns)
-
-
-def check_log(path: Path) -> None:
-    """Refuses a file of somebody else's in the place of a log.
-
-    Raises:
-        MetaTTTError: it is no log of a run.
-    """
-    rows, damage = read_rows(path)
-    if damage and not rows:
-        raise MetaTTTError(f"{path} is no log of a run ({damage}): move it, or choose another output_dir")
 
 
 def _number(value: Any) -> Any:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import lightning
-import torch
 from torch.utils.data import DataLoader
 
 from metattt.data.base import Data
 from metattt.training.batches import batch_share
-from metattt.training.text_module import LanguageModeling
 
 
 class Share:
@@ -45,13 +43,6 @@ class ForLightning(lightning.LightningDataModule):
         assert self.trainer is not None
         self.data.trainer = Share(self.trainer)
         self.data.setup(stage)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        module = None if self.trainer is None else self.trainer.lightning_module
-        if isinstance(module, LanguageModeling):
-            module.batch_moved(batch, moved)
-        return moved
 
     def state_dict(self) -> dict[str, Any]:
         return self.data.state_dict()

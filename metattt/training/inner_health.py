@@ -16,7 +16,7 @@ from metattt.layer import TTTLayer
 from metattt.measures.inner_health import Health, inner_health, learning
 from metattt.parallel.gradients import several_meshes
 from metattt.registry import register
-from metattt.training.finite import listed
+from metattt.training.divergence import listed
 
 DEAD_RATE = 1e-7  # an η below moves no weight that fp32 would show
 FORGETTING = 0.5  # an α below halves the weights with every token

@@ -1,4 +1,4 @@
-"""The contract of a training job: what is special about one kind of data."""
+"""What every kind of data has in common in training: the Lightning module, and the job around it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,166 @@ from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
 import lightning
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from omegaconf import DictConfig
 from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from metattt.checkpoints.record import RECORD
+from metattt.errors import MetaTTTError
+from metattt.training.batches import batch_share, plan_batches, recount_batches, validate_between_steps
 
 Model = TypeVar("Model")
 Module = TypeVar("Module")
 
 
+class OuterLoop(lightning.LightningModule):
+    """Trains a model on batches; a kind of data says what the loss of a batch is (`batch_loss`, `item_losses`), and how
+    it is validated.
+
+    Args:
+        model: the model.
+        recipe: the outer optimizer and its schedule.
+        record: of the run (`metattt.checkpoints.record`), kept in every checkpoint.
+    """
+
+    build: Any = None  #: makes the model in parts; trainer=fsdp needs it, and `model` may then be without values
+
+    def __init__(self, model: Any, recipe: Any, record: dict[str, Any]):
+        super().__init__()
+        self.model, self.recipe, self.record = model, recipe, record
+        self.step_loss = torch.zeros(())  # of the batches of a step so far, summed
+
+    def batch_loss(self, batch: Any) -> Tensor:
+        """The loss of a batch, as a training step takes it."""
+        raise NotImplementedError
+
+    def item_losses(self, batch: Any) -> Tensor:
+        """The loss of every item of a batch: `[B]` of images, `[B, T]` of tokens."""
+        raise NotImplementedError
+
+    def shortest_loss(self) -> Tensor:
+        """The loss of the smallest batch: what it does not depend on, a step may leave without a gradient."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.batch_loss(batch)
+        per_step = self.trainer.accumulate_grad_batches
+        self.step_loss = loss.detach() + (self.step_loss if batch_idx % per_step else 0)
+        if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
+            self.log_step({"loss": self.trainer.strategy.reduce(self.step_loss / per_step, reduce_op="mean")})
+        return loss
+
+    def log_step(self, values: dict[str, Any]) -> None:
+        """Logs figures of the step that ends now."""
+        # Lightning takes the step of the log from here; its own count slips on resuming. (What the host knows is logged
+        # as a tensor there: a plain number would be sent to the device, and waited for.)
+        self.log("step", torch.tensor(self.global_step + 1.0))
+        for name, value in values.items():
+            self.log(f"train/{name}", value)
+
+    def log_validation(self, values: dict[str, Any]) -> None:
+        """Logs figures of a validation."""
+        self.log("step", float(self.global_step))
+        for name, value in values.items():
+            self.log(f"validation/{name}", value)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = self.recipe.optimizer(self.model)
+        schedule = self.recipe.schedule(optimizer, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[RECORD] = self.record
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
+
+
 class Job(ABC, Generic[Model, Module]):
-    """Made from the configuration and its data module, which it reads and checks against the model."""
+    """What is special about one kind of data: made from the configuration and the data, which it reads and checks
+    against the model (`Data.job`).
+
+    Args:
+        cfg: the configuration of the run.
+        data: its data.
+    """
+
+    kind = "data"  #: first word of the header
+    unit = "sequences"  #: what a batch has a number of
+    in_parts = False  #: the model can be made block by block (trainer=fsdp)
+
+    def __init__(self, cfg: DictConfig, data: Any):
+        self.cfg, self.data = cfg, data
 
     @abstractmethod
     def module(self, model: Model, recipe: Any) -> Module:
-        """The Lightning module."""
+        """The Lightning module.
 
-    @abstractmethod
+        Raises:
+            MetaTTTError: a recipe for another kind of data.
+        """
+
     def prepare(self, trainer: lightning.Trainer) -> None:
-        """What needs the trainer: how many processes there are, which callbacks."""
+        """Divides the batch among the trainer's processes, and counts the steps between validations over all passes.
 
-    @abstractmethod
+        Raises:
+            MetaTTTError: a batch that cannot be divided, or a trainer for text.
+        """
+        if self.cfg.batch_tokens is not None:
+            raise MetaTTTError("batch_tokens is for text: set data.batch_size and trainer.accumulate_grad_batches")
+        if hasattr(trainer.strategy, "on_block"):  # it divides language models, whose blocks it looks at
+            raise MetaTTTError("trainer=fsdp is for text, and so is trainer=time_parallel: set trainer=ddp, or default")
+        self.divide(trainer, None, 1, self.unit)
+
+    def divide(self, trainer: lightning.Trainer, tokens: int | None, length: int, unit: str) -> None:
+        """Sets the sizes of batches that the trainer's processes take.
+
+        Args:
+            tokens: of a step, over all processes; None: as the data and the trainer say.
+            length: tokens of an item; 1: items are counted.
+            unit: what an item is, for messages.
+        """
+        before, processes = (self.data.batch_size, trainer.accumulate_grad_batches), batch_share(trainer)[1]
+        plan = plan_batches(tokens, length, *before, processes, unit)
+        self.data.batch_size, trainer.accumulate_grad_batches = plan
+        validate_between_steps(trainer)
+
     def header(self, console: Console, trainer: lightning.Trainer, model: Model, done: int) -> None:
         """What is about to run, in three lines. `done`: steps of a run that goes on."""
+        count = self.data.batch_size * trainer.accumulate_grad_batches * batch_share(trainer)[1] * self.items()
+        processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
+        start = f", from step {done:,}" if done else ""
+        console.print(f"{self.kind:<8}{self.data.describe()}")
+        console.print(f"model   {self.about(model)} on {trainer.strategy.root_device}{processes}")
+        console.print(f"run     {trainer.max_steps:,} steps of {count:,} {self.unit}{start} -> {self.cfg.output_dir}")
 
-    @abstractmethod
+    def items(self) -> int:
+        """How many of `unit` there are in an item of a batch."""
+        return 1
+
+    def about(self, model: Any) -> str:
+        """The model in a few words."""
+        return f"{model.num_parameters():,} parameters"
+
     def report(self, console: Console, trainer: lightning.Trainer, seconds: float) -> None:
         """The final table."""
+        table, found = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left"), []
+        for key, (name, scale, form) in self.columns().items():
+            if (value := trainer.callback_metrics.get(f"validation/{key}")) is not None:
+                table.add_column(f"validation {name}", justify="right")
+                found.append(f"{scale * value.item():{form}}")
+        table.add_row(*found)
+        console.print(table)
 
-    @abstractmethod
+    def columns(self) -> dict[str, tuple[str, float, str]]:
+        """Logged figure of the validation -> its name in the final table, its factor and its format."""
+        return {"loss": ("loss", 1, ".4g")}
+
     def sample(self, console: Console, module: Module) -> None:
         """Something that the trained model made, if it makes anything."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError, check_number
 from metattt.optimizers.block import newton_schulz
 from metattt.registry import register
+from metattt.training.recipes import AdamW
 from metattt.training.sharding import divided
-from metattt.training.text_module import AdamW
 
 RMS = 0.2  # of a step's entries, over the learning rate: about that of AdamW's steps (arXiv 2502.16982, Sec. 2.2)
 LEAST = 16  # rows and columns of a matrix that Muon moves: narrower ones are gates, a few directions at most

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from metattt.registry import register
-from metattt.training.launchers import Launcher
 
 
 @register(group="strategy", name="replicated_data")
@@ -21,14 +21,13 @@ class ReplicatedData(DDPStrategy):
     input (`shortest_loss` of the Lightning module): parameters that it reaches are reached by every longer one. (To add
     every parameter to the loss with a factor of 0 instead would give zero gradients, and weight decay, where one
     process has none.)
+
+    Args:
+        timeout_minutes: that a process waits for another that hangs, before the run ends.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+    def __init__(self, timeout_minutes: float = 30.0) -> None:
+        super().__init__(timeout=timedelta(minutes=timeout_minutes))
 
     def configure_ddp(self) -> None:
         module: Any = self.lightning_module

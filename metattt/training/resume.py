@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,23 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 from metattt.composition.choices import choices
 from metattt.composition.compose import compose
 from metattt.composition.overrides import left_out
-from metattt.data.digits import DigitsData
-from metattt.data.images import Images
-from metattt.data.manifest import CHECKSUM
-from metattt.data.shards import ShardData
-from metattt.data.stream import StreamData
-from metattt.data.windows import WindowData
 from metattt.errors import MetaTTTError
 
-RESUMABLE = (
-    "trainer",
-    "callbacks",
-    "logger",
-    "sample",
-    "on_divergence",
-)  # parts of the configuration that a resumed run may change
+RESUMABLE = ("trainer", "callbacks", "logger", "sample", "on_divergence")  # parts that a resumed run may change
 MOVABLE = ("data.path", "data.validation_path")  # where the same data is now
-OF_THE_COMMAND = ("resume", "replay", "overwrite", "output_dir", "given", "name", "trust", "objective")
+OF_THE_COMMAND = ("resume", "overwrite", "output_dir", "given", "name", "trust", "objective")
 PATHS = ("path", "folder", "dirpath", "save_dir", "default_root_dir")  # keys of what they write
 WRITE = ("trainer", "callbacks", "logger")  # parts that write files
 PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what a choice of trainer=<name> is about
@@ -133,35 +119,6 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
     return {leaf: value for key, child in items for leaf, value in leaves(child, key).items()}
 
 
-def fingerprint(data: Any) -> str | None:
-    """What tells the data of a run from others, wherever it is: the tokens themselves; of images their number and
-    classes.
-
-    Args:
-        data: a data module that is set up.
-
-    Returns:
-        A short text; None for data that is always the same, and for kinds that are not known.
-    """
-    if isinstance(data, ShardData):  # the checksums of all shards
-        known = [(shard["split"], shard["tokens"], shard[CHECKSUM]) for shard in data.manifest["shards"]]
-        return _digest(json.dumps(known).encode())
-    if isinstance(data, StreamData):  # what is held out
-        return _digest(data.windows("validation")[:])  # type: ignore[index]
-    if isinstance(data, WindowData):
-        return _digest(*(data.windows(name)[:] for name in ("train", "validation")))  # type: ignore[index]
-    if isinstance(data, Images) and not isinstance(data, DigitsData):
-        return data.describe().rpartition(": ")[2] + f", {data.num_classes} classes"
-    return None
-
-
-def _digest(*pieces: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
-
-
 def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | None:
     """Compares the data of a run that goes on with what it was trained on.
 
@@ -176,7 +133,7 @@ def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | 
     Raises:
         MetaTTTError: other data at the new place.
     """
-    before, now = record.get("data"), fingerprint(data)
+    before, now = record.get("data"), data.fingerprint()
     if before == now:
         return None
     if moved:

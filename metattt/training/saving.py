@@ -78,7 +78,8 @@ class Checkpoints(lightning.Callback):
         if stage != "fit":
             return
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
-        self._group = dist.new_group(backend="gloo") if trainer.world_size > 1 and dist.is_initialized() else None
+        timeout = getattr(trainer.strategy, "_timeout", None)  # as of every other message
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if trainer.world_size > 1 and dist.is_initialized() else None
         silence_lightning(trainer)
         self._requests.speaks = trainer.is_global_zero
         self._requests.listen()

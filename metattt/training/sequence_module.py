@@ -1,72 +1,51 @@
-"""The outer loop for sequences that come with their labels: cross-entropy and accuracy where a class is asked for, squared
-error where a number is."""
+"""The outer loop for sequences that come with their labels: cross-entropy and accuracy where a class is asked for,
+squared error where a number is."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from omegaconf import DictConfig
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from metattt.checkpoints.record import RECORD
-from metattt.data.sequences import NO_LABEL, Batch
+from metattt.checkpoints.record import make_record
+from metattt.data.sequences import NO_LABEL, Batch, SequenceData
+from metattt.errors import MetaTTTError
 from metattt.measures.labelled import answers, losses_and_hits
-from metattt.training.batches import recount_batches
-from metattt.training.text_module import AdamW
+from metattt.models.language_model import LanguageModel
+from metattt.training.job import Job, OuterLoop
+from metattt.training.recipes import AdamW
 
 
-class LabelledSequences(lightning.LightningModule):
-    """Trains a model on `data=recall` or `data=in_context`.
+class LabelledSequences(OuterLoop):
+    """Trains a language model or a `Regression` on `data=recall`, `data=in_context` or another `SequenceData`.
 
     Logged of validation: `loss`, the mean over what is asked for (nats, or squared error), and `accuracy` of classes.
-
-    Args:
-        model: a language model or a `Regression`.
-        recipe: the outer optimizer and its schedule.
-        record: of the run (`metattt.checkpoints.record`), kept in every checkpoint.
     """
 
     def __init__(self, model: Any, recipe: AdamW, record: dict[str, Any]):
-        super().__init__()
-        self.model, self.recipe, self.record = model, recipe, record
-        self.step_loss = torch.zeros(())  # of the batches of a step so far, summed
+        super().__init__(model, recipe, record)
         self.validation_loss, self.validation_accuracy = MeanMetric(), MeanMetric()
 
     def on_fit_start(self) -> None:
         self.model.check_causal()
 
     def batch_loss(self, batch: Batch) -> Tensor:
-        """The loss of a batch, as a training step takes it: the mean over what is asked for."""
         return losses_and_hits(*answers(self.model, *batch))[0].mean()
 
     def item_losses(self, batch: Batch) -> Tensor:
-        """The loss of every token `[B, T]`, 0 where nothing is asked."""
         inputs, labels = batch
         asked = labels != NO_LABEL if not labels.is_floating_point() else ~labels.isnan()
         losses = losses_and_hits(*answers(self.model, inputs, labels))[0]
         return torch.zeros(labels.shape, dtype=losses.dtype, device=losses.device).masked_scatter(asked, losses)
 
     def shortest_loss(self) -> Tensor:
-        """The loss of two tokens: what it does not depend on, a step may leave without a gradient."""
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         if hasattr(self.model, "vocab_size"):
             return self.batch_loss((ids, ids))
         return self.batch_loss((torch.zeros(1, 2, self.model.in_features, device=self.device), ids.float()))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.batch_loss(batch)
-        per_step = self.trainer.accumulate_grad_batches
-        self.step_loss = loss.detach() + (self.step_loss if batch_idx % per_step else 0)
-        if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
-            self.log("step", torch.tensor(self.global_step + 1.0))
-            self.log("train/loss", self.trainer.strategy.reduce(self.step_loss / per_step, reduce_op="mean"))
-        return loss
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         losses, hits = losses_and_hits(*answers(self.model, *batch))
@@ -75,20 +54,50 @@ class LabelledSequences(lightning.LightningModule):
             self.validation_accuracy.update(hits)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("step", float(self.global_step))
-        for name, metric in (("loss", self.validation_loss), ("accuracy", self.validation_accuracy)):
-            if metric.update_called:
-                self.log(f"validation/{name}", metric.compute())
+        metrics = {"loss": self.validation_loss, "accuracy": self.validation_accuracy}
+        self.log_validation({name: metric.compute() for name, metric in metrics.items() if metric.update_called})
+        for metric in metrics.values():
             metric.reset()
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = self.recipe.optimizer(self.model)
-        num_steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.recipe.factor(step, num_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[RECORD] = self.record
+class SequenceJob(Job[Any, LabelledSequences]):
+    """Answers at the labelled tokens of synthetic sequences.
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
+    Args:
+        cfg: the configuration of the run.
+        data: its data; checked against the model here.
+
+    Raises:
+        MetaTTTError: a model that does not read these sequences.
+    """
+
+    def __init__(self, cfg: DictConfig, data: SequenceData):
+        super().__init__(cfg, data)
+        if data.vocab_size is not None:
+            if "vocab_size" not in cfg.model:
+                raise MetaTTTError("recall needs a language model: set experiment=recall, or model=language_model")
+            if data.vocab_size > cfg.model.vocab_size:
+                raise MetaTTTError(
+                    f"the sequences have {data.vocab_size} different ids and the model {cfg.model.vocab_size}: "
+                    f"set model.vocab_size={data.vocab_size}"
+                )
+        elif "in_features" not in cfg.model:
+            raise MetaTTTError("regression in context needs a model that reads vectors: set experiment=in_context, or model=regression")
+        elif data.inputs != cfg.model.in_features:
+            raise MetaTTTError(
+                f"a token of the sequences has {data.inputs} numbers and the model takes {cfg.model.in_features}: "
+                f"set model.in_features={data.inputs}"
+            )
+
+    def module(self, model: Any, recipe: AdamW) -> LabelledSequences:
+        if not isinstance(recipe, AdamW) or recipe.forward_only or recipe.chunk is not None:
+            raise MetaTTTError("synthetic sequences are trained on whole, with gradients: set training=adamw training.chunk=null")
+        if isinstance(model, LanguageModel) and hasattr(model, "mini_batch_size"):
+            raise MetaTTTError(
+                "model=ttt_e2e learns from the next token at every place, which these sequences do not have: set model=language_model"
+            )
+        return LabelledSequences(model, recipe, make_record(self.cfg))
+
+    def columns(self) -> dict[str, tuple[str, float, str]]:
+        loss = "cross-entropy (nats)" if self.data.vocab_size else "squared error"
+        return {"accuracy": ("accuracy %", 100, ".4g"), "loss": (loss, 1, ".4g")}

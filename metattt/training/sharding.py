@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.folder import MODEL, STATES, TRAINING, load_parts, read_content, verify
+from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights
 from metattt.checkpoints.plain import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import MetaTTTError
@@ -32,7 +34,6 @@ from metattt.registry import register
 from metattt.training.batches import shares
 from metattt.training.building import Builder
 from metattt.training.checkpoint_files import write_run
-from metattt.training.launchers import Launcher
 
 
 def build_divided(
@@ -78,21 +79,18 @@ class FullyShardedData(ModelParallelStrategy):
     Args:
         tensor_ranks: processes that divide the heads of every layer and the features of every SwiGLU; they read the
             same windows. Must divide the number of processes.
+        timeout_minutes: that a process waits for another that hangs, before the run ends.
 
     Raises:
         MetaTTTError: a number below 1.
     """
 
-    def __init__(self, tensor_ranks: int = 1) -> None:
+    def __init__(self, tensor_ranks: int = 1, timeout_minutes: float = 30.0) -> None:
         if tensor_ranks < 1:
             raise MetaTTTError(f"trainer.tensor_ranks={tensor_ranks} is not allowed: it must be at least 1")
-        super().__init__(tensor_parallel_size=tensor_ranks, save_distributed_checkpoint=True)
+        timeout = timedelta(minutes=timeout_minutes)
+        super().__init__(tensor_parallel_size=tensor_ranks, save_distributed_checkpoint=True, timeout=timeout)
         self.tensor_ranks = tensor_ranks
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         self._data_parallel_size = shares(self.num_nodes * self.num_processes, tensor_ranks=self.tensor_ranks)
@@ -134,15 +132,22 @@ class FullyShardedData(ModelParallelStrategy):
         their checksums, then reads its part of the tensors."""
         folder = Path(self.broadcast(str(checkpoint_path)))
         self._verify_together(folder)
-        content, plain = read_checkpoint(folder, "none"), read_content(folder)
+        content, plain = read_checkpoint(folder, "small"), read_content(folder)
         options = self._options()
-        model = get_model_state_dict(self._module, options=options)
-        load_parts(folder, plain, MODEL, cast(dict[str, Tensor], model))
-        set_model_state_dict(self._module, model, options=options)
+        model = cast(dict[str, Tensor], get_model_state_dict(self._module, options=options))
+        stored = weights(plain)
+        parts: dict[str, Tensor] = {}
+        for name, tensor in model.items():  # of a weight with several names one was written
+            parts.setdefault(stored.get(name, name), tensor)
+        load_parts(folder, parts, together=True)
+        with torch.no_grad():
+            for name, tensor in model.items():
+                tensor.copy_(parts[stored.get(name, name)])
+        set_model_state_dict(self._module, cast(dict[str, Any], model), options=options)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, content.pop(STATES, []), strict=False)):
             tensors: dict[str, Tensor] = {}  # before its first step too: zeros then
             take_apart(self.optimizer_state(optimizer)["state"], tensors, f"{STATES}/{index}/state")
-            load_parts(folder, plain, TRAINING, tensors)
+            load_parts(folder, tensors, together=True)
             state = put_together(plain["content"][STATES][index]["state"], tensors)
             self._set_state(optimizer, state, saved["param_groups"], options)
         return content
@@ -150,7 +155,7 @@ class FullyShardedData(ModelParallelStrategy):
     def _verify_together(self, folder: Path) -> None:
         problem = None
         try:
-            verify(folder, (self.global_rank, self.world_size))
+            verify(folder, share=(self.global_rank, self.world_size))
         except MetaTTTError as error:
             problem = str(error)
         problems: list[Any] = [problem]

@@ -37,10 +37,9 @@ class Interrupted(Exception):
 
 
 class StopRequests:
-    """Notes the first signal that asks the run to stop.
+    """Notes the first signal that asks the run to stop; Ctrl-C after it ends the process at once.
 
-    A second Ctrl-C ends the process at once, also one that waits for another process in a call that Python cannot
-    interrupt. What comes within half a second of the first is the same Ctrl-C by another way (a launcher passes it on).
+    What comes within half a second of the first is the same Ctrl-C by another way (a launcher passes it on).
 
     Args:
         last_checkpoint: what the user is told is kept, if a second signal comes.
@@ -50,56 +49,35 @@ class StopRequests:
         self.received = 0  # number of the first signal; 0: none
         self.speaks = True  # one of several processes
         self.last_checkpoint = last_checkpoint
+        self._since = 0.0
         self._previous: dict[int, Any] = {}
-        self._wakeup = self._pipe = -1
 
     def listen(self) -> None:
         """Sets the handlers of signals that are not ignored; nothing happens in a thread, where Python allows none."""
-        if self._pipe >= 0 or threading.current_thread() is not threading.main_thread():
+        if self._previous or threading.current_thread() is not threading.main_thread():
             return
-        read, self._pipe = os.pipe()
-        os.set_blocking(self._pipe, False)
-        self._wakeup = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
-        threading.Thread(target=self._stop_at_once, args=(read,), daemon=True, name="second-ctrl-c").start()
         # a signal that is ignored stays so: a script's command in the background does not end with another's Ctrl-C
         heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._note) for number in heard}
 
     def stop_listening(self) -> None:
         """Puts back the handlers that were there before."""
-        if self._pipe < 0:
-            return
         for number, previous in self._previous.items():
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
-        signal.set_wakeup_fd(self._wakeup)
-        os.close(self._pipe)  # the thread ends
-        self._pipe = -1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
-            self.received = number
-            if not self.speaks:
-                return
-            # print may be in the middle of a line of its own, which must not be entered twice
-            _say(f"\n{signal.Signals(number).name}: stopping after this step; Ctrl-C again stops at once")
-
-    def _stop_at_once(self, read: int) -> None:
-        """In a thread of its own: the numbers of the signals arrive here whatever the main thread does."""
-        first = None
-        with open(read, "rb", buffering=0) as numbers:
-            while number := numbers.read(1):
-                if number[0] != signal.SIGINT:
-                    continue
-                now = time.monotonic()
-                if first is None:
-                    first = now
-                elif now - first > SAME_SIGNAL_SECONDS:
-                    _say(f"stopped at once; {self.last_checkpoint()}")
-                    os._exit(128 + signal.SIGINT)
+            self.received, self._since = number, time.monotonic()
+            if self.speaks:
+                _say(f"\n{signal.Signals(number).name}: stopping after this step; Ctrl-C again stops at once")
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
+            _say(f"stopped at once; {self.last_checkpoint()}")
+            os._exit(128 + signal.SIGINT)
 
 
 def _say(line: str) -> None:
+    """Not by print, which may be in the middle of a line of its own and must not be entered twice."""
     os.write(2, f"{line}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""The outer loop: next-token prediction with AdamW, in one process or in several."""
+"""The outer loop for text: next-token prediction, in one process or in several."""
 
 from __future__ import annotations
 
@@ -10,118 +10,35 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor, nn
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 
-from metattt.checkpoints.record import RECORD
-from metattt.data.windows import NO_TOKEN
-from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.checkpoints.record import make_record
+from metattt.data.windows import NO_TOKEN, WindowData
+from metattt.errors import MetaTTTError
+from metattt.generation.sampling import generate
+from metattt.generation.text import ends
+from metattt.measures.ngram import NGram
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import clip_norm, several_meshes
 from metattt.parallel.line import Line
 from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan
-from metattt.registry import register
-from metattt.training.batches import recount_batches
-from metattt.training.building import Builder
+from metattt.training.callbacks import LossCurve
+from metattt.training.job import Job, OuterLoop
+from metattt.training.recipes import AdamW
 from metattt.training.sharding import FullyShardedData, build_divided, divided
 from metattt.training.truncated import truncated_loss
 
-
-@register(group="training", name="adamw")
-class AdamW:
-    """The recipe of the TTT papers: AdamW, linear warm-up, cosine decay (arXiv 2407.04620, App. C).
-
-    Args:
-        lr: peak learning rate.
-        betas: decay of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: of projections and embeddings. Norms, biases, convolutions, inner learning rates and the initial
-            weights of the inner loop do not decay.
-        warmup_fraction: share of the steps with a rising learning rate.
-        min_lr: learning rate at the last step.
-        chunk: tokens of a window that are read at a time, the state carried on; None: all of them.
-        truncate: k, chunks that the gradient of a chunk's loss reaches back over, its own among them
-            (`metattt.training.truncated`): memory does not grow with the window, and the gradient is not that of the
-            whole window. None: all chunks, the exact gradient.
-
-    Raises:
-        MetaTTTError: a value that is not allowed.
-    """
-
-    forward_only = (
-        False  #: the optimizer needs the loss alone, again and again: no graph is made, and nothing is backpropagated
-    )
-
-    chunk: int | None = None
-    truncate: int | None = None
-
-    def __init__(
-        self,
-        lr: float = 3e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-        warmup_fraction: float = 0.1,
-        min_lr: float = 1e-5,
-        chunk: int | None = None,
-        truncate: int | None = None,
-    ):
-        check_number("training.lr", lr, above=0, most=1e36)  # a step of it is a number in fp32
-        check_betas(betas)
-        check_number("training.eps", eps, above=0)
-        check_number("training.weight_decay", weight_decay, least=0)
-        check_number("training.warmup_fraction", warmup_fraction, least=0, most=1)
-        check_number("training.min_lr", min_lr, least=0)
-        self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
-        self.warmup_fraction, self.min_lr = warmup_fraction, min_lr
-        for key, value in (("chunk", chunk), ("truncate", truncate)):
-            if value is not None:
-                check_integer(f"training.{key}", value, advice=", or null for all")
-        if truncate is not None and chunk is None:
-            raise MetaTTTError(f"training.truncate={truncate} counts chunks: set training.chunk to their tokens")
-        self.chunk, self.truncate = chunk, truncate
-
-    def warmup_steps(self, num_steps: int) -> int:
-        """Steps with a rising learning rate, at least one."""
-        return max(1, round(self.warmup_fraction * num_steps))
-
-    def factor(self, step: int, num_steps: int) -> float:
-        """The learning rate at a step, over its peak."""
-        warmup = self.warmup_steps(num_steps)
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        low = min(self.min_lr / self.lr, 1.0)
-        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The outer optimizer."""
-        return torch.optim.AdamW(self.groups(model), lr=self.lr, betas=self.betas, eps=self.eps)
-
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The parameters in two groups: those that decay, and the others."""
-        matrices = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
-        decayed = {id(weight) for weight in matrices}
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return [
-            {"params": [p for p in parameters if id(p) in decayed], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
-        ]
+SAMPLE_PROMPT_BYTES = 64
+SAMPLE_BYTES = 200
+ORDERS = (2, 3)  # of the byte models that are counted for comparison
+MOST_SORTED = 2**26  # tokens of training text that order 3 is counted on: it sorts them, which takes seconds
 
 
-def check_betas(betas: object) -> None:
-    """Refuses what are no two decays of moments.
-
-    Raises:
-        MetaTTTError: not two numbers from 0 to below 1.
-    """
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise MetaTTTError(f"training.betas={betas} is not allowed: it must be two numbers, training.betas=[0.9,0.95]")
-    for beta in betas:
-        check_number("training.betas", beta, least=0, below=1)
-
-
-class LanguageModeling(lightning.LightningModule):
+class LanguageModeling(OuterLoop):
     """Trains a language model on windows of tokens `[B, T + 1]`: the first T are read, the last T predicted.
 
     Args:
@@ -140,13 +57,7 @@ class LanguageModeling(lightning.LightningModule):
         record: dict[str, Any],
         document_start: int | None = None,
     ):
-        super().__init__()
-        self.model = model
-        self.build: Builder | None = (
-            None  # makes the model in parts; trainer=fsdp needs it, and `model` may then be without values
-        )
-        self.recipe = recipe
-        self.record = record
+        super().__init__(model, recipe, record)
         self.document_start = document_start
         self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
         self.scanned: Collection[int] = ()  # blocks whose states need not wait for each other there
@@ -220,14 +131,18 @@ class LanguageModeling(lightning.LightningModule):
             reset = here[:, :-1] == self.document_start
         return read, reset, ids[:, 1:]
 
-    def batch_moved(self, batch: Any, moved: Any) -> None:
-        """What the host has of the batch that comes next; `ForLightning` says so."""
-        self._batch = (moved, batch) if isinstance(batch, Tensor) and isinstance(moved, Tensor) else None
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        self._batch = (moved, batch) if isinstance(batch, Tensor) else None
+        return moved
 
     def batch_loss(self, ids: Tensor) -> Tensor:
-        """The loss of a batch, as a training step takes it: the mean over its predicted tokens (nats)."""
-        sums = self.sums(ids) if self.recipe.chunk is None else self.in_chunks(ids, self.recipe.chunk)
+        """The mean over the predicted tokens of a batch (nats)."""
+        sums = self._sums(ids)
         return sums[0] / sums[1]
+
+    def _sums(self, ids: Tensor) -> Tensor:
+        return self.sums(ids) if self.recipe.chunk is None else self.in_chunks(ids, self.recipe.chunk)
 
     def item_losses(self, ids: Tensor) -> Tensor:
         """The loss of every token of a batch `[B, T + 1]`: `[B, T]` nats, 0 where nothing is predicted."""
@@ -241,7 +156,7 @@ class LanguageModeling(lightning.LightningModule):
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         with torch.set_grad_enabled(not self.recipe.forward_only):
-            sums = self.sums(ids) if self.recipe.chunk is None else self.in_chunks(ids, self.recipe.chunk)
+            sums = self._sums(ids)
         # divided by what the processes read on average: of one window, some may have a token more than others
         whole = 1 if self.line is None else self.line.size
         loss = sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
@@ -249,11 +164,7 @@ class LanguageModeling(lightning.LightningModule):
         self.step_sums = sums.detach().double() + (self.step_sums if batch_idx % per_step else 0)
         if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
             nats, num_tokens, num_bytes = self._over_processes(self.step_sums)
-            # Lightning takes the step of the log from here; its own count slips on resuming. (What the host knows is logged
-            # as a tensor there: a plain number would be sent to the device, and waited for.)
-            self.log("step", torch.tensor(self.global_step + 1.0))
-            self.log("train/loss", nats / num_tokens)
-            self.log("train/bits_per_byte", nats / math.log(2) / num_bytes)
+            self.log_step({"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes})
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -272,9 +183,6 @@ class LanguageModeling(lightning.LightningModule):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))
-
     def on_validation_epoch_start(self) -> None:
         self.validation_sums = torch.zeros(3, dtype=torch.float64)
 
@@ -286,9 +194,7 @@ class LanguageModeling(lightning.LightningModule):
             self.line.finish()
         # sums over all windows, divided once: the last batch may be smaller
         nats, num_tokens, num_bytes = self._over_processes(self.validation_sums.to(self.device))
-        self.log("step", float(self.global_step))
-        self.log("validation/loss", nats / num_tokens)
-        self.log("validation/bits_per_byte", nats / math.log(2) / num_bytes)
+        self.log_validation({"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes})
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         """The sum of what every process has."""
@@ -302,10 +208,7 @@ class LanguageModeling(lightning.LightningModule):
             )
         if self.recipe.chunk is not None:
             self._check_chunks()
-        optimizer = self.recipe.optimizer(self.model)
-        num_steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.recipe.factor(step, num_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return super().configure_optimizers()
 
     def _check_chunks(self) -> None:
         """Refuses what does not go with reading in chunks.
@@ -314,17 +217,124 @@ class LanguageModeling(lightning.LightningModule):
             MetaTTTError: naming the override.
         """
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
+        once = compiled and self.recipe.truncate not in (None, 1)
+        divides, scaled = isinstance(self.trainer.strategy, FullyShardedData), self.trainer.precision == "16-mixed"
         for wrong, reason, instead in (
             (self.line is not None, "trainer=time_parallel, which divides windows itself", "trainer=default"),
-            (isinstance(self.trainer.strategy, FullyShardedData), "trainer=fsdp, which divides gradients", "trainer=ddp"),
-            (self.trainer.precision == "16-mixed", "trainer.precision=16-mixed, which scales losses", "trainer.precision=bf16-mixed"),
-            (compiled and self.recipe.truncate not in (None, 1), "compile=true, whose graphs run backwards once", "training.truncate=1"),
+            (divides, "trainer=fsdp, which divides gradients", "trainer=ddp"),
+            (scaled, "trainer.precision=16-mixed, which scales losses", "trainer.precision=bf16-mixed"),
+            (once, "compile=true, whose graphs run backwards once", "training.truncate=1"),
         ):
             if wrong:
-                raise MetaTTTError(f"training.chunk={self.recipe.chunk} does not go with {reason}: set {instead}, or training.chunk=null")
+                raise MetaTTTError(
+                    f"training.chunk={self.recipe.chunk} does not go with {reason}: set {instead}, or training.chunk=null"
+                )
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[RECORD] = self.record
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
+class TextJob(Job[LanguageModel, LanguageModeling]):
+    """Next-token prediction on windows of text.
+
+    Args:
+        cfg: the configuration of the run.
+        data: its data module; read and checked against the model's vocabulary here.
+
+    Raises:
+        MetaTTTError: text that cannot be used, or that has more tokens than the model.
+    """
+
+    kind, unit, in_parts = "text", "tokens", True
+
+    def __init__(self, cfg: DictConfig, data: WindowData):
+        super().__init__(cfg, data)
+        self.baselines: dict[int, float] = {}  # bits per byte of byte models by their order
+        if "vocab_size" not in cfg.model:
+            raise MetaTTTError(
+                "text needs a language model: set model=language_model; for images, data=images or data=digits; for vectors, "
+                "data=in_context"
+            )
+        data.setup("fit")
+        for name in ("train", "validation"):
+            data.windows(name)
+        if data.tokenizer.vocab_size > cfg.model.vocab_size:
+            raise MetaTTTError(
+                f"the text has {data.tokenizer.vocab_size} different tokens and the model {cfg.model.vocab_size}: "
+                f"set model.vocab_size={data.tokenizer.vocab_size}"
+            )
+
+    def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
+        """The Lightning module.
+
+        Raises:
+            MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
+        """
+        if not hasattr(recipe, "forward_only"):
+            raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
+        inner = getattr(model, "mini_batch_size", 0)  # of an inner loop over the model
+        length = self.data.context_length
+        if inner >= length:
+            raise MetaTTTError(
+                f"model.mini_batch_size={inner}: windows of data.context_length={length} tokens end before the first inner "
+                f"step is read; set model.mini_batch_size below {length}, or longer windows"
+            )
+        tokenizer = self.data.tokenizer
+        record = make_record(self.cfg, tokenizer=tokenizer.content, data=self.data.fingerprint())
+        return LanguageModeling(model, recipe, tokenizer.token_bytes, record, self.data.document_start)
+
+    def prepare(self, trainer: lightning.Trainer) -> None:
+        """Sizes of batches that the trainer's processes take, and the baselines."""
+        data = self.data
+        self.divide(trainer, self.cfg.batch_tokens, data.context_length, "windows")
+        if (fits := getattr(trainer.strategy, "check", None)) is not None:  # trainer=time_parallel
+            fits(data.context_length, data.batch_size)
+        if trainer.is_global_zero and data.baselines:
+            windows, sizes = data.windows("train"), data.tokenizer.token_bytes.numpy()
+            orders = [order for order in ORDERS if order < 3 or windows.size <= MOST_SORTED]
+            counted = NGram(data.tokenizer.vocab_size, max(orders)).fit(windows)
+            self.baselines = {n: counted.bits_per_byte(data.windows("validation"), sizes, n) for n in orders}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, LossCurve):
+                callback.baselines = {f"order-{n} byte model": bits for n, bits in self.baselines.items()}
+
+    def items(self) -> int:
+        return int(self.data.context_length)
+
+    def report(self, console: Console, trainer: lightning.Trainer, seconds: float) -> None:
+        """The final table: the model against the baselines."""
+        bits = trainer.callback_metrics["validation/bits_per_byte"].item()
+        table = Table(title=f"after {trainer.global_step:,} steps ({seconds:.0f} s)", title_justify="left")
+        table.add_column("validation")
+        table.add_column("bits per byte", justify="right")
+        table.add_row("model", f"{bits:.4f}")
+        for order, baseline in self.baselines.items():
+            table.add_row(f"order-{order} byte model, same training text", f"{baseline:.4f}")
+            table.add_row(f"model / order-{order}", f"{bits / baseline:.4f} ({100 * (bits / baseline - 1):+.1f}%)")
+        console.print(table)
+
+    def sample(self, console: Console, module: LanguageModeling) -> None:
+        """A continuation of the beginning of a held-out document, unless `sample=false`.
+
+        Every process takes part: the model may be divided among them. A compiled one draws without compiling: prompt,
+        single tokens and carried states have other shapes than training, and each would compile anew.
+        """
+        if not self.cfg.get("sample", True):
+            return
+        data = self.data
+        prompt = data.sample_document()[:SAMPLE_PROMPT_BYTES]
+        ids = torch.tensor([[data.tokenizer.separator, *data.tokenizer.encode(prompt).tolist()]], device=module.device)
+        tokens = generate(
+            module.model.eval(), ids, SAMPLE_BYTES, temperature=0.7, stop=ends(data.tokenizer), seed=self.cfg.seed
+        )
+        with torch.compiler.set_stance("force_eager"):
+            text = data.tokenizer.decode([int(token) for token in tokens])
+        console.print(f"\nsample, temperature 0.7, after a prompt of {len(prompt)} bytes:")
+        console.print(printable(prompt), style="dim", end="", markup=False)
+        console.print(printable(text), markup=False)
+
+
+def printable(text: bytes) -> str:
+    """UTF-8 for a terminal: control characters, which could steer it, are written out as `\\x1b`."""
+    shown = (
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+        for c in text.decode(errors="replace")
+    )
+    return "".join(shown)

@@ -8,6 +8,7 @@ axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_par
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning
@@ -132,13 +133,14 @@ class ReplicatedOverTime(OverTime, DDPStrategy):
     Args:
         time_ranks: processes that read one sequence; must divide their number.
         in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
+        timeout_minutes: that a process waits for another that hangs, before the run ends.
 
     Raises:
         MetaTTTError: a number below 1.
     """
 
-    def __init__(self, time_ranks: int = 2, in_flight: int | None = None) -> None:
-        super().__init__()
+    def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
+        super().__init__(timeout=timedelta(minutes=timeout_minutes))
         self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
         self.scanned, self.made = [], 0
 
@@ -158,14 +160,16 @@ class ShardedOverData(OverTime, FullyShardedData):
     Args:
         time_ranks: processes that read one sequence; must divide their number.
         in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
-        tensor_ranks: as of `FullyShardedData`.
+        tensor_ranks, timeout_minutes: as of `FullyShardedData`.
 
     Raises:
         MetaTTTError: a number below 1.
     """
 
-    def __init__(self, time_ranks: int = 2, in_flight: int | None = None, tensor_ranks: int = 1) -> None:
-        super().__init__(tensor_ranks)
+    def __init__(
+        self, time_ranks: int = 2, in_flight: int | None = None, tensor_ranks: int = 1, timeout_minutes: float = 30.0
+    ) -> None:
+        super().__init__(tensor_ranks, timeout_minutes)
         self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
         self.scanned, self.made = [], 0
 

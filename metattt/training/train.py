@@ -4,9 +4,10 @@ synthetic sequences, as the data is."""
 from __future__ import annotations
 
 import copy
-import csv
 import logging
 import re
+import secrets
+import signal
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,50 +15,42 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning
-import torch
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.rolling import path_of
-from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_part
-from metattt.data.images import Images
-from metattt.data.sequences import SequenceData
 from metattt.data.sources import is_local
 from metattt.errors import MetaTTTError
-from metattt.training.beforehand import check_given
+from metattt.optional import need
 from metattt.training.building import Builder, differences
 from metattt.training.callbacks import LossCurve
 from metattt.training.checkpoint_files import CheckpointFiles
 from metattt.training.csv_log import CSVLog
 from metattt.training.data_module import ForLightning
-from metattt.training.image_job import ImageJob
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
-from metattt.training.launchers import follow_the_starter, is_first, processes, started_by_the_run
-from metattt.training.loggers import MLflowLog, TensorBoardLog, WandbLog
-from metattt.training.profiling import profiler, show
-from metattt.training.replay import replay
-from metattt.training.resume import OF_THE_COMMAND, WRITE, check_same_data
+from metattt.training.launchers import is_first, processes, started_by_the_run
+from metattt.training.resume import OF_THE_COMMAND, check_same_data
+from metattt.training.run import Start, check_given, open_run, start, write_configuration
 from metattt.training.saving import Checkpoints, validates_again
-from metattt.training.sequence_job import SequenceJob
 from metattt.training.sharding import FullyShardedData
 from metattt.training.signals import Interrupted
-from metattt.training.start import Start, open_run, start
-from metattt.training.text_job import TextJob
-from metattt.training.watch import Watch
 
 C = TypeVar("C")
-OUTSIDE = (TensorBoardLog, WandbLog, MLflowLog)
+OUTSIDE = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
+"""Lightning's loggers and the libraries that they need."""
+PROFILERS: dict[Any, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pipe", re.I)
 """In the message of an error that comes when another process is lost."""
 
 
 def train(cfg: DictConfig) -> int:
-    """Trains a model, validates it, and prints what came out (`TextJob`, `ImageJob`, `SequenceJob`).
+    """Trains a model, validates it, and prints what came out (`metattt.training.job.Job` of its data).
 
     Args:
         cfg: the configuration, as `metattt.composition.compose.compose(job="train")` makes it.
@@ -68,12 +61,8 @@ def train(cfg: DictConfig) -> int:
     Raises:
         MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a run that diverges.
     """
-    if cfg.replay is not None:
-        return replay(cfg.replay, modules(cfg.trust))
     first = is_first()
     console = Console(highlight=False, soft_wrap=True, quiet=not first)  # one of several processes speaks
-    if started_by_the_run():
-        follow_the_starter()
     _quiet_lightning()
     check_given(cfg)
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
@@ -95,18 +84,20 @@ def _run(begin: Start, console: Console) -> int:
     cfg, folder, checkpoint, done = begin.cfg, begin.folder, begin.checkpoint, begin.done
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
-    kinds: tuple[tuple[type, Any], ...] = ((Images, ImageJob), (SequenceData, SequenceJob))
-    job: Job[Any, Any] = next((made for kind, made in kinds if isinstance(data, kind)), TextJob)(cfg, data)
+    job: Job[Any, Any] = data.job(cfg)
     if cfg.init_from == "":
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)
-    trainer = _trainer(cfg)
-    in_parts = isinstance(trainer.strategy, FullyShardedData) and isinstance(job, TextJob)
+    trainer = _trainer(begin)
+    if is_first():
+        write_configuration(folder, cfg)
+    in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
     model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)
-    notes: list[str | None] = [*_take_up_logs(trainer, begin)]
+    logs = [logger for logger in trainer.loggers if isinstance(logger, CSVLog)]
+    notes = [log.go_on_from(done, validates_again(begin.content)) for log in logs]
     job.header(console, trainer, model, done)
     if checkpoint is not None:
         notes.append(check_same_data(begin.content[RECORD], data, begin.moved))
@@ -115,11 +106,7 @@ def _run(begin: Start, console: Console) -> int:
     for note in notes:
         if note:
             console.print(note)
-
-    watch = _callback(trainer, Watch)
-    if watch is not None:
-        watch.folder = str(folder)
-    started, ended_well = time.monotonic(), False
+    started = time.monotonic()
     try:
         trainer.fit(
             module, datamodule=ForLightning(data), ckpt_path=checkpoint, weights_only=True if checkpoint else None
@@ -130,33 +117,30 @@ def _run(begin: Start, console: Console) -> int:
         if not _validated_last(trainer, done):
             trainer.validate(module, datamodule=ForLightning(data), verbose=False)
         job.report(console, trainer, seconds)
-        if cfg.trainer.get("profiler") is not None:
-            show(console, folder)
         _files(console, trainer, folder, seconds)
         job.sample(console, module)
-        ended_well = True
     except Interrupted as stop:
-        ended_well = True
         console.print(f"stopped at step {trainer.global_step} ({stop}). To go on: metattt train resume={folder}")
         return 0 if started_by_the_run() else stop.exit_code
     except MetaTTTError:
         raise
     except Exception as error:
-        if watch is not None and isinstance(error, RuntimeError) and LOST.search(str(error)):
-            watch.wait()
-        if checkpoint is not None and not (_callback(trainer, Begun) or Begun).begun:
-            reason = (str(error).splitlines() or [""])[0]
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
+        if trainer.world_size > 1 and isinstance(error, RuntimeError) and LOST.search(str(error)):
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signal.SIGKILL)  # one that was stopped would stay for ever
             raise MetaTTTError(
-                f"{checkpoint} holds a state that the run cannot take up ({type(error).__name__}: {reason:.200}): "
-                "it is damaged, or of another version"
+                f"another process of the run has died or does not answer ({reason}). To go on: metattt train resume={folder}"
+            ) from error
+        if checkpoint is not None and not (_callback(trainer, Begun) or Begun).begun:
+            raise MetaTTTError(
+                f"{checkpoint} holds a state that the run cannot take up ({reason}): it is damaged, or of another version"
             ) from error
         raise
     finally:
         for logger in trainer.loggers:
-            if isinstance(logger, OUTSIDE):
-                logger.close()
-        if watch is not None:
-            watch.close(failed=not ended_well)
+            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
+                logger.experiment.finish()  # what is logged has arrived, and the next run of this process is another
     return 0
 
 
@@ -180,55 +164,73 @@ def _absolute(path: Any) -> Any:
     return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
 
 
-def _trainer(cfg: DictConfig) -> lightning.Trainer:
+def _trainer(begin: Start) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
-    callbacks = [instantiate_part(cfg.callbacks, name) for name in cfg.get("callbacks") or {}]
+    cfg = begin.cfg
+    callbacks = [_entry(cfg, "callbacks", name, lightning.Callback) for name in cfg.get("callbacks") or {}]
     callbacks.append(Begun())
-    loggers = [instantiate_part(cfg.logger, name) for name in cfg.get("logger") or {}]
+    loggers = [_logger(begin, name) for name in cfg.get("logger") or {}]
     settings = processes(cfg.trainer)
     if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
         settings["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
     if "enable_progress_bar" not in cfg.trainer:  # the same
         settings["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    settings["profiler"] = profiler(cfg.trainer.get("profiler"), Path(cfg.output_dir))
-    trainer: lightning.Trainer = instantiate_part(
-        cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings
-    )
+    if (profiler := cfg.trainer.get("profiler")) in PROFILERS:
+        settings["profiler"] = PROFILERS[profiler](dirpath=cfg.output_dir, filename="profile")
+    trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings)
+    if not isinstance(trainer, lightning.Trainer):
+        raise MetaTTTError(f"trainer._target_={cfg.trainer.get('_target_')} is no lightning.Trainer: leave it out")
     trainer.strategy.checkpoint_io = CheckpointFiles()
     return trainer
 
 
-def _take_up_logs(trainer: lightning.Trainer, begin: Start) -> list[str | None]:
-    """Brings the logs to the step that the run begins at; lines for the user."""
-    notes: list[str | None] = []
-    for logger in trainer.loggers:
-        if isinstance(logger, OUTSIDE) and trainer.is_global_zero:
-            logger.take_up(begin.done, _settings(begin.cfg))
-        elif isinstance(logger, CSVLog):
-            notes.append(logger.go_on_from(begin.done, validates_again(begin.content)))
-        elif isinstance(logger, CSVLogger) and begin.checkpoint is not None:
-            _replay_log(logger, begin.done)
-    return notes
+def _entry(cfg: DictConfig, group: str, name: str, kind: type, **options: Any) -> Any:
+    """A callback or logger.
+
+    Raises:
+        MetaTTTError: an entry that is none.
+    """
+    node = cfg[group][name]
+    made = instantiate_part(cfg[group], name, **options) if isinstance(node, DictConfig) else None
+    if not isinstance(made, kind):
+        raise MetaTTTError(f"{group}.{name}={node} is not allowed: ~{group}.{name} leaves it out")
+    return made
 
 
-def _settings(cfg: DictConfig) -> dict[str, Any]:
-    """What other programs are told of a run's configuration."""
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items() if key not in (*OF_THE_COMMAND, *WRITE) or key == "trainer"}
+def _logger(begin: Start, name: str) -> Logger:
+    """A logger; one of another program begins, or goes on where the run went on, under the name that the configuration
+    of the run keeps.
 
-
-def _replay_log(logger: CSVLogger, done: int) -> None:
-    """Logs again what the run had logged up to step `done`: Lightning's CSV log starts as an empty file."""
-    file = Path(logger.log_dir) / "metrics.csv"
-    rows = list(csv.DictReader(file.open(newline=""))) if file.is_file() else []
-    for row in rows:
-        if int(row["step"]) <= done:
-            metrics: dict[str, torch.Tensor | float] = {
-                key: float(value) for key, value in row.items() if value and key != "step"
-            }
-            logger.log_metrics(metrics, step=int(row["step"]))
-    logger.save()
+    Raises:
+        MetaTTTError: a library that is not installed; a service that does not take the run.
+    """
+    cfg, options = begin.cfg, {}
+    node = cfg.logger[name]
+    kind = str(node.get("_target_") if isinstance(node, DictConfig) else None).rpartition(".")[2]
+    if kind not in OUTSIDE:
+        return _entry(cfg, "logger", name, Logger)
+    library = need(OUTSIDE[kind], extra="loggers", what=f"logger={name}")
+    begins = not begin.done
+    if kind == "TensorBoardLogger" and begin.done:
+        options["purge_step"] = begin.done + 1  # rows that come again are shown once
+    elif kind == "WandbLogger":
+        node.id = node.get("id") or secrets.token_hex(4)
+    elif kind == "MLFlowLogger":
+        node.tracking_uri, begins = node.get("tracking_uri") or library.get_tracking_uri(), node.get("run_id") is None
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(settings, dict)
+    try:
+        logger: Any = _entry(cfg, "logger", name, Logger, **options)
+        if begins and is_first():
+            logger.log_hyperparams({key: value for key, value in settings.items() if key not in (*OF_THE_COMMAND, "callbacks", "logger")})
+            node.update({"run_id": logger.run_id} if kind == "MLFlowLogger" else {})
+    except MetaTTTError:
+        raise
+    except Exception as error:  # of its library, a data base, or the net
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        hint = ", or logger.wandb.offline=true" if kind == "WandbLogger" else ""
+        raise MetaTTTError(f"logger={name} cannot begin: {reason:.200}\nset logger.{name}.<key>{hint}, or leave it out") from error
+    return logger
 
 
 def _callback(trainer: lightning.Trainer, kind: type[C]) -> C | None:
@@ -251,24 +253,24 @@ def _files(console: Console, trainer: lightning.Trainer, folder: Path, seconds: 
     if saving is not None and saving.best_step is not None:
         console.print(f"best        {path_of(folder, saving.best_step)}  ({saving.best} {saving.best_value:.4f})")
     for logger in trainer.loggers:
-        if isinstance(logger, CSVLog):
-            console.print(f"log         {logger.path}")
-        elif isinstance(logger, OUTSIDE):
-            console.print(f"log         {logger.place}")
-        elif isinstance(logger, CSVLogger):
-            console.print(f"log         {Path(logger.log_dir) / 'metrics.csv'}")
+        places = (getattr(logger, name, None) for name in ("path", "log_dir", "save_dir", "name"))
+        console.print(f"log         {next((place for place in places if place), '')}")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (LossCurve, InnerLossCurves)) and callback.path.is_file():
             console.print(f"{'loss curve' if isinstance(callback, LossCurve) else 'inner loss'}  {callback.path}")
+    for file in sorted(folder.glob("fit-profile*.txt")):
+        console.print(f"profile     {file}")
 
 
 def _quiet_lightning() -> None:
     """Only what a user can act on: no lines about devices, workers and tips."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # it says that a process that it has started is dead, before it ends the others
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
     unneeded = (
         "callbacks used to create the checkpoint",  # of a run that goes on without one of them
-        "does not have many workers", "dataloader is not resumable", "exists and is not empty", "isinstance.treespec",
+        "does not have many workers", "dataloader is not resumable", "isinstance.treespec",
         "IterableDataset.? has",  # a length, which timm knows
     )  # fmt: skip
     # the sums are over all processes already; nothing is done in place; the layout of a convolution's gradient

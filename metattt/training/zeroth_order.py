@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metattt.errors import check_integer, check_number
 from metattt.registry import register
-from metattt.training.text_module import AdamW
+from metattt.training.recipes import AdamW
 
 
 @register(group="training", name="zeroth_order")

@@ -8,8 +8,8 @@ on.
 | `summed` | the gradient of a weighted sum of losses: for reads that need no per-token weights; any function of the weights |
 
 `dual` has two relatives that differ in how they come by the gradients: `solved`, where an online rule is a triangular
-system, and `mixed`, for learners whose tokens look at each other. Each is a function of `InnerLoop` (`metattt.inner.loop`)
-and of the chunk's tokens.
+system, and `mixed`, for learners whose tokens look at each other. Each is a function of `InnerLoop`
+(`metattt.inner.loop`) and of the chunk's tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FORMS = {
     "mixed": mixed.chunk,
     "summed": summed.chunk,
 }
-"""`chunk(loop, tokens, memory, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the memory
-after them."""
+"""`chunk(loop, tokens, memory, phase, read)`: predictions `[B, H, n, d]` for the rows `read` (None: none), and the
+memory after them."""
 
 SHARE = ("dual", "summed")
 """Forms that take pairs which tokens have in common once (`dual.band_of`)."""

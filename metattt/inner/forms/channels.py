@@ -35,10 +35,13 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
     """
     assert loop.learner.linear_map is not None
     assert tokens.gates.decay is not None
-    name, rule, matmul_dtype, read_before = loop.learner.linear_map[0], loop.rule, loop.matmul_dtype, read == "exclusive"
+    name, rule, matmul_dtype = loop.learner.linear_map[0], loop.rule, loop.matmul_dtype
+    read_before = read == "exclusive"
     base, count = memory[newest(memory)][name], tokens.views.k.shape[2]
     pairs = count // tokens.views.q.shape[2]
-    size = min(count, max(1, (rule.compute_chunk or CHUNK.get(tokens.views.k.device.type, LARGE_CHUNK)) // pairs) * pairs)
+    size = min(
+        count, max(1, (rule.compute_chunk or CHUNK.get(tokens.views.k.device.type, LARGE_CHUNK)) // pairs) * pairs
+    )
 
     def split(x: Tensor, fill: float = 0.0) -> Tensor:
         """`[B, H, T, ·]` to `[B, H, chunks, size, ·]`."""
@@ -48,12 +51,14 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
     written = gates.eta if gates.kappa is None else gates.eta * gates.kappa  # there is no momentum here
     step = scaled(written, loop.learner.step_scales.get(name))
     k, v, eta = split(tokens.views.k), split(tokens.views.v), split(step.unsqueeze(-1))
-    b, erases = None if tokens.views.erase_direction is None else split(tokens.views.erase_direction), loop.plan.linear == "squared"
+    b = None if tokens.views.erase_direction is None else split(tokens.views.erase_direction)
+    erases = loop.plan.linear == "squared"
     constant = loop.plan.outer == "first_order"
     if constant:  # the outer loop takes every G = bᵀF − kᵀv for a constant, but not how far it decays
         k, v, b = k.detach(), v.detach(), None if b is None else b.detach()
     q = split(tokens.views.q if pairs == 1 else tokens.views.q.repeat_interleave(pairs, 2))
-    rows = [Rows(k if tokens.views.erase_key is None else split(tokens.views.erase_key), rule.gradient_at == "previous")] if erases else []
+    p = k if tokens.views.erase_key is None else split(tokens.views.erase_key)
+    rows = [Rows(p, rule.gradient_at == "previous")] if erases else []
     rows += [] if read is None else [Rows(q, read_before)]
     columns = [k] if b is None or not erases else [k, b]
     scores, until, left = decayed_scores(rows, columns, split(tokens.gates.decay.exp(), 1.0), matmul_dtype)

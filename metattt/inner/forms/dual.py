@@ -69,7 +69,8 @@ def _probed(
         weights = RecordingWeights(anchor, loop.slow, loop.matmul_dtype, probes)
         losses = loop.losses(weights, k, v)
         uses[:] = weights.uses
-        return losses.sum((0, 1)) if by_token else losses.sum().view(1), [use.input for use in weights.uses if use.input is not None]
+        inputs = [use.input for use in weights.uses if use.input is not None]
+        return losses.sum((0, 1)) if by_token else losses.sum().view(1), inputs
 
     probes = [k.new_zeros(shape) for shape in probe_shapes(loop, anchor, k, v)]
     wanted, pull, inputs = torch.func.vjp(recorded, *probes, has_aux=True)  # type: ignore[misc]
@@ -103,8 +104,8 @@ def finish(
     gradients: PerTokenGradients,
     how: Coefficients | None = None,
 ) -> tuple[Tensor | None, Memory]:
-    """What queries read and what is carried on, from the gradients of the chunk's tokens; `how`: the rule's coefficients,
-    where they are at hand.
+    """What queries read and what is carried on, from the gradients of the chunk's tokens; `how`: the rule's
+    coefficients, where they are at hand.
 
     Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
     """

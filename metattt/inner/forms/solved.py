@@ -32,7 +32,9 @@ def chunk(
 def _row_before(how: Coefficients, start: str) -> Coefficients:
     """Row t − 1 for every row t; before the first one, the weights in the slot `start`."""
     assert how.mix is not None
-    rows = {base: x if x is None else F.pad(x[..., :-1], (1, 0), value=float(base == start)) for base, x in how.rows.items()}
+    rows = {
+        base: x if x is None else F.pad(x[..., :-1], (1, 0), value=float(base == start)) for base, x in how.rows.items()
+    }
     return how._replace(rows=rows, mix=F.pad(how.mix[..., :-1, :], (0, 0, 1, 0)))
 
 

@@ -27,7 +27,9 @@ def chunk(
 
     def losses(*weights: Tensor) -> Tensor:
         return loop.losses(
-            FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype), tokens.views.k, tokens.views.v
+            FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype),
+            tokens.views.k,
+            tokens.views.v,
         )
 
     weights, band = [anchor[name] for name in names], band_of(tokens)
@@ -38,7 +40,11 @@ def chunk(
     if tokens.gates.weight_lr is None:
         found = vjp(losses, weights, [of_losses(weight) for _, weight in how.advance.values()])
     else:  # a backward pass per weight, each with the weight's own step sizes
-        factors = [of_losses(rated(weight, tokens.gates.weight_lr, i)) for _, weight in how.advance.values() for i in range(count)]
+        factors = [
+            of_losses(rated(weight, tokens.gates.weight_lr, i))
+            for _, weight in how.advance.values()
+            for i in range(count)
+        ]
         each = vjp(losses, weights, factors)
         found = [[each[start + i][i] for i in range(count)] for start in range(0, len(each), count)]
     scales = loop.learner.step_scales

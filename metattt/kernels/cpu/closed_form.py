@@ -178,12 +178,14 @@ class Layout:
         return decay * written, rows
 
     def pull_coefficients(self, place: slice, dmix: Tensor, drows: Tensor | None) -> dict[str, Tensor]:
-        """Cotangents of the gates and of τ, by name, from those of `mix` and `rows`: the transpose of `coefficients`."""
+        """Cotangents of the gates and of τ, by name, from those of `mix` and `rows`: the transpose of
+        `coefficients`."""
         eta, alpha, kappa, tau = self.gates(place)
         assert eta is not None
         written, found = eta if kappa is None else eta * kappa, {}
         if alpha is not None:
-            decay = decay_matrix(alpha)  # the inverse of 1 − S, where S holds α below the diagonal: dS = decayᵀ d decayᵀ
+            # the inverse of 1 − S, where S holds α below the diagonal: dS = decayᵀ d decayᵀ
+            decay = decay_matrix(alpha)
             ddecay = dmix * written.unsqueeze(-2)
             found["alpha"] = torch.zeros_like(alpha)
             if drows is not None:

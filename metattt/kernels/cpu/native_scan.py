@@ -118,7 +118,8 @@ class NativeForm(Operation):
             if source is self.source:
                 assert library.state_size() == state_size(list(given.weights.values()))
             else:
-                library.advance.argtypes, library.advance.restype = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64), None
+                library.advance.argtypes = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64
+                library.advance.restype = None
             _libraries[key] = library
         return _libraries[key]
 

@@ -41,7 +41,9 @@ def over_sequences(
             "set optimizer.mini_batch_size to one of them, or layer.form=dual."
         )
     if q.dtype not in OPERANDS or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise MetaTTTError(f"{name}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one type of {OPERANDS} for all.")
+        raise MetaTTTError(
+            f"{name}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one type of {OPERANDS} for all."
+        )
     if eta.dtype != torch.float32:
         raise MetaTTTError(f"{name}: eta is {eta.dtype}; expected torch.float32: pass eta.float().")
     if documents is not None:
@@ -75,7 +77,9 @@ def decode(
     name = f"{_name(kernel)}_decode"
     _check_views(name, q, k, v, eta, 3, widths)
     if phase.shape != q.shape[:1] or phase.is_floating_point():
-        raise MetaTTTError(f"{name}: phase has shape {tuple(phase.shape)}, {phase.dtype}; expected {tuple(q.shape[:1])}, int.")
+        raise MetaTTTError(
+            f"{name}: phase has shape {tuple(phase.shape)}, {phase.dtype}; expected {tuple(q.shape[:1])}, int."
+        )
     tau = _checked(kernel, q, {**weights, **update}, q.shape[:1], norm, tau, size)
     for part, x in {**weights, **update}.items():
         if x is not None and not x.is_contiguous():
@@ -111,14 +115,22 @@ def _check_views(name: str, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, ndim: 
 
 
 def _checked(
-    kernel: OnGPU, q: Tensor, weights: Weights, lead: Sequence[int], norm: tuple[Tensor, Tensor], tau: Tensor | None, size: int
+    kernel: OnGPU,
+    q: Tensor,
+    weights: Weights,
+    lead: Sequence[int],
+    norm: tuple[Tensor, Tensor],
+    tau: Tensor | None,
+    size: int,
 ) -> Tensor | None:
     """τ in fp32, once it and the weights are as the kernels take them. After W in `weights` may be M."""
     name, (heads, width) = _name(kernel), q.shape[-2:]
     parts = list(weights.items())
     biases = dict(parts[1::2])
     if len({x is None for x in biases.values()}) > 1:
-        raise MetaTTTError(f"{name}: one of {' and '.join(biases)} is None: give all of them, or none for a learner without bias.")
+        raise MetaTTTError(
+            f"{name}: one of {' and '.join(biases)} is None: give all of them, or none for a learner without bias."
+        )
     hidden = 4 * width if "w2" in kernel.weights else width
     shapes = ((width, hidden), (hidden,), (hidden, width), (width,))[: len(kernel.weights)]
     for (part, x), shape in zip(parts, shapes * (len(parts) // len(shapes)), strict=True):

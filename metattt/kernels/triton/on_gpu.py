@@ -32,7 +32,8 @@ class OnGPU(Operation):
     @abstractmethod
     def launch(
         self, o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
-        phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None, new_update: Part | None,
+        phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None,
+        new_update: Part | None,
     ) -> None:  # fmt: skip
         """Launches the operation's `decode.launch_token`, which says what it takes."""
 

@@ -63,9 +63,11 @@ def backward_kernel(
     q_ptr, k_ptr, v_ptr, eta_ptr, scale_ptr, shift_ptr, tau_ptr, cu_seqlens, weighted_ptr, anchor_ptr,
     d_q_ptr, d_k_ptr, d_v_ptr, d_eta_ptr, d_w_ptr, d_b_ptr, d_scale_ptr, d_shift_ptr, d_tau_ptr,
     T,
-    d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, tau_h, weighted_b, weighted_t, weighted_h,
+    d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, tau_h, weighted_b,
+    weighted_t, weighted_h,
     d_q_b, d_q_t, d_q_h, d_k_b, d_k_t, d_k_h, d_v_b, d_v_t, d_v_h, d_eta_b, d_eta_t, d_eta_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BIAS: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (n, h). Pointers that are None switch their part off: tau, packing, cotangents of the final state,
@@ -89,7 +91,8 @@ def backward_kernel(
     d_tau = tl.zeros([COLUMNS], tl.float32)
     d_tau_last = tl.zeros([DP], tl.float32)
     d_s, d_bias = end_cotangents(
-        d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP, COLUMNS, BIAS
+        d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP,
+        COLUMNS, BIAS
     )  # fmt: skip
 
     pieces = tl.cdiv(length // SIZE, SEGMENT) + tl.where(length % SIZE > 0, 1, 0)
@@ -179,7 +182,8 @@ def backward_kernel(
         if d_w_end_ptr is not None:  # noqa: SIM102 (decided when compiling; the next one in the run)
             if is_open:
                 d_s, d_bias = open_cotangents(
-                    d_s, d_bias, d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, features, inside, D, BIAS
+                    d_s, d_bias, d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, features, inside, D,
+                    BIAS
                 )  # fmt: skip
 
     square = inside[:, None] & inside[None, :]
@@ -256,7 +260,8 @@ def launch_backward(
         backward_kernel[(programs,)](
             d_o, *end, q, k, v, eta, scale, shift, tau, cu_seqlens, weighted, anchors,
             out.q, out.k, out.v, out.eta, out.w, d_b, out.scale, out.shift, d_tau, tokens,
-            *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *weighted.stride()[:3],
+            *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride,
+            *weighted.stride()[:3],
             *out.q.stride()[:3], *out.k.stride()[:3], *out.v.stride()[:3], *out.eta.stride(),
             **sizes, **call.launch("backward walk")._asdict(),
         )  # fmt: skip
@@ -267,21 +272,25 @@ def launch_backward(
     plane = stats.stride(0)
     d_tau_parts = (None, None) if tau is None else d_taus
     backward_chain.outputs_kernel[(programs, pieces)](
-        d_o, q, k, v, scale, shift, tau, cu_seqlens, weighted, anchors, x, stats, d_read, out.v, d_scale[0], d_shift[0], d_tau_parts[0],
+        d_o, q, k, v, scale, shift, tau, cu_seqlens, weighted, anchors, x, stats, d_read, out.v, d_scale[0],
+        d_shift[0], d_tau_parts[0],
         tokens, plane,
-        *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tau_stride, *weighted.stride()[:3], *out.v.stride()[:3],
+        *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tau_stride, *weighted.stride()[:3],
+        *out.v.stride()[:3],
         **sizes, **call.launch("backward outputs")._asdict(),
     )  # fmt: skip
     backward_chain.chain_kernel[(programs,)](
         *end, q, k, v, eta, scale, shift, tau, cu_seqlens, x, stats, d_read, out.v,
         y, d_inner, d_anchors, out.eta, out.w, d_b, tokens, plane,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *out.v.stride()[:3], *out.eta.stride(),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *out.v.stride()[:3],
+        *out.eta.stride(),
         **sizes, **call.launch("backward chain")._asdict(),
     )  # fmt: skip
     backward_chain.inputs_kernel[(programs, pieces)](
         d_o, q, k, v, eta, scale, shift, tau, cu_seqlens, weighted, anchors, x, stats, d_read, y, d_inner, d_anchors,
         out.q, out.k, out.v, d_scale[1], d_shift[1], d_tau_parts[1], tokens,
-        *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride, *weighted.stride()[:3],
+        *d_o.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), tau_stride,
+        *weighted.stride()[:3],
         *out.q.stride()[:3], *out.k.stride()[:3], *out.v.stride()[:3],
         **sizes, **call.launch("backward inputs")._asdict(),
     )  # fmt: skip

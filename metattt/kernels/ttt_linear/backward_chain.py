@@ -1,19 +1,19 @@
 """Backward pass of `ttt_linear` where there are few (sequence, head) pairs: the recurrence alone, between what comes
 before it and what comes after it, both parallel over pieces of the sequences.
 
-From the last mini-batch to the first only dS, y and dZ, the cotangent of Z through the gradient of the inner loss, are a
-recurrence. In three launches (`backward.py` has the notation):
+From the last mini-batch to the first only dS, y and dZ, the cotangent of Z through the gradient of the inner loss, are
+a recurrence. In three launches (`backward.py` has the notation):
 
 1. `outputs_kernel`, one program per (sequence, head) and piece: undoes the updates of its piece, and from S recomputes
-   Z and Z̄. Leaves what the recurrence needs that does not depend on dS: x, five numbers a token, dZ̄, and the part of y
-   that comes from the outputs (in the memory of dv, which is written last).
+   Z and Z̄. Leaves what the recurrence needs that does not depend on dS: x, five numbers a token, dZ̄, and the part of
+   y that comes from the outputs (in the memory of dv, which is written last).
 2. `chain_kernel`, one program per (sequence, head): y, dη, dZ, dS. Leaves y, dZ, and dS after every piece.
 3. `inputs_kernel`, one program per (sequence, head) and piece: undoes the updates again, takes dS along from the stored
    one, and adds up dq, dk, dv and its part of dγ, dβ, dτ. Parts are summed in a fixed order: no atomics.
 
 Tiles `[b, d]` of memory per mini-batch: 5 read and 3 written, 6 and 2, 9 and 3: 28 in all (the walk: 8), 56 KB with b =
-16, d = 64 and 16 bits, 16 KB of them on the serial path; S is read twice in a piece, dS written and read: 16d² / segment
-bytes, 4 KB with segments of 16.
+16, d = 64 and 16 bits, 16 KB of them on the serial path; S is read twice in a piece, dS written and read: 16d² /
+segment bytes, 4 KB with segments of 16.
 
 Precision: as `tiles.py` says; x, dZ̄, y and dZ are rounded to the type of the inputs where they are stored.
 """
@@ -98,8 +98,10 @@ def outputs_kernel(
     d_o_ptr, q_ptr, k_ptr, v_ptr, scale_ptr, shift_ptr, tau_ptr, cu_seqlens, weighted_ptr, anchor_ptr,
     x_ptr, stats_ptr, d_read_ptr, y_ptr, d_scale_ptr, d_shift_ptr, d_tau_ptr,
     T, plane,
-    d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, tau_h, weighted_b, weighted_t, weighted_h, y_b, y_t, y_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, tau_h, weighted_b, weighted_t, weighted_h, y_b,
+    y_t, y_h,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BIAS: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program ((n, h), piece). Pieces after the last of a shorter sequence are empty, and their parts zero."""
@@ -178,8 +180,10 @@ def chain_kernel(
     q_ptr, k_ptr, v_ptr, eta_ptr, scale_ptr, shift_ptr, tau_ptr, cu_seqlens, x_ptr, stats_ptr, d_read_ptr, y_out_ptr,
     y_ptr, d_inner_ptr, d_anchor_ptr, d_eta_ptr, d_w_ptr, d_b_ptr,
     T, plane,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, tau_h, y_out_b, y_out_t, y_out_h, d_eta_b, d_eta_t, d_eta_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, tau_h, y_out_b, y_out_t, y_out_h, d_eta_b,
+    d_eta_t, d_eta_h,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BIAS: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (n, h). Pointers that are None switch their part off: tau, packing, cotangents of the final state."""
@@ -207,7 +211,8 @@ def chain_kernel(
     mean_square_gamma = tl.sum(tl.sum(square_gamma, axis=1), axis=0) / D
     _tau, tau_last = token_steps(tau_ptr, h, tau_h, tokens, SIZE, COLUMNS)
     d_s, d_bias = end_cotangents(
-        d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP, COLUMNS, BIAS
+        d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, length % SIZE > 0, features, inside, D, DP,
+        COLUMNS, BIAS
     )  # fmt: skip
 
     at = ((tl.cdiv(length, SIZE) - 1) * SIZE + tokens).to(tl.int64)
@@ -263,7 +268,8 @@ def chain_kernel(
         if d_w_end_ptr is not None:  # noqa: SIM102 (decided when compiling; the next one in the run)
             if is_open:
                 d_s, d_bias = open_cotangents(
-                    d_s, d_bias, d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, features, inside, D, BIAS
+                    d_s, d_bias, d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, n * H + h, features, inside, D,
+                    BIAS
                 )  # fmt: skip
 
     square = inside[:, None] & inside[None, :]
@@ -278,9 +284,11 @@ def inputs_kernel(
     x_ptr, stats_ptr, d_read_ptr, y_ptr, d_inner_ptr, d_anchor_ptr,
     d_q_ptr, d_k_ptr, d_v_ptr, d_scale_ptr, d_shift_ptr, d_tau_ptr,
     T,
-    d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, tau_h, weighted_b, weighted_t, weighted_h,
+    d_o_b, d_o_t, d_o_h, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, tau_h, weighted_b,
+    weighted_t, weighted_h,
     d_q_b, d_q_t, d_q_h, d_k_b, d_k_t, d_k_h, d_v_b, d_v_t, d_v_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BIAS: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program ((n, h), piece). Pieces after the last of a shorter sequence are empty, and their parts zero."""

@@ -10,7 +10,8 @@ token and head in fp32, against O(d) of everything else. The time is that of mov
 
 The new state goes where the caller says: over the old one, or elsewhere at no more traffic than that of a copy.
 
-Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but what
+Precision: sums of products in fp32, whatever the types of state and inputs; nothing is rounded to a smaller type but
+    what
 is stored.
 """
 
@@ -110,7 +111,8 @@ def decode_kernel(
 
 def launch_token(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
-    phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None, new_update: Part | None,
+    phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None,
+    new_update: Part | None,
 ) -> None:  # fmt: skip
     """Runs the kernel for one token of every sequence.
 
@@ -127,9 +129,11 @@ def launch_token(
     nothing: Part = (None, None)
     same = new_weights is not None and new_weights[0] is weights[0]
     decode_kernel[(batch * heads,)](
-        q, k, v, eta, scale, shift, tau, phase if isinstance(phase, Tensor) else None, 0 if isinstance(phase, Tensor) else phase, o,
+        q, k, v, eta, scale, shift, tau, phase if isinstance(phase, Tensor) else None, 0 if isinstance(phase,
+        Tensor) else phase, o,
         *weights, *(update or nothing), *(new_weights or nothing), *(new_update or nothing),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2], tau.stride(0) if tau is not None and len(tau) > 1 else 0,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *eta.stride()[:2],
+        tau.stride(0) if tau is not None and len(tau) > 1 else 0,
         *o.stride()[:2],
         H=heads, D=width, DP=padded(width), SIZE=size, EPS=EPS, BIAS=weights[1] is not None, COPIES=not same,
         **decode_launch(padded(width))._asdict(),

@@ -39,8 +39,10 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, eta_ptr, w_ptr, b_ptr, scale_ptr, shift_ptr, tau_ptr, cu_seqlens,
     o_ptr, weighted_ptr, anchor_ptr, w_end_ptr, b_end_ptr, open_w_ptr, open_b_ptr,
     T,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, w_n, b_n, tau_h, o_b, o_t, o_h, weighted_b, weighted_t, weighted_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, w_n, b_n, tau_h, o_b, o_t, o_h, weighted_b,
+    weighted_t, weighted_h,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BIAS: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (n, h). Pointers that are None switch their part off: bias, tau, packing, what the backward pass needs,
@@ -150,7 +152,8 @@ def allocate(q: Tensor, k: Tensor, sequences: int, size: int, segment: int, save
 
 
 def launch_forward(
-    out: Forward, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, scale: Tensor, shift: Tensor,
+    out: Forward, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, scale: Tensor,
+    shift: Tensor,
     tau: Tensor | None, cu_seqlens: Tensor | None, size: int, segment: int,
 ) -> Forward:  # fmt: skip
     """Runs the kernels into `out` of `allocate`, whose empty tensors say what not to write.
@@ -180,7 +183,8 @@ def launch_forward(
     if not chain:
         forward_kernel[(programs,)](
             q, k, v, eta, w, b, scale, shift, tau, cu_seqlens, out.o, *between, *end, tokens,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), *state_strides, *out.o.stride()[:3], *weighted_strides,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *eta.stride(), *state_strides, *out.o.stride()[:3],
+            *weighted_strides,
             **sizes, **call.launch("forward walk")._asdict(),
         )  # fmt: skip
         return out

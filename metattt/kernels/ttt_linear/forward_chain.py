@@ -7,8 +7,8 @@ program per segment, starts from the anchor at its segment's end, undoes one upd
 mixing, normalization and the output.
 
 Tiles `[b, d]` of memory per mini-batch: the chain reads k, v and writes U, the reading reads q, k, U and writes o, 7 in
-all (the walk: 5), and S once each way in a segment: 8d² / segment bytes. With b = 16, d = 64, 16 bits and segments of 16
-these are 14 KB and 2 KB.
+all (the walk: 5), and S once each way in a segment: 8d² / segment bytes. With b = 16, d = 64, 16 bits and segments of
+16 these are 14 KB and 2 KB.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -40,7 +40,8 @@ def chain_kernel(
     weighted_ptr, anchor_ptr, w_end_ptr, b_end_ptr, open_w_ptr, open_b_ptr,
     T,
     k_b, k_t, k_h, v_b, v_t, v_h, eta_b, eta_t, eta_h, w_n, b_n, tau_h, weighted_b, weighted_t, weighted_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BIAS: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (n, h). Pointers that are None switch their part off: bias, tau, packing, final state."""
@@ -98,7 +99,8 @@ def read_kernel(
     q_ptr, k_ptr, scale_ptr, shift_ptr, tau_ptr, cu_seqlens, weighted_ptr, anchor_ptr, o_ptr,
     T,
     q_b, q_t, q_h, k_b, k_t, k_h, tau_h, weighted_b, weighted_t, weighted_h, o_b, o_t, o_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BIAS: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program ((n, h), segment); those after the end of a shorter sequence have nothing to do."""

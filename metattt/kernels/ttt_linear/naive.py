@@ -43,7 +43,8 @@ def output_gradient(k: Tensor, v: Tensor, z: Tensor, scale: Tensor, shift: Tenso
 
 
 def _sequence(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, scale: Tensor, shift: Tensor, tau: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, scale: Tensor, shift: Tensor,
+    tau: Tensor,
     size: int,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """q, k, v `[N, H, T, d]`, eta `[N, H, T]`, w `[N, H, d, d]`, b `[N, H, d]` or None, scale, shift `[H, 1, d]`, tau

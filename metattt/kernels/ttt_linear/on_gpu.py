@@ -31,7 +31,9 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
         from metattt.kernels.ttt_linear import forward
 
         q, k = (x.transpose(1, 2) for x in (call.given.tokens.q, call.given.tokens.k))
-        return _results(call, forward.allocate(q, k, call.sequences, call.given.size, call.group, call.keep, call.final))
+        return _results(
+            call, forward.allocate(q, k, call.sequences, call.given.size, call.group, call.keep, call.final)
+        )
 
     def forward(self, call: Pass) -> Results:
         from metattt.kernels.ttt_linear import forward
@@ -57,7 +59,21 @@ class TTTLinearOnGPU(TTTLinearKernel, OnGPU):
             pairs = zip(dweights[:4], shapes, strict=True)
             d_state = tuple(eta.new_zeros(shape) if x is None else x.contiguous() for x, shape in pairs)
         backward.launch_backward(
-            out, d_o, d_state, q, k, v, eta, scale, shift, tau, call.documents, kept[-2], kept[-1], given.size, call.group
+            out,
+            d_o,
+            d_state,
+            q,
+            k,
+            v,
+            eta,
+            scale,
+            shift,
+            tau,
+            call.documents,
+            kept[-2],
+            kept[-1],
+            given.size,
+            call.group,
         )
         others = (None if tau is None else out.tau, out.scale, out.shift, out.w, out.b if biased else None)
         return gradients(given, (out.k, out.v, out.q, out.eta), others)

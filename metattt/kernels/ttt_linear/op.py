@@ -24,8 +24,8 @@ def ttt_linear(
         z_t = q_t W + b − τ_t Σ_{s≤t} η_s (q_t·k_s + 1) G_s,    o_t = q_t + γ norm(z_t) + β,
         W ← W − τ_{b−1} Σ_s η_s k_sᵀ G_s,                       b ← b − τ_{b−1} Σ_s η_s G_s,
 
-    the last line after whole mini-batches. Without bias the `+ 1` and b are absent. Differentiable once in every tensor,
-    cotangents of every part of the final state included.
+    the last line after whole mini-batches. Without bias the `+ 1` and b are absent. Differentiable once in every
+    tensor, cotangents of every part of the final state included.
 
     Args:
         q, k, v: views `[B, T, H, d]`, bf16, fp16 or fp32 (all alike), any strides whose last is 1. d: 32, 64, 96 or
@@ -51,21 +51,25 @@ def ttt_linear(
     needed = KERNEL.shared_bytes(q.shape[-1], mini_batch_size, q.dtype)
     if needed > shared_memory(q.device):
         raise MetaTTTError(
-            f"ttt_linear: d = {q.shape[-1]} with mini-batches of {mini_batch_size} tokens in {q.dtype} takes {needed:,} bytes of "
-            f"shared memory, the device has {shared_memory(q.device):,}: pass 16-bit q, k, v, or set optimizer.mini_batch_size=32."
+            f"ttt_linear: d = {q.shape[-1]} with mini-batches of {mini_batch_size} tokens in {q.dtype} takes "
+            f"{needed:,} bytes of "
+            f"shared memory, the device has {shared_memory(q.device):,}: pass 16-bit q, k, v, or set "
+            "optimizer.mini_batch_size=32."
         )
     weights = {"w": w, "b": b}
     if initial_state is not None:
         weights = {"initial_state[0]": initial_state[0], "initial_state[1]": None if b is None else initial_state[1]}
     o, states = over_sequences(
-        KERNEL, q, k, v, eta, weights, (norm_scale, norm_bias), tau, mini_batch_size, cu_seqlens, initial_state is not None,
+        KERNEL, q, k, v, eta, weights, (norm_scale, norm_bias), tau, mini_batch_size, cu_seqlens,
+        initial_state is not None,
         output_final_state, WIDTHS,
     )  # fmt: skip
     return o, LinearState(*states[:4]) if output_final_state else None
 
 
 def ttt_linear_decode(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, update_w: Tensor, update_b: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor | None, update_w: Tensor,
+    update_b: Tensor | None,
     norm_scale: Tensor, norm_bias: Tensor, *, tau: Tensor | None, phase: Tensor, mini_batch_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     """One token for each of B sequences, with the state of `ttt_linear`'s final state, which is updated IN PLACE. Not

@@ -266,8 +266,8 @@ def end_cotangents(
     d_w_end_ptr, d_b_end_ptr, d_open_w_ptr, d_open_b_ptr, index, is_open, features, inside,
     D: tl.constexpr, DP: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """dS, and that of the bias as a tile of equal columns, after the last mini-batch of sequence and head `index`. Tokens
-    of an open one see the cotangent of the open sum in place of that of the weights."""
+    """dS, and that of the bias as a tile of equal columns, after the last mini-batch of sequence and head `index`.
+    Tokens of an open one see the cotangent of the open sum in place of that of the weights."""
     d_s = tl.zeros([DP, DP], tl.float32)
     d_bias = tl.zeros([DP, COLUMNS], tl.float32)
     if d_w_end_ptr is not None:

@@ -1,8 +1,8 @@
 """Launches, chosen from the shapes and from how full the card is: no autotuner, so nothing needs a driver and runs are
 alike.
 
-`TABLE` overrules the rules below, one entry a key, in a form that JSON holds: `TABLE.update(json.load(file))` takes what
-a benchmark has written.
+`TABLE` overrules the rules below, one entry a key, in a form that JSON holds: `TABLE.update(json.load(file))` takes
+what a benchmark has written.
 """
 
 from collections.abc import Callable, Iterator

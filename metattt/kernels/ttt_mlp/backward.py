@@ -74,7 +74,8 @@ def recompute_tile(b1, w1, w2, kt, qt, z1, og2, score1):
 
 @triton.jit
 def pull_tile(
-    dw1, dw2, w1, w2, commit_w1, commit_b1, commit_w2, z1, d2, zbar1, kt, qt, q, og2, og2t, odzbar2, odzbar2t, score1t, dinner2, dinner2t,
+    dw1, dw2, w1, w2, commit_w1, commit_b1, commit_w2, z1, d2, zbar1, kt, qt, q, og2, og2t, odzbar2, odzbar2t, score1t,
+    dinner2, dinner2t,
     omega, og2c,
     COMMIT: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +135,8 @@ def backward_kernel(
     dq_b, dq_t, dq_h, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, de_b, de_t, de_h,
     H, tau_stride,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FB: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
-    KEEP: tl.constexpr, MODE: tl.constexpr, COMMIT: tl.constexpr, BIAS: tl.constexpr, TAU: tl.constexpr, PACKED: tl.constexpr,
+    KEEP: tl.constexpr, MODE: tl.constexpr, COMMIT: tl.constexpr, BIAS: tl.constexpr, TAU: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     RESIDENT: tl.constexpr = FB == F
     OP: tl.constexpr = q.dtype.element_ty
@@ -313,7 +315,8 @@ def backward_kernel(
         kr = tl.trans(kt)
         if RESIDENT:
             dw1, sum1, dw2, dz1, dqt, dkt, domega1, dscore1, dg2_tile = pull_tile(
-                dw1, dw2, w1, w2, commit_w1, commit_b1, commit_w2, z1, d2, zbar1, kt, qt, qr, og2, tl.trans(og2), odzbar2,
+                dw1, dw2, w1, w2, commit_w1, commit_b1, commit_w2, z1, d2, zbar1, kt, qt, qr, og2, tl.trans(og2),
+                odzbar2,
                 tl.trans(odzbar2), tl.trans(oscore1), odinner2, tl.trans(odinner2), omega, og2c, COMMIT,
             )  # fmt: skip
             db1 += sum1
@@ -335,8 +338,10 @@ def backward_kernel(
                     commit_b1 = tl.load(from_b1 + tile + units)
                 place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
                 dw1, sum1, dw2, dz1, dq_tile, dk_tile, domega1, dscore1_tile, dg2_tile = pull_tile(
-                    dw1, dw2, w1.to(OP), w2.to(OP), commit_w1.to(OP), commit_b1, commit_w2.to(OP), tl.load(place), tl.load(place + F * BP),
-                    tl.load(place + 2 * F * BP), kt, qt, qr, og2, tl.trans(og2), odzbar2, tl.trans(odzbar2), tl.trans(oscore1), odinner2,
+                    dw1, dw2, w1.to(OP), w2.to(OP), commit_w1.to(OP), commit_b1, commit_w2.to(OP), tl.load(place),
+                    tl.load(place + F * BP),
+                    tl.load(place + 2 * F * BP), kt, qt, qr, og2, tl.trans(og2), odzbar2, tl.trans(odzbar2),
+                    tl.trans(oscore1), odinner2,
                     tl.trans(odinner2), omega, og2c, COMMIT,
                 )  # fmt: skip
                 tl.store(place + 3 * F * BP, dz1)
@@ -387,7 +392,8 @@ def backward_kernel(
                     db1 = tl.load(grad_b1 + tile + units)
                 place = stash_at + (tile + units)[:, None] * BP + lanes[None, :]
                 dw1, db1, dw2, dk_tile = finish_tile(
-                    dw1, db1, dw2, w1.to(OP), w2.to(OP), tl.load(place), tl.load(place + 3 * F * BP), kr, odz2, tl.trans(odz2)
+                    dw1, db1, dw2, w1.to(OP), w2.to(OP), tl.load(place), tl.load(place + 3 * F * BP), kr, odz2,
+                    tl.trans(odz2)
                 )  # fmt: skip
                 dkt += dk_tile
                 store_tile(grad_w1, grad_w2, tile + units, rows_at, rows, dw1, dw2, D, F)
@@ -436,8 +442,10 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, tau: Tensor | None, scale: Tensor, bias: Tensor, cu_seqlens: Tensor | None, b: int,
-    segment: int, final: Weights, kept: Weights, do: Tensor, dfinal: Weights, dupdate: Weights, walk: Config, back: Config,
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, tau: Tensor | None, scale: Tensor, bias: Tensor,
+    cu_seqlens: Tensor | None, b: int,
+    segment: int, final: Weights, kept: Weights, do: Tensor, dfinal: Weights, dupdate: Weights, walk: Config,
+    back: Config,
 ) -> Gradients:  # fmt: skip
     """From the cotangents of the outputs and of the final state (entries may be None) to those of the arguments of
     `forward`.
@@ -470,7 +478,8 @@ def backward(
             KEEP=segment, MODE=mode, COMMIT=commit, **options, **launch_options(launch),
         )  # fmt: skip
 
-    # Segments are recomputed side by side: as many as fill the device, and not more, since memory grows with their number.
+    # Segments are recomputed side by side: as many as fill the device, and not more, since memory grows with their
+    # number.
     firsts, together, places, span = groups(q, cu_seqlens, b, segment, PROGRAMS)
     if cu_seqlens is not None or length % b:
         walk_back(final, 0, TAIL.value, commits_tail, tail)
@@ -482,11 +491,14 @@ def backward(
         for w, dtype in zip(final, types, strict=True)
     )
     running = empty_weights(final, (places * heads,)) if walk.tile < 4 * d else (None,) * 4
-    untimed = {name: value for name, value in options.items() if name != "TAU"}  # steps of commits are in `store.values`
+    untimed = {
+        name: value for name, value in options.items() if name != "TAU"
+    }  # steps of commits are in `store.values`
     store = between(q, places * span, options, final[1] is not None, tau is not None) if back.split else None
     for first in reversed(firsts):
         forward_kernel[(places * heads,)](
-            *given, None, *kept, *running, *states, cu_seqlens, length, n, first, together, span, *strides(q, k, v, eta, q),
+            *given, None, *kept, *running, *states, cu_seqlens, length, n, first, together, span, *strides(q, k, v,
+            eta, q),
             heads, heads, tau_stride(tau), MODE=SEGMENT.value, KEEP=segment, **options, **launch_options(walk),
         )  # fmt: skip
         if store is None:
@@ -496,7 +508,8 @@ def backward(
         sizes = (heads, tau_stride(tau))
         tiled = options | {"KEEP": segment, "FB": min(64, options["F"]), "num_warps": 4, "num_stages": 1}
         reading_kernel[(places * span * heads,)](
-            *given, do, dq, deta, *states, *store[:4], store.norm, store.steps, *at, *strides(q, k, v, eta, do, dq, deta), *sizes, **tiled
+            *given, do, dq, deta, *states, *store[:4], store.norm, store.steps, *at, *strides(q, k, v, eta, do, dq,
+            deta), *sizes, **tiled
         )  # fmt: skip
         chain_kernel[(n * heads,)](
             scale, states[2], *store[:5], *dweights, cu_seqlens, length, first, together, span, heads,

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Backward pass of TTT-MLP's whole mini-batches in three kernels, of which only the second waits for itself.
 
-What a mini-batch adds to the cotangents C of the weights after it (names as in `backward.py`) is affine in C: everything
-that enters it but C is known before, from the weights and the cotangents of the outputs. So a group of segments takes
+What a mini-batch adds to the cotangents C of the weights after it (names as in `backward.py`) is affine in C:
+everything that enters it but C is known before, from the weights and the cotangents of the outputs. So a group of
+segments takes
 
 - `reading_kernel`, one program per mini-batch: through the reading, dq, and the coefficients of the recurrence;
 - `chain_kernel`, one program per (sequence, head), from the last mini-batch to the first: C itself, which stays in fp32
@@ -16,13 +17,15 @@ With `bend` = (g₂W₂ᵀ)∘gelu''(z₁), and `…'` for what of a cotangent c
     dz₂ = J(dg₂),  dz₁ = dg₁∘bend + (dx₂ + W₂dz₂)∘gelu'(z₁)
     C₁ += dz̄₁qᵀ + dz₁kᵀ,  C₂ += x̄₂dz̄₂ᵀ + (dg₁∘gelu'(z₁))g₂ᵀ + x₂dz₂ᵀ
 
-The chain keeps C in registers, 8·f·d bytes for f = 4d hidden units: half of a multiprocessor's at d = 64. So that nothing
-else is spilled (as compiled: results/gpu/compiled.md) it is given k and q as operands, in a place without strides of their
-own, dz₁ waits in device memory for its second part, and what is cheap to have again is loaded again.
+The chain keeps C in registers, 8·f·d bytes for f = 4d hidden units: half of a multiprocessor's at d = 64. So that
+nothing else is spilled (as compiled: results/gpu/compiled.md) it is given k and q as operands, in a place without
+strides of their own, dz₁ waits in device memory for its second part, and what is cheap to have again is loaded again.
 
-Bytes per mini-batch and head between the kernels, operands of w bytes: the chain reads 8·f·b·w (hidden units) + 4·d²·w (W₂)
-+ d·b·(12 + 4w) + 24·b and writes 2·f·b·w + 4f + 12·d·b, at d = 64, b = 16, w = 2 119 KB and 30 KB; the first kernel writes
-what the other two read. Nothing is added up by two programs: sums over mini-batches are left to torch, in a fixed order.
+Bytes per mini-batch and head between the kernels, operands of w bytes: the chain reads 8·f·b·w (hidden units) + 4·d²·w
+(W₂) + d·b·(12 + 4w) + 24·b and writes 2·f·b·w + 4f + 12·d·b, at d = 64, b = 16, w = 2 119 KB and 30 KB; the first
+kernel writes
+what the other two read. Nothing is added up by two programs: sums over mini-batches are left to torch, in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ from metattt.kernels.ttt_mlp.forward import inner_gradient
 # What stands between the kernels, for every mini-batch of a group. Hidden units, `[f, b]`, in the type of the operands:
 HIDDEN = tl.constexpr(8)
 X, SLOPE, BEND, DZ1, PULLED, XBAR, DZBAR1, G1 = (tl.constexpr(at) for at in range(HIDDEN.value))
-# Columns of tokens, `[d, b]`: in fp32 x̂ and residual of the inner loss, γ²x̂ + γ·residual, cotangents, products with C;
+# Columns of tokens, `[d, b]`: in fp32 x̂ and residual of the inner loss, γ²x̂ + γ·residual, cotangents, products with
+# C;
 COLUMNS = tl.constexpr(7)
 HAT, RESIDUAL, TILTED, DG2, DK, MOVED2, ALONG_G1 = (tl.constexpr(at) for at in range(COLUMNS.value))
 # as operands, g₂, dz̄₂, and the tokens themselves, so that the chain needs no strides of them;
@@ -289,7 +293,9 @@ def chain_kernel(
         moved2 = dot(tl.trans(c2), x) + db2[:, None]
         tl.store(place_in(columns, at, MOVED2, COLUMNS, rows_at, lanes, DP, BP), moved2)
         moved1 = omega[None, :] * (dot(c1, kt) + db1[:, None])
-        opulled = (tl.load(place_in(hidden, at, PULLED, HIDDEN, units, lanes, F, BP)).to(tl.float32) - moved1 * slope).to(OP)
+        opulled = (
+            tl.load(place_in(hidden, at, PULLED, HIDDEN, units, lanes, F, BP)).to(tl.float32) - moved1 * slope
+        ).to(OP)
         place = place_in(columns, at, DG2, COLUMNS, rows_at, lanes, DP, BP)
         dg2 = dot_add(tl.trans(w2), opulled, tl.load(place) - omega[None, :] * moved2)
         dw2 = dot_add(opulled, tl.trans(og2), dw2)

@@ -45,8 +45,8 @@ class TTTMLP(TTTMLPKernel, ClosedForm):
         read = _read(group, walk)
         count, size = k.shape[0], k.shape[2]
         biased = walk.b1 is not None
-        # The reads, all mini-batches at once: z̄ₗ_t = γ_t (x̄_t Wₗ + bₗ) − Σ_s mix_ts (x̄_t·x_s + 1) gₗ_s, where x̄ is q
-        # for the first layer and gelu(z̄₁) for the second.
+        # The reads, all mini-batches at once: z̄ₗ_t = γ_t (x̄_t Wₗ + bₗ) − Σ_s mix_ts (x̄_t·x_s + 1) gₗ_s, where x̄ is
+        # q for the first layer and gelu(z̄₁) for the second.
         normed = normalize(read.z2)
         dscale, dshift = (dy * normed.hat).sum((0, 2)).unsqueeze(1), dy.sum((0, 2)).unsqueeze(1)
         dz2 = pull_norm(dy * group.scale, normed)

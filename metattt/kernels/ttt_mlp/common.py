@@ -123,11 +123,11 @@ def store_tile(w1, w2, units, rows_at, rows, t1, t2, D: tl.constexpr, F: tl.cons
     tl.store(w2_pointers(w2, units, rows_at, D), t2, mask=inside)
 
 
-# Where a program is. Sequence n of the call has segments of KEEP whole mini-batches; all kept weights have one place per
-# segment, those of a sequence side by side: from n·(segments of a sequence) on, or, where documents are packed into one
-# row, from m // (b·KEEP) + n on for the document that begins at token m, which is enough for any lengths without reading
-# them (`slots` in `forward.py`). Segments are worked on in groups: `together` of every sequence from its segment `first`
-# on, or, packed, the `together` places from `first` on.
+# Where a program is. Sequence n of the call has segments of KEEP whole mini-batches; all kept weights have one place
+# per segment, those of a sequence side by side: from n·(segments of a sequence) on, or, where documents are packed into
+# one row, from m // (b·KEEP) + n on for the document that begins at token m, which is enough for any lengths without
+# reading them (`slots` in `forward.py`). Segments are worked on in groups: `together` of every sequence from its
+# segment `first` on, or, packed, the `together` places from `first` on.
 
 
 @triton.jit
@@ -148,7 +148,8 @@ def slot_of(n, flat, whole, B: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.cons
 
 @triton.jit
 def segment_of(place, cu_seqlens, N, first, together, B: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr):
-    """Sequence and segment of it at a place of a group. Packed, the document is the last that begins at or before it."""
+    """Sequence and segment of it at a place of a group. Packed, the document is the last that begins at or before
+    it."""
     if PACKED:
         slot = first + place
         n = place * 0 - 1

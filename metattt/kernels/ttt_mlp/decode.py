@@ -144,7 +144,8 @@ def decode_kernel(
 
 def launch_token(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, scale: Tensor, shift: Tensor, tau: Tensor | None,
-    phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None, new_update: Part | None,
+    phase: int | Tensor, size: int, weights: Part, update: Part | None, new_weights: Part | None,
+    new_update: Part | None,
 ) -> None:  # fmt: skip
     """Runs the kernel for one token of every sequence.
 

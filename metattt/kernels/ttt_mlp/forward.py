@@ -167,7 +167,8 @@ def forward_kernel(
         tl.debug_barrier()
         now_w1, now_b1, now_w2 = run_w1, run_b1, run_w2
 
-    # Pointers go along: to the first token of the mini-batch that is worked on, that of k to the one that is fetched ahead.
+    # Pointers go along: to the first token of the mini-batch that is worked on, that of k to the one that is fetched
+    # ahead.
     k += (lo * B).to(tl.int64) * k_t
     v += (lo * B).to(tl.int64) * v_t
     eta += (lo * B).to(tl.int64) * e_t
@@ -177,7 +178,8 @@ def forward_kernel(
     kt = load_columns(k, k_t, lanes.to(tl.int64), (lanes < B) & (lo * B + lanes < length), rows_at, rows)
     # Without `disable_licm` the compiler computes all addresses in on-chip memory before the loop, and spills them.
     for i in tl.range(lo, hi, disable_licm=True):
-        z = i >> 30  # 0 (a call has fewer mini-batches), but not to the compiler: what it is part of is made again, not kept
+        # 0 (a call has fewer mini-batches), but not to the compiler: what it is part of is made again, not kept
+        z = i >> 30
         if KEEPS:
             if MODE == SEGMENT:
                 kept = ((row // H).to(tl.int64) * span + i - lo) * H + h
@@ -356,7 +358,8 @@ class Groups(NamedTuple):
 
 
 def groups(q: Tensor, cu_seqlens: Tensor | None, b: int, segment: int, programs: int) -> Groups:
-    """All segments, in groups of about `programs` (segment, head), by the shapes alone: nothing waits for the device."""
+    """All segments, in groups of about `programs` (segment, head), by the shapes alone: nothing waits for the
+    device."""
     batch, length, heads, _ = q.shape
     count = 1 if cu_seqlens is not None else max(batch, 1)
     segments = slots(q, cu_seqlens, b, segment) // count if length >= b else 0
@@ -399,7 +402,8 @@ def forward(
         for first in firsts:
             span = (cu_seqlens, length, n, first, together, 0)
             forward_kernel[(places * heads,)](
-                *given, *kept, *running, *nothing, *span, *counts, heads, tau_stride(tau), MODE=READ.value, KEEP=keep, **options
+                *given, *kept, *running, *nothing, *span, *counts, heads, tau_stride(tau), MODE=READ.value, KEEP=keep,
+                **options
             )  # fmt: skip
     if cu_seqlens is not None or length % b:
         states = (*final, *update, *nothing)

@@ -1,4 +1,5 @@
-"""The learner that all kernels of TTT-MLP compute: `f(x) = x + LN(gelu(xW₁ + b₁)W₂ + b₂)` (arXiv 2407.04620, Sec. 2.7)."""
+"""The learner that all kernels of TTT-MLP compute: `f(x) = x + LN(gelu(xW₁ + b₁)W₂ + b₂)` (arXiv 2407.04620, Sec.
+2.7)."""
 
 from __future__ import annotations
 

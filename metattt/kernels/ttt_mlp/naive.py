@@ -14,7 +14,8 @@ EPS = 1e-6
 
 
 class FinalState(NamedTuple):
-    """The state after a sequence, fp32, for each of N sequences and H heads; the entries of biases are None without bias.
+    """The state after a sequence, fp32, for each of N sequences and H heads; the entries of biases are None without
+    bias.
 
     `w1 [N, H, d, f]`, `b1 [N, H, f]`, `w2 [N, H, f, d]`, `b2 [N, H, d]`: weights committed after the last whole
     mini-batch. `update_*`, of the same shapes: −Σ_s η_s ∇ℓ_s over the tokens of the mini-batch that is still open;

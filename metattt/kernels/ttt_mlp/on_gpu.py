@@ -63,7 +63,8 @@ class TTTMLPOnGPU(TTTMLPKernel, OnGPU):
         found = backward(
             q, k, v, eta, tau, scale, shift, call.documents, call.given.size, call.group,
             self.part(kept[:n]), self.part(kept[-n:]), torch.zeros_like(q) if dy is None else rows(dy.transpose(1, 2)),
-            self.part(dweights[:n]), self.part(dweights[n : 2 * n]), self._launch("forward", call), self._launch("backward", call),
+            self.part(dweights[:n]), self.part(dweights[n : 2 * n]), self._launch("forward", call),
+            self._launch("backward", call),
         )  # fmt: skip
         others = (found.tau, found.scale, found.bias, *found.weights)
         return gradients(call.given, (found.k, found.v, found.q, found.eta), others)

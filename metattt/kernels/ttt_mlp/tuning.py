@@ -1,8 +1,8 @@
-"""How a launch is cut up: a plain function of the shapes and of how full they leave the device, so that nothing has to be
-timed before the first call.
+"""How a launch is cut up: a plain function of the shapes and of how full they leave the device, so that nothing has to
+be timed before the first call.
 
-`TABLE` overrules the rules below, one entry a key, in a form that JSON holds: `TABLE.update(json.load(file))` takes what a
-benchmark has written.
+`TABLE` overrules the rules below, one entry a key, in a form that JSON holds: `TABLE.update(json.load(file))` takes
+what a benchmark has written.
 """
 
 from __future__ import annotations

@@ -171,7 +171,9 @@ class ModuleLearner(Learner):
         """All tokens in one batch, on the accessor's primitives."""
         batch, heads, count = x.shape[:3]
         translation = ParameterTranslator(w, (batch, heads, count))
-        standins = {name: ParameterProxy(translation, name, shape, x.dtype, x.device) for name, shape in self._shapes.items()}
+        standins = {
+            name: ParameterProxy(translation, name, shape, x.dtype, x.device) for name, shape in self._shapes.items()
+        }
         with translation:
             y = self._run(self._own(), standins, x.flatten(0, 2))
         return y.unflatten(0, (batch, heads, count))

@@ -1,0 +1,132 @@
+"""Claims of papers on a small scale: `python benchmarks/claims.py table1 size=cpu jobs=2`; alone, the list of claims.
+
+Sizes: smoke (seconds: every row is run, too short to say anything), cpu (two cores), gpu (one GPU). The same command
+goes on: cells that have finished in <cells_dir>/<claim>/<size> are not run again. `<output_dir>/<claim>/<size>.md`,
+`.json`, `.csv` and `.png` are written. A claim of yours is a file like those of `benchmarks/configs`, by its path. What
+a file has can be set: `sizes.cpu.seeds=[0,1]`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from common import exit_code, settings
+from comparisons.cells import Runner
+from comparisons.comparison import Claim, Row
+from comparisons.curves import inner_loss, latency, position
+from comparisons.rows import rows
+from comparisons.sequences import in_context, recall
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from report import Report
+
+from metattt.errors import MetaTTTError, check_choice
+from metattt.locking import FolderLock
+
+CONFIGS = Path(__file__).with_name("configs")
+KINDS: dict[str, Callable[[Claim, Runner], Report]] = {
+    "rows": rows, "position": position, "inner_loss": inner_loss, "latency": latency, "recall": recall,
+    "in_context": in_context,
+}  # fmt: skip
+OF_A_SIZE = ("minutes", "rows", "overrides", "evaluate", "seeds", "learning_rates", "conditions")
+OF_ALL = ("kind", "title", "asked", "rows", "overrides", "sizes", "objective", "lower_is_better", "options")
+
+
+@dataclass
+class Settings:
+    """How a claim is run."""
+
+    size: str = "cpu"
+    jobs: int = 1  # cells that run at a time
+    threads: int = 1  # of torch on the CPU, in every cell
+    cells_dir: str = "runs/claims"
+    output_dir: str = "results"
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs one claim; returns the exit code: 1 if a cell did not finish.
+
+    Raises:
+        MetaTTTError: a setting that cannot be used, or a folder in which another process is at work.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        for file in sorted(CONFIGS.glob("*.yaml")):
+            print(f"{file.stem:<12} {file.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}")
+        return 0
+    own = [word for word in words[1:] if word.partition("=")[0] in {field.name for field in fields(Settings)}]
+    given = settings(Settings, own)
+    kind, claim = read(words[0], given.size, [word for word in words[1:] if word not in own])
+    folder = Path(given.cells_dir).expanduser() / claim.name / claim.size
+    results = Path(given.output_dir).expanduser() / claim.name
+    for one in (folder, results):
+        one.mkdir(parents=True, exist_ok=True)  # now: a folder that cannot be made must not show after the work
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(given.threads)  # for the cells
+    minutes = claim.minutes / given.jobs
+    print(f"{claim.name}, size {claim.size}: {claim.cells()} cells, about {minutes:.0f} minutes -> {folder}")
+    with FolderLock(folder, "a claim"):
+        runner = Runner(folder, given.jobs, claim.cells(), lambda line: print(line, flush=True))
+        report = KINDS[kind](claim, runner)
+    took = sum(one.seconds for one in runner.results.values())
+    report.notes = [
+        "", f"`python benchmarks/claims.py {' '.join(words)}`", "", *report.notes,
+        f"- {len(runner.results)} cells took {took / 60:.1f} minutes of computing together",
+    ]  # fmt: skip
+    for path in report.write(results, claim.size, threads=given.threads, cores=len(os.sched_getaffinity(0))):
+        print(f"written  {path}")
+    print(report.text)
+    unfinished = [one for one in runner.results.values() if not one.finished]
+    if unfinished:
+        print(f"{len(unfinished)} cells have not finished: the same command tries them again")
+    return int(bool(unfinished))
+
+
+def read(name: str, size: str, changes: Sequence[str] = ()) -> tuple[str, Claim]:
+    """The kind of a claim, and the claim at a size.
+
+    Args:
+        name: of a file in `configs`, or the path of one.
+        size: one of the file's sizes.
+        changes: `key=value` of the file.
+
+    Raises:
+        MetaTTTError: no such claim, size, row or key.
+    """
+    file = Path(name) if name.endswith(".yaml") else CONFIGS / f"{name}.yaml"
+    if not name.endswith(".yaml"):
+        check_choice("claim", name, sorted(one.stem for one in CONFIGS.glob("*.yaml")))
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(file), OmegaConf.from_dotlist(list(changes)))
+        content: Any = OmegaConf.to_container(merged, resolve=True)
+    except (OSError, OmegaConfBaseException) as error:
+        raise MetaTTTError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    for key in content:
+        check_choice(f"key of {file.name}", key, OF_ALL)
+    check_choice("kind", content["kind"], KINDS)
+    check_choice("size", size, content["sizes"])
+    section = content["sizes"][size]
+    for key in section:
+        check_choice(f"key of sizes.{size}", key, OF_A_SIZE)
+    found = []
+    for one in section.get("rows", content["rows"]):
+        check_choice(f"sizes.{size}.rows", one, content["rows"])
+        row = content["rows"][one]
+        row = {"overrides": row} if isinstance(row, list) else row
+        found.append(Row(one, tuple(row["overrides"]), row.get("reported")))
+    return content["kind"], Claim(
+        file.stem, size, content["title"], content["asked"].strip(), found,
+        (*content.get("overrides", ()), *section.get("overrides", ())), tuple(section.get("evaluate", ())),
+        tuple(section.get("seeds", (0,))), tuple(section.get("learning_rates", ())),
+        {condition: tuple(words) for condition, words in section.get("conditions", {}).items()},
+        section.get("minutes", 0), content.get("options", {}), content.get("objective", Claim.objective),
+        content.get("lower_is_better", True),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,206 @@
+"""What `gpu.py` measures: TTT-Linear's and TTT-MLP's Triton operations checked and timed, peers, and other launches."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from common import in_turn, ratios, summary
+from operation import Operation
+from peers import PEERS, forget_autotuning
+
+from metattt.composition.compose import build
+from metattt.layer import TTTLayer
+from metattt.testing.specimen import distance, randomize
+
+Case = Mapping[str, Any]  # shapes, types and sizes; JSON values
+Found = dict[str, Any]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+BOUNDS = {"bfloat16": (2e-2, 5e-2), "float16": (1e-2, 2e-2), "float32": (1e-4, 1e-4)}
+"""Relative errors (Frobenius norm), at most: of outputs, and of gradients."""
+OURS = ("ttt_linear", "ttt_mlp")
+
+
+def measure(kind: str, subject: str, case: Case, device: str) -> Found:
+    """One result, as JSON can hold it."""
+    return KINDS[kind](subject, case, device)
+
+
+def through_kernels(layer: TTTLayer, subject: str, device: str) -> TTTLayer:
+    """The layer with the Triton kernel of its operation alone: what that does not take is an error, and not computed by
+    another form."""
+    module = importlib.import_module(f"metattt.kernels.{subject}.on_gpu")
+    kernel = {"ttt_linear": "TTTLinearOnGPU", "ttt_mlp": "TTTMLPOnGPU"}[subject]
+    made = getattr(module, kernel)()
+    made.device = device  # `cpu`: interpreted
+    layer.plan.kernels, layer.plan.strict = [made], True
+    return layer
+
+
+def operation(subject: str, case: Case, device: str) -> Operation:
+    sizes = (case["tokens"] // case["length"], case["length"], case["heads"], case["width"], case["size"])
+    found = Operation(subject.removeprefix("ttt_"), *sizes, device, DTYPES[case["dtype"]])
+    through_kernels(found.layer, subject, device)
+    return found
+
+
+def check(subject: str, case: Case, device: str) -> Found:
+    """Outputs and every gradient against the dual form in float64, in memory that holds NaN until it is written."""
+    given = operation(subject, case, device)
+    with poisoned():
+        found = given.training(partial(given.run, given.layer.plan))
+    right = given.double()
+    expected = right.training(partial(right.run, right.dual))
+    pairs = zip(found, expected, strict=True)
+    errors = [((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in pairs]
+    output, gradient = BOUNDS[case["dtype"]]
+    passed = errors[0] <= output and all(error <= gradient for error in errors[1:])
+    worst = max(errors[1:], key=lambda x: x if x == x else float("inf"))
+    return {"passed": passed, "outputs": errors[0], "worst gradient": worst}
+
+
+def decode_check(subject: str, case: Case, device: str) -> Found:
+    """A whole layer in fp32 token by token over three mini-batches, against the dual form in one call."""
+    layer, dual = _layer(subject, case, device), _layer(subject, case, device, "dual")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(case["batch"], 2 * case["size"] + 5, layer.dim, generator=generator).to(device)
+    ys, state = [], None
+    with torch.inference_mode(), poisoned():
+        for token in x.split(1, dim=1):
+            y, state = layer(token, state)
+            ys.append(y)
+        error = distance(torch.cat(ys, 1), dual(x)[0])
+    return {"passed": error <= 1e-3, "outputs": error}
+
+
+def _layer(subject: str, case: Case, device: str, form: str = "auto") -> TTTLayer:
+    dim, size = case["heads"] * case["width"], f"optimizer.mini_batch_size={case['size']}"
+    sizes = (f"dim={dim}", f"num_heads={case['heads']}", size)
+    layer = build(f"layer={subject}", *sizes, f"layer.form={form}", "seed=0").to(device)
+    randomize(layer)
+    return through_kernels(layer, subject, device) if form == "auto" else layer
+
+
+def way(subject: str, case: Case, device: str) -> Callable[[], object]:
+    """A call of ours, or of one of `peers.PEERS`. What its user has anyway is made before."""
+    backward = case.get("pass") != "forward"
+    if subject in OURS:
+        given = operation(subject, case, device)
+        return partial(given.training if backward else given.inference, partial(given.run, given.layer.plan))
+    operator, random = PEERS[subject](case["size"])
+    shape = (case["tokens"] // case["length"], case["length"], case["heads"], case["width"])
+    inputs = random(shape, DTYPES[case["dtype"]], device)
+    cotangent, leaves = torch.randn_like(inputs[2]), [x for x in inputs if x.requires_grad]
+    forget_autotuning()
+
+    def call() -> object:
+        with torch.set_grad_enabled(backward):
+            o = operator(*inputs)
+            return torch.autograd.grad(o, leaves, cotangent) if backward else o
+
+    return call
+
+
+def milliseconds(call: Callable[[], object], device: str) -> Found:
+    """Least, median and most of calls that find nothing in the L2 cache."""
+    if device == "cpu":
+        return summary(in_turn({"call": call}, 1, 0)["call"]).columns("ms", 1000)
+    from triton.testing import do_bench
+
+    return dict(zip(("ms, least", "ms, median", "ms, most"), do_bench(call, quantiles=[0.0, 0.5, 1.0]), strict=True))
+
+
+def timed(subject: str, case: Case, device: str) -> Found:
+    """A call on sequences, and the most memory that was held."""
+    call = way(subject, case, device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    call()
+    first = {"first call, s": time.perf_counter() - started}
+    found = milliseconds(call, device) | first
+    return found | ({"peak, GB": torch.cuda.max_memory_allocated() / 1e9} if device == "cuda" else {})
+
+
+def decode(subject: str, case: Case, device: str) -> Found:
+    """A token for each of several sequences through a whole layer, from the state after half a mini-batch."""
+    layer = _layer(subject, case, device)
+    x = torch.randn(case["batch"], case["size"] // 2 + 1, layer.dim, device=device)
+    with torch.inference_mode(), torch.autocast(device, DTYPES[case["dtype"]], enabled=case["dtype"] != "float32"):
+        _, state = layer(x[:, 1:])
+        return milliseconds(lambda: layer(x[:, :1], state), device) | {"state, MB": state.nbytes / 1e6}
+
+
+def ceiling(subject: str, case: Case, device: str) -> Found:
+    """Bytes read and written by a copy that no cache holds, and operations of a large product."""
+    size, side = (2**30, 8192) if device == "cuda" else (2**20, 128)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    a = torch.randn(side, side, device=device).to(DTYPES[case["dtype"]])
+    copied, product = milliseconds(source.clone, device)["ms, least"], milliseconds(lambda: a @ a, device)["ms, least"]
+    return {"copy, GB/s": 2 * size / copied / 1e6, "product, TFLOP/s": 2 * side**3 / product / 1e9}
+
+
+# -- other launches ----------------------------------------------------------------------------------------------------
+
+
+def variants(subject: str, case: Case) -> dict[str, Callable[[], Callable[[], None]]]:
+    """Changes of the launch for a timed case, by name, from the operation's `tuning.variants`: each makes the change,
+    and returns what takes it back."""
+    programs = case["tokens"] // case["length"] * case["heads"]
+    units = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
+    offered = {name: case[name] for name in ("width", "size", "heads", "length")}
+    offered |= {"dtype": DTYPES[case["dtype"]], "programs": programs, "per_sm": min(programs // units, 4)}
+    function = importlib.import_module(f"metattt.kernels.{subject}.tuning").variants
+    return dict(function(**{name: offered[name] for name in inspect.signature(function).parameters if name in offered}))
+
+
+def variant(subject: str, case: Case, device: str) -> Found:
+    """Another launch against the one that is used, three times in turn, and the entries of tables that it sets."""
+    change, used = variants(subject, case)[case["variant"]], way(subject, case, device)
+    tuning = importlib.import_module(f"metattt.kernels.{subject}.tuning")
+    times: dict[str, list[float]] = {"used": [], "changed": []}
+    before, after = _tables(tuning), {}
+    for _ in range(3):
+        times["used"].append(milliseconds(used, device)["ms, median"])
+        undo = change()
+        try:
+            after = _tables(tuning)
+            times["changed"].append(milliseconds(used, device)["ms, median"])
+        finally:
+            undo()
+    sets = {name: {key: x for key, x in table.items() if before[name].get(key) != x} for name, table in after.items()}
+    ratio = ratios(times["changed"], times["used"]).columns("times used")
+    sets = {name: table for name, table in sets.items() if table}
+    return summary(times["changed"]).columns("ms") | ratio | {"sets": sets}
+
+
+def _tables(tuning: Any) -> dict[str, dict[str, Any]]:
+    """The tables of launches; JSON has texts for keys."""
+    return {
+        name: {key if isinstance(key, str) else " ".join(map(str, key if isinstance(key, tuple) else (key,))): x
+               for key, x in value.items()}
+        for name, value in vars(tuning).items() if name.isupper() and isinstance(value, dict)
+    }  # fmt: skip
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that is asked for holds NaN until it is written."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it; other operations may stay as they are
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+KINDS: dict[str, Callable[[str, Case, str], Found]] = {
+    "check": check, "decode check": decode_check, "time": timed, "decode": decode, "ceilings": ceiling,
+    "variant": variant,
+}  # fmt: skip

@@ -1,0 +1,155 @@
+"""One token after the other: TTT models against the published code's way, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from common import Check, Row, Say, in_turn, ratios, require, some, summary
+from published_decoding import PublishedDecoding
+from report import Report
+from torch import Tensor
+
+from metattt.composition.compose import compose
+from metattt.composition.instantiate import instantiate_model
+from metattt.errors import MetaTTTError, check_choice
+from metattt.generation.static_step import CapturedStep, PlainStep
+from metattt.models.language_model import LanguageModel, LanguageModelState
+from metattt.testing.specimen import distance, randomize
+
+OURS, PUBLISHED, BASELINE, GRAPH = "ours", "published style", "attention", "ours, CUDA graph"
+
+
+@dataclass
+class Decode:
+    """Decoding with TTT language models of the Mamba backbone; fp32, one sequence.
+
+    Args:
+        layers: sequence layers of the models, TTT-Linear or TTT-MLP as published.
+        dim, num_heads, num_layers, vocab_size: size of the models.
+        contexts: tokens that are read before decoding starts.
+        tokens: decoded in one timed call.
+        rounds: timed calls, in turn.
+        at_most: share of the published style's time that a model may take (reported, not enforced).
+        device: `cpu`, or `cuda`: then as generation does it, from a CUDA graph, too.
+    """
+
+    layers: list[str] = some("ttt_linear", "ttt_mlp")
+    dim: int = 256
+    num_heads: int = 4
+    num_layers: int = 4
+    vocab_size: int = 512
+    contexts: list[int] = some(64, 1024)
+    tokens: int = 16
+    rounds: int = 15
+    at_most: float = 0.5
+    device: str = "cpu"
+
+    def run(self, say: Say) -> Report:
+        check_choice("device", self.device, ("cpu", "cuda"))
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise MetaTTTError("device=cuda needs a CUDA device, and there is none: set device=cpu")
+        for name in self.layers:
+            check_choice("layers", name, ("ttt_linear", "ttt_mlp"))
+        if min(self.contexts) < 4:
+            raise MetaTTTError(f"contexts={self.contexts} is not allowed: 4 tokens or more")
+        models = {name: self._model(name) for name in (*self.layers, BASELINE)}
+        checks: list[Check] = []
+        for name in self.layers:
+            say(f"{name}: checking")
+            checks += self._check(name, models[name])
+        rows: list[Row] = []
+        versus: list[Row] = []
+        for context in sorted(self.contexts):
+            say(f"timing models after {context} tokens")
+            found, compared = self._models(models, context)
+            rows, versus = rows + found, versus + compared
+        text = (
+            f"{self.num_layers} blocks of the Mamba backbone, D = {self.dim}, {self.num_heads} heads, "
+            f"{self.vocab_size} tokens in the vocabulary. One sequence, fp32, {self.tokens} tokens a timed call, "
+            f"{self.rounds} rounds in turn; ratios are made round by round. Published style: the papers' "
+            "code for a token, with the same parameters (`benchmarks/published_decoding.py`). Attention: "
+            "`F.scaled_dot_product_attention` with a cache of keys and values."
+        )
+        tables = {
+            "Models": rows,
+            f"Time of a model, divided by the published style's (at most {self.at_most:g})": versus,
+        }
+        place = "GPU" if self.device == "cuda" else "CPU"
+        return Report(f"Decoding on the {place}", text, tables, checks, asdict(self))
+
+    # -- models --------------------------------------------------------------------------------------------------------
+
+    def _model(self, layer: str) -> LanguageModel:
+        sizes = {"dim": self.dim, "num_heads": self.num_heads}
+        sizes |= {"model.num_layers": self.num_layers, "model.vocab_size": self.vocab_size}
+        steps = () if layer == BASELINE else ("optimizer.token_step_map=relu",)  # τ as in the published code
+        given = (f"layer={layer}", "model=mamba_backbone", *steps, *(f"{key}={value}" for key, value in sizes.items()))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = instantiate_model(compose(*given, job="language_model"))
+            for block in model.blocks:  # away from the initial values, which hide mistakes
+                randomize(block.layer)  # type: ignore[arg-type]
+        return model.eval().to(self.device)
+
+    def _ids(self, length: int, seed: int) -> Tensor:
+        ids = torch.randint(self.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+        return ids.to(self.device)
+
+    def _check(self, name: str, model: LanguageModel) -> list[Check]:
+        """Logits of three mini-batches of tokens, decoded from the middle of one."""
+        ids, checks = self._ids(71, 1), []
+        with torch.inference_mode():
+            _, state = model.step(ids[:, :23])
+            published = PublishedDecoding(model, state)
+            expected = torch.cat([published.step(token) for token in ids[:, 23:].split(1, dim=1)], 1)
+            ways: dict[str, Callable[[Tensor], Tensor]] = {OURS: PlainStep(model, state.map(torch.clone))}
+            if self.device == "cuda":
+                ways[GRAPH] = CapturedStep(model, state)
+            for way, step in ways.items():
+                found = torch.stack([step(token).clone() for token in ids[:, 23:].unbind(1)], 1)
+                checks.append(require(f"{name}, {way} and {PUBLISHED}, logits, fp32", distance(found, expected), 1e-4))
+        return checks
+
+    def _models(self, models: Mapping[str, LanguageModel], context: int) -> tuple[list[Row], list[Row]]:
+        ids = self._ids(self.tokens, 3)
+
+        @torch.inference_mode()
+        def ours(model: LanguageModel, state: LanguageModelState) -> None:
+            for index, token in enumerate(ids.split(1, dim=1)):
+                _, state = model.step(token, state, donate_state=index > 0)  # the first state is that of all rounds
+
+        @torch.inference_mode()
+        def theirs(model: LanguageModel, state: LanguageModelState) -> None:
+            published = PublishedDecoding(model, state)
+            for token in ids.split(1, dim=1):
+                published.step(token)
+
+        @torch.inference_mode()
+        def replayed(graph: CapturedStep) -> None:
+            for token in ids.unbind(1):
+                graph(token)
+
+        calls: dict[str, Callable[[], object]] = {}
+        for name, model in models.items():
+            with torch.inference_mode():
+                _, state = model.step(self._ids(context, 2), last_only=True)
+            calls[f"{name}\n{OURS}"] = partial(ours, model, state)
+            if name != BASELINE:
+                calls[f"{name}\n{PUBLISHED}"] = partial(theirs, model, state)
+            if name != BASELINE and self.device == "cuda":
+                with torch.inference_mode():
+                    calls[f"{name}\n{GRAPH}"] = partial(replayed, CapturedStep(model, state))
+        seconds = in_turn(calls, self.rounds)
+        rows, versus = [], []
+        for key, took in seconds.items():
+            name, way = key.split("\n")
+            row: Row = {"layer": name, "way": way, "after tokens": context}
+            rows.append(row | summary(took).columns("ms per token", 1000 / self.tokens))
+            if way == OURS and name != BASELINE:
+                ratio = ratios(took, seconds[f"{name}\n{PUBLISHED}"])
+                within = "yes" if ratio.median <= self.at_most else "no"
+                versus.append({"layer": name, "after tokens": context} | ratio._asdict() | {"within": within})
+        return rows, versus

@@ -1,0 +1,175 @@
+"""`metattt bench`: the layer that the command line composed, checked against its oracle, then timed in every form.
+
+The repository's own benchmarks are scripts: `python benchmarks/speed.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from metattt.composition.instantiate import instantiate_layer
+from metattt.composition.settings import pick_device
+from metattt.errors import MetaTTTError, check_integer
+from metattt.inner.planning import ASKED
+from metattt.layer import TTTLayer
+from metattt.sequence_layer import SequenceLayer
+from metattt.testing.specimen import compare, distance, randomize, run
+
+ORACLE = "primal"
+FLOAT64, FLOAT32 = 1e-8, 1e-3
+"""Relative errors, at most: between forms in float64, and of kernels, which compute in fp32."""
+
+
+def bench(cfg: DictConfig) -> None:
+    """Checks every form of the composed layer, outputs and gradients, and one call against two; then times a forward
+    pass, a forward and backward pass and one decoded token. Prints both.
+
+    Args:
+        cfg: as `configs/bench.yaml` has it.
+
+    Raises:
+        SystemExit: code 1, if forms differ: nothing is timed.
+        MetaTTTError: the configuration does not make a layer, or a setting that cannot be used.
+    """
+    for key in ("length", "batch", "rounds", "threads"):
+        check_integer(key, cfg[key], most=2**24)
+    device, console = pick_device(cfg.device), Console(highlight=False, soft_wrap=True)
+    torch.set_num_threads(cfg.threads)
+    forms, missing = forms_of(cfg)
+    table = Table("check", "worst error", "bound", "result")
+    passed = True
+    for name, (error, bound) in checks(forms, device).items():
+        passed = passed and error <= bound
+        table.add_row(name, f"{error:.1e}", f"{bound:.0e}", "[green]pass[/]" if error <= bound else "[bold red]FAIL[/]")
+    if table.rows:
+        console.print(table)
+    for form, reason in missing.items():
+        console.print(f"form={form}: {reason}", markup=False)
+    if not passed:
+        console.print("nothing is timed: a form does not compute what the layer is")
+        raise SystemExit(1)
+    timed = {form: layer for form, layer in forms.items() if form != ORACLE or len(forms) == 1}
+    for layer in timed.values():
+        layer.to(device, torch.float32)
+    columns = times(timed, cfg.length, cfg.batch, cfg.rounds, device)
+    kind = "bf16 autocast" if device.type == "cuda" else "fp32"
+    title = f"B={cfg.batch}, T={cfg.length}, D={cfg.dim}, {kind} on {device}: ms, median (min to max)"
+    table = Table("form", *columns, title=title)
+    for form in timed:
+        table.add_row(form, *(_told(took.get(form)) for took in columns.values()))
+    console.print(table)
+
+
+def forms_of(cfg: DictConfig) -> tuple[dict[str, SequenceLayer], dict[str, str]]:
+    """The layer in each of its forms, with the same parameters, the oracle first; and why the others are none."""
+    found: dict[str, SequenceLayer] = {}
+    missing: dict[str, str] = {}
+    layer: SequenceLayer = instantiate_layer(cfg)
+    asked = ASKED[1:] if isinstance(layer, TTTLayer) and layer.learner.has_weights else ()
+    for form in asked:
+        one = OmegaConf.merge(cfg, {"layer": {"form": form}})
+        try:
+            assert isinstance(one, DictConfig)
+            made = instantiate_layer(one)
+            found.setdefault(made.form, made)
+        except MetaTTTError as error:
+            missing[form] = str(error).splitlines()[0]
+    found = found or {getattr(layer, "form", "scan"): layer}
+    first = next(iter(found.values()))
+    randomize(first)  # type: ignore[arg-type]  # initial values hide mistakes
+    for other in found.values():
+        other.load_state_dict(first.state_dict())
+    return found, missing
+
+
+def checks(forms: Mapping[str, SequenceLayer], device: torch.device) -> dict[str, tuple[float, float]]:
+    """Name -> relative error and its bound: forms against the oracle, one call against two."""
+    found: dict[str, tuple[float, float]] = {}
+    first = next(iter(forms))
+    size = getattr(getattr(forms[first], "optimizer", None), "mini_batch_size", 16)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, min(2 * size + 3, 203), forms[first].dim, generator=generator, dtype=torch.float64)
+    for form, layer in forms.items():
+        kernel = form == "fused"
+        here = x.to(device, torch.float32 if kernel else torch.float64)
+        against, bound = "dual" if kernel and "dual" in forms else first, FLOAT32 if kernel else FLOAT64
+        for one in (layer, forms[against]):
+            one.to(here)
+        whole = run(layer, here, grads=True)  # type: ignore[arg-type]
+        if form != against:
+            expected = run(forms[against], here, grads=True)  # type: ignore[arg-type]
+            found[f"{form} and {against}, outputs and gradients"] = compare(whole, expected), bound
+        try:
+            two = run(layer, here, [len(x[0]) - 5])  # type: ignore[arg-type]
+        except MetaTTTError:  # every call is a set of tokens of its own
+            continue
+        if getattr(getattr(layer, "optimizer", None), "read", None) != "final":
+            found[f"{form}, one call and two, outputs"] = distance(two.y, whole.y), bound
+    return found
+
+
+def times(
+    forms: Mapping[str, SequenceLayer], length: int, batch: int, rounds: int, device: torch.device
+) -> dict[str, dict[str, list[float]]]:
+    """What is timed -> form -> seconds of every call, all forms in turn."""
+    dim, generator = next(iter(forms.values())).dim, torch.Generator().manual_seed(2)
+    x = torch.randn(batch, length + 1, dim, generator=generator).to(device)
+    cast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+    def forward(layer: SequenceLayer) -> None:
+        with torch.inference_mode(), cast():
+            layer(x[:, :-1])
+
+    def training(layer: SequenceLayer) -> None:
+        layer.zero_grad()
+        with cast():
+            y: Tensor = layer(x[:, :-1])[0]
+        y.float().square().mean().backward()
+
+    def decode(layer: SequenceLayer, state: object) -> None:
+        with torch.inference_mode(), cast():
+            layer(x[:, -1:], state)
+
+    decoding: dict[str, Callable[[], object]] = {}
+    for form, layer in forms.items():
+        with torch.inference_mode(), cast():
+            _, state = layer(x[:, :-1])
+        try:
+            decode(layer, state)
+            decoding[form] = partial(decode, layer, state)
+        except MetaTTTError:  # there is no state to go on from
+            continue
+    return {
+        "forward": _in_turn({form: partial(forward, layer) for form, layer in forms.items()}, rounds),
+        "forward + backward": _in_turn({form: partial(training, layer) for form, layer in forms.items()}, rounds),
+        "one token": _in_turn(decoding, rounds),
+    }
+
+
+def _in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds by name; each round calls every function once, so that a busy machine slows all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number:  # the first has warmed up
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def _told(seconds: list[float] | None) -> str:
+    if not seconds:
+        return "–"
+    return f"{1000 * statistics.median(seconds):.3g} ({1000 * min(seconds):.3g} to {1000 * max(seconds):.3g})"

@@ -1,0 +1,253 @@
+"""Constructors read from their source: `@register` classes become known without importing them, and torch with them.
+
+A mistake in an override then shows in a second. Only what a schema needs is read: the names, annotations and defaults
+of a constructor's parameters, or of the settings that it is made from (`metattt.setting`). An annotation that names a
+class of ours or of a library stands for that class without its attributes; what cannot be read so raises `Unreadable`,
+and the module is imported instead.
+"""
+
+import ast
+import builtins
+import collections.abc
+import importlib.util
+import inspect
+import typing
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from metattt import setting
+from metattt.setting import Setting, declared, parameters, with_always
+
+PLAIN_MODULES = {"typing": typing, "collections.abc": collections.abc, "metattt.setting": setting}
+DECLARED = "metattt.declared", "Declared"
+EMPTY = inspect.Parameter.empty
+
+
+class Unreadable(Exception):
+    """A constructor that only an import can tell."""
+
+
+class Registered(NamedTuple):
+    """A class with the decorator `@register(group, name)`, and its constructor's parameters without `self`."""
+
+    group: str
+    name: str
+    target: str
+    parameters: list[inspect.Parameter]
+
+
+def registered(module: str) -> Iterator[Registered]:
+    """The classes that a module registers.
+
+    Raises:
+        Unreadable: for want of source, or of a constructor that can be read.
+    """
+    for node in _tree(module).body:
+        for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+            if (
+                isinstance(decorator, ast.Call)
+                and isinstance(decorator.func, ast.Name)
+                and decorator.func.id == "register"
+            ):
+                given = dict(zip(("group", "name"), decorator.args, strict=False))
+                given |= {str(keyword.arg): keyword.value for keyword in decorator.keywords}
+                group, name = (_constant(given.get(key)) for key in ("group", "name"))
+                assert isinstance(node, ast.ClassDef)
+                yield Registered(group, name, f"{module}.{node.name}", constructor(module, node.name))
+
+
+def constructor(module: str, name: str) -> list[inspect.Parameter]:
+    """The parameters of a class's constructor without `self`, its own or the one that it inherits.
+
+    Raises:
+        Unreadable: as `registered`.
+    """
+    settings, (home, node) = _settings(module, name), _class(module, name)
+    while (home, node.name) != DECLARED:
+        for one in node.body:
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+                return with_always(list(_parameters(home, one.args)), settings)
+        base = next((base.id for base in node.bases if isinstance(base, ast.Name)), None)
+        if base is None:
+            raise Unreadable(f"{module}.{name}")
+        home, node = _class(home, base)
+    return parameters(settings)
+
+
+def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """The module that defines what is called `name` in another, and its definition."""
+    body = _bodies(module).get(name)
+    if isinstance(body, ast.ImportFrom):
+        return _class(_home(module, body), _original(body, name))
+    if not isinstance(body, ast.ClassDef):
+        raise Unreadable(f"{module}.{name}")
+    return module, body
+
+
+def _settings(module: str, name: str) -> dict[str, Setting]:
+    """The settings that a class declares and inherits, if it is a component."""
+    home, node = _class(module, name)
+    inherited: dict[str, Setting] = {}
+    for base in reversed(node.bases):
+        if isinstance(base, ast.Name) and isinstance(_bodies(home).get(base.id), ast.ClassDef | ast.ImportFrom):
+            with suppress(Unreadable):  # a class of a library
+                inherited |= _settings(home, base.id)
+    body: dict[str, Any] = {}
+    hints: dict[str, ast.expr] = {}
+    for one in node.body:
+        if not isinstance(one, ast.Assign | ast.AnnAssign) or one.value is None:
+            continue
+        target = one.target if isinstance(one, ast.AnnAssign) else one.targets[0]
+        calls = one.value.func if isinstance(one.value, ast.Call) else None
+        if isinstance(target, ast.Name) and (ast.unparse(calls or target) == "setting" or target.id in inherited):
+            value = body[target.id] = _value(home, one.value)
+            if _opaque(value.default if isinstance(value, Setting) else value):
+                raise Unreadable(f"{home}: the default of {target.id}")
+            if isinstance(one, ast.AnnAssign):
+                hints[target.id] = one.annotation
+    takes = next((_value(home, one.value) for one in node.keywords if one.arg == "takes"), None)
+    return declared(inherited, body, lambda name: _value(home, hints[name]) if name in hints else Any, takes)
+
+
+def _parameters(module: str, given: ast.arguments) -> Iterator[inspect.Parameter]:
+    ordered = [*given.posonlyargs, *given.args]
+    defaults: list[ast.expr | None] = [None] * (len(ordered) - len(given.defaults)) + list(given.defaults)
+    kinds: list[tuple[ast.arg | None, ast.expr | None, inspect._ParameterKind]] = [
+        *(
+            (one, value, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for one, value in list(zip(ordered, defaults, strict=True))[1:]
+        ),
+        (given.vararg, None, inspect.Parameter.VAR_POSITIONAL),
+        *(
+            (one, value, inspect.Parameter.KEYWORD_ONLY)
+            for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        ),
+        (given.kwarg, None, inspect.Parameter.VAR_KEYWORD),
+    ]
+    for argument, default, kind in kinds:
+        if argument is None:
+            continue
+        annotation = Any if argument.annotation is None else _value(module, argument.annotation)
+        value = EMPTY if default is None else _value(module, default)
+        if value is not EMPTY and _opaque(value):
+            raise Unreadable(f"{module}: the default of {argument.arg}")
+        yield inspect.Parameter(argument.arg, kind, default=value, annotation=annotation)
+
+
+class _Opaque(type):
+    """A name that is not followed. It has any attribute, and takes part in `X | None` as the class does that it stands
+    for."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+    def __getitem__(cls, _: Any) -> type:
+        return cls
+
+
+class Elsewhere(metaclass=_Opaque):
+    """Stands for every class and value that is not read."""
+
+
+def _opaque(value: Any) -> bool:
+    return value is Elsewhere or (isinstance(value, tuple | list) and any(map(_opaque, value)))
+
+
+class _Names(dict[str, Any]):
+    """The names of a module, each found out when it is asked for."""
+
+    def __init__(self, module: str):
+        super().__init__()
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        body = _bodies(self.module).get(name)
+        if body is None and hasattr(builtins, name):
+            return getattr(builtins, name)
+        if isinstance(body, ast.Assign | ast.AnnAssign) and body.value is not None:
+            return _value(self.module, body.value)
+        if isinstance(body, ast.ImportFrom):
+            home = _home(self.module, body)
+            if home in PLAIN_MODULES:
+                return getattr(PLAIN_MODULES[home], _original(body, name))
+            if home.partition(".")[0] == self.module.partition(".")[0]:
+                return _Names(home)[_original(body, name)]
+        return Elsewhere
+
+
+def _value(module: str, expression: ast.expr) -> Any:
+    """An annotation or a default."""
+    if isinstance(expression, ast.Constant) and isinstance(expression.value, str) and expression.value.isidentifier():
+        return expression.value  # a default; annotations are no texts where `from __future__ import annotations` stands
+    try:
+        return eval(compile(ast.Expression(expression), module, "eval"), {"__builtins__": {}}, _Names(module))
+    except Unreadable:
+        raise
+    except Exception as error:  # whatever an expression raises when a class stands for all others
+        raise Unreadable(f"{module}: {ast.unparse(expression)}") from error
+
+
+def _home(module: str, node: ast.ImportFrom) -> str:
+    if node.level or node.module is None:
+        raise Unreadable(f"{module}: a relative import")
+    return node.module
+
+
+def _original(node: ast.ImportFrom, name: str) -> str:
+    """The name, where it comes from, of what is called `name` here."""
+    return next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+
+
+def _constant(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise Unreadable("the arguments of @register")
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    try:
+        return ast.parse(find_source(module).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise Unreadable(module) from error
+
+
+def find_source(module: str) -> Path:
+    """The file of a module, found without importing the packages that it is in.
+
+    Raises:
+        Unreadable: there is none.
+    """
+    top, *inner = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec and spec.origin and not inner and not spec.submodule_search_locations:
+        return Path(spec.origin)
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(root, *inner)
+        for file in (path / "__init__.py", path.with_suffix(".py")):
+            if file.is_file():
+                return file
+    raise Unreadable(module)
+
+
+@cache
+def _bodies(module: str) -> dict[str, ast.stmt]:
+    """What defines each name at the top level of a module, `if TYPE_CHECKING:` included."""
+    found: dict[str, ast.stmt] = {}
+    nodes = list(_tree(module).body)
+    for node in nodes:
+        if isinstance(node, ast.If):
+            nodes += node.body
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0]: node for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    return found

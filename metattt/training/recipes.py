@@ -1,0 +1,172 @@
+"""Recipes of the outer loop: the optimizer, its learning rates, and what does not decay."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.optional import need
+from metattt.registry import register
+
+if TYPE_CHECKING:
+    from timm.scheduler import CosineLRScheduler
+
+
+@register(group="training", name="adamw")
+class AdamW:
+    """The recipe of the TTT papers: AdamW, linear warm-up, cosine decay (arXiv 2407.04620, App. C).
+
+    Args:
+        lr: peak learning rate.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: of projections and embeddings. Norms, biases, convolutions, inner learning rates and the initial
+            weights of the inner loop do not decay.
+        warmup_fraction: share of the steps with a rising learning rate.
+        min_lr: learning rate at the last step.
+        chunk: tokens of a window that are read at a time, the state carried on; None: all of them.
+        truncate: k, chunks that the gradient of a chunk's loss reaches back over, its own among them
+            (`metattt.training.truncated`): memory does not grow with the window, and the gradient is not that of the
+            whole window. None: all chunks, the exact gradient.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
+    """
+
+    forward_only = False  #: the optimizer needs the loss alone: no graph is made, and nothing is backpropagated
+    chunk: int | None = None
+    truncate: int | None = None
+
+    def __init__(
+        self,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        warmup_fraction: float = 0.1,
+        min_lr: float = 1e-5,
+        chunk: int | None = None,
+        truncate: int | None = None,
+    ):
+        check_number("training.lr", lr, above=0, most=1e36)  # a step of it is a number in fp32
+        check_betas(betas)
+        check_number("training.eps", eps, above=0)
+        check_number("training.weight_decay", weight_decay, least=0)
+        check_number("training.warmup_fraction", warmup_fraction, least=0, most=1)
+        check_number("training.min_lr", min_lr, least=0)
+        self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
+        self.warmup_fraction, self.min_lr = warmup_fraction, min_lr
+        for key, value in (("chunk", chunk), ("truncate", truncate)):
+            if value is not None:
+                check_integer(f"training.{key}", value, advice=", or null for all")
+        if truncate is not None and chunk is None:
+            raise MetaTTTError(f"training.truncate={truncate} counts chunks: set training.chunk to their tokens")
+        self.chunk, self.truncate = chunk, truncate
+
+    def warmup_steps(self, num_steps: int) -> int:
+        """Steps with a rising learning rate, at least one."""
+        return max(1, round(self.warmup_fraction * num_steps))
+
+    def factor(self, step: int, num_steps: int) -> float:
+        """The learning rate at a step, over its peak."""
+        warmup = self.warmup_steps(num_steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+        low = min(self.min_lr / self.lr, 1.0)
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The outer optimizer."""
+        return torch.optim.AdamW(self.groups(model), lr=self.lr, betas=self.betas, eps=self.eps)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
+        """The learning rates of a run."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, num_steps))
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The parameters in two groups: those that decay, and the others."""
+        matrices = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+        decayed = {id(weight) for weight in matrices}
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [
+            {"params": [p for p in parameters if id(p) in decayed], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
+        ]
+
+
+def check_betas(betas: object) -> None:
+    """Refuses what are no two decays of moments.
+
+    Raises:
+        MetaTTTError: not two numbers from 0 to below 1.
+    """
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise MetaTTTError(f"training.betas={betas} is not allowed: it must be two numbers, training.betas=[0.9,0.95]")
+    for beta in betas:
+        check_number("training.betas", beta, least=0, below=1)
+
+
+@register(group="training", name="timm")
+class TimmRecipe:
+    """The recipe of the MTTT paper (arXiv 2310.13807, Sec. 5; Beyer et al., arXiv 2205.01580) from timm's factories.
+
+    Args:
+        optimizer: timm's name of the outer optimizer.
+        lr: peak learning rate.
+        betas: decay of the first and the second moment.
+        weight_decay: of kernels. Biases, norms, gates and position tables do not decay.
+        warmup_steps: steps with a rising learning rate; then it falls to zero along a cosine.
+        mixup: α of mixup; 0 is none.
+
+    Raises:
+        MetaTTTError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        optimizer: str = "adamw",
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.1,
+        warmup_steps: int = 10000,
+        mixup: float = 0.0,
+    ):
+        need("timm", extra="images", what="training=timm")
+        from timm.optim import get_optimizer_info, list_optimizers
+
+        rule = str(optimizer).lower().removeprefix("lookahead_")
+        try:
+            get_optimizer_info(rule)
+        except ValueError as error:
+            near = difflib.get_close_matches(rule, list_optimizers(), 1) or ["adamw"]
+            raise MetaTTTError(
+                f"training.optimizer={optimizer} is not allowed: timm has no optimizer of that name. Did you mean {near[0]}?"
+            ) from error
+        check_number("training.lr", lr, above=0, most=1e36)
+        check_betas(betas)
+        check_integer("training.warmup_steps", warmup_steps, 0)
+        for name, value in (("mixup", mixup), ("weight_decay", weight_decay)):
+            check_number(f"training.{name}", value, least=0)
+        self.name, self.lr, self.betas = optimizer, lr, (float(betas[0]), float(betas[1]))
+        self.weight_decay, self.warmup_steps, self.mixup = weight_decay, warmup_steps, mixup
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The outer optimizer; the model's `no_weight_decay` says what does not decay."""
+        from timm.optim import create_optimizer_v2
+
+        return create_optimizer_v2(model, opt=self.name, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> CosineLRScheduler:
+        """Linear warm-up, then a cosine to zero at the last step."""
+        from timm.scheduler import CosineLRScheduler
+
+        warmup = min(self.warmup_steps, num_steps - 1)
+        return CosineLRScheduler(
+            optimizer, t_initial=num_steps - warmup, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False
+        )

@@ -1,0 +1,188 @@
+"""The attacks at a small size; and that each sees what it looks for, planted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attack
+import bad_commands
+import child
+import kills
+import pytest
+from attack import COLUMNS, GENERATE, TAKEN, Artifacts, Tally, read_damaged, read_malicious
+from child import Outcome, run
+from malicious import malicious
+
+Main = Callable[[Sequence[str]], int]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder: Path = tmp_path_factory.mktemp("attack")
+    Artifacts(folder, ("run", "published"))
+    with contextlib.chdir(folder):
+        yield folder
+
+
+# -- what came of a command --------------------------------------------------------------------------------------------
+
+
+def says(text: str, code: int) -> Main:
+    def main(words: Sequence[str]) -> int:
+        print(text, file=sys.stderr)
+        return code
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("main", "kind"),
+    [
+        (says("step 1", 0), "result"),
+        (says("step 1\nerror: no\nbut yes", 2), "error"),
+        (says("error: one\ntwo\nthree", 2), "traceback"),
+        (says("no", 2), "traceback"),
+        (says("Traceback (most recent call last)\nerror: a", 2), "traceback"),
+        (says("error: no", 3), "traceback"),
+        (lambda words: 1 // 0, "traceback"),
+        (lambda words: os.abort(), "traceback"),
+        (lambda words: len(bytearray(2 * child.MEMORY)), "traceback"),
+        (lambda words: time.sleep(60), "hang"),
+        (lambda words: subprocess.run(["true"], check=True).returncode, "code"),
+        (lambda words: os.system("true"), "code"),
+        (lambda words: Path("/tmp/elsewhere-of-attack").write_text("x"), "code"),
+        (lambda words: os.unlink("/nowhere"), "code"),
+    ],
+)
+def test_what_came_of_a_command_is_seen(main: Main, kind: str, tmp_path: Path) -> None:
+    assert run([], [tmp_path], seconds=3, main=main).kind == kind
+
+
+def test_what_a_command_may_write_and_prints(tmp_path: Path) -> None:
+    def main(words: Sequence[str]) -> int:
+        (tmp_path / "inside").write_text(words[0])
+        (tmp_path / "inside").rename(tmp_path / "renamed")
+        print("said")
+        return 0
+
+    assert run(["written"], [tmp_path], main=main) == Outcome("result", "", "said\n", "")
+    assert (tmp_path / "renamed").read_text() == "written"
+
+
+def test_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    tally = Tally()
+    for column, outcome, expected in (
+        ("same result", Outcome("result", "1"), "1"),
+        ("same result", Outcome("result", "1"), None),
+        ("silently wrong", Outcome("result", "2"), "1"),
+        ("older one, said", Outcome("result", "3", err=f"step-2 {TAKEN}"), "1"),
+        ("silently wrong", Outcome("result", "3"), "1"),
+        ("clear error", Outcome("error"), "1"),
+        ("traceback", Outcome("traceback"), "1"),
+        ("hang", Outcome("hang"), "1"),
+        ("code run", Outcome("code"), "1"),
+    ):
+        before = tally.get("row", {}).get(column, 0)  # type: ignore[union-attr]
+        tally.add("row", outcome, "what", expected, older="3")
+        assert tally["row"][column] == before + 1
+    assert len(tally.bad) == 5 and len(capsys.readouterr().out.splitlines()) == 5
+    assert list(tally.lines())[2] == "| row | 9 | 1 | 2 | 1 | 2 | 1 | 1 | 1 |" and len(COLUMNS) == 8
+
+
+# -- the attacks, with ours and with careless commands -----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_nothing_is_silently_wrong(home: Path) -> None:
+    seed = int(time.time()) % 1000
+    tally, draw, artifacts = Tally(), random.Random(seed), Artifacts(home)
+    read_damaged(artifacts, 12, draw, tally)
+    read_malicious(artifacts, 8, draw, tally)
+    assert tally.bad == [], f"seed={seed}"
+    reads = sum(counts["reads"] for counts in tally.values())
+    assert reads >= 20 and sum(counts["clear error"] for counts in tally.values()) > reads / 2
+
+
+def test_a_reader_that_takes_what_is_damaged_is_seen(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(words: Sequence[str]) -> int:
+        if child.metattt(words):
+            print("a text all the same")
+        return 0
+
+    monkeypatch.setattr(attack, "READ_BY", {"run": (GENERATE,)})
+    tally = Tally()
+    read_damaged(Artifacts(home, (), careless), 4, random.Random(0), tally)
+    assert tally["run, damaged"]["silently wrong"] >= 2, tally
+
+
+def test_a_reader_that_runs_what_it_reads_is_seen(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(words: Sequence[str]) -> int:
+        with (home / "work" / "it" / "pytorch_model.bin").open("rb") as file:
+            pickle.load(file)
+        return 0
+
+    monkeypatch.setattr(attack, "malicious", lambda: [one for one in malicious() if one.name == "<lambda>"])
+    tally = Tally()
+    read_malicious(Artifacts(home, (), careless), 1, random.Random(0), tally)
+    assert tally["malicious: pickles"] == {"reads": 3, "code run": 3}
+
+
+def test_there_are_enough_files_and_commands() -> None:
+    every = list(malicious())
+    assert len(every) > 200 and len({one.kind for one in every}) >= 10
+    assert len({(one.kind, one.name, one.thing) for one in every}) == len(every)
+    groups = list(bad_commands.groups())
+    assert len(groups) > 350 and ("parts", ["layers", "dim=-1"]) in groups
+
+
+@pytest.mark.slow
+def test_bad_commands(tmp_path: Path) -> None:
+    seed = int(time.time()) % 1000
+    tally = Tally()
+    (tmp_path / "commands").mkdir()
+    with contextlib.chdir(tmp_path):
+        attack.run_bad_commands(tmp_path / "commands", 60, random.Random(seed), tally)
+    assert tally.bad == [], f"seed={seed}"
+
+
+# -- runs that are killed ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_run_has_lost_is_seen(home: Path, tmp_path: Path) -> None:
+    whole = home / "run"
+    for name in ("log", "checkpoint"):
+        shutil.copytree(whole, tmp_path / name)
+    assert kills.difference(tmp_path / "log", whole) == ""
+    rows = (tmp_path / "log" / "metrics.csv").read_text().splitlines()
+    (tmp_path / "log" / "metrics.csv").write_text("\n".join([*rows[:2], *rows[3:]]) + "\n")
+    assert kills.difference(tmp_path / "log", whole) == "another log"
+    shutil.rmtree(max((tmp_path / "checkpoint" / "checkpoints").glob("step-*")))
+    assert kills.difference(tmp_path / "checkpoint", whole) == "other weights"
+
+
+@pytest.mark.parametrize(
+    ("way", "codes", "output", "fault"),
+    [
+        ("SIGKILL", [-9, None], "", "did not stop"),
+        ("SIGKILL", [-9, 1], "Traceback (most recent call last)", "a traceback"),
+        ("SIGTERM", [143, 1], "", "SIGTERM ended with"),
+        ("full disk", [1], "error: no", "a full disk ended with"),
+        ("full disk", [2], "", "a full disk ended with"),
+        ("SIGKILL", [-9, 1], "error: process 0 has died", ""),
+        ("SIGTERM", [143, 143], "stopped at step 4", ""),
+        ("full disk", [2], "error: the disk is full", ""),
+    ],
+)
+def test_how_a_run_must_not_end(way: str, codes: list[Any], output: str, fault: str) -> None:
+    found = kills.fault_of(way, codes, output)
+    assert fault in found and bool(fault) == bool(found)

@@ -1,0 +1,325 @@
+"""The scripts of `benchmarks/` and `metattt bench`, at sizes that take seconds: what they check, write and skip."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import claims
+import gpu
+import pytest
+import speed
+import torch
+from common import require
+from comparisons import cells
+from comparisons.cells import Cell, Result, Runner
+from comparisons.comparison import Claim, Row, order, ranked, spread, steps_against
+from comparisons.rows import rows
+
+from metattt import bench
+from metattt.cli import main
+from metattt.composition.compose import compose
+from metattt.errors import MetaTTTError
+from metattt.kernels.cpu.closed_form import ClosedForm
+from metattt.kernels.cpu.native_scan import NativeForm
+
+SMALL = {
+    "inner": "length=32 num_heads=1 head_dim=16 rounds=1 num_threads=[1]",
+    "layer": "layers=[ttt_linear,mttt_linear,attention] lengths=[32,64] dim=32 num_heads=2 rounds=1",
+    "model": "preset=tiny layers=[ttt_linear,attention] contexts=[8,16] train_length=16 decode_tokens=2 rounds=1",
+    "decode": "layers=[ttt_linear] dim=32 num_layers=1 vocab_size=32 contexts=[8] tokens=2 rounds=1",
+    "memory": "preset=tiny layers=[ttt_linear] length=64",
+}
+
+
+def slow(names: Sequence[str], but: Sequence[str]) -> list[Any]:
+    return [name if name in but else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow([*SMALL], ["inner", "layer"]))
+def test_a_benchmark_checks_measures_and_writes(name: str, tmp_path: Path) -> None:
+    assert speed.main([name, *SMALL[name].split(), f"output_dir={tmp_path}"]) == 0
+    content = json.loads((tmp_path / f"{name}.json").read_text())
+    assert content["checks"] and all(one["error"] <= one["bound"] for one in content["checks"])
+    assert all(content["tables"].values()) and content["environment"]["torch"] == torch.__version__
+    page = (tmp_path / f"{name}.md").read_text()
+    assert all(f"## {title}" in page for title in content["tables"]) and "Checked before anything was timed" in page
+
+
+def test_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert speed.main([]) == 0 and speed.main(["layer", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in speed.BENCHMARKS) and "num_heads=12" in said
+    assert {*speed.BENCHMARKS} == {file.stem for file in Path(speed.__file__).with_name("speeds").glob("[a-z]*.py")}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nobody"], "benchmark=nobody is not allowed"),
+        (["layer", "nobody=1"], "settings are layers, forms"),
+        (["layer", "lengths"], "`lengths` is no setting: give key=value"),
+        (["layer", "lengths=[0]"], "integers from 1 on"),
+        (["layer", "layers=[nobody]"], "nobody"),
+        (["layer", "rounds=abc"], "abc"),
+        (["inner", "length=31"], "no multiple of mini_batch_size"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(MetaTTTError) as caught:
+        speed.main([*words, f"output_dir={tmp_path}"] if len(words) > 1 else words)
+    assert expected in str(caught.value) and str(caught.value).count("\n") < 2
+
+
+def test_a_mistake_has_exit_code_2() -> None:
+    done = subprocess.run([sys.executable, speed.__file__, "nobody"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+# -- what is wrong is not timed ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's kernels give outputs that are off by a hundredth."""
+    for kernel in (ClosedForm, NativeForm):
+
+        def off(self: Any, call: Any, forward: Any = kernel.forward) -> Any:
+            found = forward(self, call)
+            found[0].mul_(1.01)
+            return found
+
+        monkeypatch.setattr(kernel, "forward", off)
+
+
+@pytest.mark.usefixtures("wrong_kernel")
+def test_a_wrong_kernel_is_not_timed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(MetaTTTError, match="nothing is reported: linear, fused and dual"):
+        speed.main(["inner", *SMALL["inner"].split(), "learners=[linear]", f"output_dir={tmp_path}"])
+    with pytest.raises(MetaTTTError, match="nothing is reported: ttt_linear, fused and dual"):
+        speed.main(["layer", *SMALL["layer"].split(), f"output_dir={tmp_path}"])
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        main(["bench", "dim=32", "length=32", "rounds=1"])
+    said = capsys.readouterr().out
+    assert "FAIL" in said and "nothing is timed" in said and "one token" not in said
+
+
+def test_an_error_that_is_no_number_fails() -> None:
+    with pytest.raises(MetaTTTError, match="nan"):
+        require("x", float("nan"), 1.0)
+
+
+# -- metattt bench -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", ["layer=ttt_linear", "layer=attention", "layer=mttt_linear", "layer=mamba2_mixer"])
+def test_any_layer_is_checked_and_timed(chosen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", chosen, "dim=32", "length=32", "rounds=1"]) == 0
+    said = capsys.readouterr().out
+    assert "FAIL" not in said and "forward + backward" in said
+    if chosen == "layer=ttt_linear":
+        assert "dual and primal" in said and "fused and dual" in said and "one call and two" in said
+
+
+def test_forms_have_the_same_parameters() -> None:
+    found, missing = bench.forms_of(compose("layer=ttt_linear", "dim=16", job="bench"))
+    assert list(found) == ["primal", "dual", "fused"] and list(missing) == ["summed"]
+    first, *others = (one.state_dict() for one in found.values())
+    assert all(torch.equal(one[name], first[name]) for one in others for name in first)
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("bench inner", "speed.py inner"), ("bench gpu", "gpu.py"), ("reproduce table1 size=cpu", "claims.py table1"),
+        ("reproduce", "claims.py"),
+    ],
+)
+def test_what_has_moved_says_where(words: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert f"python benchmarks/{place}\n" in said and said.count("\n") == 1
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+NAMES = sorted(file.stem for file in claims.CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", slow(NAMES, ["table1"]))
+def test_every_row_composes_and_is_not_reported_on_what_it_was_chosen_on(name: str) -> None:
+    for size in ("smoke", "cpu", "gpu"):
+        kind, claim = claims.read(name, size)
+        assert claim.rows and claim.minutes and (size == "smoke" or len(claim.seeds) >= 3 or kind == "latency")
+        for row in claim.rows if kind != "latency" else ():
+            for words in (claim.conditions or {"": ()}).values():
+                cfg = compose(*row.overrides, *words, *claim.overrides)
+                assert cfg.data.get("test_fraction", 1) > 0 and "split=test" in claim.evaluate
+
+
+@pytest.mark.slow
+def test_a_claim_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["table1", "size=smoke", "sizes.smoke.rows=[learnable_lr]", "sizes.smoke.seeds=[1]"]
+    words.append(f"cells_dir={tmp_path / 'cells'}")
+    assert claims.main([*words, f"output_dir={tmp_path / 'first'}"]) == 0
+    assert "cell 2/2 learnable_lr lr=0.003 seed=1 test: finished in" in capsys.readouterr().out
+    monkeypatch.setattr(cells.PROCESSES, "Process", None)
+    assert claims.main([*words, f"output_dir={tmp_path / 'again'}"]) == 0
+    assert "cell 2/2 learnable_lr lr=0.003 seed=1 test: finished before" in capsys.readouterr().out
+    first, again = ((tmp_path / name / "table1" / "smoke.csv").read_text() for name in ("first", "again"))
+    assert first == again and "learnable_lr,1,0.003" in first
+    assert "python benchmarks/claims.py table1 size=smoke" in (tmp_path / "first/table1/smoke.md").read_text()
+
+
+def test_a_cell_runs_again_if_it_failed_or_its_configuration_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    began: list[str] = []
+
+    class Process:
+        """A cell in this process: training succeeds unless it is told not to."""
+
+        exitcode = 0
+
+        def __init__(self, target: Any, args: Sequence[Any]):
+            began.append(args[0])
+            self.exitcode = int("fail=true" in args[1])
+            Path(args[2]).write_text("Traceback\nerror: it fails\n")
+
+        def start(self) -> None:
+            return
+
+        join = start
+
+    monkeypatch.setattr(cells.PROCESSES, "Process", Process)
+    monkeypatch.setattr(Cell, "composed", "one")
+    good, bad = Cell("good", "train", ("dim=8",)), Cell("bad", "train", ("fail=true",))
+    both = [good, bad, Cell("bad test", "eval", ("split=test",), bad)]
+    found = Runner(tmp_path, 1, 3, said.append).run(both)
+    assert [one.finished for one in found] == [True, False, False]
+    assert found[1].message == "exit code 1: error: it fails"
+    assert found[2].message == "bad has not finished" and began == ["train", "train"]
+    Runner(tmp_path, 1, 3, said.append).run(both)
+    assert began == ["train"] * 3 and said[3] == "cell 1/3 good: finished before"
+    monkeypatch.setattr(Cell, "composed", "another")
+    Runner(tmp_path, 1, 1, said.append).run([good])
+    assert began == ["train"] * 4
+    assert Cell("a", "train", ("dim=8",)).place != Cell("a", "train", ("dim=16",)).place
+
+
+def test_mistakes_of_a_claim_are_one_line() -> None:
+    for name, size, changes, expected in (
+        ("nobody", "cpu", [], "claim=nobody"), ("table1", "huge", [], "size=huge"),
+        ("table1", "cpu", ["sizes.cpu.rows=[nobody]"], "sizes.cpu.rows=nobody"),
+        ("table1", "cpu", ["nobody=1"], "nobody"),
+    ):  # fmt: skip
+        with pytest.raises(MetaTTTError, match=expected):
+            claims.read(name, size, changes)
+
+
+class Canned(Runner):
+    """Cells of rows that score what is given; a row without a score fails."""
+
+    def __init__(self, folder: Path, scores: dict[str, float]):
+        super().__init__(folder, 1, 0, lambda line: None)
+        self.scores = scores
+
+    def run(self, cells: Sequence[Cell]) -> list[Result]:
+        found = []
+        for cell in cells:
+            folder, score = self.folder / cell.place, self.scores.get(cell.name.partition(" ")[0])
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "metrics.csv").write_text(f"step,train/loss,validation/bits_per_byte\n1,,{score}\n")
+            (folder / "by_position.csv").write_text(f"first,last,tokens,loss,bits_per_byte\n1,4,4,1.0,{score}\n")
+            found.append(Result(cell, folder, score is not None, "" if score else "no such layer", 1.0))
+        return found
+
+
+def test_rows_are_sorted_compared_with_a_baseline_and_failures_named(tmp_path: Path) -> None:
+    chosen = [Row(name, (f"layer={name}",), None) for name in ("lact", "linear", "gla", "bad")]
+    options = {"best_first": True, "baseline": "linear", "behind": 1.1}
+    claim = Claim("x", "cpu", "Title", "asked", chosen, (), ("split=test",), (0, 1), (1e-3, 2e-2), options=options)
+    report = rows(claim, Canned(tmp_path, {"gla": 2.0, "linear": 2.5, "lact": 3.0}))
+    (table,) = report.tables.values()
+    assert [row["row"] for row in table] == ["`gla`", "`linear`", "`lact`", "`bad`"]
+    assert [row["times linear"] for row in table] == ["0.800", "1.000", "1.200", "–"]
+    assert "More than 10% behind `linear`: `lact` (1.200 times)." in report.text and "`bad`" in report.text
+    assert any("did not finish: no such layer" in line for line in report.notes) and len(report.records) == 6
+
+
+def test_orders_are_told_as_they_came_out() -> None:
+    assert order([1.0, 1.1], [1.2, 1.3]) == "better" == order([3.0], [2.0], lower_is_better=False)
+    assert order([1.2, 1.3], [1.0, 1.1]) == "worse"
+    assert order([1.0, 1.25], [1.2, 1.3]) == "within the spread" and order([], [1.0]) == "not known"
+    assert spread([1.0, 2.0]) == "1.500 ± 0.707" and spread([1.0]) == "1.000" and spread([]) == "–"
+    reported = {"a": 16.0, "b": 15.0, "c": 15.0, "d": 14.0, "e": 13.0}
+    values = {"a": [3.0, 3.1], "b": [2.0, 2.1], "c": [2.05, 2.0], "d": [2.5, 2.6], "e": []}
+    told = "\n".join(steps_against(values, reported))
+    assert "As in the paper, 2 of 4 steps: `a` → `b` (better); `b` → `c`" in told
+    assert "Against the paper, 1 of 4 steps: `c` → `d` (worse)" in told
+    assert "Not known, for want of figures, 1 of 4" in told
+    sorted_ = ranked({"x": [2.0, 2.1], "y": [1.0, 1.1], "z": [2.05, 2.2]})
+    assert sorted_ == "`y` 1.050 ± 0.071 < `x` 2.050 ± 0.071 ≈ `z` 2.125 ± 0.106"
+
+
+# -- the script for a GPU ----------------------------------------------------------------------------------------------
+
+
+def test_a_crash_costs_one_line_and_what_is_there_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points: list[gpu.Point] = [("time", "a", {"length": n}) for n in range(4)]
+    asked: list[list[int]] = []
+
+    def run(words: list[str], **_: Any) -> Any:
+        todo = json.loads(words[-1])
+        asked.append([point[2]["length"] for point in todo])
+        if todo[0][2]["length"] == 2:
+            return SimpleNamespace(returncode=-11, stdout="", stderr="Segmentation fault\n")
+        if len(asked) == 1:  # it dies after its second result
+            return SimpleNamespace(returncode=1, stdout="".join(line(one) for one in todo[:2]), stderr="")
+        raise subprocess.TimeoutExpired(words, 1, output=line(todo[0]).encode())
+
+    def line(point: list[Any]) -> str:
+        found = dict(zip(("kind", "subject", "case"), point, strict=True)) | {"found": {"ms, median": 1.0}}
+        return json.dumps(found) + "\n"
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    file = tmp_path / "results.jsonl"
+    gpu.Results(file).take(points, gpu.Settings(), 1e12)
+    assert asked == [[0, 1, 2, 3], [2, 3], [3]]
+    lines = [json.loads(one) for one in file.read_text().splitlines()]
+    assert ["failed" in one for one in lines] == [False, False, True, False] and "Segmentation" in lines[2]["failed"]
+    file.write_text(file.read_text() + '{"kind": "ti')  # the machine went away
+    gpu.Results(file).take(points, gpu.Settings(), 1e12)
+    assert len(asked) == 3
+    gpu.Results(file).take(points, gpu.Settings(retry=True), 1e12)
+    assert asked[3] == [2]
+
+
+@pytest.mark.slow
+def test_the_stages_run_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    small = "device=cpu tokens=16 lengths=[16] num_heads=[1] head_dim=32 dtype=float32 decode_batch=2 programs=[1]"
+    words = [*small.split(), "operations=[ttt_linear]"]
+    words += ["peers=['torch attention','fla delta_rule']", f"output_dir={tmp_path}", "parallel=1"]
+    for stage in ("correctness", "times", "peers"):
+        assert gpu.main([stage, *words]) == 0
+    tables = json.loads((tmp_path / "gpu/interpreter/report.json").read_text())["tables"]
+    assert {row["passed"] for row in (*tables["check"], *tables["decode check"])} == {True}
+    assert {"ttt_linear", "torch attention"} <= {row["subject"] for row in tables["time"]} and tables["decode"]
+
+
+def test_a_gpu_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    mistakes = {"times device=cpu": "TRITON_INTERPRET=1", "nobody": "stage=nobody", "times dtype=x": "dtype=x"}
+    for words, expected in mistakes.items():
+        with pytest.raises(MetaTTTError, match=expected):
+            gpu.main(words.split())

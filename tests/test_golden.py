@@ -1,0 +1,107 @@
+"""Golden behaviour: what a user sees of the commonest commands, as recorded on commit d3c7fc5, before the package was
+made smaller. The figures move only with a change that CHANGELOG states."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from metattt.cli import main
+
+MISTAKES = [  # the command, and words that its message must have: the value, what is allowed, what mends it
+    ("train layer=ttt_liner", ["ttt_liner", "layer=ttt_linear"]),
+    ("train learnr=mlp", ["learnr", "learner"]),
+    ("train optimizer.mini_batchsize=8", ["mini_batchsize", "optimizer.mini_batch_size"]),
+    ("train optimizer.mini_batch_size=eight", ["optimizer.mini_batch_size=eight", "integer"]),
+    ("train optimizer.mini_batch_size=0", ["optimizer.mini_batch_size=0", "at least 1"]),
+    ("train dim=100 num_heads=3", ["num_heads=3", "dim=100", "choose num_heads from 1, 2, 4"]),
+    ("train data.path=/no/such/folder", ["/no/such/folder", "does not exist", ".txt"]),
+    ("train data.path={folder}", ["{folder}", "no files", ".txt"]),
+    ("train data=shards data.path={folder}", ["{folder}", "metattt prepare"]),
+    ("train resume=runs/nothing", ["runs/nothing", "does not exist"]),
+    ("train trainer.max_step=5", ["max_step", "trainer.max_steps"]),
+    ("train training=sgdd", ["sgdd", "adamw, muon"]),
+    ("train seed=abc", ["seed=abc", "integer"]),
+    ("train layer=kda learner=mlp", ["MLP is not a linear map", "learner=linear_map"]),
+    ("train layer=attention optimizer.mini_batch_size=4", ["mini_batch_size", " optimizer.mini_batch_size`"]),
+    ("train model.blocks=ttt_mlp*3+windw_attention", ["model.blocks", "windw_attention", "window_attention"]),
+    ("train learner=custom learner._target_=my_nothing.Learner", ["my_nothing.Learner", "No module named"]),
+    ("train task=custom task._target_=os.system", ["os.system", "blocklisted"]),
+    ("train trainer=fsdp trainer.devices=2 data.batch_size=3", ["data.batch_size=3", "2 processes", "trainer.devices"]),
+    ("train dim", ["dim", "<key>=<value>"]),
+    ("train --confg-dir x", ["--confg-dir"]),
+    ("eval", ["checkpoint=<"]),
+    ("generate checkpoint=/no/run prompt=once", ["/no/run", "does not exist"]),
+    ("predict checkpoint=/no/run", ["/no/run", "does not exist"]),
+    ("runs /no/folder", ["/no/folder"]),
+    ("layers layer=nothing", ["nothing", "layer"]),
+    ("trian", ["trian", "metattt train"]),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), MISTAKES, ids=[command for command, _ in MISTAKES])
+def test_a_mistake_is_told_in_lines_that_mend_it(
+    command: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format(folder=tmp_path) for word in command.split()]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and len(told.splitlines()) <= 2 and "Traceback" not in told
+    for word in words:
+        assert word.format(folder=tmp_path) in told
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def column(run: Path, name: str) -> list[float]:
+    with (run / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def write_text(folder: Path) -> None:
+    """Forty files of words that a linear congruential generator draws."""
+    state, words = (
+        1,
+        [
+            "state",
+            "learns",
+            "while",
+            "it",
+            "reads",
+            "every",
+            "token",
+            "of",
+            "a",
+            "long",
+            "text",
+            "and",
+            "forgets",
+            "nothing",
+        ],
+    )
+    folder.mkdir()
+    for number in range(40):
+        drawn = []
+        for _ in range(1500):
+            state = (1103515245 * state + 12345) % 2**31
+            drawn.append(words[(state >> 16) % len(words)])
+        (folder / f"{number:02}.txt").write_text(" ".join(drawn))
+
+
+def test_a_language_model_learns_as_it_did(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    command = f"experiment=stdlib data.path={tmp_path / 'text'} dim=64 model.num_layers=2 trainer.max_steps=4"
+    assert main(["train", *command.split(), "trainer.log_every_n_steps=1", f"output_dir={tmp_path / 'run'}"]) == 0
+    losses = [5.562023639678955, 5.0535888671875, 4.21458625793457, 3.652686834335327]
+    torch.testing.assert_close(column(tmp_path / "run", "train/loss"), losses, rtol=2e-6, atol=0)
+    validated = [4.210021581405249, 3.3989822436601687]
+    torch.testing.assert_close(column(tmp_path / "run", "validation/loss"), validated, rtol=2e-6, atol=0)
+
+
+def test_a_classifier_learns_as_it_did(tmp_path: Path) -> None:
+    command = "train experiment=digits_pixel trainer.max_steps=4 trainer.log_every_n_steps=1"
+    assert main([*command.split(), f"output_dir={tmp_path / 'run'}"]) == 0
+    losses = [2.3025853633880615, 2.3025853633880615, 2.3044800758361816, 2.3062479496002197]
+    torch.testing.assert_close(column(tmp_path / "run", "train/loss"), losses, rtol=2e-6, atol=0)
+    validated = [2.3025853633880615, 2.302461862564087, 2.301859140396118, 2.301511287689209]
+    torch.testing.assert_close(column(tmp_path / "run", "validation/loss"), validated, rtol=2e-6, atol=0)
