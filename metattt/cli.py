@@ -190,16 +190,19 @@ def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
 
 
 def _spoken_of(text: str, cfg: "DictConfig | None") -> str:
-    """The override that a library's message speaks of, by the name of its argument; one that was given comes first."""
+    """The override that a library's message speaks of by the name of its argument: one that was given, or an argument of
+    the Trainer whose name is no plain word."""
+    if cfg is None:
+        return ""
     from omegaconf import OmegaConf
 
-    content = {} if cfg is None else OmegaConf.to_container(cfg)
-    given = [one.partition("=")[0] for one in (content.get("given") or [])] if isinstance(content, dict) else []
-    parts = [(f"{part}.{name}", value) for part, node in content.items() if isinstance(node, dict) for name, value in node.items()]  # type: ignore[union-attr]
-    named = [(key, value) for key, value in parts if re.search(rf"\b{key.rpartition('.')[2]}\b", text, re.I)]
-    named = [pair for pair in named if pair[0] in given or (pair[0].startswith(("trainer.", "data.", "training.")) and len(pair[0]) > 13)]
-    named.sort(key=lambda pair: pair[0] not in given)
-    return f"{named[0][0]}={'null' if named[0][1] is None else named[0][1]}" if named else ""
+    given = [str(one).partition("=")[0] for one in cfg.get("given") or []]
+    trainer = [f"trainer.{name}" for name in cfg.get("trainer") or {} if "_" in str(name)]
+    for key in (*given, *trainer):
+        if re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", text, re.IGNORECASE):
+            value = OmegaConf.select(cfg, key)
+            return f"{key}={'null' if value is None else value}"
+    return ""
 
 
 def _written(error: Exception, cfg: "DictConfig | None") -> str:

@@ -17,6 +17,7 @@ from metattt.composition import components
 from metattt.composition.aliases import KEYS
 from metattt.composition.compose import compose
 from metattt.composition.messages import known_keys
+from metattt.composition.signatures import Unreadable, constructor, registered
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, REGISTERED, register
 
@@ -140,10 +141,13 @@ def test_arguments_of_the_trainer_need_no_plus() -> None:
 
     with pytest.raises(MetaTTTError, match="limit_val"):
         compose("+trainer.limit_val=1")
+    assert [one.name for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")] == list(
+        PARAMETERS["lightning.Trainer"]
+    )
     assert list(PARAMETERS["lightning.Trainer"]) == list(Trainer.__init__.__annotations__)[:-1]
 
 
-# -- constructors that no import has told ------------------------------------------------------------------------------
+# -- constructors read from their source -------------------------------------------------------------------------------
 
 
 def _schemas() -> dict[tuple[str, str], dict[str, object]]:
@@ -162,7 +166,6 @@ def test_what_is_read_is_what_an_import_would_register() -> None:
     for job in components.JOB_COMPONENTS:
         components.load_components(components.COMPONENTS + components.JOB_COMPONENTS[job])
     ours = {key: target for key, target in REGISTERED.items() if target.startswith("metattt.")}
-    assert {key[2] for classes in components.recorded().values() for key in classes} == set(ours.values())
     read, parameters = _schemas(), dict(PARAMETERS)
     for (group, name), target in ours.items():
         register(group, name)(get_class(target))
@@ -173,19 +176,53 @@ def test_what_is_read_is_what_an_import_would_register() -> None:
         assert parameters[target] == PARAMETERS[target]
 
 
-def test_a_module_that_has_changed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `signatures.json` says of it is no longer looked at."""
-    assert "metattt.learners.mlp" in components.recorded(), "python -m metattt.composition.components writes it anew"
-    components.recorded.cache_clear()
-    monkeypatch.setattr(components, "_checksum", lambda module: 0)
-    assert components.recorded() == {}
-    monkeypatch.undo()
-    components.recorded.cache_clear()
-    components._load.cache_clear()
-    monkeypatch.setattr(components, "recorded", dict)
-    components.load_components()
-    assert PARAMETERS[REGISTERED["learner", "mlp"]].keys() >= {"depth", "expansion"} and REGISTERED["layer", "ttt_layer"]
-    components._load.cache_clear()
+MODULE = """
+from __future__ import annotations
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+import torch
+from metattt.registry import register
+if TYPE_CHECKING:
+    from nowhere import Unknown
+Kind = Literal["a", "b"]
+class Base:
+    def __init__(
+        self, kind: Kind | None = None, sizes: Sequence[int] = (1, 2), *, one: Unknown = None, module: torch.nn.Module | None = None
+    ): ...
+@register("learner", name="read_{0}")
+class Read(Base): ...
+"""
+
+
+def test_a_module_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "readable_part.py").write_text(MODULE + "raise RuntimeError('it was run')\n")
+    (found,) = registered("readable_part")
+    assert found[:3] == ("learner", "read_{0}", "readable_part.Read")
+    kind, sizes, one, module = found.parameters
+    assert kind.default is None and "'a', 'b'" in str(kind.annotation)
+    assert sizes.default == (1, 2)
+    assert one.kind is one.KEYWORD_ONLY and module.default is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "@register('learner', 'x')\nclass X(make_base()): ...\n",
+        "@register('learner', NAME)\nclass X:\n    def __init__(self): ...\n",
+        "@register('learner', 'x')\nclass X:\n    def __init__(self, n: int = sum(SIZES)): ...\n",
+        "@register('learner', 'x')\nclass X:\n    def __init__(self, n: int = SOMETHING): ...\n",
+        "from nowhere_at_all import Base\n@register('learner', 'x')\nclass X(Base): ...\n",
+        "from . import Base\n@register('learner', 'x')\nclass X(Base): ...\n",
+        "class X(",
+    ],
+)
+def test_what_cannot_be_read_is_left_to_an_import(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = f"unreadable_{abs(hash(text))}"
+    (tmp_path / f"{module}.py").write_text(text)
+    with pytest.raises(Unreadable):
+        list(registered(module))
 
 
 def test_a_mistake_does_not_wait_for_torch() -> None:

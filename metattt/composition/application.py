@@ -55,7 +55,7 @@ def parse(words: Sequence[str], command: str) -> Namespace:
         raise MetaTTTError(f"`{word}` is not an option: {settings}" if message.startswith("unrec") else message)
 
     parser = get_args_parser()
-    parser.error, parser.allow_abbrev = refuse, False  # type: ignore[method-assign, assignment]
+    parser.error, parser.allow_abbrev = refuse, False  # type: ignore[method-assign]
     shown = ("job", "hydra", "all")
     pairs = zip(words, [*words[1:], ""], strict=False)
     full = [f"{one}=job" if one == "--cfg" and after not in shown else one for one, after in pairs]

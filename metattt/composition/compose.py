@@ -173,6 +173,7 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
     given = set(map(key_of, overrides))
     known = 0
     for part, settings in style.items() if isinstance(style, DictConfig) else ():
+        part = str(part)
         if not isinstance(settings, DictConfig):
             raise MetaTTTError(
                 f"block_style={name} gives {part} no keys: it must be a mapping such as `{part}: {{gate: false}}`"
@@ -182,7 +183,7 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
             if key not in node.keys():  # noqa: SIM118 (a key whose value is null is not `in` a node)
                 continue
             known += 1
-            if f"{part}.{key}" not in given:
+            if f"{part}.{key!s}" not in given:
                 node[key] = value
     if style and not known:
         raise MetaTTTError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from omegaconf import OmegaConf
 
@@ -82,7 +82,7 @@ def read_cell(folder: Path) -> Cell | None:
         not good
         or content.pop("version", None) != 1
         or content.keys() != TYPES.keys()
-        or content["state"] not in State.__args__
+        or content["state"] not in get_args(State)
     ):
         raise MetaTTTError(
             f"{folder / CELL} is not of a sweep of this version: move it, or choose another hydra.sweep.dir"

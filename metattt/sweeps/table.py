@@ -139,9 +139,9 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     csv.writer(text).writerows([every, *(run.texts(every, 8) for run in found)])
     write_whole(home / FILES[0], text.getvalue().encode())
     write_whole(home / FILES[1], "\n".join(map(_markdown, tables)).encode())
-    if line := absence("matplotlib", extra="train", what="a picture"):
-        console.print(line, markup=False)
-    drawn = line is None and _draw(home / FILES[2], found, by)
+    if (missing := absence("matplotlib", extra="train", what="a picture")):
+        console.print(missing, markup=False)
+    drawn = missing is None and _draw(home / FILES[2], found, by)
     console.print("  ".join(str(home / name) for name in FILES[: 3 if drawn else 2]), markup=False)
     return sum(run.state not in ("", "finished") for run in found)
 
@@ -220,14 +220,13 @@ def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:
     for place, (run, points) in enumerate(curves):
         label = ", ".join(f"{key}={value}" for key, value in run.swept.items()) or run.name
         colour = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(curves) - 1))
-        named = {"label": label} if place < NAMED_RUNS else {}
         axes.plot(
             *zip(*points, strict=True),
             color=colour,
             marker="osv^D<>pPX*h"[place % 12],
             markersize=4,
             zorder=-place,
-            **named,
+            label=label if place < NAMED_RUNS else None,
         )
     axes.set(xlabel="outer-loop steps", ylabel=metric)
     axes.grid(alpha=0.3)
