@@ -1,8 +1,8 @@
 """The command line: `metattt <command> [overrides...]`.
 
 A command composes its configuration, `configs/<command>.yaml` with the overrides applied, and hands it to one function.
-What a user can get wrong ends with one or two lines on stderr and exit code 2, and so does what a library or a bug raises,
-with the name of a file that has the traceback. Ctrl-C that the job did not handle ends with 130.
+What a user can get wrong ends with one or two lines on stderr and exit code 2, and so does what a library or a bug
+raises, with the name of a file that has the traceback. Ctrl-C that the job did not handle ends with 130.
 """
 
 import errno
@@ -58,7 +58,8 @@ COMMANDS = {  # name: (what it does, module, function)
         "layers",
     ),
     "runs": (
-        "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs <folder>",
+        "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs "
+        "<folder>",
         "metattt.sweeps.table",
         "runs",
     ),
@@ -180,7 +181,11 @@ def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
         return line
     frames = traceback.extract_tb(error.__traceback__)
     text = " ".join(str(error).split())[:400]
-    said = f"{type(error).__name__}: {text}" if text and type(error).__module__ == "builtins" else text or type(error).__name__
+    said = (
+        f"{type(error).__name__}: {text}"
+        if text and type(error).__module__ == "builtins"
+        else text or type(error).__name__
+    )
     home = Path(__file__).parent
     if type(error).__module__ == "builtins" and Path(frames[-1].filename).is_relative_to(home):
         said = f"this looks like a bug; please report it, with the traceback and the command: {said}"
@@ -190,8 +195,8 @@ def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
 
 
 def _spoken_of(text: str, cfg: "DictConfig | None") -> str:
-    """The override that a library's message speaks of by the name of its argument: one that was given, or an argument of
-    the Trainer whose name is no plain word."""
+    """The override that a library's message speaks of by the name of its argument: one that was given, or an argument
+    of the Trainer whose name is no plain word."""
     if cfg is None:
         return ""
     from omegaconf import OmegaConf
@@ -264,7 +269,8 @@ def _overview() -> str:
     lines += [f"  {name:<{width}}  {summary}" for name, (summary, _, _) in COMMANDS.items()]
     lines += ["", "metattt <command> --help lists what can be chosen and set, e.g. metattt train layer=ttt_mlp dim=128"]
     lines += [
-        "metattt <command> --cfg job prints the whole configuration without running it, --resolve with every value filled in"
+        "metattt <command> --cfg job prints the whole configuration without running it, --resolve with every value "
+        "filled in"
     ]
     return "\n".join(lines)
 

@@ -43,7 +43,9 @@ class FolderLock:
         try:
             self._lock.acquire(blocking=False)
         except Timeout as error:
-            raise MetaTTTError(f"{self.folder} is in use by {self._holder()}: wait until it ends, or choose another folder") from error
+            raise MetaTTTError(
+                f"{self.folder} is in use by {self._holder()}: wait until it ends, or choose another folder"
+            ) from error
         except OSError as error:
             reason = f"{self.folder} cannot be written to, for {self.what}: {error.strerror or error}"
             raise MetaTTTError(f"{reason}; choose another folder") from error

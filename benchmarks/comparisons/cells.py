@@ -138,7 +138,9 @@ class Runner:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
             told = next((line for line in reversed(lines) if line.startswith("error: ")), (lines or ["no output"])[-1])
             return self._set(Result(cell, folder, False, f"exit code {process.exitcode}: {told}", seconds), "failed")
-        write_whole(record, json.dumps({"overrides": cell.overrides, "composed": composed, "seconds": seconds}).encode())
+        write_whole(
+            record, json.dumps({"overrides": cell.overrides, "composed": composed, "seconds": seconds}).encode()
+        )
         return self._set(Result(cell, folder, True, "", seconds), f"finished in {seconds:.0f} s")
 
     def _set(self, result: Result, how: str) -> None:

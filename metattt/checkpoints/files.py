@@ -21,7 +21,8 @@ from metattt.io import check_own, inside, path_of, read_object
 
 Tensors = Literal["all", "weights", "small", "none"]
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it
-PUBLISHED = (f"{SAFETENSORS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")  # names that releases have
+#: names that releases have
+PUBLISHED = (f"{SAFETENSORS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -56,8 +57,12 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
         return files[0]
     if files:
         several = ", ".join(file.name for file in files)
-        raise MetaTTTError(f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>")
-    raise MetaTTTError(f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}")
+        raise MetaTTTError(
+            f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
+        )
+    raise MetaTTTError(
+        f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
+    )
 
 
 def home(checkpoint: Path) -> Path:
@@ -91,7 +96,9 @@ def read_content(file: Path, tensors: Tensors = "all") -> dict[str, Any]:
         read = ours.read_checkpoint(file, content, wanted)
         if tensors in ("small", "none"):
             read.pop(ours.WEIGHTS, None)
-        return {RECORD: {key: value for key, value in content.items() if key not in ("format", "files", "content")}} | read
+        return {
+            RECORD: {key: value for key, value in content.items() if key not in ("format", "files", "content")}
+        } | read
     if file.name.endswith(".index.json"):
         return _read_index(file)
     check_own(file)
@@ -109,11 +116,14 @@ def _read_torch(file: Path) -> dict[str, Any]:
                 f"{file} holds pickled objects, which could run any code when loaded; only tensors are read.\n"
                 "Save the state dict alone where the file comes from: torch.save(model.state_dict(), ...)"
             ) from error
-        raise MetaTTTError(f"{file} cannot be read as a checkpoint: it is truncated, damaged or of another kind") from error
+        raise MetaTTTError(
+            f"{file} cannot be read as a checkpoint: it is truncated, damaged or of another kind"
+        ) from error
     if not isinstance(content, Mapping):
         held = type(content).__name__
         raise MetaTTTError(
-            f"{file} is not a checkpoint of metattt train, nor tensors by name: it holds {held}; save model.state_dict()"
+            f"{file} is not a checkpoint of metattt train, nor tensors by name: it holds {held}; save "
+            "model.state_dict()"
         )
     return dict(content)
 

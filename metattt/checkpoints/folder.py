@@ -1,7 +1,7 @@
 """A checkpoint: a folder with tensors as safetensors, and `checkpoint.json` with everything else as plain data.
 
-    checkpoint.json       format, version, configuration, state of the training; the files with their sizes and checksums
-    model.safetensors     the weights
+    checkpoint.json       format, version, configuration, state of the training; the files with their sizes and
+    checksums model.safetensors     the weights
     training.safetensors  what optimizers and callbacks hold in tensors; not of a model alone
     tokenizer.json        where there is one
 
@@ -103,7 +103,9 @@ def verify(folder: Path, kind: str = "", share: tuple[int, int] = (0, 1)) -> dic
     files = sorted((name, about) for name, about in content["files"].items() if name.startswith(kind))
     for name, about in files[share[0] :: share[1]]:
         if checksum(folder / name) != about.get("xxh3"):
-            raise MetaTTTError(f"{folder / name} is damaged or of another checkpoint: it is not what was written (checksum)")
+            raise MetaTTTError(
+                f"{folder / name} is damaged or of another checkpoint: it is not what was written (checksum)"
+            )
     return content
 
 
@@ -144,7 +146,11 @@ def read_checkpoint(
 def weights(content: Mapping[str, Any]) -> dict[str, str]:
     """The names of the weights, each with that of its tensor: that of another weight, where the two are one."""
     held = content["content"].get(WEIGHTS)
-    return {name: one[TENSOR] for name, one in held.items() if isinstance(one, dict) and TENSOR in one} if isinstance(held, dict) else {}
+    return (
+        {name: one[TENSOR] for name, one in held.items() if isinstance(one, dict) and TENSOR in one}
+        if isinstance(held, dict)
+        else {}
+    )
 
 
 def load_parts(folder: Path, tensors: Mapping[str, Tensor], together: bool = False) -> None:

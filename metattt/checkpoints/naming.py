@@ -77,7 +77,9 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
     if (group, name) not in REGISTERED and group in HOMES:
         load_components((HOMES[group],))
     if (group, name) not in REGISTERED:
-        raise MetaTTTError(f"{origin} was made with {group}={name}, which nothing here registers: install the package that does")
+        raise MetaTTTError(
+            f"{origin} was made with {group}={name}, which nothing here registers: install the package that does"
+        )
     target, (now, upgrade), version = REGISTERED[group, name], version_of(group, name), node.get(COMPONENT_VERSION)
     parameters = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
     if version != now or type(version) is not int:

@@ -19,8 +19,8 @@ SCALARS = (str, int, float, bool, type(None))
 
 
 def take_apart(node: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """What `json` can write; the tensors inside go into `tensors`, by their place: `optimizer_states/0/state/3/exp_avg`.
-    One that is there twice goes there once.
+    """What `json` can write; the tensors inside go into `tensors`, by their place:
+    `optimizer_states/0/state/3/exp_avg`. One that is there twice goes there once.
 
     Raises:
         MetaTTTError: an object that is neither plain data nor a tensor.

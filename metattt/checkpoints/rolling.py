@@ -65,7 +65,9 @@ def newest_good(run_folder: Path, verify: Callable[[Path], object]) -> Path:
             said = f"damaged: {', '.join(passed)} in {path.parent} ({reason}); {path.name} is taken instead"
             print(said, file=sys.stderr, flush=True)
         return path
-    raise MetaTTTError(f"no checkpoint of {run_folder} can be used, of {len(passed)}: {reason or 'there is none'}") from reason
+    raise MetaTTTError(
+        f"no checkpoint of {run_folder} can be used, of {len(passed)}: {reason or 'there is none'}"
+    ) from reason
 
 
 def prune(run_folder: Path, keep: int, best: int | None = None) -> None:

@@ -40,7 +40,12 @@ def write_state(path: str | Path, state: Any, model: nn.Module | None = None) ->
     file = Path(path).expanduser()
     tensors: dict[str, Tensor] = {}
     content = take_apart(_as_plain(state), tensors)
-    about = {"format": FORMAT, "version": VERSION, "model": None if model is None else fingerprint(model), "state": content}
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": None if model is None else fingerprint(model),
+        "state": content,
+    }
     try:
         with replaced(file) as part:
             write_tensors(part, tensors, json.dumps(about))
@@ -63,7 +68,9 @@ def read_state(path: str | Path, kind: type[S], device: torch.device | str, mode
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise MetaTTTError(f"{file} holds tensors, but not a state: give a file that state.save has written")
     if about.get("version") != VERSION:
-        raise MetaTTTError(f"{file} has a state of version {about.get('version')!r:.20}; this release reads version {VERSION}")
+        raise MetaTTTError(
+            f"{file} has a state of version {about.get('version')!r:.20}; this release reads version {VERSION}"
+        )
     if model is not None:
         _compare(file, about.get("model"), model)
     content = about.get("state")
@@ -84,7 +91,9 @@ def _compare(file: Path, known: Any, model: nn.Module) -> None:
     if known is None:
         raise MetaTTTError(f"{file} does not say which model it is of: save it with state.save(path, model=model)")
     if known != fingerprint(model):
-        raise MetaTTTError(f"{file} was learned by another model, or with other weights: load that one, or leave out model=")
+        raise MetaTTTError(
+            f"{file} was learned by another model, or with other weights: load that one, or leave out model="
+        )
 
 
 def _as_plain(node: Any) -> Any:
@@ -97,7 +106,9 @@ def _as_plain(node: Any) -> Any:
         return type(node)(_as_plain(value) for value in node)
     if isinstance(node, (Tensor, *SCALARS)):
         return node
-    raise MetaTTTError(f"a state that holds {type(node).__name__} cannot be saved: tensors, numbers, texts, lists and dictionaries can")
+    raise MetaTTTError(
+        f"a state that holds {type(node).__name__} cannot be saved: tensors, numbers, texts, lists and dictionaries can"
+    )
 
 
 def _as_state(node: Any, file: Path) -> Any:
@@ -125,7 +136,9 @@ def _fits(cls: type, read: Mapping[str, Any]) -> bool:
         return True
     parts = [read[name] for name in ("task", "optimizer", "learner")]
     weights = list(read["weights"].values()) if isinstance(read["weights"], dict) else [None]
-    tensors = all(isinstance(part, dict) and all(isinstance(one, Tensor) for one in part.values()) for part in parts + weights)
+    tensors = all(
+        isinstance(part, dict) and all(isinstance(one, Tensor) for one in part.values()) for part in parts + weights
+    )
     pos, phase = read["pos"], read["phase"]
     return tensors and isinstance(pos, Tensor) and pos.dtype == torch.long and (phase is None or type(phase) is int)
 

@@ -90,4 +90,6 @@ def read_described(file: Path) -> tuple[dict[str, Tensor], str]:
 def damaged(file: Path, error: BaseException) -> MetaTTTError:
     """The error for a file that safetensors cannot read."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return MetaTTTError(f"{file} cannot be read as safetensors: it is truncated, damaged or of another kind ({reason:.200})")
+    return MetaTTTError(
+        f"{file} cannot be read as safetensors: it is truncated, damaged or of another kind ({reason:.200})"
+    )

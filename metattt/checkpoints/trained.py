@@ -36,7 +36,8 @@ class Trained(NamedTuple):
         path: the checkpoint: a folder, or a file.
         config: of the run; of the model alone, where it does not come from a run of ours.
         tokenizer: `bytes`, or the text of its tokenizer.json; None: not known.
-        evaluation: of a classifier, how its run made images of pictures (`metattt.data.images.Images`); None: not known.
+        evaluation: of a classifier, how its run made images of pictures (`metattt.data.images.Images`); None: not
+            known.
     """
 
     path: Path
@@ -119,7 +120,9 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
     if side is None:
         names = ", ".join(list(content)[:3]) or "nothing"
         theirs = "published names (model.embed_tokens.weight, wte/embedding)"
-        raise MetaTTTError(f"{file} is not a checkpoint of metattt train, and has neither {theirs} nor ours: it holds {names}")
+        raise MetaTTTError(
+            f"{file} is not a checkpoint of metattt train, and has neither {theirs} nor ours: it holds {names}"
+        )
     if side == "ours":
         advice = "give a run's folder or a checkpoint in it, or a folder of metattt export or convert"
         raise MetaTTTError(f"{file} holds weights by our names without a configuration: {advice}")
@@ -217,7 +220,9 @@ def check_shapes(found: Weights, complaint: str) -> None:
         raise
     except Exception as error:  # as many kinds as there are values that no layer can have
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MetaTTTError(f"{found.about.path} has a configuration that makes no model ({reason:.200}): it is damaged") from error
+        raise MetaTTTError(
+            f"{found.about.path} has a configuration that makes no model ({reason:.200}): it is damaged"
+        ) from error
     _compared(empty, found, complaint)
 
 
@@ -231,14 +236,18 @@ def check_numbers(tensors: Iterable[tuple[str, Tensor]], origin: object) -> None
         if not tensor.is_floating_point():
             raise MetaTTTError(f"{origin} holds {name} as {tensor.dtype}: weights are floating-point numbers")
         if tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all():
-            raise MetaTTTError(f"{origin} holds numbers in {name} that are not finite: its run diverged, or it is damaged")
+            raise MetaTTTError(
+                f"{origin} holds numbers in {name} that are not finite: its run diverged, or it is damaged"
+            )
 
 
 def _checked(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     """A run's checkpoint with its record checked."""
     record = checked_record(content.get(RECORD), file)
     if not is_checkpoint(file):
-        raise MetaTTTError(f"{file} is not a checkpoint of metattt train: that is a folder with weights and checkpoint.json")
+        raise MetaTTTError(
+            f"{file} is not a checkpoint of metattt train: that is a folder with weights and checkpoint.json"
+        )
     return {**content, RECORD: record}
 
 
@@ -253,7 +262,12 @@ def _evaluation(file: Path, saved: Any) -> dict[str, Any] | None:
     if saved is None:
         return None
     known = isinstance(saved, dict) and saved.keys() == {"crop_pct", "interpolation"}
-    if known and type(saved["crop_pct"]) in (int, float) and 0.1 <= saved["crop_pct"] <= 1 and saved["interpolation"] in INTERPOLATIONS:
+    if (
+        known
+        and type(saved["crop_pct"]) in (int, float)
+        and 0.1 <= saved["crop_pct"] <= 1
+        and saved["interpolation"] in INTERPOLATIONS
+    ):
         return dict(saved)
     raise MetaTTTError(f"{file} has evaluation={str(saved)[:80]}, which is no way to resize and crop: it is damaged")
 

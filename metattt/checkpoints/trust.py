@@ -21,9 +21,13 @@ REFERENCE = re.compile(r"\$\{\w+(\.\w+)*\}")  # to another value of the configur
 LIBRARIES = (
     "lightning.Trainer",
     *(f"lightning.pytorch.callbacks.{name}" for name in ("ModelCheckpoint", "EarlyStopping")),
-    *(f"lightning.pytorch.loggers.{name}" for name in ("CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger")),
+    *(
+        f"lightning.pytorch.loggers.{name}"
+        for name in ("CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger")
+    ),
 )
-"""Classes of libraries that configurations of ours name; torch's own modules, of which a learner may be made, beside."""
+"""Classes of libraries that configurations of ours name; torch's own modules, of which a learner may be made,
+beside."""
 
 MOST = {"num_workers": 256, "devices": 1024, "num_nodes": 2**16, "steps": 2**14, "prefetch_factor": 1024}
 """Settings that start processes or go round loops: the most that a file may ask for."""
@@ -41,7 +45,9 @@ def modules(given: Any) -> tuple[str, ...]:
     names = [] if given is None else [given] if isinstance(given, str) else list(given)
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*", name):
-            raise MetaTTTError(f"trust={given} is not allowed: give the module of your class, trust=my_package.my_module")
+            raise MetaTTTError(
+                f"trust={given} is not allowed: give the module of your class, trust=my_package.my_module"
+            )
     return tuple(names)
 
 
@@ -68,7 +74,9 @@ def check_plain(config: Any, origin: object) -> None:
     for path, value in leaves(config):
         if is_computed(value):
             where = ".".join(map(str, path))
-            raise MetaTTTError(f"{origin} has {value[:80]!r} as `{where}`: only ${{key}} is filled in, nothing is computed")
+            raise MetaTTTError(
+                f"{origin} has {value[:80]!r} as `{where}`: only ${{key}} is filled in, nothing is computed"
+            )
 
 
 def check_target(target: Any, node: Mapping[str, Any], origin: object, trust: Collection[str]) -> None:
@@ -107,7 +115,9 @@ def check_keys(what: str, target: str, node: Mapping[str, Any], origin: object) 
         if key.startswith("_") and key != "_target_" and not (key == "_partial_" and isinstance(value, bool)):
             raise MetaTTTError(f"{origin} has the key `{key}` for {what}, which a file may not set")
         if target in PARAMETERS and not key.startswith("_") and key not in PARAMETERS[target]:
-            raise MetaTTTError(f"{origin} has `{key}` for {what}, which has no such parameter: it is of another version, or damaged")
+            raise MetaTTTError(
+                f"{origin} has `{key}` for {what}, which has no such parameter: it is of another version, or damaged"
+            )
     if target in SCHEMAS:
         plain = {key: value for key, value in node.items() if not key.startswith("_") and not isinstance(value, dict)}
         try:
@@ -117,8 +127,8 @@ def check_keys(what: str, target: str, node: Mapping[str, Any], origin: object) 
 
 
 def check_amounts(config: Any, origin: object, tensors: int) -> None:
-    """Refuses numbers of processes, rounds and blocks that no run of ours asks for. Shapes are compared with the weights
-    before any is allocated (`metattt.checkpoints.trained.check_shapes`).
+    """Refuses numbers of processes, rounds and blocks that no run of ours asks for. Shapes are compared with the
+    weights before any is allocated (`metattt.checkpoints.trained.check_shapes`).
 
     Args:
         config: plain, or of OmegaConf.
@@ -132,7 +142,9 @@ def check_amounts(config: Any, origin: object, tensors: int) -> None:
         counted = path and path[-1] in COUNTS and not set(OF_MODEL).isdisjoint(path[:-1])
         limit = tensors if counted else MOST.get(path[-1]) if path else None
         if type(value) is int and limit is not None and value > limit:
-            raise MetaTTTError(f"{origin} has {'.'.join(map(str, path))}={value:,}, and {limit:,} at most is possible: it is damaged")
+            raise MetaTTTError(
+                f"{origin} has {'.'.join(map(str, path))}={value:,}, and {limit:,} at most is possible: it is damaged"
+            )
 
 
 def _is_module(target: str) -> bool:

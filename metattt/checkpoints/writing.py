@@ -126,7 +126,9 @@ def write_checkpoint(
             write_whole(new / TOKENIZER, tokenizer.encode())
             files[TOKENIZER] = _about(new / TOKENIZER)
         said = {"format": FORMAT, **record, "files": files, "content": rest}
-        write_whole(new / CONTENT, (json.dumps({"checksum": digest(canonical(said)), **said}, indent=1) + "\n").encode())
+        write_whole(
+            new / CONTENT, (json.dumps({"checksum": digest(canonical(said)), **said}, indent=1) + "\n").encode()
+        )
         take_place(new, folder)
 
     try:

@@ -62,7 +62,8 @@ def take_settings(overrides: Sequence[str]) -> tuple[list[str], list[Setting]]:
         if part not in OWN or key == "layer":
             guess = f" Did you mean `{KEY}.{owner}.{near}`?" if (near := nearest(part, OWN)) else ""
             raise MetaTTTError(
-                f"`{override}` sets nothing of a block: it has {', '.join([OWN[0], *(f'{one}.<key>' for one in OWN[1:])])}.{guess}"
+                f"`{override}` sets nothing of a block: it has "
+                f"{', '.join([OWN[0], *(f'{one}.<key>' for one in OWN[1:])])}.{guess}"
             )
         settings.append(Setting(owner, f"{mode}{key}{value or ''}", override))
     return rest, settings
@@ -92,7 +93,8 @@ def fill_blocks(
     if pattern is None:
         if settings:
             raise MetaTTTError(
-                f"`{settings[0].written}` sets an entry of a pattern, and there is none: give {KEY}=[<layer>,<layer>,...]"
+                f"`{settings[0].written}` sets an entry of a pattern, and there is none: give "
+                f"{KEY}=[<layer>,<layer>,...]"
             )
         return None
     entries = read_pattern(OmegaConf.to_container(pattern) if OmegaConf.is_config(pattern) else pattern)
@@ -106,7 +108,8 @@ def fill_blocks(
             guess = nearest(setting.owner, known)
             hint = f" Did you mean `{KEY}.{guess}`?" if guess else ""
             raise MetaTTTError(
-                f"`{setting.written}`: {setting.owner} is not in the pattern of {', '.join(map(str, known[: -len(entries)]))}, "
+                f"`{setting.written}`: {setting.owner} is not in the pattern of "
+                f"{', '.join(map(str, known[: -len(entries)]))}, "
                 f"whose places are 0 to {len(entries) - 1}.{hint}"
             )
     composed: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -145,7 +148,8 @@ def read_pattern(pattern: Any) -> list[Entry]:
         if match is None or not 1 <= count <= MOST - len(entries):
             shown = str(one)[:60] if match else str(pattern)[:60]
             raise MetaTTTError(
-                f"`{KEY}={shown}` is no pattern of at most {MOST:,} layers: write {KEY}=[ttt_mlp,ttt_mlp,window_attention], or "
+                f"`{KEY}={shown}` is no pattern of at most {MOST:,} layers: write "
+                f"{KEY}=[ttt_mlp,ttt_mlp,window_attention], or "
                 f'"{KEY}=ttt_mlp*2+window_attention"'
             )
         entries += [Entry(match[1])] * count

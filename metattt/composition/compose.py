@@ -94,7 +94,8 @@ def _in_text(key: str, value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{name}: {_in_text(key, one)}' for name, one in value.items())}}}"
     raise MetaTTTError(
-        f"{key} is a {type(value).__name__}, which no override can be: give a name or a number, or put objects together "
+        f"{key} is a {type(value).__name__}, which no override can be: give a name or a number, or put objects "
+        "together "
         "with metattt.TTTLayer"
     )
 
@@ -167,8 +168,8 @@ def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job
 
 
 def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None:
-    """Sets what `cfg.block_style` says of what stands around a layer's rule, a mapping of parts to keys and values, in the
-    parts that have such a key; one that an override sets stays as it is."""
+    """Sets what `cfg.block_style` says of what stands around a layer's rule, a mapping of parts to keys and values, in
+    the parts that have such a key; one that an override sets stays as it is."""
     style = cfg.get("block_style")
     given = set(map(key_of, overrides))
     known = 0
@@ -187,7 +188,8 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
                 node[key] = value
     if style and not known:
         raise MetaTTTError(
-            f"block_style={name} sets nothing of this layer, which is published as a whole: leave it out, or choose another layer"
+            f"block_style={name} sets nothing of this layer, which is published as a whole: leave it out, or choose "
+            "another layer"
         )
 
 

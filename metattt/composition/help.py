@@ -1,7 +1,7 @@
 """What `metattt <command> --help` prints: the groups with their choices, and the keys of what is chosen.
 
-Neither torch nor Hydra is imported for it, nor a package of others: YAML is merged as their defaults lists say, constructors
-are read from their source. `--cfg` shows what Hydra itself makes of it.
+Neither torch nor Hydra is imported for it, nor a package of others: YAML is merged as their defaults lists say,
+constructors are read from their source. `--cfg` shows what Hydra itself makes of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ def help_of(job: str, summary: str, overrides: Sequence[str]) -> str:
     file = file_of(job)
     assert file is not None
     text = file.read_text(encoding="utf-8").splitlines()
-    lines = [f"usage: metattt {job} [<key>=<value> ...]", "", summary, *(line[2:] for line in text[:1] if line[:1] == "#")]
+    lines = [
+        f"usage: metattt {job} [<key>=<value> ...]",
+        "",
+        summary,
+        *(line[2:] for line in text[:1] if line[:1] == "#"),
+    ]
     known = {group: choices(group, folders) for group in groups(job)}
     shown = {group: names for group, names in known.items() if names}  # some are there for files of the user's own
     if shown:
@@ -52,7 +57,10 @@ def help_of(job: str, summary: str, overrides: Sequence[str]) -> str:
     found = _Composed(job, folders, _chosen(overrides, known))
     keys = {group: rows for group in shown if (rows := list(found.rows(group)))}
     if keys:
-        lines += ["", f"Keys of what is chosen, with their values (of another choice: metattt {job} <group>=<name> --help):"]
+        lines += [
+            "",
+            f"Keys of what is chosen, with their values (of another choice: metattt {job} <group>=<name> --help):",
+        ]
     for group, rows in keys.items():
         lines += ["", f"  {group}={found.chosen.get(group)}"]
         lines += [f"    {f'{key}={value}':<{WIDTH}}  {said}".rstrip() for key, value, said in rows]

@@ -54,6 +54,7 @@ KEYS = {
     "output": Key(str, True),
 }
 
+
 def check_keys(cfg: DictConfig, known: set[str], job: str) -> None:
     """Refuses values of another type, and keys that the job has not.
 

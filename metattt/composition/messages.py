@@ -262,8 +262,14 @@ def _unknown_choice(error: MissingConfigException, job: str) -> str:
     elif guess:
         hint = f". Did you mean `{group}={guess}`?"
     if group == "experiment" and not hint:
-        hint = f"; one of your own: --config-dir <folder>, or hydra.searchpath=[<folder>], where the folder has experiment/{name}.yaml"
-    return f"`{name or 'nothing'}` is not a choice of {group}{hint or '.'}\nChoices: {_choices(group, name, error.options)}"
+        hint = (
+            "; one of your own: --config-dir <folder>, or hydra.searchpath=[<folder>], where the folder has "
+            f"experiment/{name}.yaml"
+        )
+    return (
+        f"`{name or 'nothing'}` is not a choice of {group}{hint or '.'}\nChoices: "
+        f"{_choices(group, name, error.options)}"
+    )
 
 
 def _choices(group: str, name: str, options: Sequence[str]) -> str:

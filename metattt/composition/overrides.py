@@ -1,5 +1,5 @@
-"""Overrides as they are typed, made ready for Hydra: texts and paths without quotes, null that leaves an entry out, and what no
-command can mean, refused without composing anything."""
+"""Overrides as they are typed, made ready for Hydra: texts and paths without quotes, null that leaves an entry out, and
+what no command can mean, refused without composing anything."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ from metattt.registry import PARAMETERS
 SEARCH_PATH = "hydra.searchpath"
 
 FREE_TEXT = (
-    "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume", "init_from",
+    "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume",
+    "init_from",
     "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder", "output", "family",
 )  # fmt: skip
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
@@ -156,14 +157,16 @@ def _parse(override: str) -> Override:
 
 
 def _check(override: Override, job: str, opened: set[str], searched: bool) -> None:
-    """Refuses what is wrong whatever the rest of the configuration is. `searched`: there are choices beside those known."""
+    """Refuses what is wrong whatever the rest of the configuration is. `searched`: there are choices beside those
+    known."""
     key, text, known = override.key_or_group, str(override.input_line), groups(job)
     given = text.partition("=")[2]
     if override.is_sweep_override():
         syntax = f'. A list is written "{key}=[{given}]", a text with a comma "{key}=\'{given}\'"'
         plain = key not in known and "(" not in given
         raise MetaTTTError(
-            f"`{text}` names several values: add -m (--multirun) to run `metattt {job}` once for each{syntax if plain else ''}"
+            f"`{text}` names several values: add -m (--multirun) to run `metattt {job}` once for "
+            f"each{syntax if plain else ''}"
         )
     if override.type == OverrideType.DEL:
         if key in {*known, *keys_of(job)} - {*LEFT_OUT}:

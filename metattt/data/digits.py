@@ -63,7 +63,8 @@ class DigitsData(Images):
     ):
         if img_size < SIDE or img_size % SIDE:
             raise MetaTTTError(
-                f"data.img_size={img_size} is not allowed: the digits have {SIDE}×{SIDE} pixels, choose a multiple of {SIDE}"
+                f"data.img_size={img_size} is not allowed: the digits have {SIDE}×{SIDE} pixels, choose a multiple of "
+                f"{SIDE}"
             )
         check_integer("data.img_size", img_size, SIDE, MOST_PIXELS)
         check_loading(batch_size, seed)
@@ -93,7 +94,8 @@ class DigitsData(Images):
         for name, index in zip(("validation", "test", "train"), order.split(sizes), strict=True):
             if not len(index) and (name != "test" or self.test_fraction):
                 raise MetaTTTError(
-                    f"data.validation_fraction={self.validation_fraction} data.test_fraction={self.test_fraction}: no image of "
+                    f"data.validation_fraction={self.validation_fraction} data.test_fraction={self.test_fraction}: no "
+                    "image of "
                     f"{len(order):,} is left for the split {name}"
                 )
             self._splits[name] = _Digits(images[index], torch.from_numpy(labels)[index])

@@ -117,7 +117,8 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if root.is_file():
         if root.suffix not in SUFFIXES:
             raise MetaTTTError(
-                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {', '.join(SUFFIXES)}{_other_way(root)}"
+                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use "
+                f"{', '.join(SUFFIXES)}{_other_way(root)}"
             )
         return [(root, root.parent)]
     if not root.is_dir():

@@ -68,7 +68,8 @@ class InContextData(SequenceData):
     def describe(self) -> str:
         kind = {"sparse": f"sparse linear ({self.nonzero} of", "network": f"two-layer ({self.hidden} units,"}
         return (
-            f"{kind.get(self.function, 'linear (')} {self.features} features) functions in context, {self.examples} examples, "
+            f"{kind.get(self.function, 'linear (')} {self.features} features) functions in context, {self.examples} "
+            "examples, "
             f"noise {self.noise:g}"
         ).replace("( ", "(")
 

@@ -1,9 +1,9 @@
 """The record of a folder that `metattt prepare` wrote: what its files hold, and from which text and settings.
 
-    tokens.bin      the tokens of all documents, those to train on first: `uint16`, or `uint32` if there are more kinds
-    documents.bin   where each document starts in it: `int64`
-    tokenizer.json  the tokenizer, unless tokens are bytes
-    manifest.json   this record, with a checksum of each file and one of itself
+tokens.bin      the tokens of all documents, those to train on first: `uint16`, or `uint32` if there are more kinds
+documents.bin   where each document starts in it: `int64`
+tokenizer.json  the tokenizer, unless tokens are bytes
+manifest.json   this record, with a checksum of each file and one of itself
 """
 
 from __future__ import annotations

@@ -190,7 +190,9 @@ def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -
     before = {**manifest["settings"], "tokenizer": manifest["tokenizer"]}
     for key, value in {**said, "tokenizer": tokenizer}.items():
         if before[key] != value:
-            raise MetaTTTError(f"target={folder} was prepared with {key}={before[key]}, not {value}: choose a new folder")
+            raise MetaTTTError(
+                f"target={folder} was prepared with {key}={before[key]}, not {value}: choose a new folder"
+            )
     data = ShardData(str(folder))
     data.setup()
     data.tokens.check()

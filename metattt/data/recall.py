@@ -21,8 +21,8 @@ class RecallData(SequenceData):
         pairs: n, keys in the list.
         length: T, tokens.
         vocab_size: number of different ids.
-        overwrite: every key comes twice in the list, with another value, at random places; the second one counts. (A sum
-            of all values of a key cannot tell which was last; a delta rule can.)
+        overwrite: every key comes twice in the list, with another value, at random places; the second one counts. (A
+            sum of all values of a key cannot tell which was last; a delta rule can.)
         gap_power: a.
         batch_size, validation_size, seed, num_workers: see `SequenceData`.
 
@@ -58,7 +58,8 @@ class RecallData(SequenceData):
             )
         if self.list_length + 2 * pairs > length:
             raise MetaTTTError(
-                f"data.pairs={pairs} data.overwrite={str(overwrite).lower()} need {self.list_length} tokens for the list and "
+                f"data.pairs={pairs} data.overwrite={str(overwrite).lower()} need {self.list_length} tokens for the "
+                "list and "
                 f"{2 * pairs} for the questions: set data.length={self.list_length + 2 * pairs} or more"
             )
         self.pairs, self.length, self.vocab_size = pairs, length, vocab_size

@@ -50,9 +50,7 @@ def is_local(source: str) -> bool:
     return path.exists() or named or beside or path.suffix in (*SUFFIXES, *FOREIGN)
 
 
-def load(
-    name: str, config: str | None, split: str, text_key: str, files: Any, key: str, **options: Any
-) -> Any:
+def load(name: str, config: str | None, split: str, text_key: str, files: Any, key: str, **options: Any) -> Any:
     """A dataset of the Hub or of files, by `datasets.load_dataset`.
 
     Args:

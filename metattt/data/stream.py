@@ -303,7 +303,8 @@ class StreamData(WindowData):
                 count += len(pieces[-1])
         if count < width:
             raise MetaTTTError(
-                f"the text to validate on has {count} tokens, fewer than the {width} of one window: set data.context_length="
+                f"the text to validate on has {count} tokens, fewer than the {width} of one window: set "
+                "data.context_length="
                 f"{max(1, count - 1)} or less, or data.validation_documents={2 * self.validation_documents} or more"
             )
         tokens = np.concatenate(pieces)[: min(count, most) // width * width]

@@ -191,7 +191,8 @@ class TextData(WindowData):
         count, splits = len(self.documents), 1 + sum(share > 0 for share in shares)
         if count < splits:
             raise MetaTTTError(
-                f"data.path={self.path} has {count} documents, too few for {splits} splits: give more, or set data.test_fraction=0"
+                f"data.path={self.path} has {count} documents, too few for {splits} splits: give more, or set "
+                "data.test_fraction=0"
             )
         below = [sum(one.share(self.split_seed) < edge for one in self.documents) for edge in (shares[0], sum(shares))]
         test = max(below[1] - below[0], 1) if shares[1] else 0
@@ -210,7 +211,8 @@ class TextData(WindowData):
             count = len(stream) // width
             if not count:
                 raise MetaTTTError(
-                    f"the {name} text of data.path={self.path} has {len(stream)} tokens, fewer than the {width} of one window: "
+                    f"the {name} text of data.path={self.path} has {len(stream)} tokens, fewer than the {width} of "
+                    "one window: "
                     f"give more text, or set data.context_length={max(1, len(stream) - 1)} or less"
                 )
             windows = stream[: count * width].reshape(count, width)

@@ -153,7 +153,8 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
 
 
 def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of a folder that `metattt prepare` wrote, compared with what their manifest says of it before it is used.
+    """The tokenizer of a folder that `metattt prepare` wrote, compared with what their manifest says of it before it is
+    used.
 
     Args:
         folder: of the tokens.
@@ -201,7 +202,8 @@ def tokenizer_of(
         )
     if found.vocab_size > vocab_size:
         raise MetaTTTError(
-            f"the tokenizer has {found.vocab_size} tokens and {model} {vocab_size}: it is of another model, set tokenizer="
+            f"the tokenizer has {found.vocab_size} tokens and {model} {vocab_size}: it is of another model, set "
+            "tokenizer="
         )
     return found
 

@@ -110,7 +110,8 @@ def score(
         if not bool(nats[-1].isfinite().all()):
             place = int((~nats[-1].isfinite()).int().argmax())
             raise NotFinite(
-                f"the loss is {nats[-1][place].item()} from position {place + 1} on: the weights, or what the inner loop makes of them "
+                f"the loss is {nats[-1][place].item()} from position {place + 1} on: the weights, or what the inner "
+                "loop makes of them "
                 "on this text, have diverged; take an earlier checkpoint"
             )
         num_bytes.append(token_bytes[batch[:, 1:]].sum(0))

@@ -158,14 +158,20 @@ def _evaluate_tasks(
 
     wanted = [chosen.tasks] if isinstance(chosen.tasks, str) else chosen.tasks
     if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
-        raise MetaTTTError(f"tasks={chosen.tasks} is not allowed: give names of tasks, tasks=[lambada_openai,hellaswag]")
+        raise MetaTTTError(
+            f"tasks={chosen.tasks} is not allowed: give names of tasks, tasks=[lambada_openai,hellaswag]"
+        )
     for key, value in vars(chosen.data).items():
         if value is not None:
-            raise MetaTTTError(f"data.{key}={value} does not apply to tasks=[...], which bring their own texts: leave it out")
+            raise MetaTTTError(
+                f"data.{key}={value} does not apply to tasks=[...], which bring their own texts: leave it out"
+            )
     manager = tasks.find_tasks(wanted, chosen.task_path)
     results: dict[str, Any] = {}
     for name, file in zip(names, files, strict=True):
-        given = ModelSettings(str(file), chosen.tokenizer, chosen.device, chosen.batch_size, chosen.segment, chosen.trust)
+        given = ModelSettings(
+            str(file), chosen.tokenizer, chosen.device, chosen.batch_size, chosen.segment, chosen.trust
+        )
         try:
             results[name] = tasks.run_tasks(MetaTTTLM.load(given), wanted, manager, chosen.num_fewshot, chosen.limit)
         except NotFinite as error:
@@ -219,7 +225,8 @@ def _text(model: Trained, changes: EvalData) -> dict[str, Any]:
     if changes.path is None:
         if not run:
             raise MetaTTTError(
-                f"{home(model.path)} comes with no text: add data.path=<shards of metattt prepare, or a file or folder of text>"
+                f"{home(model.path)} comes with no text: add data.path=<shards of metattt prepare, or a file or "
+                "folder of text>"
             )
     else:
         run.pop("validation_path", None)  # of the other text
@@ -232,7 +239,8 @@ def _text(model: Trained, changes: EvalData) -> dict[str, Any]:
     for key in given:
         if key not in allowed:
             raise MetaTTTError(
-                f"data.{key} does not apply: {changes.path or run.get('path')} has {', '.join(sorted(set(vars(changes)) & set(allowed)))}"
+                f"data.{key} does not apply: {changes.path or run.get('path')} has "
+                f"{', '.join(sorted(set(vars(changes)) & set(allowed)))}"
             )
     return run | given
 

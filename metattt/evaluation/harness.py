@@ -1,9 +1,9 @@
-"""A model of ours for the language model evaluation harness (EleutherAI's lm_eval): its own `HFLM`, around our model for
-Transformers.
+"""A model of ours for the language model evaluation harness (EleutherAI's lm_eval): its own `HFLM`, around our model
+for Transformers.
 
-`metattt eval checkpoint=... tasks=[...]` uses it. lm_eval has no list of other people's models, so its own command knows
-ours as `python -m metattt.evaluation.harness --model metattt --model_args checkpoint=runs/... --tasks ...`; in Python
-importing this module is enough.
+`metattt eval checkpoint=... tasks=[...]` uses it. lm_eval has no list of other people's models, so its own command
+knows ours as `python -m metattt.evaluation.harness --model metattt --model_args checkpoint=runs/... --tasks ...`; in
+Python importing this module is enough.
 """
 
 from __future__ import annotations
@@ -81,12 +81,18 @@ class MetaTTTLM(HFLM):
         made = MetaTTTForCausalLM.of(model, config, trust)
         made.generation_config = generation_config(tokenizer)
         super().__init__(
-            made, tokenizer=to_transformers(tokenizer), batch_size=batch_size, max_length=LONGEST, softmax_dtype="float32"
+            made,
+            tokenizer=to_transformers(tokenizer),
+            batch_size=batch_size,
+            max_length=LONGEST,
+            softmax_dtype="float32",
         )
         self.segment = segment
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None) -> MetaTTTLM:
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> MetaTTTLM:
         """From the words of `--model_args`: see `ModelSettings`.
 
         Raises:
@@ -99,7 +105,9 @@ class MetaTTTLM(HFLM):
         for key in given:
             if key not in known:
                 raise MetaTTTError(f"{key} is not among the model_args of metattt: {', '.join(known)}")
-        return cls.load(settings(ModelSettings, OmegaConf.create({"checkpoint": "???", **given}), checkpoint=NO_CHECKPOINT))
+        return cls.load(
+            settings(ModelSettings, OmegaConf.create({"checkpoint": "???", **given}), checkpoint=NO_CHECKPOINT)
+        )
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> MetaTTTLM:
@@ -133,9 +141,13 @@ class MetaTTTLM(HFLM):
         """Logits `[B, T, V]` of texts `[B, T]`, filled up at the end, which no token before it sees."""
         cache = MetaTTTCache()
         with torch.no_grad():
-            logits = torch.cat([self.model(part, past_key_values=cache).logits for part in inps.split(self.segment, 1)], 1)
+            logits = torch.cat(
+                [self.model(part, past_key_values=cache).logits for part in inps.split(self.segment, 1)], 1
+            )
         if not bool(logits.isfinite().all()):
-            raise NotFinite("the model's predictions are not finite: its weights have diverged; take an earlier checkpoint")
+            raise NotFinite(
+                "the model's predictions are not finite: its weights have diverged; take an earlier checkpoint"
+            )
         return logits
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:

@@ -71,9 +71,13 @@ def evaluate(
     """
     for file, one in zip(files, known, strict=True):
         if "num_classes" not in one.config.model:
-            raise MetaTTTError(f"{file} is a language model, and others are classifiers: evaluate them one after the other")
+            raise MetaTTTError(
+                f"{file} is a language model, and others are classifiers: evaluate them one after the other"
+            )
     if chosen.split not in ("validation", "test"):
-        raise MetaTTTError(f"split={chosen.split} is for text: images are evaluated on those held out, split=validation or split=test")
+        raise MetaTTTError(
+            f"split={chosen.split} is for text: images are evaluated on those held out, split=validation or split=test"
+        )
     sources = [_source(one, chosen.data) for one in known]
     check_same(names, sources, OF_LOADING, "images", CHANGES)
     scores: dict[str, ImageScores] = {}

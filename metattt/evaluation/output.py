@@ -66,7 +66,9 @@ def report(output_dir: str | None, default: Path, name: str, console: Console) -
         made = Report(folder, name)
         yield made
     except OSError as error:
-        raise MetaTTTError(f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>") from error
+        raise MetaTTTError(
+            f"{folder} cannot be written ({error.strerror}): set output_dir=<a folder of yours>"
+        ) from error
     for path in made.written:
         console.print(f"written  {path}", markup=False)
 
@@ -82,7 +84,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], lef
 
 
 def check_same(
-    names: Sequence[str], sources: Sequence[dict[str, Any]], ignored: Sequence[str], what: str, changes: Sequence[str] = (),
+    names: Sequence[str], sources: Sequence[dict[str, Any]], ignored: Sequence[str], what: str,
+    changes: Sequence[str] = (),
     advice: str = "evaluate them one after the other",
 ) -> None:  # fmt: skip
     """Refuses to compare models on different data.
@@ -102,6 +105,7 @@ def check_same(
         for key in sorted(sources[0].keys() | source.keys()):
             if key not in ignored and sources[0].get(key) != source.get(key):
                 raise MetaTTTError(
-                    f"{names[0]} and {name} have different {what}, data.{key} is {sources[0].get(key)} and {source.get(key)}: "
+                    f"{names[0]} and {name} have different {what}, data.{key} is {sources[0].get(key)} and "
+                    f"{source.get(key)}: "
                     f"{f'set data.{key}' if key in changes else advice}"
                 )

@@ -135,8 +135,10 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     names = class_names(file, model.num_classes)
     if found.evaluation is None:
         raise MetaTTTError(
-            f"{file} does not say how its images are resized and cropped: its data has no `evaluation` (data=images and\n"
-            "data=digits have one), or it is of an older release: go on with the run, resume=<run> trainer.max_steps=<more>"
+            f"{file} does not say how its images are resized and cropped: its data has no `evaluation` (data=images "
+            "and\n"
+            "data=digits have one), or it is of an older release: go on with the run, resume=<run> "
+            "trainer.max_steps=<more>"
         )
     data, pictures = _data(chosen, model, found.evaluation)
     predictions: list[Prediction] = []
@@ -173,9 +175,7 @@ def class_names(file: Path, count: int) -> list[str]:
     return shown + [str(number) for number in range(len(shown), count)]
 
 
-def _data(
-    chosen: PredictSettings, model: Any, evaluation: Mapping[str, Any]
-) -> tuple[ImageData, Pictures | None]:
+def _data(chosen: PredictSettings, model: Any, evaluation: Mapping[str, Any]) -> tuple[ImageData, Pictures | None]:
     """The pictures as the model takes them: resized and cropped as in validation."""
     size = model.patch_embed.img_size[0]
     data = ImageData(

@@ -47,8 +47,8 @@ def evaluate(
     chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], known: Sequence[Trained], device: torch.device,
     trust: Collection[str], console: Console,
 ) -> dict[str, SequenceScores]:  # fmt: skip
-    """Prints the scores of models on the validation or test sequences of their runs, writes them by question as CSV, and
-    returns them by label.
+    """Prints the scores of models on the validation or test sequences of their runs, writes them by question as CSV,
+    and returns them by label.
 
     Args:
         chosen: the settings of the job `eval`.
@@ -77,12 +77,17 @@ def evaluate(
 
 
 def _source(file: Path, model: Trained, changes: EvalData) -> dict[str, Any]:
-    target = model.config.data.get("_target_") if "data" in model.config else None  # of a registered component, or trusted
+    # of a registered component, or trusted
+    target = model.config.data.get("_target_") if "data" in model.config else None
     if target is None or getattr(hydra.utils.get_class(target), "scored_by", None) != __name__:
-        raise MetaTTTError(f"{file} was not trained on synthetic sequences, and others were: evaluate them one after the other")
+        raise MetaTTTError(
+            f"{file} was not trained on synthetic sequences, and others were: evaluate them one after the other"
+        )
     for key, value in vars(changes).items():
         if value is not None:
-            raise MetaTTTError(f"data.{key}={value} does not apply: a model is evaluated on sequences like those of its run")
+            raise MetaTTTError(
+                f"data.{key}={value} does not apply: a model is evaluated on sequences like those of its run"
+            )
     source: Any = OmegaConf.to_container(model.config.data, resolve=True)
     return source
 
@@ -114,7 +119,12 @@ def score(model: Any, data: SequenceData, part: Part = "validation") -> Sequence
 
 def _row(name: str, one: SequenceScores) -> list[str]:
     accuracy = "" if one.accuracy is None else f"{100 * one.accuracy.mean():.2f}"
-    return [name, f"{one.sequences:,}", accuracy, *(f"{value:.4f}" for value in (one.loss.mean(), one.loss[0], one.loss[-1]))]
+    return [
+        name,
+        f"{one.sequences:,}",
+        accuracy,
+        *(f"{value:.4f}" for value in (one.loss.mean(), one.loss[0], one.loss[-1])),
+    ]
 
 
 def _curve(name: str, one: SequenceScores) -> list[tuple[Any, ...]]:

@@ -20,7 +20,8 @@ from lm_eval import simple_evaluate  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 Results = dict[str, dict[str, Any]]
-"""Task -> name of a metric with its filter (`acc,none`) -> value; and with `_stderr` after the name, its standard error."""
+"""Task -> name of a metric with its filter (`acc,none`) -> value; and with `_stderr` after the name, its standard
+error."""
 
 
 class _Tasks(TaskManager):
@@ -64,7 +65,11 @@ def find_tasks(names: Sequence[str], path: str | None = None) -> TaskManager:
 
 
 def run_tasks(
-    model: MetaTTTLM, names: Sequence[str], manager: TaskManager, num_fewshot: int | None = None, limit: int | None = None
+    model: MetaTTTLM,
+    names: Sequence[str],
+    manager: TaskManager,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
 ) -> Results:
     """The figures of one model.
 
@@ -88,7 +93,9 @@ def run_tasks(
     except (NotImplementedError, ValueError) as error:  # images, chat, unsafe code
         if isinstance(error, MetaTTTError):
             raise
-        raise MetaTTTError(f"tasks={_listed(names)} cannot be done: {(str(error).splitlines() or ['not for texts'])[0][:200]}") from error
+        raise MetaTTTError(
+            f"tasks={_listed(names)} cannot be done: {(str(error).splitlines() or ['not for texts'])[0][:200]}"
+        ) from error
     return {task: dict(values) for task, values in found["results"].items()}
 
 

@@ -30,7 +30,9 @@ class MetaTTTCache(Cache):
     def __init__(self, state: LanguageModelState | None = None):
         super().__init__(layers=[])
         if state is not None and not isinstance(state, LanguageModelState):
-            raise MetaTTTError(f"state is a {type(state).__name__}, expected a LanguageModelState of an earlier call, or None")
+            raise MetaTTTError(
+                f"state is a {type(state).__name__}, expected a LanguageModelState of an earlier call, or None"
+            )
         self._state = None if state is None else state.map(torch.clone)
         self._seen = 0
 
@@ -49,7 +51,8 @@ class MetaTTTCache(Cache):
         self._seen += count
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of tokens (padding included) that were read through this cache, and not by a state that it was given."""
+        """Columns of tokens (padding included) that were read through this cache, and not by a state that it was
+        given."""
         return self._seen
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -102,7 +105,9 @@ class MetaTTTCache(Cache):
         self._refuse("it holds no keys and values")
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise MetaTTTError(f"a MetaTTTCache cannot do that: {reason}; generate without speculation (greedy, sampling, beams)")
+        raise MetaTTTError(
+            f"a MetaTTTCache cannot do that: {reason}; generate without speculation (greedy, sampling, beams)"
+        )
 
     @property
     def batch_size(self) -> int:

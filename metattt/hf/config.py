@@ -20,7 +20,12 @@ from transformers import PreTrainedConfig  # noqa: E402
 
 PARTS = ("model", "layer")  # of a run's configuration: what makes the model, and nothing of data and training
 MOST_BLOCKS = 2**14  # that a file may ask for
-OF_RECORD = {"vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "num_layers", "tie_word_embeddings": "tie_embeddings"}
+OF_RECORD = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "num_layers",
+    "tie_word_embeddings": "tie_embeddings",
+}
 """Names of Transformers for fields of `model`."""
 
 
@@ -106,7 +111,8 @@ class MetaTTTConfig(PreTrainedConfig):
         for name, size in self._sizes().items():
             if getattr(self, name) != size:
                 raise MetaTTTError(
-                    f"config.json has {name}={getattr(self, name)!r:.40} and a model of {size}: they cannot be set apart; "
+                    f"config.json has {name}={getattr(self, name)!r:.40} and a model of {size}: they cannot be set "
+                    "apart; "
                     "export the model again, or call model.resize_token_embeddings"
                 )
 
@@ -115,7 +121,9 @@ class MetaTTTConfig(PreTrainedConfig):
         try:
             plain = OmegaConf.to_container(OmegaConf.create(_plain(self.metattt["config"])), resolve=True)
         except OmegaConfBaseException as error:
-            raise MetaTTTError(f"config.json cannot be read as a configuration: {str(error).splitlines()[0]}") from error
+            raise MetaTTTError(
+                f"config.json cannot be read as a configuration: {str(error).splitlines()[0]}"
+            ) from error
         model, layer = (plain.get(key) if isinstance(plain, dict) else None for key in PARTS)
         if not isinstance(model, dict):
             raise MetaTTTError("config.json has a `metattt` without a model: it is damaged")

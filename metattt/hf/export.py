@@ -126,7 +126,9 @@ def check_name(name: str) -> None:
         MetaTTTError: naming it.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name, flags=re.ASCII):
-        raise MetaTTTError(f"push_to_hub={name:.100} is not allowed: give <user or organisation>/<name>, as on the Hugging Face Hub")
+        raise MetaTTTError(
+            f"push_to_hub={name:.100} is not allowed: give <user or organisation>/<name>, as on the Hugging Face Hub"
+        )
 
 
 def push(folder: Path, name: str, private: bool = True) -> str:

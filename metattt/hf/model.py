@@ -26,7 +26,8 @@ from transformers import GenerationMixin, PreTrainedModel  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 from transformers.utils.generic import can_return_tuple  # noqa: E402
 
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # since Transformers 5.24
+# `cache` since Transformers 5.24
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 IGNORED = -100  # a label that does not count
 
 
@@ -103,8 +104,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: `[B, T]` token ids.
             attention_mask: `[B, T]`, or with columns for what the cache has read before; 0 for padding, which may stand
                 anywhere and changes nothing. Booleans, or numbers 0 and 1; additive masks (0 and −∞) are refused.
-            past_key_values, cache: what an earlier call returned, by its old and its new name; it is changed in place, as
-                every cache of Transformers.
+            past_key_values, cache: what an earlier call returned, by its old and its new name; it is changed in place,
+                as every cache of Transformers.
             labels: `[B, T]` the same ids, which are shifted here, from each real token to the next real one; −100 does
                 not count.
             use_cache: return the state; None: as the configuration says, and not while training.
@@ -115,7 +116,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             tokenizer: not used; `generate(stop_strings=...)` hands it on.
 
         Raises:
-            MetaTTTError: a cache of another kind, a mask that does not fit, what is not there, or what the model refuses.
+            MetaTTTError: a cache of another kind, a mask that does not fit, what is not there, or what the model
+                refuses.
         """
         asked = {"inputs_embeds": inputs_embeds is not None}
         asked |= {"output_attentions": bool(output_attentions), "output_hidden_states": bool(output_hidden_states)}
@@ -141,7 +143,9 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         mask = _columns(attention_mask, input_ids)
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         if last_only and mask is not None and not mask.any(1).all():
-            raise MetaTTTError("attention_mask has a row of padding alone, which no token can follow: leave out that prompt")
+            raise MetaTTTError(
+                "attention_mask has a row of padding alone, which no token can follow: leave out that prompt"
+            )
         try:
             logits, state = self.model.step(
                 input_ids, state, mask, last_only=last_only, donate_state=not torch.is_grad_enabled()
@@ -154,9 +158,17 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(
-                logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch, shift_labels=_next(labels, mask)
+                logits,
+                labels,
+                self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                shift_labels=_next(labels, mask),
             )
-        keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep if logits_to_keep else None, None)
+        keep = (
+            logits_to_keep
+            if isinstance(logits_to_keep, Tensor)
+            else slice(-logits_to_keep if logits_to_keep else None, None)
+        )
         returned: dict[str, Any] = {CACHE: cache if use_cache else None}
         return CausalLMOutputWithPast(loss=loss, logits=logits[:, keep], **returned)
 
@@ -167,14 +179,18 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             MetaTTTError: such an adapter.
         """
         ends = self.model.embedding, self.model.head
-        adapted = [hasattr(one, "base_layer") and not hasattr(one, "trainable_tokens_delta") for one in ends]  # peft ties those
+        adapted = [
+            hasattr(one, "base_layer") and not hasattr(one, "trainable_tokens_delta") for one in ends
+        ]  # peft ties those
         if any(adapted):
             weights = [getattr(one, "base_layer", one).weight for one in ends]
             name = "embedding" if adapted[0] else "head"
             if weights[0] is weights[1]:
                 raise MetaTTTError(
-                    f"an adapter on `{name}` cannot be merged: the head is the embedding (model.tie_embeddings).\nLeave it out of "
-                    "target_modules, train it whole (modules_to_save=['embedding']), or make a model with model.tie_embeddings=false"
+                    f"an adapter on `{name}` cannot be merged: the head is the embedding "
+                    "(model.tie_embeddings).\nLeave it out of "
+                    "target_modules, train it whole (modules_to_save=['embedding']), or make a model with "
+                    "model.tie_embeddings=false"
                 )
 
     def _explain_adapters(self, error: AttributeError) -> None:
@@ -258,8 +274,8 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         return embedding
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **options: Any) -> None:
-        """Keeps what enters a block, and runs it again in the backward pass. (The inner loop does so by itself, in groups
-        of mini-batches.)"""
+        """Keeps what enters a block, and runs it again in the backward pass. (The inner loop does so by itself, in
+        groups of mini-batches.)"""
         self.model.checkpoint_blocks = True
 
     def gradient_checkpointing_disable(self) -> None:
@@ -277,10 +293,13 @@ def _columns(mask: Tensor | None, ids: Tensor) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != len(ids) or mask.shape[1] < ids.shape[1]:
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise MetaTTTError(f"attention_mask is {found}, expected [B, T] with 1 for real tokens, of input_ids {list(ids.shape)}")
+        raise MetaTTTError(
+            f"attention_mask is {found}, expected [B, T] with 1 for real tokens, of input_ids {list(ids.shape)}"
+        )
     if mask.is_floating_point() and not (((mask == 0) | (mask == 1)).all() and mask.any()):
         raise MetaTTTError(
-            "attention_mask is additive (0 and −inf, as attention adds it): give 1 for real tokens and 0 for padding, (mask == 0).long()"
+            "attention_mask is additive (0 and −inf, as attention adds it): give 1 for real tokens and 0 for padding, "
+            "(mask == 0).long()"
         )
     return mask[:, mask.shape[1] - ids.shape[1] :].bool()
 

@@ -73,7 +73,10 @@ def flops_of_layer(layer: nn.Module, count: int, dim: int) -> int:
 def _description(layer: nn.Module) -> str:
     """Of layers that cost the same: classes, sizes and settings of all modules in them."""
     settings = [
-        (type(module).__name__, [(name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)])
+        (
+            type(module).__name__,
+            [(name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)],
+        )
         for module in layer.modules()
     ]
     return str(settings + [tuple(parameter.shape) for parameter in layer.parameters()])

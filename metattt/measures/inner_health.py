@@ -145,7 +145,12 @@ def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Te
         seen.append([torch.cat(values, 2) for values in zip(*losses, strict=True)])
     start, before, after = (torch.stack(values) for values in zip(*seen, strict=True))  # [mini-batches, B, H, n]
     rising, worse = ~(after <= before), ~(before <= start)  # NaN is no progress either
-    return before.mean((0, 1)), after.mean((0, 1)), rising.to(accum_dtype).mean((0, 1)), worse.to(accum_dtype).mean((0, 1))
+    return (
+        before.mean((0, 1)),
+        after.mean((0, 1)),
+        rising.to(accum_dtype).mean((0, 1)),
+        worse.to(accum_dtype).mean((0, 1)),
+    )
 
 
 def _slice(start: int, stop: int, value: Tensor) -> Tensor:
@@ -162,5 +167,7 @@ def _losses(loop: InnerLoop, weights: Tensors, tokens: Tokens, accum_dtype: torc
     """ℓ of every token under one set of weights per sequence, `[B, H, n]`; the mean of its pairs, where it gives
     several."""
     with torch.autocast(tokens.k.device.type, enabled=False):
-        losses = loop.losses(FastWeights(weights, loop.slow, loop.matmul_dtype), tokens.k.to(accum_dtype), tokens.v.to(accum_dtype))
+        losses = loop.losses(
+            FastWeights(weights, loop.slow, loop.matmul_dtype), tokens.k.to(accum_dtype), tokens.v.to(accum_dtype)
+        )
     return losses if losses.ndim == 3 else losses.mean(3)

@@ -61,7 +61,8 @@ def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) ->
     sizes: list[int] = [layer.optimizer.mini_batch_size for layer in layers.values()]
     if ids.shape[1] < max(sizes):
         raise MetaTTTError(
-            f"{ids.shape[1]} tokens are less than one mini-batch of {max(sizes)}: give longer windows (data.context_length)"
+            f"{ids.shape[1]} tokens are less than one mini-batch of {max(sizes)}: give longer windows "
+            "(data.context_length)"
         )
     period = math.lcm(*sizes)
     recorders = {index: _Recorder(layer) for index, layer in layers.items()}
@@ -95,7 +96,8 @@ def unmeasured(model: LanguageModel) -> dict[int, str]:
             reasons[index] = "optimizer.read=final trains on the whole sequence and has no mini-batches"
         elif layer.task.label_dim != layer.dim // layer.num_heads:
             reasons[index] = (
-                f"the labels of {type(layer.task).__name__} are not as wide as predictions, so it has no squared error of its own"
+                f"the labels of {type(layer.task).__name__} are not as wide as predictions, so it has no squared "
+                "error of its own"
             )
     return reasons
 
@@ -163,7 +165,9 @@ class _Recorder:
             inner = State(after, read.phase, read.weights, {}, {}, read.learner)
             now = rule.current(inner.weights, 0)
             self._record(
-                tokens.map(lambda view: view.to(accum_dtype)), {"init": first, "step_0": before, "step_1": now}, matmul_dtype
+                tokens.map(lambda view: view.to(accum_dtype)),
+                {"init": first, "step_0": before, "step_1": now},
+                matmul_dtype,
             )
 
     def _record(self, tokens: Tokens, weights: dict[str, Tensors], matmul_dtype: torch.dtype) -> None:

@@ -54,7 +54,10 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
     for memory in steps(loop, tokens, loop.start(batch, accum_dtype), blocks, None, after):
         accessor = FastWeights(rule.current(memory, after % rule.mini_batch_size), slow, matmul_dtype)
         with torch.autocast(x.device.type, enabled=False):
-            parts = [layer.task.loss(learner.predict(accessor, p.k.to(accum_dtype)), p.v.to(accum_dtype)).sum((0, 2)) for p in pieces]
+            parts = [
+                layer.task.loss(learner.predict(accessor, p.k.to(accum_dtype)), p.v.to(accum_dtype)).sum((0, 2))
+                for p in pieces
+            ]
         losses.append(torch.stack(parts).sum(0) / (batch * count * x.shape[-1] // layer.num_heads))
     return torch.stack(losses)
 

@@ -34,7 +34,8 @@ class NGram:
     def __init__(self, vocab_size: int, order: int = 2):
         if vocab_size ** (order + 1) > 2**63:
             raise MetaTTTError(
-                f"order {order} over {vocab_size} tokens cannot be counted: contexts do not fit in 63 bits; use a smaller order"
+                f"order {order} over {vocab_size} tokens cannot be counted: contexts do not fit in 63 bits; use a "
+                "smaller order"
             )
         self.vocab_size, self.order = vocab_size, order
         self.counts: list[_Table | _Listed] = []  # by order k

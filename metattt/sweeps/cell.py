@@ -170,8 +170,8 @@ def _follow_the_sweep() -> None:
 
 
 def last_value(folder: Path, column: str) -> float:
-    """The last value of a column of a run's `metrics.csv`; of those of validation only, that after the last step. NaN if
-    there is none."""
+    """The last value of a column of a run's `metrics.csv`; of those of validation only, that after the last step. NaN
+    if there is none."""
     file = folder / "metrics.csv"
     rows = read_rows(file)[0] if file.is_file() else []
     values = [

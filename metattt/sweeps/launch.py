@@ -44,7 +44,8 @@ DEFAULTS = (  # a run is found again by what it is; a line for every one says it
 
 
 def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
-    """Runs a command once for each combination of values, or goes on with a sweep that was stopped, and prints the table.
+    """Runs a command once for each combination of values, or goes on with a sweep that was stopped, and prints the
+    table.
 
     Args:
         command: of metattt.
@@ -140,7 +141,8 @@ def _check_intervals(parsed: Sequence[Override], basic: bool) -> None:
     for one in parsed:
         if one.is_interval_sweep() and basic:
             raise MetaTTTError(
-                f"`{one.input_line}` is for a sweeper that chooses in it: add hydra/sweeper=optuna, or name values, {one.key_or_group}=a,b"
+                f"`{one.input_line}` is for a sweeper that chooses in it: add hydra/sweeper=optuna, or name values, "
+                f"{one.key_or_group}=a,b"
             )
 
 

@@ -106,7 +106,8 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     columns = sorted(named, key=lambda name: (not name.startswith("validation/"), name))
     if sort is not None and sort not in columns:
         raise MetaTTTError(
-            f"sort={sort} is not a column of the runs: choose from {', '.join(columns) or 'none: they have no metrics yet'}"
+            f"sort={sort} is not a column of the runs: choose from "
+            f"{', '.join(columns) or 'none: they have no metrics yet'}"
         )
     by = sort or next((one for one in (*PREFERRED, *columns) if one in columns and one.startswith("validation/")), STEP)
     down = by.endswith(LARGER_IS_BETTER) if descending is None else descending
@@ -139,7 +140,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     csv.writer(text).writerows([every, *(run.texts(every, 8) for run in found)])
     write_whole(home / FILES[0], text.getvalue().encode())
     write_whole(home / FILES[1], "\n".join(map(_markdown, tables)).encode())
-    if (missing := absence("matplotlib", extra="train", what="a picture")):
+    if missing := absence("matplotlib", extra="train", what="a picture"):
         console.print(missing, markup=False)
     drawn = missing is None and _draw(home / FILES[2], found, by)
     console.print("  ".join(str(home / name) for name in FILES[: 3 if drawn else 2]), markup=False)
@@ -175,8 +176,9 @@ def _number(value: float, digits: int) -> str:
 
 
 def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict[str, str]]:
-    """Mean and standard deviation of a metric over the seeds of a sweep, by its other keys, in the order of the runs; and
-    those of the difference to the first of them with the same seed, which what a seed does to all of them leaves out."""
+    """Mean and standard deviation of a metric over the seeds of a sweep, by its other keys, in the order of the runs;
+    and those of the difference to the first of them with the same seed, which what a seed does to all of them leaves
+    out."""
     others = [key for key in keys if key != "seed"]
     if "seed" not in keys or not others:
         return []

@@ -32,14 +32,16 @@ def check(cfg: DictConfig) -> None:
     layer = instantiate_layer(cfg)
     if not isinstance(layer, TTTLayer):
         raise MetaTTTError(
-            f"metattt check looks at the three parts of one layer, and this is a {type(layer).__name__}: choose a layer that "
+            f"metattt check looks at the three parts of one layer, and this is a {type(layer).__name__}: choose a "
+            "layer that "
             "has them, e.g. layer=window_attention; of two in the place of one, each, by layer=custom with its parts"
         )
     spec = specimen_of(cfg)
     console = Console()
     console.print(
         f"[bold]{type(layer.learner).__name__}[/] learner, [bold]{type(layer.task).__name__}[/] task, "
-        f"[bold]{type(layer.optimizer).__name__}[/] optimizer, dim={cfg.dim}, num_heads={cfg.num_heads}; float64 where no type is given"
+        f"[bold]{type(layer.optimizer).__name__}[/] optimizer, dim={cfg.dim}, num_heads={cfg.num_heads}; float64 "
+        "where no type is given"
     )
     console.print(f"form={layer.form}: {why_this_form(layer, str(cfg.layer.get('form', 'auto')))}")
     size, used = layer.optimizer.mini_batch_size, spec.make().optimizer.mini_batch_size
@@ -74,8 +76,8 @@ def specimen_of(cfg: DictConfig) -> Specimen:
 
 
 def _maker(cfg: DictConfig, key: str) -> Callable[[], Any]:
-    """What makes a part again and again. Arguments that are plain values go to its class itself: a law makes ten layers,
-    and to resolve the configuration anew takes longer than to build one."""
+    """What makes a part again and again. Arguments that are plain values go to its class itself: a law makes ten
+    layers, and to resolve the configuration anew takes longer than to build one."""
     first = instantiate_part(cfg, key)
     found = OmegaConf.to_container(cfg[key], resolve=True)
     kind = type(first)

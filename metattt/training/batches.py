@@ -25,7 +25,12 @@ class Plan(NamedTuple):
 
 
 def plan_batches(
-    batch_tokens: int | None, context_length: int, batch_size: int, accumulate: int, world_size: int, unit: str = "windows"
+    batch_tokens: int | None,
+    context_length: int,
+    batch_size: int,
+    accumulate: int,
+    world_size: int,
+    unit: str = "windows",
 ) -> Plan:
     """Divides a step among the processes, so that it reads the same whatever their number: the largest batches, up to
     `batch_size`, that divide a process's share.
@@ -60,7 +65,8 @@ def plan_batches(
     check_memory_limit(2 * most * context_length, f"a batch of {most} {unit}", "lower data.batch_size")
     if share > MOST_BATCHES * batch_size:
         raise MetaTTTError(
-            f"{setting} are {share // batch_size:,} batches per step of one process: a step has at most {MOST_BATCHES:,}"
+            f"{setting} are {share // batch_size:,} batches per step of one process: a step has at most "
+            f"{MOST_BATCHES:,}"
         )
     size = next(size for size in range(most, 0, -1) if share % size == 0)
     return Plan(size, share // size)
@@ -106,7 +112,8 @@ def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
         named = (("trainer.time_ranks", time_ranks), ("trainer.tensor_ranks", tensor_ranks))
         said = " and ".join(f"{name}={value}" for name, value in named if value > 1)
         raise MetaTTTError(
-            f"{said} cannot divide the {world_size} processes of the run: set trainer.devices={together}, or a multiple of it"
+            f"{said} cannot divide the {world_size} processes of the run: set trainer.devices={together}, or a "
+            "multiple of it"
         )
     return world_size // together
 

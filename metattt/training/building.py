@@ -19,7 +19,15 @@ from metattt.parallel.cuts import check_divisible
 from metattt.training.resume import leaves
 
 PARTS = ("model", "layer", "learner", "task", "optimizer")
-HOW_NOT_WHAT = ("form", "group_size", "compute_chunk", "chunk_size", "checkpoint_blocks", "checkpoint_mini_batches", "checkpoint")
+HOW_NOT_WHAT = (
+    "form",
+    "group_size",
+    "compute_chunk",
+    "chunk_size",
+    "checkpoint_blocks",
+    "checkpoint_mini_batches",
+    "checkpoint",
+)
 """Settings that never change a result."""
 
 
@@ -79,7 +87,11 @@ class Builder:
             MetaTTTError: weights that do not fit.
         """
         if self.weights is not None:
-            fill(model, read_weights(self.weights, modules(self.cfg.trust)), f"init_from={self.weights} does not fit this model")
+            fill(
+                model,
+                read_weights(self.weights, modules(self.cfg.trust)),
+                f"init_from={self.weights} does not fit this model",
+            )
         if self.cfg.compile:
             for block in model.blocks:  # those that are alike are compiled once
                 block.compile()
@@ -106,7 +118,8 @@ def differences(cfg: DictConfig, weights: str) -> str | None:
 
 
 def _settings(cfg: DictConfig, part: str) -> dict[str, Any]:
-    """The settings of a part that decide what a model computes; those of a pattern of blocks stand under dotted keys."""
+    """The settings of a part that decide what a model computes; those of a pattern of blocks stand under dotted
+    keys."""
     settings = dict(to_names(OmegaConf.to_container(cfg, resolve=True)).get(part) or {})
     if blocks := settings.pop("blocks", None):
         settings |= leaves(blocks, "blocks")

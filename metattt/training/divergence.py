@@ -1,4 +1,5 @@
-"""A run that diverges: noticed before the update reaches the weights, named by layer and head, and stopped or skipped."""
+"""A run that diverges: noticed before the update reaches the weights, named by layer and head, and stopped or
+skipped."""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ def overflows(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def diagnose(model: nn.Module, losses: Iterable[Tensor]) -> tuple[list[str], str]:
-    """The weights that are not finite, and all that is not, for people. Processes that share a model call it together."""
+    """The weights that are not finite, and all that is not, for people. Processes that share a model call it
+    together."""
     total = sum(1 for _ in model.parameters())
     weights, gradients = (not_finite(model, gradients) for gradients in (False, True))
     words = [f"the loss is {loss.item()}" for loss in losses if not torch.isfinite(loss)][:1]

@@ -72,7 +72,8 @@ class ImageClassification(OuterLoop):
         """Refuses labels `[B]` that are no class of the model: not every source says how many classes it has."""
         if (wrong := labels[(labels < least) | (labels >= self.model.num_classes)]).numel():
             raise MetaTTTError(
-                f"an image has the label {wrong[0]}, and the model has {self.model.num_classes} classes: set model.num_classes"
+                f"an image has the label {wrong[0]}, and the model has {self.model.num_classes} classes: set "
+                "model.num_classes"
             )
 
     def on_validation_epoch_end(self) -> None:
@@ -126,7 +127,8 @@ class ImageJob(Job["ImageTransformer", ImageClassification]):
         super().prepare(trainer)
         if self.mixup and self.data.batch_size % 2:
             raise MetaTTTError(
-                f"training.mixup={self.cfg.training.mixup} mixes pairs of images, and a batch has {self.data.batch_size} of them: "
+                f"training.mixup={self.cfg.training.mixup} mixes pairs of images, and a batch has "
+                f"{self.data.batch_size} of them: "
                 "change data.batch_size, or set training.mixup=0"
             )
         if isinstance(trainer.val_check_interval, int):

@@ -66,7 +66,11 @@ class InnerHealth(lightning.Callback):
             return
         if several_meshes(pl_module.parameters()):  # heads divided among processes: no process has a layer's loss
             if trainer.is_global_zero and "divided" not in self.said:
-                print("inner_health: not looked at, as trainer.tensor_ranks divides the heads", file=sys.stderr, flush=True)
+                print(
+                    "inner_health: not looked at, as trainer.tensor_ranks divides the heads",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.said.append("divided")
             return
         for line in self._news(self.look(trainer, pl_module, batch), pl_module):
@@ -104,8 +108,10 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
     if rule.read in ("previous", "committed") and health.tokens <= rule.mini_batch_size:
         yield (
             "unread",
-            f"every head learns for nothing: queries read the weights of complete mini-batches, and the {health.tokens} tokens of a "
-            f"sequence end with the first: try optimizer.mini_batch_size={max(1, health.tokens // 4)} (now {rule.mini_batch_size}), or "
+            "every head learns for nothing: queries read the weights of complete mini-batches, and the "
+            f"{health.tokens} tokens of a "
+            f"sequence end with the first: try optimizer.mini_batch_size={max(1, health.tokens // 4)} (now "
+            f"{rule.mini_batch_size}), or "
             "longer sequences",
         )
     # gradients at the weights that a sequence began with promise nothing of those at W_{t−1}
@@ -115,34 +121,39 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
         places = (rising.mean(0) > 0.5).nonzero().flatten().tolist()
         yield (
             "rising",
-            f"{_heads(bad)} learns nothing: the inner loss of {rising.mean():.0%} of the tokens is larger after their own step, "
+            f"{_heads(bad)} learns nothing: the inner loss of {rising.mean():.0%} of the tokens is larger after their "
+            "own step, "
             f"ℓ(W_t) > ℓ(W_t−1){_places(places, health.rising.shape[1])}: try {_shorter(rate)}",
         )
     if rule.anchor != "batch" and (bad := health.worse.mean(1) > 0.5).any():
         share = health.worse[bad].mean()
         yield (
             "worse",
-            f"{_heads(bad)} learns nothing: the inner loss of {share:.0%} of the tokens is larger with what was learned before them than "
+            f"{_heads(bad)} learns nothing: the inner loss of {share:.0%} of the tokens is larger with what was "
+            "learned before them than "
             f"with W0, ℓ(W_t−1) > ℓ(W_0): try {_shorter(rate)}",
         )
     if (bad := health.eta < DEAD_RATE).any():
         yield (
             "eta",
             f"{_heads(bad)} learns nothing: η is at most {health.eta[bad].max():.1g} for every token: "
-            f"try {f'optimizer.base_lr=1 (now {rate:g})' if not rate else 'a lower training.lr, or a larger optimizer.base_lr'}",
+            "try "
+            f"{f'optimizer.base_lr=1 (now {rate:g})' if not rate else 'a lower training.lr, or a larger optimizer.base_lr'}",
         )
     if health.alpha is not None and (bad := health.alpha < FORGETTING).any():
         kept = "optimizer.decay_init=0.99" if hasattr(rule, "decay_init") else "a decay nearer to 1"
         yield (
             "alpha",
-            f"{_heads(bad)} forgets: α is at most {health.alpha[bad].max():.2g} for every token: try {kept}, or a lower training.lr",
+            f"{_heads(bad)} forgets: α is at most {health.alpha[bad].max():.2g} for every token: try {kept}, or a "
+            "lower training.lr",
         )
     if health.tau is not None and (dead := health.tau == 0).any():
         bad = dead.any(1) if len(dead) > 1 else torch.ones(layer.num_heads, dtype=torch.bool)
         places = dead.any(0).nonzero().flatten().tolist()
         yield (
             "tau",
-            f"{_heads(bad)} learns nothing{_places(places, dead.shape[1])}: the token step τ is 0 there, and has no gradient: "
+            f"{_heads(bad)} learns nothing{_places(places, dead.shape[1])}: the token step τ is 0 there, and has no "
+            "gradient: "
             "try a lower training.lr, or optimizer.token_steps=none",
         )
 

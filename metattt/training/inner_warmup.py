@@ -41,7 +41,8 @@ class InnerWarmup(lightning.Callback):
         self.final = {rule: float(rule.scale) for rule in rules if isinstance(rule, StepSize | EndToEnd)}
         if not self.final:
             raise MetaTTTError(
-                "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with ~callbacks.inner_warmup"
+                "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with "
+                "~callbacks.inner_warmup"
             )
 
         if not all(rule.base_lr for rule in self.final):

@@ -54,7 +54,8 @@ def processes(trainer: DictConfig) -> dict[str, Any]:
         if value not in ("auto", started):
             hint = "choose trainer=ddp or trainer=fsdp" if trainer.strategy == "auto" else f"set trainer.{key}=auto"
             raise MetaTTTError(
-                f"{found.by} has started {found.devices} processes on each of {found.num_nodes} nodes, and trainer.{key}={value}: {hint}"
+                f"{found.by} has started {found.devices} processes on each of {found.num_nodes} nodes, and "
+                f"trainer.{key}={value}: {hint}"
             )
     return {"devices": found.devices, "num_nodes": found.num_nodes}
 

@@ -69,7 +69,8 @@ class Muon(AdamW):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if divided(model):
             raise MetaTTTError(
-                "training=muon needs whole matrices, and this trainer divides them among processes: set training=adamw, "
+                "training=muon needs whole matrices, and this trainer divides them among processes: set "
+                "training=adamw, "
                 "or trainer=ddp"
             )
         return MuonAndAdamW(self.groups(model), self.lr, self.momentum, self.betas, self.eps)

@@ -146,7 +146,8 @@ class TimmRecipe:
         except ValueError as error:
             near = difflib.get_close_matches(rule, list_optimizers(), 1) or ["adamw"]
             raise MetaTTTError(
-                f"training.optimizer={optimizer} is not allowed: timm has no optimizer of that name. Did you mean {near[0]}?"
+                f"training.optimizer={optimizer} is not allowed: timm has no optimizer of that name. Did you mean "
+                f"{near[0]}?"
             ) from error
         check_number("training.lr", lr, above=0, most=1e36)
         check_betas(betas)

@@ -78,7 +78,9 @@ def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
     home = Path(cfg.output_dir).resolve()
     for part in WRITE:
         for key, value in leaves(OmegaConf.to_container(cfg.get(part) or {}, resolve=True), part).items():
-            leads = isinstance(value, str) and (key.rpartition(".")[2] in PATHS or value.startswith(("/", "~")) or ".." in value)
+            leads = isinstance(value, str) and (
+                key.rpartition(".")[2] in PATHS or value.startswith(("/", "~")) or ".." in value
+            )
             if leads and not Path(value).expanduser().resolve().is_relative_to(home) and not _inside(key, keys):
                 raise MetaTTTError(f"{key}={value} of the run leads out of its folder {home}: if it may, give it again")
 
@@ -138,7 +140,8 @@ def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | 
         return None
     if moved:
         raise MetaTTTError(
-            f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, and resume goes on with it. "
+            f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, and resume "
+            "goes on with it. "
             "To train on other data, start a run with init_from=<the checkpoint>"
         )
     return "data    has changed since the run was begun: its order, and what is held out, are no longer the same"

@@ -85,19 +85,26 @@ def check_given(cfg: DictConfig) -> None:
         if cfg[key] == "":
             raise MetaTTTError(f"{key}= is empty: give a folder, or leave it out (an empty variable of the shell?)")
     if cfg.resume == AUTO and not cfg.output_dir:
-        raise MetaTTTError(f"resume={AUTO} goes on with the run in output_dir, or begins it there: add output_dir=<folder>")
+        raise MetaTTTError(
+            f"resume={AUTO} goes on with the run in output_dir, or begins it there: add output_dir=<folder>"
+        )
     if cfg.resume == AUTO and cfg.overwrite:
         raise MetaTTTError(f"resume={AUTO} keeps the run in output_dir, and overwrite=true does not: give one of them")
     trainer = cfg.trainer
-    for key, least in (("max_steps", -1), ("max_epochs", -1), ("accumulate_grad_batches", 1), ("check_val_every_n_epoch", 1),
+    for key, least in (("max_steps", -1), ("max_epochs", -1), ("accumulate_grad_batches", 1),
+    ("check_val_every_n_epoch", 1),
                        ("log_every_n_steps", 0)):  # fmt: skip
         if trainer.get(key) is not None:
             check_integer(f"trainer.{key}", trainer[key], least)
     for key in ("max_steps", "max_epochs", "val_check_interval"):
         if trainer.get(key) == 0:
-            raise MetaTTTError(f"trainer.{key}=0 trains nothing: give a number; metattt train --cfg shows a configuration")
+            raise MetaTTTError(
+                f"trainer.{key}=0 trains nothing: give a number; metattt train --cfg shows a configuration"
+            )
     if {trainer.get(key) for key in ("max_steps", "max_epochs")} <= {None, -1}:
-        raise MetaTTTError(f"trainer.max_steps={trainer.get('max_steps')} is not allowed: it must be at least 1: a run must end")
+        raise MetaTTTError(
+            f"trainer.max_steps={trainer.get('max_steps')} is not allowed: it must be at least 1: a run must end"
+        )
 
 
 def open_run(cfg: DictConfig, first: bool) -> Opened:
@@ -222,7 +229,8 @@ def make_room(folder: Path, overwrite: bool) -> None:
     if overwrite:
         if foreign:
             raise MetaTTTError(
-                f"overwrite=true: {', '.join(foreign)} in {folder} is not of a run; move it, or choose another output_dir"
+                f"overwrite=true: {', '.join(foreign)} in {folder} is not of a run; move it, or choose another "
+                "output_dir"
             )
         rolling.remove_newer(folder, -1)
         remove_leftovers(folder)
@@ -236,7 +244,9 @@ def make_room(folder: Path, overwrite: bool) -> None:
         )
     foreign += [name for name in PICTURES if os.path.lexists(folder / name)]
     if foreign:
-        raise MetaTTTError(f"output_dir={folder} holds {', '.join(foreign)}, which the run would write over: choose another folder")
+        raise MetaTTTError(
+            f"output_dir={folder} holds {', '.join(foreign)}, which the run would write over: choose another folder"
+        )
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -79,7 +79,11 @@ class Checkpoints(lightning.Callback):
             return
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         timeout = getattr(trainer.strategy, "_timeout", None)  # as of every other message
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if trainer.world_size > 1 and dist.is_initialized() else None
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timeout)
+            if trainer.world_size > 1 and dist.is_initialized()
+            else None
+        )
         silence_lightning(trainer)
         self._requests.speaks = trainer.is_global_zero
         self._requests.listen()
@@ -154,7 +158,8 @@ class Checkpoints(lightning.Callback):
             mine, random = random[0], [None] * dist.get_world_size(self._group)
             dist.all_gather_object(random, mine, self._group)
         return {
-            "best_step": self.best_step, "best_value": self.best_value, "random": random, "validate_again": self.validate_again,
+            "best_step": self.best_step, "best_value": self.best_value, "random": random,
+            "validate_again": self.validate_again,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

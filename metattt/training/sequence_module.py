@@ -82,7 +82,9 @@ class SequenceJob(Job[Any, LabelledSequences]):
                     f"set model.vocab_size={data.vocab_size}"
                 )
         elif "in_features" not in cfg.model:
-            raise MetaTTTError("regression in context needs a model that reads vectors: set experiment=in_context, or model=regression")
+            raise MetaTTTError(
+                "regression in context needs a model that reads vectors: set experiment=in_context, or model=regression"
+            )
         elif data.inputs != cfg.model.in_features:
             raise MetaTTTError(
                 f"a token of the sequences has {data.inputs} numbers and the model takes {cfg.model.in_features}: "
@@ -91,10 +93,13 @@ class SequenceJob(Job[Any, LabelledSequences]):
 
     def module(self, model: Any, recipe: AdamW) -> LabelledSequences:
         if not isinstance(recipe, AdamW) or recipe.forward_only or recipe.chunk is not None:
-            raise MetaTTTError("synthetic sequences are trained on whole, with gradients: set training=adamw training.chunk=null")
+            raise MetaTTTError(
+                "synthetic sequences are trained on whole, with gradients: set training=adamw training.chunk=null"
+            )
         if isinstance(model, LanguageModel) and hasattr(model, "mini_batch_size"):
             raise MetaTTTError(
-                "model=ttt_e2e learns from the next token at every place, which these sequences do not have: set model=language_model"
+                "model=ttt_e2e learns from the next token at every place, which these sequences do not have: set "
+                "model=language_model"
             )
         return LabelledSequences(model, recipe, make_record(self.cfg))
 

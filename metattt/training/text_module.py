@@ -227,7 +227,8 @@ class LanguageModeling(OuterLoop):
         ):
             if wrong:
                 raise MetaTTTError(
-                    f"training.chunk={self.recipe.chunk} does not go with {reason}: set {instead}, or training.chunk=null"
+                    f"training.chunk={self.recipe.chunk} does not go with {reason}: set {instead}, or "
+                    "training.chunk=null"
                 )
 
 
@@ -249,7 +250,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         self.baselines: dict[int, float] = {}  # bits per byte of byte models by their order
         if "vocab_size" not in cfg.model:
             raise MetaTTTError(
-                "text needs a language model: set model=language_model; for images, data=images or data=digits; for vectors, "
+                "text needs a language model: set model=language_model; for images, data=images or data=digits; for "
+                "vectors, "
                 "data=in_context"
             )
         data.setup("fit")
@@ -273,7 +275,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         length = self.data.context_length
         if inner >= length:
             raise MetaTTTError(
-                f"model.mini_batch_size={inner}: windows of data.context_length={length} tokens end before the first inner "
+                f"model.mini_batch_size={inner}: windows of data.context_length={length} tokens end before the first "
+                "inner "
                 f"step is read; set model.mini_batch_size below {length}, or longer windows"
             )
         tokenizer = self.data.tokenizer

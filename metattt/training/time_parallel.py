@@ -1,8 +1,9 @@
 """`trainer=time_parallel`: every sequence is read by several processes, each a part of its time.
 
-The processes stand on a mesh [data, time, heads]: those of one row read the same windows, each its own tokens, and hand the
-states of all layers on (`metattt.parallel`); those of one column read the same part of different windows. Over the data
-axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_parallel_fsdp`), over time it is copied.
+The processes stand on a mesh [data, time, heads]: those of one row read the same windows, each its own tokens, and hand
+the states of all layers on (`metattt.parallel`); those of one column read the same part of different windows. Over the
+data axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_parallel_fsdp`), over time it is
+copied.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def train(cfg: DictConfig) -> int:
     _quiet_lightning()
     check_given(cfg)
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
-    named = "files" in cfg.data and (cfg.data.files is not None or not is_local(str(cfg.data.path)))  # a format, or on the Hub
+    # a format, or on the Hub
+    named = "files" in cfg.data and (cfg.data.files is not None or not is_local(str(cfg.data.path)))
     for key in ("path", "validation_path", "files"):
         if key in cfg.data and not (key == "path" and named):
             cfg.data[key] = _absolute(cfg.data[key])  # so that the checkpoint can be used from another folder
@@ -130,11 +131,13 @@ def _run(begin: Start, console: Console) -> int:
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signal.SIGKILL)  # one that was stopped would stay for ever
             raise MetaTTTError(
-                f"another process of the run has died or does not answer ({reason}). To go on: metattt train resume={folder}"
+                f"another process of the run has died or does not answer ({reason}). To go on: metattt train "
+                f"resume={folder}"
             ) from error
         if checkpoint is not None and not (_callback(trainer, Begun) or Begun).begun:
             raise MetaTTTError(
-                f"{checkpoint} holds a state that the run cannot take up ({reason}): it is damaged, or of another version"
+                f"{checkpoint} holds a state that the run cannot take up ({reason}): it is damaged, or of another "
+                "version"
             ) from error
         raise
     finally:
@@ -222,14 +225,18 @@ def _logger(begin: Start, name: str) -> Logger:
     try:
         logger: Any = _entry(cfg, "logger", name, Logger, **options)
         if begins and is_first():
-            logger.log_hyperparams({key: value for key, value in settings.items() if key not in (*OF_THE_COMMAND, "callbacks", "logger")})
+            logger.log_hyperparams(
+                {key: value for key, value in settings.items() if key not in (*OF_THE_COMMAND, "callbacks", "logger")}
+            )
             node.update({"run_id": logger.run_id} if kind == "MLFlowLogger" else {})
     except MetaTTTError:
         raise
     except Exception as error:  # of its library, a data base, or the net
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = ", or logger.wandb.offline=true" if kind == "WandbLogger" else ""
-        raise MetaTTTError(f"logger={name} cannot begin: {reason:.200}\nset logger.{name}.<key>{hint}, or leave it out") from error
+        raise MetaTTTError(
+            f"logger={name} cannot begin: {reason:.200}\nset logger.{name}.<key>{hint}, or leave it out"
+        ) from error
     return logger
 
 
