@@ -18,7 +18,8 @@ from published_style import gelu_slope, inner_gradient, norm
 from torch import Tensor, nn
 
 from metattt.layer import TTTLayer
-from metattt.models.language_model import Block, LanguageModel, LanguageModelState
+from metattt.models.block import Block
+from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.modules import CausalConv
 from metattt.optimizers.gradient_descent import GradientDescent
 from metattt.state import State, Tensors

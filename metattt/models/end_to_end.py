@@ -17,8 +17,9 @@ from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.swiglu import SwiGLU
+from metattt.models.block import INIT_STD, Block
 from metattt.models.end_to_end_loop import Adaptation, Loop
-from metattt.models.language_model import INIT_STD, Block, LanguageModel, LanguageModelState, upgrade
+from metattt.models.language_model import LanguageModel, LanguageModelState, upgrade
 from metattt.modules import rounds
 from metattt.registry import register
 from metattt.state import Context, Tensors

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,18 +15,13 @@ from metattt.inner.causality import Causality
 from metattt.inner.diagnostics import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.memory_limit import check_memory_limit
+from metattt.models.block import INIT_STD, Block, check_blocks, pattern_of
 from metattt.models.linear_cross_entropy import linear_cross_entropy
-from metattt.modules import CausalConv
 from metattt.registry import register
-from metattt.sequence_layer import SequenceLayer
 from metattt.state import Context, count_bytes, map_tensors, move_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-OVERHEAD = 2**13  # of a block, in the size of as many numbers: its modules in Python, at least
-INIT_STD = 0.02  # of embeddings and projections, as in the published models
 
 
 class LanguageModelState(NamedTuple):
@@ -80,109 +74,6 @@ class LanguageModelState(NamedTuple):
 
 
 torch.serialization.add_safe_globals([LanguageModelState])
-
-
-class SwiGLU(nn.Module):
-    """`W_down(silu(W_gate x) ∘ W_up x)`, without biases (arXiv 2002.05202)."""
-
-    def __init__(self, dim: int, hidden_dim: int):
-        super().__init__()
-        self.gate = nn.Linear(dim, hidden_dim, bias=False)
-        self.up = nn.Linear(dim, hidden_dim, bias=False)
-        self.down = nn.Linear(hidden_dim, dim, bias=False)
-        for projection in (self.gate, self.up, self.down):
-            nn.init.normal_(projection.weight, std=INIT_STD)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[..., D]` to `[..., D]`."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """Pre-norm block: `x += conv(norm(x))` (optional), `x += layer(norm(x))`, `x += SwiGLU(norm(x))`."""
-
-    def __init__(self, dim: int, layer: nn.Module, ffn_dim: int, conv_width: int | None, norm_eps: float):
-        super().__init__()
-        self.conv_norm = nn.RMSNorm(dim, eps=norm_eps) if conv_width else None
-        self.conv = CausalConv(dim, conv_width) if conv_width else None
-        self.layer_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.layer = layer
-        # others are told of padding and documents by mask= and reset=
-        self.ours = isinstance(layer, SequenceLayer)
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.ffn = SwiGLU(dim, ffn_dim)
-
-    def forward(
-        self, x: Tensor, state: Any, tail: Any, ctx: Context, packing: Packing | None = None, donate_state: bool = False
-    ) -> tuple[Tensor, Any, Any]:
-        """`x` `[B, T, D]`, the layer's state and the convolution's tail to the same three, one call later.
-
-        `packing`: of the model's call; `donate_state`: the state may be written over.
-        """
-        if self.conv is not None and self.conv_norm is not None:
-            y, tail = self.conv(self.conv_norm(x), tail, ctx)
-            x = x + y
-        y, state = self.mix(x, state, ctx, packing, donate_state)
-        x = x + y
-        return x + self.ffn(self.ffn_norm(x)), state, tail
-
-    def mix(
-        self, x: Tensor, state: Any, ctx: Context, packing: Packing | None = None, donate_state: bool = False
-    ) -> tuple[Tensor, Any]:
-        """`layer(norm(x))`, and the state of the layer after it."""
-        if self.ours:
-            return self.layer(self.layer_norm(x), state, packing=packing, donate_state=donate_state)
-        return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
-
-
-def pattern_of(layer: object, blocks: object, count: int) -> Sequence[Callable[[], nn.Module]]:
-    """What makes the layers of `count` blocks, in turn: `layer` for all, or a pattern `blocks`.
-
-    Raises:
-        MetaTTTError: both or none of them, no functions, or more of them than blocks.
-    """
-    if blocks is None:
-        check_function("layer", layer)
-        return [layer]  # type: ignore[list-item]
-    if layer is not None:
-        raise MetaTTTError("layer is for every block, and blocks a pattern of layers: give one of them")
-    if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not blocks:
-        raise MetaTTTError(f"blocks is {blocks!r:.60}: it must be a list of functions that make layers, one at least")
-    for number, make in enumerate(blocks):
-        check_function(f"blocks[{number}]", make)
-    if len(blocks) > count:
-        raise MetaTTTError(
-            f"model.blocks is a pattern of {len(blocks)} blocks, and model.num_layers={count}: set "
-            f"model.num_layers={len(blocks)}, or more"
-        )
-    return blocks
-
-
-def check_function(name: str, function: object) -> None:
-    """Refuses what cannot be called to make something; a module is made already.
-
-    Raises:
-        MetaTTTError: naming it.
-    """
-    if not callable(function) or isinstance(function, nn.Module):
-        kind = type(function).__name__
-        raise MetaTTTError(f"{name} is a {kind}: it must be a function, such as one that makes a layer")
-
-
-def check_blocks(key: str, count: int, numbers: int) -> None:
-    """Refuses more blocks than this machine can hold, before any is made.
-
-    Args:
-        key: the override that sets their number.
-        count: of the blocks.
-        numbers: parameters of one block, at least.
-
-    Raises:
-        MetaTTTError: they take more than the machine's memory, on whatever device their parameters are.
-    """
-    check_memory_limit(count * numbers, f"a model of {key}={count}", f"lower {key}, dim or the width of the MLPs")
-    with torch.device("cpu"):  # what a block takes beside its parameters is there on any device
-        check_memory_limit(count * OVERHEAD, f"a model of {key}={count}", f"lower {key}")
 
 
 def upgrade(settings: dict[str, Any], version: int) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
 from metattt.inner.causality import Causality
-from metattt.models.language_model import Block, LanguageModelState, check_blocks, check_function
+from metattt.models.block import Block, check_blocks, check_function
+from metattt.models.language_model import LanguageModelState
 from metattt.registry import register
 from metattt.state import Context
 

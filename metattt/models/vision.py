@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice, check_flag, check_integer, check_number
 from metattt.memory_limit import check_memory_limit
-from metattt.models.language_model import check_blocks
+from metattt.models.block import check_blocks
 from metattt.optional import need
 from metattt.registry import register
 

@@ -14,7 +14,8 @@ from metattt.checkpoints.naming import COMPONENT, OF_TRAINING, to_names
 from metattt.checkpoints.trained import fill, open_trained, read_weights
 from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_model
-from metattt.models.language_model import Block, LanguageModel
+from metattt.models.block import Block
+from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_divisible
 from metattt.training.resume import leaves
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from metattt.errors import MetaTTTError
-from metattt.models.language_model import Block
+from metattt.models.block import Block
 from metattt.parallel.cuts import check_cut, check_divisible
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line
