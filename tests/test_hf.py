@@ -513,7 +513,7 @@ def test_an_export_that_is_stopped_leaves_nothing(sources: Path, tmp_path: Path,
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(module, "write_text", stop)
+            patch.setattr(module, "write_whole", stop)
             assert main(["export", f"source={sources / 'ttt_mlp'}", f"target={tmp_path / 'out'}"]) in (2, 130)
         assert list(tmp_path.iterdir()) == []
     (tmp_path / "out.part").mkdir()  # of one that was killed

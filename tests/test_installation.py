@@ -150,15 +150,23 @@ def test_a_broken_library_is_not_called_absent(tmp_path: Path, monkeypatch: pyte
 def calls() -> Iterator[tuple[Path, str, str]]:
     """Every `need` and `absence` of the package: file, library, extra."""
     for file in sorted((ROOT / "metattt").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
+        tables = {ast.unparse(node.targets[0]): node.value for node in assigned}
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("need", "absence"):
                 if file.name == "optional.py":
                     continue
-                named = {word.arg: word.value for word in node.keywords}
-                library, extra = node.args[0], named["extra"]
-                assert isinstance(library, ast.Constant) and isinstance(extra, ast.Constant), file
-                name = str(library.value)
-                yield file, name if name in DISTRIBUTIONS else name.partition(".")[0], str(extra.value)
+                library, extra = node.args[0], next(word.value for word in node.keywords if word.arg == "extra")
+                if isinstance(library, ast.Subscript):  # of a table of the module: each of its values
+                    libraries = tables[ast.unparse(library.value)].values
+                else:
+                    libraries = [library]
+                assert isinstance(extra, ast.Constant), file
+                for one in libraries:
+                    assert isinstance(one, ast.Constant), file
+                    name = str(one.value)
+                    yield file, name if name in DISTRIBUTIONS else name.partition(".")[0], str(extra.value)
 
 
 def names(requirements: list[str]) -> set[str]:

@@ -30,9 +30,9 @@ OF_THE_SWEEP = ("output_dir", "resume", "overwrite")
 """Keys of a command that a sweep sets, or that only a single run has."""
 
 PLUGINS = {
-    "launcher=joblib": "joblib_launcher",
-    "launcher=submitit_": "submitit_launcher",
-    "sweeper=optuna": "optuna_sweeper",
+    "launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
+    "launcher=submitit_": "hydra_plugins.hydra_submitit_launcher",
+    "sweeper=optuna": "hydra_plugins.hydra_optuna_sweeper",
 }
 
 DEFAULTS = (  # a run is found again by what it is; a line for every one says it, its output is in a file
@@ -59,9 +59,9 @@ def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
         MetaTTTError: an override that is wrong for any run, or a folder that cannot be used.
     """
     for override in overrides:
-        for choice, plugin in PLUGINS.items():
+        for choice in PLUGINS:
             if re.match(f"hydra/{choice}", override):
-                need(f"hydra_plugins.hydra_{plugin}", extra="sweep", what=override)
+                need(PLUGINS[choice], extra="sweep", what=override)
     load_components(COMPONENTS + JOB_COMPONENTS.get(command, ()))
     with application(command) as app:
         prepared = prepare(overrides, command, sweep=True)
