@@ -158,12 +158,10 @@ def calls() -> Iterator[tuple[Path, str, str]]:
                 if file.name == "optional.py":
                     continue
                 library, extra = node.args[0], next(word.value for word in node.keywords if word.arg == "extra")
-                if isinstance(library, ast.Subscript):  # of a table of the module: each of its values
-                    libraries = tables[ast.unparse(library.value)].values
-                else:
-                    libraries = [library]
+                # of a table of the module: each of its values
+                table = tables[ast.unparse(library.value)].values if isinstance(library, ast.Subscript) else [library]
                 assert isinstance(extra, ast.Constant), file
-                for one in libraries:
+                for one in table:
                     assert isinstance(one, ast.Constant), file
                     name = str(one.value)
                     yield file, name if name in DISTRIBUTIONS else name.partition(".")[0], str(extra.value)
