@@ -196,7 +196,7 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_
     content["metattt"]["version"] = 2  # which was a file of torch.save
     torch.save(content, tmp_path / "old.ckpt")
     for use in (lambda: load_model(tmp_path / "old.ckpt"), lambda: train(compose(f"resume={tmp_path / 'old.ckpt'}"))):
-        with pytest.raises(MetaTTTError, match=r"old\.ckpt has checkpoint version 2; this release reads version 3: .*"):
+        with pytest.raises(MetaTTTError, match=r"old\.ckpt has checkpoint version 2; this release reads version 4: .*"):
             use()
 
 
