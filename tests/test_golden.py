@@ -88,6 +88,12 @@ def write_text(folder: Path) -> None:
         (folder / f"{number:02}.txt").write_text(" ".join(drawn))
 
 
+recorded = pytest.mark.skipif(
+    not torch.__version__.startswith("2.14."), reason="other releases of torch draw other initial weights than 2.14"
+)
+
+
+@recorded
 def test_a_language_model_learns_as_it_did(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     command = f"experiment=stdlib data.path={tmp_path / 'text'} dim=64 model.num_layers=2 trainer.max_steps=4"
@@ -98,6 +104,7 @@ def test_a_language_model_learns_as_it_did(tmp_path: Path) -> None:
     torch.testing.assert_close(column(tmp_path / "run", "validation/loss"), validated, rtol=2e-6, atol=0)
 
 
+@recorded
 def test_a_classifier_learns_as_it_did(tmp_path: Path) -> None:
     command = "train experiment=digits_pixel trainer.max_steps=4 trainer.log_every_n_steps=1"
     assert main([*command.split(), f"output_dir={tmp_path / 'run'}"]) == 0
