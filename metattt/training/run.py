@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from metattt.checkpoints import rolling
 from metattt.checkpoints.files import find_checkpoint
-from metattt.checkpoints.naming import COMPONENT, to_names
+from metattt.checkpoints.naming import to_names
 from metattt.checkpoints.record import RECORD, VERSION, checked_record, read_yaml, record_config
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
 from metattt.checkpoints.trust import check_plain, modules
@@ -187,7 +187,6 @@ def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
         done = _steps_of(content, checkpoint)
         if here and lock is not None:
             _end_at(done, given, folder)
-        _leave_out_watch(content[RECORD])
         cfg, moved = resumed(given, record_config(content[RECORD], checkpoint, trust=modules(given.trust)))
         check_resumed(checkpoint, cfg)
         cfg.resume = str(checkpoint)
@@ -300,14 +299,6 @@ def _moved(node: Any, before: str, now: str) -> Any:
         return [_moved(value, before, now) for value in node]
     inside = isinstance(node, str) and (node == before or node.startswith(f"{before}/"))
     return now + node[len(before) :] if inside else node
-
-
-def _leave_out_watch(record: Any) -> None:
-    """A callback of earlier releases, whose runs go on without it."""
-    callbacks = record["config"].get("callbacks")
-    watch = callbacks.get("watch") if isinstance(callbacks, dict) else None
-    if isinstance(watch, dict) and watch.get(COMPONENT) == "callback=watch":
-        del callbacks["watch"]
 
 
 def _steps_of(content: Mapping[str, Any], checkpoint: Path) -> int:
