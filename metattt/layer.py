@@ -54,10 +54,7 @@ class TTTLayer(PlannedLayer):
             result. `fused` takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
         outer: what the outer loop differentiates. `exact`: everything, through the inner gradients G too.
             `first_order`: every G is a constant, as in first-order MAML (arXiv 1703.03400): no second-order graph; k, v
-                and the task's
-            parameters get no derivative from them, W0, the gates and the read keep theirs. `implicit`: the fixed point
-            of a converged inner loop (arXiv 1909.04630), for `optimizer.read=final` alone; see
-            `metattt.inner.implicit`.
+            and the task's parameters get no derivative from them, W0, the gates and the read keep theirs.
         group_size: mini-batches recomputed together in the backward pass; None takes √(T/b), 0 stores everything.
 
     Raises:

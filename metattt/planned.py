@@ -32,7 +32,7 @@ class PlannedLayer(SequenceLayer):
     optimizer: InnerOptimizer = setting()
     _form: str = setting(default="auto", kw_only=True, alias="form")
     group_size: int | None = setting(default=None, kw_only=True, least=0, advice=" (0 stores everything, null chooses)")
-    outer: Literal["exact", "first_order", "implicit"] = setting(default="exact", kw_only=True)
+    outer: Literal["exact", "first_order"] = setting(default="exact", kw_only=True)
     _plan: Plan = setting(init=False)
 
     def check_settings(self) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from metattt.declared import Declared
 from metattt.errors import MetaTTTError
-from metattt.inner.diagnostics import FAILURES, explain
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.modules import check_finite
 from metattt.setting import setting
@@ -37,9 +36,8 @@ class Call(NamedTuple):
 class SequenceLayer(Declared, ABC):
     """A layer that reads sequences and carries a state: `y, state = layer(x, state, mask=..., reset=...)`.
 
-    The base moves padding to the end and back, looks at the inputs, and explains failures. A subclass implements `run`;
-    it declares settings (`metattt.declared.Declared`) and makes its modules in `create_modules`, or writes an
-    `__init__`.
+    The base looks at the inputs, and moves padding to the end and back. A subclass implements `run`; it declares
+    settings (`metattt.declared.Declared`) and makes its modules in `create_modules`, or writes an `__init__`.
     """
 
     _group = "layer"
@@ -76,26 +74,9 @@ class SequenceLayer(Declared, ABC):
             Outputs `[B, T, D]` and the new state.
 
         Raises:
-            MetaTTTError: shapes, types or devices that do not fit, a state of another layer or batch size, or NaN in
-                `x` (checked on CPU, if `refuse_nan`).
+            MetaTTTError: shapes or flags that do not fit, a state of another layer or batch size, or NaN in `x`
+                (checked on CPU, if `refuse_nan`).
         """
-        try:
-            return self._packed(x, state, mask, reset, packing, donate_state)
-        except FAILURES as error:
-            known = state if isinstance(state, State) else None  # others have been looked at before
-            explain(error, x, self.parameters(), known, {"mask": mask, "reset": reset})
-            raise
-
-    def _packed(
-        self,
-        x: Tensor,
-        state: Any,
-        mask: Tensor | None,
-        reset: Tensor | None,
-        packing: Packing | None,
-        donate_state: bool,
-    ) -> tuple[Tensor, Any]:
-        """`run` on tokens whose padding stands last, with what it returns in the order of the caller."""
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
             raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
         sorted_already = packing is not None
@@ -149,23 +130,21 @@ class SequenceLayer(Declared, ABC):
                 f"the state is for {state.pos.shape[0]} sequences, x holds {x.shape[0]}: start with state=None"
             )
 
-    def context(self, x: Tensor, state: State, packing: Packing | None = None) -> tuple[Context, Tensor]:
-        """What the parts are told of the tokens, and `[B]` tokens since the start of the document after the call."""
+    def call(self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False) -> Call:
+        """What is known of a call with the tokens `x` `[B, T, D]`."""
         count, size = x.shape[1], self.mini_batch_size
         if packing is not None:
-            positions, pos = packing.positions(state.pos)
-            return Context(positions, packing.valid, packing.first, size), pos
-        positions = state.pos.unsqueeze(1)
-        if count > 1:
-            positions = torch.arange(count, device=x.device) + positions
-        return Context(positions, None, None, size), state.pos + count
-
-    def call(self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False) -> Call:
-        """`context`, with the rest of what is known of a call."""
-        return Call(*self.context(x, state, packing), packing, donate_state)
+            positions, after = packing.positions(state.pos)
+            ctx = Context(positions, packing.valid, packing.first, size)
+        else:
+            positions, after = state.pos.unsqueeze(1), state.pos + count
+            if count > 1:
+                positions = torch.arange(count, device=x.device) + positions
+            ctx = Context(positions, None, None, size)
+        return Call(ctx, after, packing, donate_state)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "group_size" and name in self._settings:  # it may be assigned later
+        if name in ("group_size", "outer") and name in self._settings:  # they may be assigned later
             self._settings[name].check(self._key(name), value)
         super().__setattr__(name, value)
 

@@ -28,7 +28,6 @@ LEARNED = ("shared", "per_head")  # gates of the token
 NOT_COVERED = {
     "mixers, Combined": "they are no TTTLayer; test_mamba.py and test_combined.py have references of their own",
     "parts of third parties": "nothing is known of them but their code",
-    "layer.outer=implicit": "its derivative is that of a fixed point, which this loop does not reach",
     "learner=recurrent_ridge, stopped early": "with a tolerance, or fewer steps than features, answers are not "
     "exact, and their derivatives are those of the exact solution",
     "task.seed=null or optimizer.seed=null": "the numbers are drawn anew for every sequence or call",
@@ -45,8 +44,7 @@ def not_covered(layer: Any) -> str | None:
     known = hasattr(parts.Tokens, f"of_{task.kind.lower()}") and learner.kind in (*parts.LEARNERS, "NestedTTT")
     found = {
         "parts of third parties": not known or rule.kind not in RULES,
-        "layer.outer=implicit": layer.outer == "implicit",
-        "learner=recurrent_ridge, stopped early": steps and (learner.iterations < steps or learner.tolerance > 0),
+            "learner=recurrent_ridge, stopped early": steps and (learner.iterations < steps or learner.tolerance > 0),
         "task.seed=null or optimizer.seed=null": (noisy and task.seed is None) or (sampled and rule.seed is None),
         "optimizer=preconditioned with several pairs": rule.kind == "Preconditioned"
         and task.kind in ("Pairs", "WindowViews"),

@@ -1,5 +1,5 @@
-"""Calls of the Python interface that are wrong: each raises a MetaTTTError of one or two lines, whatever torch would
-have said."""
+"""Calls of the Python interface that are wrong: each raises a MetaTTTError of one or two lines. (Types and devices that
+do not fit are torch's to say.)"""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -147,16 +146,6 @@ CALLS |= {
     for value in values
 }  # fmt: skip
 CALLS |= {
-    "x: a list": lambda: layer()([[0.0]]),
-    "x: None": lambda: layer()(None),
-    "x: numpy": lambda: layer()(np.zeros((2, 5, 8), np.float32)),
-    "x: integers": lambda: layer()(X.long()),
-    "x: booleans": lambda: layer()(X.bool()),
-    "x: complex": lambda: layer()(X.to(torch.complex64)),
-    "x: double": lambda: layer()(X.double()),
-    "x: bfloat16": lambda: layer()(X.bfloat16()),
-    "x: sparse": lambda: layer()(X.to_sparse()),
-    "x: on meta": lambda: layer()(X.to("meta")),
     "x: 2 axes": lambda: layer()(X[0]),
     "x: 4 axes": lambda: layer()(X[None]),
     "x: another width": lambda: layer()(X[..., :7]),
@@ -167,7 +156,6 @@ CALLS |= {
     "mask: integers": lambda: layer()(X, mask=FLAGS.long()),
     "mask: another shape": lambda: layer()(X, mask=FLAGS[:, :4]),
     "mask: one row": lambda: layer()(X, mask=FLAGS[:1]),
-    "mask: on meta": lambda: layer()(X, mask=FLAGS.to("meta")),
     "reset: numbers": lambda: layer()(X, reset=FLAGS.float()),
     "reset: another shape": lambda: layer()(X, reset=FLAGS[0]),
     "reset: numpy": lambda: layer()(X, reset=FLAGS.numpy()),
@@ -177,20 +165,13 @@ CALLS |= {
     "state: a tuple": lambda: layer()(X, tuple(state())),
     "state: of a model": lambda: layer()(X, model().step(IDS)[1]),
     "state: another batch": lambda: layer()(X[:1], state()),
-    "state: pos None": lambda: layer()(X, state(pos=None)),
-    "state: pos on meta": lambda: layer()(X, state(pos=torch.zeros(2, dtype=torch.long, device="meta"))),
     "state: pos of numbers": lambda: layer()(X, state(pos=torch.zeros(2))),
-    "state: pos without axes": lambda: layer()(X, state(pos=torch.tensor(0))),
     "state: phase": lambda: layer()(X, state(phase=-1)),
     "state: phase a text": lambda: layer()(X, state(phase="a")),
     "state: phase too far": lambda: layer()(X, state(phase=4)),
-    "state: weights None": lambda: layer()(X, state(weights=None)),
-    "state: weights a list": lambda: layer()(X, state(weights=[])),
     "state: weights empty": lambda: layer()(X, state(weights={})),
-    "state: weights of texts": lambda: layer()(X, other_weights(str)),
     "state: weights narrower": lambda: layer()(X, other_weights(Tensor.bfloat16)),
     "state: weights transposed": lambda: layer()(X, other_weights(lambda w: w.flatten(2))),
-    "state: weights on meta": lambda: layer()(X, other_weights(lambda w: w.to("meta"))),
     "state: task of another": lambda: layer()(X, state(task={"conv": X})),
     "state: to bfloat16": lambda: state().to(torch.bfloat16),
     "state: to integers": lambda: state().to(torch.int64),

@@ -316,8 +316,6 @@ BROKEN = [
     ("aliasing", LendsParameters),
     ("aliasing", WritesToTheGivenState),
     ("threads", KeepsItsCall),
-    ("documents_in_a_model", lambda: TokenShift(minds_padding=True, minds_documents=False)),
-    ("documents_in_a_model", lambda: CountsPadding(4)),
     ("precision_outputs", LosesDigits),
     ("precision_gradients", LosesDigits),
 ]

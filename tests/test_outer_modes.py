@@ -1,4 +1,4 @@
-"""What the outer loop differentiates: constants in place of inner gradients, and the fixed point of a converged loop."""
+"""What the outer loop differentiates: everything, or with constants in the place of inner gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.inner import execution
-from metattt.inner.implicit import conjugate_gradients
 from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, Learner, Linear, Transformer
@@ -49,8 +48,7 @@ def tokens(length: int = 11, scale: float = 1.0) -> Tensor:
 
 def observed(layer: TTTLayer, x: Tensor) -> tuple[Any, Any]:
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-    ctx, _ = layer.context(x, start)
-    return layer.tokens(x, start, ctx)[:2]
+    return layer.tokens(x, start, layer.call(x, start).ctx)[:2]
 
 
 def plain(layer: TTTLayer, x: Tensor, *, online: bool, first_order: bool = True) -> Run:
@@ -187,131 +185,19 @@ def test_no_kernel_takes_another_derivative() -> None:
         make(Linear(), descent(), outer="first_order", form="fused")
 
 
-# -- implicit ----------------------------------------------------------------------------------------------------------
-
-
-def ridge(steps: int, **settings: Any) -> Momentum:
-    """Descent on all tokens with a pull to W0: strictly convex for a linear map, however few the tokens."""
-    chosen: dict[str, Any] = {"mini_batch_size": 1, "anchor": "batch", "read": "final", "steps": steps, "base_lr": 0.02}
-    chosen |= {"lr_scale": "none", "momentum": "none", "decay": "constant", "decay_init": 0.97, "decay_to_init": True}
-    return Momentum(**{**chosen, **settings})
-
-
-CONVEX: dict[str, tuple[Any, int]] = {
-    "least squares": (lambda steps: WholeSequence(steps=steps, base_lr=7.0), 800),
-    "ridge": (ridge, 400),
-    "ridge with gates": (lambda steps: ridge(steps, decay="per_head", lr="per_head"), 400),
-}
-
-
-def convex(case: str, outer: str, steps: int | None = None, **options: Any) -> TTTLayer:
-    rule, enough = CONVEX[case]
-    return make(Linear(residual=False, norm=False), rule(steps or enough), outer=outer, **options)
-
-
-@pytest.mark.parametrize("case", CONVEX)
-def test_implicit_is_the_gradient_of_a_converged_loop(case: str) -> None:
-    x = tokens(96 if case == "least squares" else 24)
-    expected = run(convex(case, "exact", group_size=0), x, grads=True)
-    found = run(convex(case, "implicit"), x, grads=True)
-    torch.testing.assert_close(found.y, expected.y)
-    assert gradient_distance(found.grads, expected.grads) < 1e-7
-    if case == "least squares":  # where it converges to does not depend on where it started
-        assert not found.grads["learner.init.w1"].any()
-    else:
-        assert found.grads["learner.init.w1"].abs().max() > 1e-3
-
-
-def test_implicit_of_a_nonlinear_learner_near_its_minimum() -> None:
-    def one(outer: str) -> TTTLayer:
-        learner = MLP(expansion=1.0, residual=False, norm=False)
-        return make(learner, ridge(500, base_lr=0.005), outer=outer, group_size=0)
-
-    x = tokens(8)
-    assert gradient_distance(run(one("implicit"), x, grads=True).grads, run(one("exact"), x, grads=True).grads) < 1e-6
-
-
-def test_implicit_with_padding_and_in_a_stream() -> None:
-    x = tokens(24)
-    mask = torch.ones(2, 24, dtype=torch.bool)
-    mask[1, 16:] = False
-    found, expected = (run(convex("ridge", outer), x, mask=mask, grads=True) for outer in ("implicit", "exact"))
-    assert compare(found, expected) < 1e-7
-    layer = convex("ridge", "implicit")
-    first = run(layer, x, [12], grads=True)
-    assert first.state.weights["weights"]["w1"].grad_fn is None
-
-
-def test_the_price_of_implicit_does_not_grow_with_the_steps() -> None:
-    def kept(outer: str, steps: int) -> int:
-        layer = convex("ridge", outer, steps, group_size=0)
-        with SavedBytes() as saved:
-            y = layer(tokens(24))
-        return saved.now if y else 0
-
-    assert kept("implicit", 400) == kept("implicit", 800)
-    assert kept("exact", 400) > 50 * kept("implicit", 400)
-
-
-def test_implicit_is_refused_where_it_means_nothing() -> None:
-    x = tokens(24)
-    with pytest.raises(MetaTTTError, match=r"the last of optimizer\.steps=5 is .* raise optimizer\.steps"):
-        run(convex("ridge", "implicit", 5), x, grads=True)
-    run(convex("ridge", "implicit", 5), x)  # nothing is differentiated
-    few = make(Linear(residual=False, norm=False), WholeSequence(steps=1500, base_lr=1.0), outer="implicit")
-    with pytest.raises(MetaTTTError, match="not strictly convex here"):  # fewer tokens than inputs: no single minimum
-        run(few, tokens(2), grads=True)
-
-
-@pytest.mark.parametrize(
-    ("rule", "said"),
-    [
-        (lambda: descent(), "not optimizer.read=inclusive (set it to final)"),
-        (lambda: descent(read="final"), "not optimizer.anchor=minibatch (set it to batch"),
-        (lambda: WholeSequence(steps=2, sampling="sgd"), "optimizer.sampling=full"),
-        (lambda: ridge(2, momentum="constant"), "not momentum"),
-        (lambda: descent(read="final", anchor="batch", max_norm=1.0), "not token steps or clipping"),
-        (lambda: BlockMomentum(4, read="final", anchor="batch"), "not BlockMomentum, which is not gradient descent"),
-    ],
-)
-def test_rules_without_a_fixed_point(rule: Any, said: str) -> None:
-    with pytest.raises(MetaTTTError) as caught:
-        make(Linear(), rule(), outer="implicit")
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_other_mistakes() -> None:
     with pytest.raises(MetaTTTError, match=r"layer\.outer=second is not allowed"):
         make(Linear(), descent(), outer="second")
-    for outer in ("first_order", "implicit"):
-        with pytest.raises(MetaTTTError, match="KernelEstimator has none"):
-            make(KernelEstimator(), Append(), outer=outer)
-    with pytest.raises(MetaTTTError, match=r"not learner\.step_scale"):
-        make(Linear(step_scale={"b1": 0.5}), WholeSequence(), outer="implicit")  # type: ignore[call-arg]
-
-
-def test_conjugate_gradients() -> None:
-    torch.manual_seed(0)
-    a = torch.randn(2, 3, 7, 7, dtype=torch.float64)
-    h = a @ a.mT + 0.1 * torch.eye(7)
-    right = torch.randn(2, 3, 7, dtype=torch.float64)
-    right[0, 1] = 0
-
-    def product(u: Any) -> list[Tensor]:
-        joined = torch.cat([x.flatten(2) for x in u], -1)
-        moved = (h @ joined.unsqueeze(-1)).squeeze(-1)
-        return [moved[..., :4].unflatten(-1, (2, 2)), moved[..., 4:]]
-
-    found = conjugate_gradients(product, [right[..., :4].unflatten(-1, (2, 2)), right[..., 4:]])
-    expected = torch.linalg.solve(h, right)
-    torch.testing.assert_close(torch.cat([x.flatten(2) for x in found], -1), expected, rtol=1e-7, atol=1e-9)
+    with pytest.raises(MetaTTTError, match="KernelEstimator has none"):
+        make(KernelEstimator(), Append(), outer="first_order")
+    layer = make(Linear(), descent())
+    with pytest.raises(MetaTTTError, match=r"layer\.outer=second is not allowed"):
+        layer.outer = "second"  # type: ignore[assignment]
 
 
 def test_overrides() -> None:
     layer = build("layer=ttt_linear", "layer.outer=first_order", "dim=8", "num_heads=2")
     assert "outer='first_order'" in repr(layer)
-    assert build("layer=mttt_linear", "layer.outer=implicit", "dim=8", "num_heads=2").outer == "implicit"
     with pytest.raises(MetaTTTError, match=r"layer\.outer"):
         build("layer=ttt_linear", "layer.outer=frist_order")
 

@@ -145,7 +145,7 @@ def _seen(layer: TTTLayer, lender: Any) -> Seen:
     state = State(torch.zeros(1, dtype=torch.long, device=x.device), 0, {}, {}, {}, {})
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         views, gates, *_ = layer.tokens(
-            x, state, layer.context(x, state)[0], None if lender is None else lender.project(x)
+            x, state, layer.call(x, state).ctx, None if lender is None else lender.project(x)
         )
     given = {name: gate for name, gate in gates._asdict().items() if gate is not None}
     told = [name for name, gate in given.items() if name not in ("eta", "kappa") or not bool((gate == 1).all())]

@@ -35,7 +35,6 @@ from metattt.inner.committed import gated
 from metattt.inner.execution import in_groups
 from metattt.inner.final import predictions, steps
 from metattt.inner.forms import FORMS, SHARE
-from metattt.inner.implicit import converged
 from metattt.inner.packing import Packing, make_layout, mask_gates
 from metattt.inner.parts import Parts
 from metattt.inner.replay import begun_again, tail
@@ -114,11 +113,8 @@ class InnerLoop(Parts):
             if self.plan.kernels:
                 return scan(self, tokens, memory, blocks, is_filled is not None, donate_state)
             return in_groups(self, tokens, memory, blocks, True)  # type: ignore[return-value]
-        if self.plan.outer == "implicit":
-            now, memory = converged(self, tokens, memory, blocks, is_filled, after)
-        else:
-            *_, memory = steps(self, tokens, memory, blocks, is_filled, after)
-            now = self.rule.current(memory, after % self.rule.mini_batch_size)
+        *_, memory = steps(self, tokens, memory, blocks, is_filled, after)
+        now = self.rule.current(memory, after % self.rule.mini_batch_size)
         return predictions(self, tokens, {"commit": now}, blocks), memory
 
     def mini_batches(

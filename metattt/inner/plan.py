@@ -55,7 +55,7 @@ class Plan:
         block: tokens that the scan hands on together.
         chunk: tokens per compute step; None: a whole block.
         replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
-        outer: what the outer loop differentiates: `exact`, `first_order` or `implicit` (`TTTLayer`).
+        outer: what the outer loop differentiates: `exact` or `first_order` (`TTTLayer`).
         sees_weights: gates depend on the weights (`InnerOptimizer.gates_at`).
         looks_ahead: tokens of a mini-batch see later ones.
         weights: shapes `[H, *shape]` of the fast weights by name.

@@ -25,7 +25,6 @@ from metattt.state import Context, DataGates
 from metattt.tasks.base import Task, Views
 
 ASKED = ("auto", "primal", "dual", "summed", "fused")  #: of `layer.form`
-OUTER = ("exact", "first_order", "implicit")  #: of `layer.outer`
 
 
 def make_plan(
@@ -42,13 +41,17 @@ def make_plan(
     """The plan for three parts; `form` is `layer.form`, `kernels` all that are registered, `outer` is `layer.outer`.
 
     Raises:
-        MetaTTTError: as `choose_form`, `check_outer` and `check_tokens`, or labels that a learner
+        MetaTTTError: as `choose_form` and `check_tokens`, or labels that a learner
             without weights cannot answer with.
     """
     found = gates_of(optimizer, dim, num_heads, d_in)
     if optimizer.updates:
         settle(optimizer, num_heads, found)
-    check_outer(outer, learner, optimizer)
+    if outer != "exact" and not learner.has_weights:
+        raise MetaTTTError(
+            f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set "
+            "layer.outer=exact"
+        )
     if not learner.has_weights:
         check_choice("layer.form", form, ASKED)
         if isinstance(found, DataGates) and isinstance(learner, NonParametric):
@@ -209,42 +212,6 @@ def hooked(learner: Learner) -> str | None:
 def gated_by_state(optimizer: InnerOptimizer) -> str | None:
     """Gates that depend on the weights, which fast paths do not ask for."""
     return f"the gates of {type(optimizer).__name__} depend on the weights" if optimizer.state_dependent else None
-
-
-def check_outer(outer: str, learner: Learner, optimizer: InnerOptimizer) -> None:
-    """Refuses an outer derivative that a combination does not have.
-
-    Raises:
-        MetaTTTError: naming the override.
-    """
-    check_choice("layer.outer", outer, OUTER)
-    if outer == "exact":
-        return
-    if not learner.has_weights:
-        raise MetaTTTError(
-            f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set "
-            "layer.outer=exact"
-        )
-    if outer == "first_order":
-        return
-    kind = type(optimizer)
-    linear = all(getattr(kind, name) is getattr(InnerOptimizer, name) for name in ("coefficients", "current", "commit"))
-    for wrong, reason in (
-        (optimizer.read != "final", f"optimizer.read={optimizer.read} (set it to final)"),
-        (
-            optimizer.anchor != "batch",
-            f"optimizer.anchor={optimizer.anchor} (set it to batch, or optimizer.sampling=full)",
-        ),
-        (not linear, f"{kind.__name__}, which is not gradient descent"),
-        (optimizer.has_momentum, "momentum"),
-        (optimizer.accumulates, "token steps or clipping"),
-        (bool(learner.step_scales), "learner.step_scale"),
-    ):
-        if wrong:
-            raise MetaTTTError(
-                f"layer.outer=implicit needs steps on all tokens of a call until they end, not {reason}: "
-                "or set layer.outer=exact"
-            )
 
 
 def choose_form(

@@ -99,8 +99,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
     """
     rule = layer.optimizer
     state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
-    context, _ = layer.context(x, state)
-    views, gates, *_ = layer.tokens(x, state, context)
+    views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
     eta = gates.eta if gates.eta.ndim == 3 else gates.eta.abs().amax(-1)  # of the pairs of a token
     eta = eta if gates.weight_lr is None else eta * gates.weight_lr.abs().amax(-1)
     gate = getattr(rule, "decay_gate", None)  # some rules hand on its logits

@@ -150,8 +150,7 @@ class _Recorder:
         rule, size = layer.optimizer, layer.optimizer.mini_batch_size
         if state is None:
             state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
-        context, _ = layer.context(x, state)
-        views, gates, *_ = layer.tokens(x, state, context)
+        views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
         matmul_dtype, accum_dtype, loop = views.k.dtype, gates.eta.dtype, layer.inner
         first = rule.current(loop.start(x.shape[0], accum_dtype), 0)
         count, rest = divmod(x.shape[1], size)

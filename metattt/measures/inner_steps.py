@@ -42,7 +42,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
         )
     batch, count = x.shape[:2]
     state = State(x.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
-    ctx, after = layer.context(x, state)
+    ctx, after, *_ = layer.call(x, state)
     views, gates, *_ = layer.tokens(x, state, ctx)
     tokens, matmul_dtype, accum_dtype = Tokens(views, gates), views.k.dtype, gates.eta.dtype
     loop = layer.inner._replace(matmul_dtype=matmul_dtype)

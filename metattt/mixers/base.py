@@ -57,9 +57,9 @@ class Mixer(SequenceLayer):
         self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, State]:
         """`mix`, from state to state; see `SequenceLayer.run`."""
-        ctx, after = self.context(x, state, packing)
-        y, memory = self.mix(x, state.learner, ctx)
-        return y, State(after, 0, {}, {}, {}, memory)
+        call = self.call(x, state, packing)
+        y, memory = self.mix(x, state.learner, call.ctx)
+        return y, State(call.after, 0, {}, {}, {}, memory)
 
     def check_state(self, x: Tensor, state: Any) -> None:
         super().check_state(x, state)

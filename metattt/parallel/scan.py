@@ -170,14 +170,14 @@ def carries(layer: TTTLayer, x: Tensor) -> bool:
     """Whether the task carries something from call to call: asked of it with one token."""
     with torch.no_grad():
         one = x[:1, :1]
-        return bool(layer.task.views(one, {}, layer.context(one, layer.start(one))[0])[1])
+        return bool(layer.task.views(one, {}, layer.call(one, layer.start(one)).ctx)[1])
 
 
 def _tail_alone(layer: TTTLayer, x: Tensor, state: State) -> bool:
     """Whether what the task carries after `x` depends on `x` alone, as the tails of convolutions do, and whether its
     views
     are made of its projections: the graph of what is handed over goes through that of q."""
-    task, ctx = layer.task, layer.context(x, state)[0]
+    task, ctx = layer.task, layer.call(x, state).ctx
     if not state.task:
         return True
     if any(not tensor.is_floating_point() for tensor in state.task.values()):

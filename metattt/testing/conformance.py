@@ -49,50 +49,13 @@ class Conformance:
         if len(reasons) == len(specimens):
             raise unittest.SkipTest("does not apply: " + "; ".join(dict.fromkeys(reasons)))
 
-    def test_forms_agree(self) -> None:
-        self.examine("forms")
 
-    def test_groups(self) -> None:
-        self.examine("groups")
+def _test_of(law: str) -> Callable[[Conformance], None]:
+    return lambda self: self.examine(law)
 
-    def test_forms_agree_in_float32(self) -> None:
-        self.examine("forms_float32")
 
-    def test_derivatives(self) -> None:
-        self.examine("derivatives")
-
-    def test_splits_agree(self) -> None:
-        self.examine("splits")
-
-    def test_causality(self) -> None:
-        self.examine("causality")
-
-    def test_limits(self) -> None:
-        self.examine("limits")
-
-    def test_masks(self) -> None:
-        self.examine("masks")
-
-    def test_packing(self) -> None:
-        self.examine("packing")
-
-    def test_round_trips(self) -> None:
-        self.examine("round_trips")
-
-    def test_aliasing(self) -> None:
-        self.examine("aliasing")
-
-    def test_threads(self) -> None:
-        self.examine("threads")
-
-    def test_documents_in_a_model(self) -> None:
-        self.examine("documents_in_a_model")
-
-    def test_precision_of_outputs(self) -> None:
-        self.examine("precision_outputs")
-
-    def test_precision_of_gradients(self) -> None:
-        self.examine("precision_gradients")
+for _law in LAWS:
+    setattr(Conformance, f"test_{_law}", _test_of(_law))
 
 
 def published_task() -> Task:

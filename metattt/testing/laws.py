@@ -18,7 +18,6 @@ from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.optimizers.block import BlockRule
 from metattt.state import State
-from metattt.testing.documents import documents_in_a_model
 from metattt.testing.padding import masks, packing
 from metattt.testing.rounding import (
     FACTOR,
@@ -202,7 +201,7 @@ def limits(spec: Specimen) -> float:
         raise NotApplicable("optimizer.gradient_at=decayed is defined for online anchors only")
     x = spec.tokens()
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-    views, gates, *_ = layer.tokens(x, start, layer.context(x, start)[0])
+    views, gates, *_ = layer.tokens(x, start, layer.call(x, start).ctx)
     if views.erase_key is not None or views.erase_direction is not None or gates.decay is not None:
         raise NotApplicable("an erase view and decays for every channel are defined for online anchors only")
     if views.k.ndim == 5 and not layer.task.together:
@@ -298,7 +297,6 @@ LAWS: dict[str, Law] = {
         Law("round_trips", "copies and saved states", round_trips, 1e-12),
         Law("aliasing", "a state is its holder's", aliasing, 0.0),
         Law("threads", "threads do not meet", threads, 1e-9),
-        Law("documents_in_a_model", "documents in a model", documents_in_a_model, 1e-9),
         Law("precision_outputs", "bf16 outputs", precision_outputs, 2e-2, sensitivity_of_outputs),
         Law("precision_gradients", "bf16 gradients", precision_gradients, 5e-2, sensitivity_of_gradients),
     )

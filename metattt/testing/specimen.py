@@ -105,7 +105,7 @@ class Specimen:
             return []
         x = self.tokens()[:, :1]
         start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-        views, found = layer.tokens(x, start, layer.context(x, start)[0])[0], []
+        views, found = layer.tokens(x, start, layer.call(x, start).ctx)[0], []
         for form in ASKED[1:]:
             if form == "fused" and views.k.ndim == 5:  # kernels take one pair a token, which a layer sees in its call
                 continue
