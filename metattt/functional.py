@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 from collections import OrderedDict
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from types import MethodType, NoneType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,6 +49,21 @@ def with_values(module: M, values: Mapping[str, Tensor]) -> M:
         part = made.get_submodule(path)
         (part._buffers if attribute in part._buffers else part._parameters)[attribute] = value  # type: ignore[assignment]
     return made
+
+
+def materialized(module: M) -> M:
+    """The module, or a copy on the CPU where its tensors are elsewhere: random where they have no values yet."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return module
+    copied = copy.deepcopy(module)
+    if not any(tensor.is_meta for tensor in tensors):
+        return copied.to("cpu")
+    copied.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
+    return copied
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:

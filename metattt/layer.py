@@ -9,14 +9,13 @@ from torch import Tensor
 
 from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError
-from metattt.inner.packing import Packing
+from metattt.inner.packing import Call, Packing
 from metattt.inner.tokens import Tokens, fitted
 from metattt.learners.base import NonParametric
 from metattt.modules import draw_xavier, projection
 from metattt.optimizers.base import Gates
 from metattt.output import GATES, make_gate, make_norm
 from metattt.planned import PlannedLayer
-from metattt.sequence_layer import Call
 from metattt.setting import setting
 from metattt.state import Context, DataGates, State, Tensors
 from metattt.tasks.base import Views
@@ -139,8 +138,7 @@ class TTTLayer(PlannedLayer):
             return y, State(call.after, 0, {}, task, rule, data)
         alone = views if views.weight is None else views._replace(weight=None)  # which is in η
         tokens = Tokens(alone, cast(Gates, gates))
-        y, weights, phase, data = self.inner.run(tokens, state, call.after, call.ctx, call.packing, call.donate_state)
-        return y, State(call.after, phase, weights, task, rule, data)
+        return self.inner.run(tokens, state._replace(task=task, optimizer=rule), call)
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """The outputs `[B, T, D]`: the predictions `y` `[B, H, T, d]` of all heads after the norm, the gate of the

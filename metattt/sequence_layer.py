@@ -4,33 +4,17 @@ computes."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from metattt.declared import Declared
 from metattt.errors import MetaTTTError
-from metattt.inner.packing import Packing, check_flags, pack
+from metattt.inner.packing import Call, Packing, check_flags, pack
 from metattt.modules import check_finite
 from metattt.setting import setting
 from metattt.state import Context, State
-
-
-class Call(NamedTuple):
-    """What a layer knows of one call beside its tokens and its state.
-
-    Attributes:
-        ctx: positions of the tokens, padding and starts of documents.
-        after: `[B]` tokens since the start of the document, after the call.
-        packing: where padding and documents lie; None if there are none.
-        donate_state: the weights of the state may be written over.
-    """
-
-    ctx: Context
-    after: Tensor
-    packing: Packing | None
-    donate_state: bool
 
 
 class SequenceLayer(Declared, ABC):

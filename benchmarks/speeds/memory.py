@@ -104,13 +104,13 @@ def _measure(preset: str, layer: str, length: int, overrides: Sequence[str], thr
     module = instantiate_layer(_config(preset, layer, overrides))
     x = torch.randn(1, length, module.dim)
     start = State(torch.zeros(1, dtype=torch.long), 0, {}, {}, {}, {})
-    ctx, after = module.context(x, start)
+    call = module.call(x, start)
     with torch.no_grad():
-        views, gates, *_ = module.tokens(x, start, ctx)
+        views, gates, *_ = module.tokens(x, start, call.ctx)
     tokens = Tokens(views, gates).map(lambda one: one.detach().requires_grad_())
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
     before, started = _resident("VmRSS"), time.perf_counter()
-    module.inner.run(tokens, start, after, ctx, None).y.square().sum().backward()
+    module.inner.run(tokens, start, call)[0].square().sum().backward()
     return Peak(_resident("VmHWM") - before, time.perf_counter() - started)
 
 

@@ -29,14 +29,20 @@ def check_tokens(parts: Parts, tokens: Tokens) -> None:
     parts.plan.checked.add(tokens.kind)
 
 
-def check_places(parts: Parts, state: State, ctx: Context) -> None:
-    """Refuses padding, documents and places that differ between sequences, where the read or the learner has no use for
-    them.
+def check_call(parts: Parts, tokens: Tokens, state: State, ctx: Context) -> None:
+    """`check_tokens`, where a call has tokens of another kind than before; and refuses padding, documents and places
+    that differ between sequences, where the read or the learner has no use for them.
 
     Raises:
         MetaTTTError: naming what to give instead.
     """
-    kind, final = type(parts.learner).__name__, parts.rule.read == "final"
+    rule = parts.rule
+    known = tokens.kind in parts.plan.checked and (rule.has_token_steps or rule.token_steps() is None)
+    if torch.compiler.is_compiling() or not known:
+        check_tokens(parts, tokens)
+    if ctx.valid is None and ctx.first is None and state.phase is not None:
+        return
+    kind, final = type(parts.learner).__name__, rule.read == "final"
     if parts.plan.looks_ahead:
         raise MetaTTTError(
             f"{kind} lets tokens look at later ones, and would let them look at padding: "
@@ -55,58 +61,60 @@ def check_places(parts: Parts, state: State, ctx: Context) -> None:
 
 def _check_generalised(parts: Parts, tokens: Tokens) -> None:
     """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss."""
-    rule, what = parts.rule, "decays for every channel" if tokens.gates.decay is not None else "an erase view"
-    if tokens.erases and not parts.plan.linear:
-        why = parts.plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")
+    rule, task, learner, plan, decay = parts.rule, parts.task, parts.learner, parts.plan, tokens.gates.decay
+    what = "an erase view" if decay is None else "decays for every channel"
+    erase_view = tokens.views.erase_key is not None or tokens.views.erase_direction is not None
+    if tokens.erases and not plan.linear:
+        why = plan.reasons.get("solved", f"optimizer.anchor={rule.anchor}")
         raise MetaTTTError(
             f"{what} needs a linear learner, the squared or dot loss and a gradient at the newest weights, not {why}: "
             "set learner=linear_map and optimizer.anchor=online"
         )
-    if tokens.erases and parts.learner.linear_map is not None and parts.learner.linear_map[1] is not None:
+    if tokens.erases and learner.linear_map is not None and learner.linear_map[1] is not None:
         raise MetaTTTError(f"{what} has no meaning for a bias: set learner.bias=false")
-    if tokens.gates.decay is not None and tokens.gates.decay.shape[-1] != tokens.views.k.shape[-1]:
-        raise MetaTTTError(
-            f"decays for every channel are {tokens.gates.decay.shape[-1]} wide and keys {tokens.views.k.shape[-1]}: "
-            "they must be equal"
-        )
-    alone = (
-        tokens.gates.alpha is None and tokens.gates.beta is None and not rule.decay_to_init and not parts.task.together
-    )
-    if tokens.gates.decay is not None and not alone:
-        raise MetaTTTError(
-            "decays for every channel stand alone: no decay per head, momentum, decay to W0 or window beside them"
-        )
-    if (
-        tokens.views.erase_key is not None or tokens.views.erase_direction is not None
-    ) and parts.plan.linear != "squared":
+    if erase_view and plan.linear != "squared":
         raise MetaTTTError("an erase view needs a loss that erases, not the dot product: set task.loss=squared")
-    if tokens.pairs is not None and parts.learner.mixes_tokens:
-        raise MetaTTTError(
-            f"{type(parts.learner).__name__} mixes the tokens of a mini-batch, and would mix the pairs of a token: "
-            "set another learner"
-        )
-    if tokens.pairs is not None and parts.plan.sees_weights:
-        raise MetaTTTError(
+    if decay is not None:
+        width = tokens.views.k.shape[-1]
+        if decay.shape[-1] != width:
+            raise MetaTTTError(
+                f"decays for every channel are {decay.shape[-1]} wide and keys {width}: they must be equal"
+            )
+        if any((tokens.gates.alpha is not None, tokens.gates.beta is not None, rule.decay_to_init, task.together)):
+            raise MetaTTTError(
+                "decays for every channel stand alone: no decay per head, momentum, decay to W0 or window beside them"
+            )
+    if tokens.pairs is None:
+        return
+    one_by_one = not task.together and (not plan.linear or tokens.gates.beta is not None)
+    for wrong, message in (
+        (
+            learner.mixes_tokens,
+            f"{type(learner).__name__} mixes the tokens of a mini-batch, and would mix the pairs of a token: "
+            "set another learner",
+        ),
+        (
+            plan.sees_weights,
             f"{type(rule).__name__} looks at the weights for every token, and this task gives several pairs a token: "
-            "set another task"
-        )
-    if tokens.pairs is not None and rule.accumulates:
-        raise MetaTTTError(
+            "set another task",
+        ),
+        (
+            rule.accumulates,
             "several pairs a token have no token steps and no clipping: set optimizer.token_steps=none and "
-            "max_norm=null"
-        )
-    if tokens.pairs is not None and rule.nesterov:
-        raise MetaTTTError("several pairs a token have no look-ahead along the momentum: set optimizer.nesterov=false")
-    if (
-        tokens.pairs is not None
-        and not parts.task.together
-        and (not parts.plan.linear or tokens.gates.beta is not None)
-    ):
-        raise MetaTTTError(
+            "max_norm=null",
+        ),
+        (
+            rule.nesterov,
+            "several pairs a token have no look-ahead along the momentum: set optimizer.nesterov=false",
+        ),
+        (
+            one_by_one,
             "pairs that are learned one after the other need a linear learner, optimizer.anchor=online and no "
-            "momentum: "
-            "set learner=linear_map and optimizer=online"
-        )
+            "momentum: set learner=linear_map and optimizer=online",
+        ),
+    ):
+        if wrong:
+            raise MetaTTTError(message)
 
 
 def say_cut(parts: Parts, phase: int | None, layout: ColumnLayout, count: int) -> None:

@@ -24,79 +24,60 @@ of tokens; how many of them are run together, and with which of them kept for a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from metattt.inner.by_kernel import scan
-from metattt.inner.checks import check_places, check_tokens, say_cut
+from metattt.inner.checks import check_call, say_cut
 from metattt.inner.committed import gated
 from metattt.inner.execution import in_groups
 from metattt.inner.final import predictions, steps
 from metattt.inner.forms import FORMS, SHARE
-from metattt.inner.packing import Packing, make_layout, mask_gates
+from metattt.inner.packing import Call, make_layout, mask_gates
 from metattt.inner.parts import Parts
 from metattt.inner.replay import begun_again, tail
 from metattt.inner.tokens import Block, Tokens, joined
 from metattt.memory import Memory, choose
-from metattt.state import Context, State, Tensors
-
-
-class Result(NamedTuple):
-    """Predictions `[B, H, T, d]`, and what the next call needs."""
-
-    y: Tensor
-    weights: Memory
-    phase: int | None
-    learner: Tensors
+from metattt.state import State, Tensors
 
 
 class InnerLoop(Parts):
     """The parts along a sequence: `run` a call, its `columns`, their `mini_batches`, one `mini_batch`; what it reads,
     and how it is `learn`ed."""
 
-    def run(
-        self,
-        tokens: Tokens,
-        state: State,
-        after: Tensor,
-        ctx: Context,
-        packing: Packing | None,
-        donate_state: bool = False,
-    ) -> Result:
-        """One call: lays the tokens out in mini-batches, runs them, and returns predictions and the hidden state.
+    def run(self, tokens: Tokens, state: State, call: Call) -> tuple[Tensor, State]:
+        """One call: lays the tokens out in mini-batches, runs them, and returns predictions `[B, H, T, d]` and the
+        state after them.
 
         Args:
             tokens: views and gates by token, padding last.
-            state: the state before the call; its `weights` are empty at the start of a sequence.
-            after: `[B]` tokens since the start of the document, after the call.
-            donate_state: the state's weights may be written over.
+            state: before the call; its `weights` are empty at the start of a sequence.
+            call: what else is known of it.
         """
-        rule, plan, memory, count = self.rule, self.plan, state.weights, tokens.views.q.shape[2]
-        known = tokens.kind in plan.checked and (rule.has_token_steps or rule.token_steps() is None)
-        if torch.compiler.is_compiling() or not known:
-            check_tokens(self, tokens)
-        if ctx.valid is not None or ctx.first is not None or state.phase is None:
-            check_places(self, state, ctx)
+        plan, memory, donated = self.plan, state.weights, call.donate_state
+        count, size = tokens.views.q.shape[2], self.rule.mini_batch_size
+        check_call(self, tokens, state, call.ctx)
         if not memory:
-            memory, donate_state = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
+            memory, donated = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
         if plan.replays:
-            tokens, layout = begun_again(plan, tokens, state, ctx, rule.mini_batch_size)
+            tokens, layout = begun_again(plan, tokens, state, call.ctx, size)
         else:
-            layout = (make_layout if packing is None else packing.layout)(ctx, state, plan.period, plan.block)
-        if rule.read == "block":
+            make = make_layout if call.packing is None else call.packing.layout
+            layout = make(call.ctx, state, plan.period, plan.block)
+        if self.rule.read == "block":
             say_cut(self, state.phase, layout, count)
         if layout.source is not None:
             tokens = tokens.map(layout.scatter)
         if layout.is_filled is not None:
             tokens = mask_gates(tokens, layout.is_filled)
         loop = self._replace(matmul_dtype=tokens.views.k.dtype)
-        y, memory = loop.columns(tokens, memory, layout.blocks, layout.is_filled, after, donate_state)
+        y, memory = loop.columns(tokens, memory, layout.blocks, layout.is_filled, call.after, donated)
         y = y if layout.column is None else layout.gather(y)
+        open_: Tensors = {}
         if plan.replays:
-            y, open_ = y[:, :, y.shape[2] - count :], tail(tokens, layout, after, rule.mini_batch_size)
-        return Result(y, memory, layout.phase, open_ if plan.replays else {})
+            y, open_ = y[:, :, y.shape[2] - count :], tail(tokens, layout, call.after, size)
+        return y, state._replace(pos=call.after, phase=layout.phase, weights=memory, learner=open_)
 
     def columns(
         self,

@@ -166,6 +166,22 @@ class Packing:
         return order if x.ndim == 2 else order.unsqueeze(-1).expand_as(x)
 
 
+class Call(NamedTuple):
+    """What a layer knows of one call beside its tokens and its state.
+
+    Attributes:
+        ctx: positions of the tokens, padding and starts of documents.
+        after: `[B]` tokens since the start of the document, after the call.
+        packing: where padding and documents lie; None if there are none.
+        donate_state: the weights of the state may be written over.
+    """
+
+    ctx: Context
+    after: Tensor
+    packing: Packing | None
+    donate_state: bool
+
+
 def check_flags(tokens: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
     """Refuses flags that are not those of `tokens` `[B, T, ...]`.
 

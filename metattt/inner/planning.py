@@ -4,25 +4,29 @@ computes is refused here."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_choice
+from metattt.functional import materialized
 from metattt.inner.checks import check_tokens
 from metattt.inner.parts import Parts
 from metattt.inner.plan import Kernel, Plan
 from metattt.inner.tokens import Tokens
-from metattt.inner.trial import check_alone, check_token_local, looks_ahead, materialized, unsupported
+from metattt.inner.trial import check_alone, check_token_local, looks_ahead, unsupported
 from metattt.inner.verify import Function, dot_product, other_function, other_loss, remembered, squared_error
 from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.optimizers.checks import settle
-from metattt.state import Context, DataGates
+from metattt.state import Context, DataGates, Tensors
 from metattt.tasks.base import Task, Views
+
+T = TypeVar("T")
 
 ASKED = ("auto", "primal", "dual", "summed", "fused")  #: of `layer.form`
 
@@ -44,7 +48,7 @@ def make_plan(
         MetaTTTError: as `choose_form` and `check_tokens`, or labels that a learner
             without weights cannot answer with.
     """
-    found = gates_of(optimizer, dim, num_heads, d_in)
+    found = tried(lambda: gates_of(optimizer, dim, num_heads, d_in))
     if optimizer.updates:
         settle(optimizer, num_heads, found)
     if outer != "exact" and not learner.has_weights:
@@ -102,38 +106,44 @@ def make_plan(
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
     if isinstance(found, Gates):
-        views = views_of(task, dim, optimizer.mini_batch_size)
+        views = tried(lambda: views_of(task, dim, optimizer.mini_batch_size))
         if views is None:
             views = Views(*(torch.empty(1, num_heads, 1, d_in),) * 3)
         check_tokens(Parts(task, learner, optimizer, plan), Tokens(views, found))
     return plan
 
 
-def views_of(task: Task, dim: int, mini_batch_size: int) -> Views | None:
-    """What a task gives for one random token, as far as it can be known when a layer is built; None if it cannot be
-    asked."""
-    views: Views | None = None
+def tried(ask: Callable[[], T]) -> T | None:
+    """What a part gives for a random token, as far as it can be known when a layer is built; None if it cannot be
+    asked. (Whatever a part of one's own does with a lone token: every call is checked, too.)"""
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
-        dtype = next((x.dtype for x in task.parameters() if x.is_floating_point()), None)
-        x = torch.randn(1, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-        views = task.views(x, {}, Context(torch.zeros(1, 1, dtype=torch.long), None, None, mini_batch_size))[0]
-    return views
+        return ask()
+    return None
 
 
-def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object | None:
-    """What a rule gives for one random token, as far as it can be known when a layer is built; None if it cannot be
-    asked."""
-    found: object | None = None
-    # (suppressed: whatever a rule of one's own does with a lone token; every call is checked, too)
-    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
-        rule, random = materialized(optimizer), torch.Generator().manual_seed(0)
-        dtype = next((x.dtype for x in rule.parameters() if x.is_floating_point()), None)
-        x, k = (torch.randn(1, *n, generator=random).to(dtype) for n in ((1, dim), (num_heads, 1, d_in)))
-        ctx = Context(torch.zeros(1, 1, dtype=torch.long), None, None, rule.mini_batch_size)
-        found, state = rule.gates(x, {}, ctx)
-        if isinstance(found, Gates):
-            found = rule.prepare(Views(k, k, k), found, x, state, ctx)[1]
-    return found
+def views_of(task: Task, dim: int, mini_batch_size: int) -> Views:
+    """What a task gives for one random token."""
+    return task.views(*_token(task, dim), _context(mini_batch_size))[0]
+
+
+def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object:
+    """What a rule gives for one random token."""
+    rule = materialized(optimizer)
+    x, state = _token(rule, dim)
+    k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
+    ctx = _context(rule.mini_batch_size)
+    found, state = rule.gates(x, state, ctx)
+    return rule.prepare(Views(k, k, k), found, x, state, ctx)[1] if isinstance(found, Gates) else found
+
+
+def _token(part: nn.Module, dim: int) -> tuple[Tensor, Tensors]:
+    """A token `[1, 1, D]` in the type of the part's parameters, and the state before it."""
+    dtype = next((x.dtype for x in part.parameters() if x.is_floating_point()), None)
+    return torch.randn(1, 1, dim, generator=torch.Generator().manual_seed(0)).to(dtype), {}
+
+
+def _context(mini_batch_size: int) -> Context:
+    return Context(torch.zeros(1, 1, dtype=torch.long), None, None, mini_batch_size)
 
 
 def covering(
@@ -144,10 +154,9 @@ def covering(
     covered, reasons = [], {}
     for kernel in kernels:
         why = (
-            rescaled(learner)
+            ("learner.step_scale" if learner.step_scales else None)
             or kernel.reason_not_covered(task, learner, optimizer)
-            or hooked(learner)
-            or gated_by_state(optimizer)
+            or generic(learner, optimizer)
             or other_loss(task, kernel.loss, num_heads, width)
             or other_function(learner, kernel.function, num_heads, width)
         )
@@ -172,13 +181,11 @@ def solvable(
         return "", f"{type(learner).__name__} is not a linear map"
     if optimizer.accumulates or optimizer.steps != 1:
         return "", "the rule has token steps, clipping or several steps"
-    if optimizer.state_dependent:
-        return "", gated_by_state(optimizer)
     weight, bias = learner.linear_map
     if not {weight, bias or weight} <= set(learner.init):
         return "", f"not all of {', '.join(learner.shapes)} are fast (learner.trainable)"
     linear = LINEAR.setdefault((weight, bias), partial(_linear, weight, bias))
-    why = hooked(learner) or other_function(learner, linear, num_heads, width)
+    why = generic(learner, optimizer) or other_function(learner, linear, num_heads, width)
     if why:
         return "", why
     if other_loss(task, dot_product, num_heads, width) is None:
@@ -199,19 +206,13 @@ def _linear(
     return z if bias is None else z + weights[bias].unsqueeze(2)
 
 
-def rescaled(learner: Learner) -> str | None:
-    """Step sizes by weight, which no kernel knows."""
-    return "learner.step_scale" if learner.step_scales else None
-
-
-def hooked(learner: Learner) -> str | None:
-    """Hooks run when the learner is called, which fast paths do not do."""
-    return "the learner has forward hooks" if learner._forward_hooks or learner._forward_pre_hooks else None
-
-
-def gated_by_state(optimizer: InnerOptimizer) -> str | None:
-    """Gates that depend on the weights, which fast paths do not ask for."""
-    return f"the gates of {type(optimizer).__name__} depend on the weights" if optimizer.state_dependent else None
+def generic(learner: Learner, optimizer: InnerOptimizer) -> str | None:
+    """Why no fast path can be taken, whatever is computed; None where one can."""
+    if learner._forward_hooks or learner._forward_pre_hooks:  # which run when the learner is called
+        return "the learner has forward hooks"
+    if optimizer.state_dependent:
+        return f"the gates of {type(optimizer).__name__} depend on the weights"
+    return None
 
 
 def choose_form(
@@ -240,57 +241,48 @@ def choose_form(
     if not whole:
         remembered(learner, task, ("tokens",), lambda: check_token_local(task, learner, num_heads, d_in))
     remembered(learner, task, ("alone", whole), lambda: check_alone(task, learner, num_heads, d_in, whole))
-    if learner.mixes_tokens:
-        return _mixing_form(form, name, optimizer, reason, summed)
-    if form == "fused" and not covered:
-        raise MetaTTTError(
-            f"layer.form=fused has no kernel for this combination ({reason or explain(reasons)}): set layer.form=auto"
-        )
-    if form == "dual" and reason:
-        raise MetaTTTError(
-            f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or set layer.form=auto"
-        )
-    if form == "summed" and not summed:
-        raise MetaTTTError(
-            f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set "
-            "layer.form=auto"
-        )
+    mixes, read, auto = learner.mixes_tokens, optimizer.read, "set layer.form=auto"
+    dual = form == "dual" or (mixes and not summed)  # of tokens that mix, a backward pass for each
+    for wrong, why in (
+        (
+            mixes and optimizer.anchor == "online" and optimizer.mini_batch_size > 1,
+            f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch",
+        ),
+        (form == "fused" and mixes, f"layer.form=fused has no kernel for {name}, which mixes tokens: {auto}"),
+        (
+            form == "fused" and not covered,
+            f"layer.form=fused has no kernel for this combination ({reason or explain(reasons)}): {auto}",
+        ),
+        (form == "primal" and mixes, f"layer.form=primal takes tokens apart, and {name} mixes them: {auto}"),
+        (
+            form == "dual" and mixes and summed,
+            f"layer.form=dual takes a backward pass per token for {name}, which this read does not need: use auto",
+        ),
+        (
+            form == "summed" and not summed,
+            f"layer.form=summed has no weights per token, which optimizer.read={read} needs: {auto}",
+        ),
+        (
+            dual and reason and mixes,
+            f"optimizer.read={read} cannot express {name}: {reason}. Set optimizer.read=previous",
+        ),
+        (
+            dual and reason,
+            f"layer.form=dual cannot express {name}: {reason}. Use its accessor's primitives, or {auto}",
+        ),
+        (
+            dual and mixes and optimizer.max_norm is not None,
+            f"optimizer.max_norm needs gradients of single tokens, and {name} mixes them: set optimizer.max_norm=null",
+        ),
+        (
+            dual and mixes and optimizer.anchor != "minibatch",
+            f"{name} mixes the tokens of a mini-batch: optimizer.read={read} needs optimizer.anchor=minibatch",
+        ),
+    ):
+        if wrong:
+            raise MetaTTTError(why)
     if form != "auto":
         return form
+    if mixes:
+        return "summed" if summed else "dual"
     return "fused" if covered and reason is None else "dual" if reason is None else "summed" if summed else "primal"
-
-
-def _mixing_form(form: str, name: str, optimizer: InnerOptimizer, reason: str | None, summed: bool) -> str:
-    """The form for a learner whose tokens look at each other inside a mini-batch."""
-    if optimizer.anchor == "online" and optimizer.mini_batch_size > 1:
-        raise MetaTTTError(
-            f"{name} mixes the tokens of a mini-batch, which optimizer.anchor=online takes apart: use minibatch"
-        )
-    if form == "fused":
-        raise MetaTTTError(f"layer.form=fused has no kernel for {name}, which mixes tokens: set layer.form=auto")
-    if form == "primal":
-        raise MetaTTTError(f"layer.form=primal takes tokens apart, and {name} mixes them: set layer.form=auto")
-    if summed:
-        if form == "dual":
-            raise MetaTTTError(
-                f"layer.form=dual takes a backward pass per token for {name}, which this read does not need: use auto"
-            )
-        return "summed"
-    if form == "summed":
-        raise MetaTTTError(
-            f"layer.form=summed has no weights per token, which optimizer.read={optimizer.read} needs: set "
-            "layer.form=auto"
-        )
-    if reason is not None:
-        raise MetaTTTError(
-            f"optimizer.read={optimizer.read} cannot express {name}: {reason}. Set optimizer.read=previous"
-        )
-    if optimizer.max_norm is not None:
-        raise MetaTTTError(
-            f"optimizer.max_norm needs gradients of single tokens, and {name} mixes them: set optimizer.max_norm=null"
-        )
-    if optimizer.anchor != "minibatch":
-        raise MetaTTTError(
-            f"{name} mixes the tokens of a mini-batch: optimizer.read={optimizer.read} needs optimizer.anchor=minibatch"
-        )
-    return "dual"

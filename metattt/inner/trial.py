@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TypeVar
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.inner.verify import remembered
@@ -14,8 +11,6 @@ from metattt.learners.base import Learner
 from metattt.learners.fast_weights import FastWeights, RecordingWeights
 from metattt.learners.opaque import UnsupportedOperation
 from metattt.tasks.base import Task
-
-P = TypeVar("P", bound=nn.Module)
 
 
 def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool:
@@ -29,21 +24,6 @@ def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool
         return None
 
     return remembered(learner, task, ("ahead",), why) is not None
-
-
-def materialized(part: P) -> P:
-    """The part, or a copy on the CPU where its tensors are elsewhere: random where they have no values yet."""
-    tensors = [*part.parameters(), *part.buffers()]
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return part
-    copied = copy.deepcopy(part)
-    if not any(tensor.is_meta for tensor in tensors):
-        return copied.to("cpu")
-    copied.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*copied.parameters(), *copied.buffers()):
-            tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
-    return copied
 
 
 def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str | None:

@@ -60,8 +60,9 @@ def other_loss(task: Task, claimed: Loss, num_heads: int, width: int) -> str | N
                 return f"{type(task).__name__}.loss is another loss than the closed form's"
         return None
 
-    kind = type(task)
-    return _checked(task, ("loss", claimed, num_heads, width), (kind.loss,), check, f"{kind.__name__}.loss")
+    name = f"{type(task).__name__}.loss"
+    key = "loss", claimed, num_heads, width
+    return _kept(task, key, (type(task).loss,), lambda: _evaluated(task, check, name))
 
 
 def other_function(learner: Learner, claimed: Function, num_heads: int, width: int) -> str | None:
@@ -79,31 +80,28 @@ def other_function(learner: Learner, claimed: Function, num_heads: int, width: i
                 return f"{type(learner).__name__} is another function than the closed form's"
         return None
 
-    kind = type(learner)
-    methods = kind.forward, kind.predict, kind.wrap
-    return _checked(learner, ("function", claimed, num_heads, width), methods, check, f"{kind.__name__}.forward")
+    name = f"{type(learner).__name__}.forward"
+    key = "function", claimed, num_heads, width
+    return _kept(learner, key, _methods(learner), lambda: _evaluated(learner, check, name))
 
 
 def remembered(learner: Learner, task: Task, key: tuple[object, ...], find_out: Callable[[], str | None]) -> str | None:
     """What `find_out` says of a learner and a task together, kept until one of them or of their methods changes."""
-    methods = id(task), task.changes, type(task).loss, type(learner).forward, type(learner).predict, type(learner).wrap
-    known, stamp = CHECKED.setdefault(learner, {}), (learner.changes, *methods)
+    return _kept(learner, key, (id(task), task.changes, type(task).loss, *_methods(learner)), find_out)
+
+
+def _methods(learner: Learner) -> tuple[object, ...]:
+    kind = type(learner)
+    return kind.forward, kind.predict, kind.wrap
+
+
+def _kept(
+    part: Component, key: tuple[object, ...], rests_on: tuple[object, ...], find_out: Callable[[], str | None]
+) -> str | None:
+    """What `find_out` says, kept until the part or what the answer `rests_on` changes."""
+    known, stamp = CHECKED.setdefault(part, {}), (part.changes, *rests_on)
     if key not in known or known[key][0] != stamp:
         known[key] = stamp, find_out()
-    return known[key][1]
-
-
-def _checked(
-    part: Component,
-    key: tuple[object, ...],
-    methods: tuple[object, ...],
-    check: Callable[[torch.Generator], str | None],
-    name: str,
-) -> str | None:
-    """The answer of `check`, kept until the part or one of its methods changes."""
-    known, stamp = CHECKED.setdefault(part, {}), (part.changes, *methods)
-    if key not in known or known[key][0] != stamp:
-        known[key] = stamp, _evaluated(part, check, name)
     return known[key][1]
 
 

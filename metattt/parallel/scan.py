@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.inner.causality import same
-from metattt.inner.packing import Packing
+from metattt.inner.packing import Call, Packing
 from metattt.layer import TTTLayer
 from metattt.memory import Memory
 from metattt.models.language_model import LanguageModel
 from metattt.modules import CausalConv, expand_like
 from metattt.optimizers.base import Gates
 from metattt.parallel.heads import DividedLayer, runs_alike
-from metattt.sequence_layer import Call
 from metattt.state import Context, State, Tensors
 from metattt.tasks.base import Views
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError
-from metattt.functional import replica
+from metattt.functional import materialized, replica
 from metattt.learners.base import Learner, Weight
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.module.composed import Normalize
@@ -87,22 +87,12 @@ class ModuleLearner(Learner):
 
     def _with_values(self) -> nn.Module:
         """The module, or a copy on the CPU where its constants are elsewhere; those without values get random ones."""
-        constants = list(_constants(self.module))
-        if all(constant.device.type == "cpu" for constant in constants):
-            return self.module
-        copied = copy.deepcopy(self.module)
-        if not any(constant.is_meta for constant in constants):
-            return copied.to("cpu")
-        if not all(constant.is_floating_point() for constant in constants):
+        if any(constant.is_meta and not constant.is_floating_point() for constant in _constants(self.module)):
             raise MetaTTTError(
-                f"{type(copied).__name__} has buffers without values, such as indices or masks: "
+                f"{type(self.module).__name__} has buffers without values, such as indices or masks: "
                 "make it outside torch.device('meta')"
             )
-        copied.to_empty(device="cpu")
-        with torch.no_grad():
-            for constant in _constants(copied):
-                constant.normal_()
-        return copied
+        return materialized(self.module)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
         name = type(self.module).__name__
@@ -261,12 +251,9 @@ class ModuleLearner(Learner):
                 raise MetaTTTError(
                     f"{name} keeps its parameters in places where they cannot be replaced: use them as attributes"
                 )
-            if self.mixes_tokens:
-                self._check_causal(plain, x)
-            elif self.refusal is None:
+            if self.refusal is None and not self.mixes_tokens:
                 self.refusal = self._try_together(plain, x, expected)
         self._check_buffers(plain, x)
-        self._check_derivative(plain, x)
 
     def _try_apart(self, plain: FastWeights, x: Tensor) -> Tensor:
         try:
@@ -316,29 +303,6 @@ class ModuleLearner(Learner):
                 f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm does: "
                 "leave that out, the buffers of a learner stay as they are"
             )
-
-    def _check_derivative(self, plain: FastWeights, x: Tensor) -> None:
-        weights = {name: plain[name].clone().requires_grad_() for name in self._shapes}
-        try:
-            with torch.enable_grad():
-                y = self(FastWeights(weights, {}, x.dtype), x)
-                torch.autograd.grad(y.sum(), list(weights.values()), allow_unused=True)
-        except (RuntimeError, TypeError) as error:
-            raise MetaTTTError(
-                f"{type(self.module).__name__} has no derivative by its parameters: {_first_line(error)}. "
-                "Where it uses torch.utils.checkpoint, leave that out: the layer recomputes by itself"
-            ) from error
-
-    def _check_causal(self, plain: FastWeights, x: Tensor) -> None:
-        x = x.requires_grad_()
-        with torch.enable_grad():
-            y = self._apart(plain, x)
-            for t in range(x.shape[2] - 1):
-                (grad,) = torch.autograd.grad(y[:, :, t].sum(), x, retain_graph=True)
-                if grad[:, :, t + 1 :].any():
-                    raise MetaTTTError(
-                        f"{type(self.module).__name__} lets a token see later ones of its mini-batch: make it causal"
-                    )
 
 
 def _constants(module: nn.Module) -> Iterator[Tensor]:
