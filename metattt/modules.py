@@ -102,15 +102,25 @@ class CausalConv(nn.Module):
 
     def convolve(self, padded: Tensor, ctx: Context) -> Tensor:
         """y `[B, T, D]` from what `pad` returns."""
+        width, weight = self.weight.shape[-1], self.weight
         if ctx.first is None:
-            return self._taps(padded)
-        width = self.weight.shape[-1]
+            cpu = padded.device.type == "cpu"
+            alone = cpu and padded.shape[1] == width and padded.dtype in (torch.float32, torch.float64)
+            if alone and padded.dtype == weight.dtype and not rounds("cpu"):
+                # one token: a convolution costs five times as much
+                y = (padded * weight[:, 0].T).sum(1, keepdim=True)
+                return y if self.bias is None else y + self.bias
+            if not cpu:
+                return F.conv1d(padded.mT, weight, self.bias, groups=padded.shape[2]).mT
+            # As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed.
+            image = padded.mT.unsqueeze(2)
+            return F.conv2d(image, weight.unsqueeze(2), self.bias, groups=padded.shape[2]).squeeze(2).mT
         document = F.pad(ctx.first.cumsum(1), (width - 1, 0))
         length = padded.shape[1] - width + 1
         y = padded.new_zeros(()) if self.bias is None else self.bias.to(padded.dtype)
         for tap in range(width):
             same = (document[:, tap : tap + length] == document[:, width - 1 :]).unsqueeze(-1)
-            y = y + padded[:, tap : tap + length] * same * self.weight[:, 0, tap].to(padded.dtype)
+            y = y + padded[:, tap : tap + length] * same * weight[:, 0, tap].to(padded.dtype)
         return y
 
     def tail(self, padded: Tensor, ctx: Context) -> Tensor:
@@ -120,30 +130,13 @@ class CausalConv(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.weight.shape[-1]}"
 
-    def _taps(self, padded: Tensor) -> Tensor:
-        """`[B, width − 1 + T, D]` to `[B, T, D]`, all of one document."""
-        if padded.shape[1] == self.weight.shape[-1] and self._plain(
-            padded
-        ):  # one token: a convolution costs five times as much
-            y = (padded * self.weight[:, 0].T).sum(1, keepdim=True)
-            return y if self.bias is None else y + self.bias
-        if padded.device.type != "cpu":
-            return F.conv1d(padded.mT, self.weight, self.bias, groups=padded.shape[2]).mT
-        # As an image of height 1 with its channels last, which is how it lies in memory: nothing is transposed.
-        image, weight = padded.mT.unsqueeze(2), self.weight.unsqueeze(2)
-        return F.conv2d(image, weight, self.bias, groups=padded.shape[2]).squeeze(2).mT
 
-    def _plain(self, x: Tensor) -> bool:
-        """Whether nothing but this module decides in which type the taps of `x` are added up."""
-        wide = x.dtype in (torch.float32, torch.float64) and x.dtype == self.weight.dtype
-        return wide and x.device.type == "cpu" and not rounds("cpu")
-
-
-def short_convolution(dim: int, width: int) -> CausalConv:
-    """A convolution without bias and with weights U(−1/√width, 1/√width), as torch's own begin: those of q, k and v in
-    the published delta rules."""
-    conv = CausalConv(dim, width, bias=False)
-    nn.init.uniform_(conv.weight, -1 / math.sqrt(width), 1 / math.sqrt(width))
+def convolution(dim: int, width: int, bias: bool = True) -> CausalConv:
+    """A convolution with weights and bias U(−1/√width, 1/√width), as torch's own begin: in state space models, and
+    without bias for q, k and v in the published delta rules."""
+    conv, bound = CausalConv(dim, width, bias), 1 / math.sqrt(width)
+    for parameter in conv.parameters():
+        nn.init.uniform_(parameter, -bound, bound)
     return conv
 
 
@@ -161,11 +154,6 @@ def document_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
         document = F.pad(ctx.first.cumsum(1), (size, 0))
         last = document.gather(1, (ctx.lengths + size - 1).clamp(min=0).unsqueeze(1))
         padded = padded * (document == last).unsqueeze(-1)
-    return take_tail(padded, size, ctx)
-
-
-def take_tail(padded: Tensor, size: int, ctx: Context) -> Tensor:
-    """The last `size` real rows of `padded` `[B, size + T, D]`, whose first `size` rows are the previous tail."""
     if ctx.valid is None:
         tail = padded[:, padded.shape[1] - size :]
         return tail if padded.shape[1] <= 4 * size else tail.clone()  # a state must not hold on to a long sequence

@@ -1,7 +1,8 @@
-"""`metattt layers`: families and papers of the known layers, rows of the user's own, and the page in Markdown."""
+"""`metattt layers`: families and papers of the known layers, rows of the user's own, and the page of the documentation."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from metattt.catalog.families import FAMILIES, OWN, Source, ordered, source, sources
 from metattt.catalog.known_layers import MEASURED, known_layers, written_down
 from metattt.catalog.layer_measures import Operations, examine, write_down
-from metattt.catalog.page import INTRO, MARK, place_of
 from metattt.cli import main
 from metattt.errors import MetaTTTError
 
@@ -80,12 +80,13 @@ def test_a_line_that_cannot_be_read_names_the_file(line: str) -> None:
         source("mine", ["# @package _global_", "# Mine", line])
 
 
-def test_the_committed_page_is_that_of_the_configurations(tmp_path: Path) -> None:
-    """`metattt layers output=docs/layers.md` writes it: compositions, settings, states and forms, nothing that a machine decides."""
-    assert main(["layers", f"output={tmp_path / 'layers.md'}"]) == 0
-    page = (tmp_path / "layers.md").read_text(encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == page, "run `metattt layers output=docs/layers.md`"
-    assert page.startswith(f"{MARK}\n\n{INTRO}")
+def test_the_tables_of_the_page_are_those_of_the_configurations() -> None:
+    spec = importlib.util.spec_from_file_location("layers_page", PAGE.parent / "scripts" / "layers.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == script.page(page), "run `python docs/scripts/layers.py`"
     listed = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert {row[0].strip("`") for row in listed if row[0].startswith("`")} == set(sources())
 
@@ -132,14 +133,9 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_rows_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["layers", "--config-dir", "mine", *SIZE]
-    assert main([*given, f"family={OWN}", "output=page.md"]) == 0
+    assert main([*given, f"family={OWN}"]) == 0
     out = capsys.readouterr().out
-    assert OWN in out and "plain" in out and "Apes" not in out and "written to page.md" in out
-    page = Path("page.md").read_text()
-    assert "## Your own" in page and "| `plain` | Mine |  | `reconstruction`" in page and page.startswith(MARK)
-    assert main([*given, "family=apes", "output=page.md"]) == 0  # a page of layers is written over
-    assert "[Apes](https://arxiv.org/abs/2401.00001)" in Path("page.md").read_text()
-    capsys.readouterr()
+    assert OWN in out and "plain" in out and "Apes" not in out
     assert main([*given, "layer=known"]) == 0
     out = capsys.readouterr().out
     assert "apes: Apes, arXiv 2401.00001" in out and "W_t = W_{t−1} − η_t k_tᵀ(k_t W_{t−1} − v_t)" in out
@@ -149,7 +145,7 @@ def test_rows_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_row_that_the_page_shows(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = re.search(r"```yaml\n(.*?)```", INTRO, flags=re.DOTALL)
+    shown = re.search(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert shown is not None
     (mine / "shown.yaml").write_text(shown[1])
     assert main(["layers", "--config-dir", "mine", "layer=shown", *SIZE]) == 0
@@ -162,23 +158,10 @@ def test_the_row_that_the_page_shows(mine: Path, capsys: pytest.CaptureFixture[s
         (["family=delta rule"], "Did you mean family=delta rules?"),
         (["layer=delta_nt"], "Did you mean `layer=delta_net`?"),
         (["layer=delta_net", "family=delta rules"], "leave out one of them"),
-        (["layer=delta_net", "output=page.md"], "leave out one of them"),
         (["learner=mlp", "learner.dpth=2"], "learner.depth"),
-        (["output=page.txt"], "give a file that ends in .md"),
-        (["output=nowhere/page.md"], "there is no folder nowhere"),
-        (["output=notes.md"], "no page of layers: give another name"),
-        (["output="], "has no value"),
     ],
 )
 def test_mistakes(overrides: list[str], expected: str, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("notes.md").write_text("# Mine\n")
     assert main(["layers", *SIZE, *overrides]) == 2
     err = capsys.readouterr().err
     assert expected in err and err.count("\n") <= 2
-    assert Path("notes.md").read_text() == "# Mine\n"
-
-
-def test_a_folder_is_no_page(tmp_path: Path) -> None:
-    (tmp_path / "folder.md").mkdir()
-    with pytest.raises(MetaTTTError, match="give another name"):
-        place_of(str(tmp_path / "folder.md"))

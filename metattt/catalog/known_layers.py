@@ -16,7 +16,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from metattt.catalog.families import Source, ordered, sources
-from metattt.catalog.page import page, place_of, write
 from metattt.composition.choices import choices, files_of
 from metattt.composition.overrides import SEARCH_PATH, searched
 from metattt.errors import MetaTTTError, check_choice
@@ -29,7 +28,7 @@ MEASURED = files("metattt.catalog") / "known_layers.json"
 
 GROUPS = ("task", "learner", "optimizer")
 GROWTH = ("constant", "tokens", "tokens²")
-OF_THE_TABLE = ("dim", "num_heads", "seed", "family", "output", SEARCH_PATH)
+OF_THE_TABLE = ("dim", "num_heads", "seed", "family", SEARCH_PATH)
 """Keys that set nothing of a layer's parts."""
 
 LEGEND = (
@@ -38,29 +37,27 @@ LEGEND = (
 
 
 def layers(cfg: DictConfig) -> None:
-    """Prints the table, and writes it to `output`; where the overrides choose or set a layer, prints its equations.
+    """Prints the table; where the overrides choose or set a layer, prints its equations.
 
     Args:
         cfg: `configs/layers.yaml`.
 
     Raises:
-        MetaTTTError: a width that a layer cannot have, an unknown family, or a file that cannot be read or written.
+        MetaTTTError: a width that a layer cannot have, an unknown family, or a file that cannot be read.
     """
     chosen = [one for one in cfg.given if one.partition("=")[0].lstrip("+~") not in OF_THE_TABLE]
     if not chosen:
         _tabulate(cfg)
         return
-    for key in ("family", "output"):
-        if cfg[key] is not None:
-            raise MetaTTTError(
-                f"{key}={cfg[key]} is about the table, and {chosen[0]} asks for equations: leave out one of them"
-            )
+    if cfg.family is not None:
+        raise MetaTTTError(
+            f"family={cfg.family} is about the table, and {chosen[0]} asks for equations: leave out one of them"
+        )
     _show(cfg, chosen)
 
 
 def _tabulate(cfg: DictConfig) -> None:
     folders = searched(cfg.given)
-    place = None if cfg.output is None else place_of(cfg.output)
     known = {name: source for name, source in sources(folders).items() if name in known_layers(folders)}
     families = ordered({source.family for source in known.values()})
     if cfg.family is not None:
@@ -72,15 +69,11 @@ def _tabulate(cfg: DictConfig) -> None:
     console.print(f"[bold]layer=<name>[/], dim={cfg.dim}, num_heads={cfg.num_heads}", highlight=False)
     searching = [one for one in cfg.given if one.partition("=")[0].lstrip("+") == SEARCH_PATH]
     written = written_down(cfg.dim, cfg.num_heads)
-    measured: dict[str, dict[str, KnownLayer]] = {}
     for family in families:
         names = [name for name, source in known.items() if source.family == family]
-        measured[family] = {name: written.get(name) or _examine(name, cfg, searching) for name in names}
-        console.print(_table(family, measured[family], known))
+        rows = {name: written.get(name) or _examine(name, cfg, searching) for name in names}
+        console.print(_table(family, rows, known))
     console.print(LEGEND, highlight=False)
-    if place is not None:
-        write(place, page(measured, known, choices("layer", folders), cfg.dim, cfg.num_heads))
-        console.print(f"written to {place}", highlight=False, markup=False)
 
 
 def _examine(name: str, cfg: DictConfig, searching: Sequence[str]) -> KnownLayer:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from metattt.memory_limit import check_memory_limit
 from metattt.mixers.base import Mixer
-from metattt.mixers.initial import convolution
 from metattt.mixers.scan import scan
-from metattt.modules import exact
+from metattt.modules import convolution, exact
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors

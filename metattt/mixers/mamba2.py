@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
-from metattt.mixers.base import Mixer
+from metattt.mixers.base import Mixer, check_steps
 from metattt.mixers.duality import duality
-from metattt.mixers.initial import check_steps, convolution, step_bias
-from metattt.modules import exact
+from metattt.modules import convolution, exact, step_bias
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors

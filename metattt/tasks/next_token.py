@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from metattt.modules import take_tail
+from metattt.modules import document_tail
 from metattt.registry import register
 from metattt.state import Context, Tensors
 from metattt.tasks.base import Views
@@ -38,6 +38,6 @@ class NextToken(Reconstruction):
         before = padded[:, :, :-1]
         if ctx.first is not None:
             before = torch.where(ctx.first[:, None, :, None], start, before)
-        last = take_tail(padded.transpose(1, 2).flatten(2), 1, ctx)
+        last = document_tail(padded.transpose(1, 2).flatten(2), 1, ctx)
         after["previous"] = last.unflatten(2, k.shape[1::2]).transpose(1, 2)
         return Views(before, views.v, views.q), after

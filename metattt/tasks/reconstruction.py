@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.modules import CausalConv, exact, projection, rms_norm, short_convolution
+from metattt.modules import CausalConv, convolution, exact, projection, rms_norm
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -150,9 +150,9 @@ class Reconstruction(Task):
     def make_convolutions(self, q: int, kv: int) -> None:
         """The short convolutions for so many features of q, and of k and v each."""
         assert self.short_conv is not None
-        self.conv_q, self.conv_k = short_convolution(q, self.short_conv), short_convolution(kv, self.short_conv)
+        self.conv_q, self.conv_k = convolution(q, self.short_conv, False), convolution(kv, self.short_conv, False)
         if self.short_conv_v:
-            self.conv_v = short_convolution(kv, self.short_conv)
+            self.conv_v = convolution(kv, self.short_conv, False)
 
     def equations(self) -> list[str]:
         loss = IN_SYMBOLS[self.loss_name][0]
