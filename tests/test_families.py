@@ -86,7 +86,7 @@ def test_the_tables_of_the_page_are_those_of_the_configurations() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     page = PAGE.read_text(encoding="utf-8")
-    assert page == script.page(page), "run `python docs/scripts/layers.py`"
+    assert page == script.page(page), "run `python -P docs/scripts/layers.py`"
     listed = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert {row[0].strip("`") for row in listed if row[0].startswith("`")} == set(sources())
 

@@ -1,4 +1,7 @@
-"""The tables of `docs/layers.md`, from the files of the layers: `python docs/scripts/layers.py` writes them."""
+"""The tables of `docs/layers.md`, from the files of the layers: `python -P docs/scripts/layers.py` writes them.
+
+(-P: this folder has modules with names of the standard library.)
+"""
 
 from __future__ import annotations
 

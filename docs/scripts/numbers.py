@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = Path(__file__).with_name("unmarked.txt")
-GENERATED = ("docs/layers.md",)  # written by `metattt layers`, which measures what it writes
+GENERATED = ("docs/layers.md",)  # written by layers.py, from what was measured
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 MARK = re.compile(r"<!-- (results/\S+) :: ([^>]+?) -->(" + NUMBER + ")?")
