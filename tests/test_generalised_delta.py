@@ -73,7 +73,7 @@ class ByChannel(GradientDescent):
 def loop(layer: TTTLayer, x: Tensor) -> Tensor:
     """The rule written out token by token."""
     task, rule = layer.task, layer.optimizer
-    ctx, _ = layer.context(x, layer(x[:, :1])[1]._replace(pos=torch.zeros(len(x), dtype=torch.long)))
+    ctx = layer.call(x, layer(x[:, :1])[1]._replace(pos=torch.zeros(len(x), dtype=torch.long))).ctx
     views, _ = task.views(x, {}, ctx)
     gates, _ = rule.gates(x, {}, ctx)
     k, v, q, p, b, _ = views
@@ -220,7 +220,7 @@ def test_a_window_with_momentum(form: str) -> None:
 
     def plain(tokens: Tensor) -> Tensor:
         start = State(torch.zeros(2, dtype=torch.long), 0, {}, {}, {}, {})
-        views, gates, *_ = layer.tokens(tokens, start, layer.context(tokens, start)[0])
+        views, gates, *_ = layer.tokens(tokens, start, layer.call(tokens, start).ctx)
         weight = layer.learner.init["w1"].expand(2, -1, -1, -1)
         memory, rows = torch.zeros_like(weight), []
         for t in range(70):

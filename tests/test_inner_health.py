@@ -48,7 +48,7 @@ def test_losses_are_those_of_the_weights_before_and_after_a_token(monkeypatch: p
     first = weights
     with torch.no_grad():
         views, *_ = layer.tokens(
-            x, State(torch.zeros(3, dtype=torch.long), 0, {}, {}, {}, {}), layer.context(x, _start())[0]
+            x, State(torch.zeros(3, dtype=torch.long), 0, {}, {}, {}, {}), layer.call(x, _start()).ctx
         )
         for t in range(8):
             _, state = layer(x[:, t : t + 1], state)

@@ -79,7 +79,7 @@ class Sequential:
 
     def __init__(self, layer: TTTLayer, x: Tensor, f: Callable[[Tensor, Tensor], Tensor]):
         state = State(torch.zeros(1, dtype=torch.long), 0, {}, {}, {}, {})
-        views, gates, *_ = layer.tokens(x, state, layer.context(x, state)[0])
+        views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
         self.k, self.v, self.q = views.k, views.v, views.q
         self.eta, self.alpha, self.beta = gates.eta, gates.alpha, gates.beta
         self.f, self.start = f, next(iter(layer.learner.init.values())).unsqueeze(0)

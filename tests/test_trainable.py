@@ -40,7 +40,7 @@ def plain(layer: TTTLayer, x: Tensor, scales: Mapping[str, float], max_norm: flo
     """`W_t = W_a − c Σ_{s≤t} η_s ∇ℓ_s(W_a)` for a two-layer MLP with norm and residual, one token at a time."""
     x = x.detach().requires_grad_()
     start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-    ctx, _ = layer.context(x, start)
+    ctx = layer.call(x, start).ctx
     views, gates, *_ = layer.tokens(x, start, ctx)
     learner, size = layer.learner, layer.optimizer.mini_batch_size
     slow = {name: value.unsqueeze(0) for name, value in learner.slow.items()}
