@@ -65,6 +65,13 @@ def exact(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.compiler.is_compiling() or rounds(device) else nullcontext()
 
 
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`θ x + c` in fp32 or wider: `[B, T, D]`, `[n, D]` and `[n]` to `[B, T, n]`."""
+    accum_dtype = torch.promote_types(x.dtype, torch.float32)
+    with exact(x.device.type):
+        return x.to(accum_dtype) @ weight.to(accum_dtype).mT + bias.to(accum_dtype)
+
+
 class CausalConv(nn.Module):
     """`y_t = b + Σ_j w_j x_{t−width+1+j}` per channel, zeros before the start of a document.
 

@@ -93,7 +93,7 @@ def _table(family: str, rows: dict[str, KnownLayer], known: dict[str, Source]) -
             for part, settings in (one.parts[group] for group in GROUPS)
         )
         paper = f"\n[dim]{escape(str(known[name]))}[/]" if known[name].paper else ""
-        table.add_row(f"[bold]{name}[/]{paper}", *parts, "yes" if one.causal else "no", one.state, one.cost)
+        table.add_row(f"[bold]{name}[/]{paper}", *parts, _yes(one), one.state, one.cost)
     return table
 
 
@@ -109,29 +109,14 @@ def _show(cfg: DictConfig, chosen: list[str]) -> None:
     size = f"dim={cfg.dim} (D), num_heads={cfg.num_heads} (H), {cfg.dim // cfg.num_heads} features a head (d)"
     written = written_down(cfg.dim, cfg.num_heads) if len(chosen) == 1 else {}
     found = written.get(name) or examined(layer, cfg)
-    measured = Section(
-        "measured",
-        [
-            f"state of a sequence: {found.state}",
-            f"cost of a token: {found.cost}",
-            f"causal: {'yes' if found.causal else 'no'}",
-        ],
-    )
-    sections = [*equations(layer), measured]
+    facts = (f"state of a sequence: {found.state}", f"cost of a token: {found.cost}", f"causal: {_yes(found)}")
+    sections = [*equations(layer), Section("measured", list(facts))]
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"{' '.join(chosen)}, {size}")
     if known is not None:
         console.print(f"{known.family}{f': {known}' if known.paper else ''}")
     console.print()
-    if not console.is_terminal:
-        console.print(text(sections))
-        return
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    for one in sections:
-        for i, line in enumerate(one.lines):
-            grid.add_row(escape(one.title) if i == 0 else "", escape(line))
-    console.print(grid, soft_wrap=False)
+    console.print(text(sections))
 
 
 @dataclass(frozen=True)
@@ -163,6 +148,10 @@ class KnownLayer:
     def cost(self) -> str:
         """How it grows, for people."""
         return "constant" if self.cost_growth == 0 else f"grows with {GROWTH[self.cost_growth]}"
+
+
+def _yes(one: KnownLayer) -> str:
+    return "yes" if one.causal else "no"
 
 
 def written_down(dim: int, num_heads: int) -> dict[str, KnownLayer]:

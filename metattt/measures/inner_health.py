@@ -110,12 +110,12 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
         before, after = losses[0], losses[-1]
         rising, worse = (after > before).to(after.dtype), torch.zeros_like(after)
     else:
-        before, after, rising, worse = _by_place(layer, Tokens(views, gates), context)
+        before, after, rising, worse = _by_place(layer, Tokens(views, gates), x)
     largest = eta.abs().amax((0, 2)), None if alpha is None else alpha.amax((0, 2))
     return Health(before, after, rising, worse, *largest, rule.token_steps(), x.shape[1])
 
 
-def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`before`, `after`, `rising` and `worse` of `Health`, of `TOKENS` tokens of every sequence."""
     rule, loop = layer.optimizer, layer.inner
     accum_dtype, matmul_dtype = tokens.gates.eta.dtype, tokens.k.dtype
@@ -134,11 +134,10 @@ def _by_place(layer: TTTLayer, tokens: Tokens, context: Any) -> tuple[Tensor, Te
         losses: list[list[Tensor]] = []
         for width in ([index * size - first] if index * size > first else []) + lengths:
             token = tokens.map(partial(_slice, first, first + width))
-            here = context._replace(positions=context.positions[:, first : first + width])
-            first += width
-            read = loop.run(token, state, state.pos + width, here, None)
-            old, state = now, State(state.pos + width, read.phase, read.weights, {}, {}, read.learner)
-            now = rule.current(read.weights, read.phase or 0)
+            call = layer.call(x[:, first : first + width], state)
+            first, old = first + width, now
+            _, state = loop.run(token, state, call)
+            now = rule.current(state.weights, state.phase or 0)
             if first > index * size:  # before that, what lies between two mini-batches is read at once
                 losses.append([_losses(alone, weights, token, accum_dtype) for weights in (begun, old, now)])
         seen.append([torch.cat(values, 2) for values in zip(*losses, strict=True)])

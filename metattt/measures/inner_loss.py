@@ -156,12 +156,10 @@ class _Recorder:
         count, rest = divmod(x.shape[1], size)
         lengths = [size] * count + [rest] * (rest > 0)
         pieces = Tokens(views, gates).split(lengths)
-        inner = State(state.pos, state.phase, state.weights, {}, {}, state.learner)
-        for tokens, positions in zip(pieces[:count], context.positions.split(lengths, dim=1), strict=False):
+        inner = state
+        for tokens, part in zip(pieces[:count], x.split(lengths, dim=1), strict=False):
             before = rule.current(inner.weights, 0) if inner.weights else first
-            after = inner.pos + size
-            read = loop.run(tokens, inner, after, context._replace(positions=positions), None)
-            inner = State(after, read.phase, read.weights, {}, {}, read.learner)
+            _, inner = loop.run(tokens, inner, layer.call(part, inner))
             now = rule.current(inner.weights, 0)
             self._record(
                 tokens.map(lambda view: view.to(accum_dtype)),

@@ -98,8 +98,7 @@ class Append(InnerOptimizer, takes=()):
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[DataGates, Tensors]:
         write, keep = self.write_gate(x), self.decay_gate(x)
         if self.decay == "mamba2":
-            step = F.softplus(self.decay_gate.logit(x))  # Δ
-            keep = torch.exp(-step * self.decay_gate.log_rate.to(step.dtype).exp().view(-1, 1))
+            step, keep = self.decay_gate.step(x)
             write = step if self.write == "step" else write
         if write is None:
             write = x.new_ones(x.shape[0], 1, x.shape[1])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.memory import Memory, where, zeros
-from metattt.modules import expand_like
+from metattt.modules import affine, expand_like
 from metattt.ops.linear_rule import Coefficients, token_step_coefficients
 from metattt.optimizers.base import Gates, InnerOptimizer, Read
 from metattt.optimizers.gradient_descent import SHARING, StepSize
@@ -214,11 +214,7 @@ class BlockMomentum(BlockRule):
 
     def _rates(self, x: Tensor) -> Tensor:
         """η of every fast weight, `[B, H, T, n]`, in fp32 or wider."""
-        accum_dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            weight_lr = F.softplus(
-                x.to(accum_dtype) @ self.rate_weight.to(accum_dtype).mT + self.rate_bias.to(accum_dtype)
-            )
+        weight_lr = F.softplus(affine(x, self.rate_weight, self.rate_bias))
         return weight_lr.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _pooled(self, gate: Gate, x: Tensor) -> Tensor | None:

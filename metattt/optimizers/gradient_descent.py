@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.memory_limit import check_memory_limit
-from metattt.modules import exact, rounds
+from metattt.modules import affine, rounds
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
 from metattt.setting import setting
@@ -59,9 +59,7 @@ class StepSize(InnerOptimizer):
             # for one token the number of operations counts
             eta = (torch.sigmoid(F.linear(x, self.lr_weight, self.lr_bias)) * self.scale).mT
             return Gates(eta if len(self.lr_weight) == self.num_heads else eta.expand(-1, self.num_heads, -1)), state
-        with exact(x.device.type):
-            logit = x.to(accum_dtype) @ self.lr_weight.to(accum_dtype).mT + self.lr_bias.to(accum_dtype)
-            eta = self.scale * torch.sigmoid(logit).mT
+        eta = self.scale * torch.sigmoid(affine(x, self.lr_weight, self.lr_bias)).mT
         return Gates(eta.expand(-1, self.num_heads, -1)), state
 
     def equations(self) -> list[str]:

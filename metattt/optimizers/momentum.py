@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.modules import step_bias
+from metattt.modules import affine, step_bias
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import SHARING, GradientDescent
 from metattt.registry import register
@@ -94,11 +94,7 @@ class Momentum(GradientDescent, takes=TAKEN):
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)
-        eta, alpha = gates.eta, self.decay_gate(x)
-        if self.decay == "mamba2":
-            step = F.softplus(self.decay_gate.logit(x))  # Δ
-            rate = self.decay_gate.log_rate.to(step.dtype).exp().view(-1, 1)
-            eta, alpha = step, torch.exp(-step * rate)
+        eta, alpha = self.decay_gate.step(x) if self.decay == "mamba2" else (gates.eta, self.decay_gate(x))
         return Gates(eta, alpha, self.momentum_gate(x)), state
 
 
@@ -153,9 +149,12 @@ class Gate(nn.Module):
 
     def logit(self, x: Tensor) -> Tensor:
         """`θ x + c` in fp32 or wider: `[B, T, D]` to `[B, H or 1, T]`."""
-        accum_dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            return (x.to(accum_dtype) @ self.weight.to(accum_dtype).mT + self.bias.to(accum_dtype)).mT
+        return affine(x, self.weight, self.bias).mT
+
+    def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Δ = softplus(θ x + c) and exp(−Δ a) of each token, `[B, H, T]`."""
+        step = F.softplus(self.logit(x))
+        return step, torch.exp(-step * self.log_rate.to(step.dtype).exp().view(-1, 1))
 
     def forward(self, x: Tensor) -> Tensor | None:
         """The gate of each token, `[B, H, T]`."""
@@ -164,8 +163,7 @@ class Gate(nn.Module):
         if self.source == "constant":
             return x.new_full((1, 1, 1), self.initial, dtype=accum_dtype).expand(shape)
         if self.source == "softplus":
-            rate = self.log_rate.to(accum_dtype).exp().view(-1, 1)
-            return torch.exp(-rate * F.softplus(self.logit(x))).expand(shape)
+            return self.step(x)[1].expand(shape)
         if self.source == "retnet":
             # Not a buffer, which a narrower type would round to 1 and `to_empty` would leave without values.
             return (

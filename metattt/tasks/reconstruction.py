@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.modules import CausalConv, convolution, exact, projection, rms_norm
+from metattt.modules import CausalConv, affine, convolution, projection, rms_norm
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -292,10 +292,7 @@ class Reconstruction(Task):
 
     def _delta(self, x: Tensor) -> Tensor:
         """δ of every token, `[B, G, T, 1]`, in fp32 or wider."""
-        accum_dtype = torch.promote_types(x.dtype, torch.float32)
-        with exact(x.device.type):
-            logit = x.to(accum_dtype) @ self.delta_weight.to(accum_dtype).mT + self.delta_bias.to(accum_dtype)
-            return F.softplus(logit).mT.unsqueeze(-1)
+        return F.softplus(affine(x, self.delta_weight, self.delta_bias)).mT.unsqueeze(-1)
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[B, T, n d]` to `[B, n, T, d]`."""

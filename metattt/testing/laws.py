@@ -17,7 +17,7 @@ from torch.func import functional_call
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.optimizers.block import BlockRule
-from metattt.state import State
+from metattt.state import State, tensors_of
 from metattt.testing.padding import masks, packing
 from metattt.testing.rounding import (
     FACTOR,
@@ -26,8 +26,7 @@ from metattt.testing.rounding import (
     loss_of_the_oracle,
     precision_gradients,
     precision_outputs,
-    sensitivity_of_gradients,
-    sensitivity_of_outputs,
+    sensitivity,
 )
 from metattt.testing.sharing import aliasing, threads
 from metattt.testing.specimen import (
@@ -242,20 +241,9 @@ def round_trips(spec: Specimen) -> float:
     loaded = torch.load(file, weights_only=True)
     for other in (loaded, copy.deepcopy(state.detach()), state.to("cpu"), state.select(torch.arange(x.shape[0]))):
         worst = max(worst, state_distance(layer, other, state))
-    if not isinstance(loaded, State) or _devices(state.to("meta")) - {"meta"}:
+    if not isinstance(loaded, State) or not all(x.is_meta for x in tensors_of(state.to("meta"))):
         return math.inf
     return worst
-
-
-def _devices(state: State) -> set[str]:
-    found: set[str] = set()
-
-    def visit(tensor: Tensor) -> Tensor:
-        found.add(tensor.device.type)
-        return tensor
-
-    state.map(visit)
-    return found
 
 
 def _takes_any_length(layer: TTTLayer) -> None:
@@ -297,7 +285,7 @@ LAWS: dict[str, Law] = {
         Law("round_trips", "copies and saved states", round_trips, 1e-12),
         Law("aliasing", "a state is its holder's", aliasing, 0.0),
         Law("threads", "threads do not meet", threads, 1e-9),
-        Law("precision_outputs", "bf16 outputs", precision_outputs, 2e-2, sensitivity_of_outputs),
-        Law("precision_gradients", "bf16 gradients", precision_gradients, 5e-2, sensitivity_of_gradients),
+        Law("precision_outputs", "bf16 outputs", precision_outputs, 2e-2, sensitivity("outputs")),
+        Law("precision_gradients", "bf16 gradients", precision_gradients, 5e-2, sensitivity("gradients")),
     )
 }

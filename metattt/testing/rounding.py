@@ -70,16 +70,14 @@ def precision_gradients(spec: Specimen) -> float:
     return _precision(spec, _gradients)
 
 
-def sensitivity_of_outputs(spec: Specimen) -> tuple[float, str]:
-    """How far rounded tokens and parameters move the outputs in float32, and words for it."""
-    moved = _sensitivity(spec, _outputs)
-    return moved, f"rounding tokens, parameters and inner steps to bf16 alone moves outputs by {moved:.1e}"
+def sensitivity(of: str) -> Callable[[Specimen], tuple[float, str]]:
+    """How far rounded tokens and parameters move the `outputs` or `gradients` in float32, and words for it."""
 
+    def measure(spec: Specimen) -> tuple[float, str]:
+        moved = _sensitivity(spec, _outputs if of == "outputs" else _gradients)
+        return moved, f"rounding tokens, parameters and inner steps to bf16 alone moves {of} by {moved:.1e}"
 
-def sensitivity_of_gradients(spec: Specimen) -> tuple[float, str]:
-    """The same for the gradients."""
-    moved = _sensitivity(spec, _gradients)
-    return moved, f"rounding tokens, parameters and inner steps to bf16 alone moves gradients by {moved:.1e}"
+    return measure
 
 
 def _precision(spec: Specimen, part: Callable[[Run], Tensor]) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metattt.layer import TTTLayer
-from metattt.state import State
+from metattt.state import tensors_of
 from metattt.testing.specimen import NotApplicable, Specimen, distance, run
 
 THREADS = 4
@@ -25,13 +25,13 @@ def aliasing(spec: Specimen) -> float:
     size = layer.optimizer.mini_batch_size
     for count in (1, size, size + 1):  # without, with a commit, and after it
         state = run(layer, x[:, :count]).state
-        if any(tensor.untyped_storage().data_ptr() in own for tensor in _tensors(state)):
+        if any(tensor.untyped_storage().data_ptr() in own for tensor in tensors_of(state)):
             return math.inf
         if not layer.learner.streams:
             continue
-        before = [tensor.clone() for tensor in _tensors(state)]
+        before = [tensor.clone() for tensor in tensors_of(state)]
         run(layer, x[:, count:], state=state)
-        worst = max(worst, *(distance(now, then) for now, then in zip(_tensors(state), before, strict=True)))
+        worst = max(worst, *(distance(now, then) for now, then in zip(tensors_of(state), before, strict=True)))
     return worst
 
 
@@ -60,9 +60,3 @@ def _several_calls(layer: TTTLayer, x: Tensor) -> Tensor:
             return y
         _, state = layer(x[:, :3])
         return torch.cat([y, layer(x[:, 3:], state)[0]], dim=1)
-
-
-def _tensors(state: State) -> list[Tensor]:
-    found: list[Tensor] = []
-    state.map(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
