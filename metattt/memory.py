@@ -8,9 +8,8 @@
 | `momentum`, `second`, others of a rule's own | sums over mini-batches | zeros: there was none |
 | `age` | mini-batches that were committed, a number for each head | zero |
 | `pool` | gates of the open mini-batch, by gate | nothing |
-| `factors` | the step of a whole mini-batch in factored form | it is not in that form |
 
-All but `age`, `pool` and `factors` are `[B, H, *shape]`, as the weight is.
+All but `age` and `pool` are `[B, H, *shape]`, as the weight is.
 """
 
 from __future__ import annotations

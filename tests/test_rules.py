@@ -13,7 +13,7 @@ import torch
 from metattt.errors import MetaTTTError
 from metattt.learners import MLP, Linear
 from metattt.optimizers import Adam, BlockMomentum, GradientDescent, InnerOptimizer, Momentum, Sign
-from metattt.optimizers.block import newton_schulz, newton_schulz_factored
+from metattt.optimizers.block import newton_schulz
 from metattt.tasks import Reconstruction
 from metattt.testing.laws import causality, forms, splits
 from metattt.testing.padding import masks, packing
@@ -43,7 +43,7 @@ BLOCK: dict[str, Callable[..., InnerOptimizer]] = {
         orthogonalize=True,
         row_norm=True,
     ),
-    "muon, token space": partial(BlockMomentum, 3, base_lr=0.3, momentum="none", orthogonalize=True),
+    "muon": partial(BlockMomentum, 3, base_lr=0.3, momentum="none", orthogonalize=True),
     "sign": partial(Sign, 4, base_lr=0.01),
     "adam": partial(Adam, 4),
 }
@@ -73,12 +73,8 @@ def test_laws_of_rules_per_mini_batch(name: str, read: str) -> None:
     hold(Specimen(partial(Linear, bias=False, norm=False), task, partial(BLOCK[name], read=read)))
 
 
-def test_muon_in_token_space_is_muon() -> None:
+def test_newton_schulz_brings_singular_values_near_1() -> None:
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(2, 3, 5, d, dtype=torch.float64, generator=generator) for d in (12, 9))
-    torch.testing.assert_close(
-        newton_schulz_factored(left, right), newton_schulz(left.mT @ right), rtol=1e-10, atol=1e-12
-    )
     values = torch.linalg.svdvals(newton_schulz(torch.randn(8, 8, dtype=torch.float64, generator=generator)))
     assert values.min() > 0.3 and values.max() < 1.3  # five quintic steps bring them near 1, not to it
 

@@ -10,7 +10,6 @@ from metattt.inner.forms import dual, primal
 from metattt.inner.gradients import vjp
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens
-from metattt.learners.fast_weights import FastWeights
 from metattt.modules import expand_like
 from metattt.optimizers.base import Gates
 from metattt.state import Tensors
@@ -49,13 +48,8 @@ class Committed:
 
     def _one_by_one(self) -> Tensor:
         """‖∇ℓ_t‖² by a backward pass per token, for learners whose tokens look at each other."""
-        loop, names = self._loop, list(self.weights)
-
-        def losses(*weights: Tensor) -> Tensor:
-            accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype)
-            return loop.losses(accessor, self.k, self.v)
-
-        like = self._tokens.gates.eta
+        loop, like = self._loop, self._tokens.gates.eta
+        losses = loop.losses_by(self.weights, self.k, self.v)
         each = torch.eye(like.shape[2], dtype=like.dtype, device=like.device).unbind(0)
         constant = loop.plan.outer == "first_order"
         found = vjp(losses, list(self.weights.values()), [row.expand_as(like) for row in each], constant)

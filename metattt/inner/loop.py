@@ -162,9 +162,7 @@ class InnerLoop(Parts):
             if "commit" in memory and (step < steps or block.commit is not False):  # `W_a ← W_t`
                 memory = rule.commit(before, block.filled)
                 if step == steps and isinstance(block.commit, Tensor):
-                    memory = choose(
-                        block.commit, memory, before, [slot for slot in {**before, **memory} if slot != "factors"]
-                    )
+                    memory = choose(block.commit, memory, before, {**before, **memory})
         if plan.replays or steps > 1:
             memory = _only_complete(entering, memory, block.commit)
         return (torch.cat(ys, dim=2) if read is not None and len(ys) > 1 else y), before, memory  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,15 @@ class Parts(NamedTuple):
     def losses(self, weights: FastWeights, k: Tensor, v: Tensor) -> Tensor:
         """ℓ per token, `[B, H, T]`."""
         return self.task.loss(self.learner.predict(weights, k), v)
+
+    def losses_by(self, names: Iterable[str], k: Tensor, v: Tensor) -> Callable[..., Tensor]:
+        """`losses` as a function of the fast weights `names`, `[B, H, *shape]` each."""
+
+        def losses(*weights: Tensor) -> Tensor:
+            accessor = FastWeights(dict(zip(names, weights, strict=True)), self.slow, self.matmul_dtype)
+            return self.losses(accessor, k, v)
+
+        return losses
 
     def anchor(self, tokens: Tokens, memory: Memory, phase: int | Tensor) -> Tensors:
         """The weights at which the chunk's gradients are taken."""

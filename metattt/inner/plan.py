@@ -98,14 +98,7 @@ class Plan:
         return Plan, ("",)  # not written to disk: a layer that was makes its plan again
 
     def __deepcopy__(self, memo: dict[int, object]) -> Plan:
-        return replace(
-            self,
-            kernels=list(self.kernels),
-            shapes=dict(self.shapes),
-            checked=set(self.checked),
-            decoders=dict(self.decoders),
-            said=set(self.said),
-        )
+        return replace(self)  # with the same kernels, and what has been found out of the same parts
 
     def say_stored(self, beside: list[str]) -> None:
         """Once, that mini-batches are stored because of tensors that recomputation would miss."""

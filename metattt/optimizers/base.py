@@ -79,7 +79,6 @@ class InnerOptimizer(Component, ABC):
     scale_free = False  #: a step stays the same when all gradients of a weight are multiplied by a number
     decay_to_init = False  #: decay towards W0 instead of zero: `W_t = α_t W_{t−1} + (1 − α_t) W_0 + κ_t S_t`
     whole = False  #: all tokens of a call are one mini-batch, whatever `mini_batch_size` is
-    in_token_space = False  #: `commit` can use the step of a whole mini-batch in factored form (slot `factors`)
     #: online rules: gradient at W_{t−1}, or at `α_t W_{t−1}`
     gradient_at: Literal["previous", "decayed"] = setting(default="previous", init=False)
 

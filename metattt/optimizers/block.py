@@ -229,22 +229,16 @@ class BlockMomentum(BlockRule):
             else mean
         )
 
-    @property
-    def in_token_space(self) -> bool:  # type: ignore[override]
-        return self.orthogonalize and self.momentum == "none"
-
     def move(self, memory: Memory, alpha: Tensor | None, beta: Tensor | None) -> Memory:
         alpha, beta = self._gate(self.decay_gate, alpha), self._gate(self.momentum_gate, beta)
         sums = dict(memory["update"])
         if beta is not None:
             sums = {name: expand_like(beta, x) * memory["momentum"][name] + x for name, x in sums.items()}
-        after, schedule = {}, SCHEDULES[self.newton_schulz]
+        after = {}
         for name, weight in memory["commit"].items():
-            step, factors = sums[name], memory.get("factors", {})
-            if self.orthogonalize and f"{name}.left" in factors:
-                step = newton_schulz_factored(factors[f"{name}.left"], factors[f"{name}.right"], schedule)
-            elif self.orthogonalize and weight.ndim == 4:
-                step = newton_schulz(step, schedule)
+            step = sums[name]
+            if self.orthogonalize and weight.ndim == 4:
+                step = newton_schulz(step, SCHEDULES[self.newton_schulz])
             moved = (weight if alpha is None else expand_like(alpha, weight) * weight) + step
             if self.row_norm and weight.ndim == 4:
                 moved = moved * (_output_norms(memory["origin"][name]) / _output_norms(moved))
@@ -339,20 +333,6 @@ def newton_schulz(matrix: Tensor, schedule: Schedule = SCHEDULES["constant"], ep
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if transpose else x
-
-
-def newton_schulz_factored(
-    left: Tensor, right: Tensor, schedule: Schedule = SCHEDULES["constant"], eps: float = 1e-7
-) -> Tensor:
-    """`newton_schulz(leftᵀ right)` for `[..., b, m]` and `[..., b, n]`, iterating on `[..., b, b]`: `X = leftᵀ M right`
-    throughout."""
-    first, second = left @ left.mT, right @ right.mT
-    norm = ((first * second).sum((-2, -1), keepdim=True) + eps**2).sqrt()
-    middle = torch.eye(left.shape[-2], dtype=left.dtype, device=left.device) / norm
-    for a, b, c in schedule:
-        gram = middle @ second @ middle.mT @ first  # X Xᵀ leftᵀ = leftᵀ gram
-        middle = a * middle + (b * gram + c * gram @ gram) @ middle
-    return left.mT @ middle @ right
 
 
 def _output_norms(matrix: Tensor) -> Tensor:

@@ -113,12 +113,9 @@ def _round_steps(rule: InnerOptimizer, generator: torch.Generator) -> None:
     commit = rule.commit
 
     def rounded(memory: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
-        steps = {slot: memory[slot] for slot in ("update", "factors") if slot in memory}
-        steps = {
-            slot: {name: _rounded(x, torch.bfloat16, generator) for name, x in step.items()}
-            for slot, step in steps.items()
-        }
-        return commit(memory | steps, filled)
+        steps = memory.get("update", {})
+        made = {name: _rounded(x, torch.bfloat16, generator) for name, x in steps.items()}
+        return commit(memory | {"update": made} if steps else memory, filled)
 
     rule.commit = rounded  # type: ignore[method-assign]
 

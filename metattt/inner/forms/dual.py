@@ -132,9 +132,6 @@ def finish(
             factor = factor if band is None else factor @ band
             sums[name] = gradients.weighted_sum(name, factor, value.shape[2:])
         after[base] = combine(memory, factors, sums)
-    begins = rule.in_token_space and isinstance(phase, int) and phase == 0 and "update" not in memory
-    if begins and tokens.views.q.shape[2] == rule.mini_batch_size and not loop.learner.mixes_tokens:
-        after["factors"] = _factors(gradients, tokens, anchor)
     return y, after
 
 
@@ -167,20 +164,6 @@ def combine(memory: Memory, factors: dict[str, Tensor | None], moved: Tensors) -
     return total
 
 
-def _factors(gradients: PerTokenGradients, tokens: Tokens, anchor: Tensors) -> Tensors:
-    """`−Σ_s η_s G_s` of a whole mini-batch as products of `[B, H, n, d_in]` and `[B, H, n, d_out]`, where these are
-    smaller."""
-    found, band = {}, band_of(tokens)
-    for i, (name, weight) in enumerate(anchor.items()):
-        pair = gradients.factors(name)
-        if pair is not None and tokens.views.k.shape[2] < min(weight.shape[2:]):
-            eta = rated(tokens.gates.eta, tokens.gates.weight_lr, i)
-            eta = eta if band is None else eta @ band
-            found[f"{name}.left"] = -pair[0] * eta.unsqueeze(-1)
-            found[f"{name}.right"] = pair[1]
-    return found
-
-
 def _clipped(
     how: Coefficients, gradients: PerTokenGradients, eta: Tensor, update: Tensors | None, read: str, max_norm: float
 ) -> Coefficients:
@@ -208,12 +191,6 @@ class Outer(NamedTuple):
     positions: int
 
 
-class Direct(NamedTuple):
-    """Per-token gradients of a vector (or of any weight used as one), `[B, H, n, d]`."""
-
-    value: Tensor
-
-
 NO_SCALES: Mapping[str, float] = {}
 
 
@@ -237,7 +214,7 @@ class PerTokenGradients:
         matmul_dtype: torch.dtype,
         scales: Mapping[str, float] = NO_SCALES,
     ):
-        self.terms: dict[str, list[Outer | Direct]] = {}
+        self.terms: dict[str, list[Outer | Tensor]] = {}  # a tensor [B, H, n, d]: of a weight used as a vector
         self.paired: set[tuple[str, str, bool]] = set()
         self._matmul_dtype = matmul_dtype
         for use, delta in zip(uses, deltas, strict=True):
@@ -247,7 +224,7 @@ class PerTokenGradients:
                 moved = scales[weight] * delta if weight in scales else delta
                 if scale:
                     product = inputs * moved
-                    term: Outer | Direct = Direct(product.sum(inner) if inner else product)
+                    term: Outer | Tensor = product.sum(inner) if inner else product
                 else:
                     pair = (inputs.flatten(2, -2), moved.flatten(2, -2))
                     left, right = pair[::-1] if transpose else pair
@@ -255,7 +232,7 @@ class PerTokenGradients:
                 self.terms.setdefault(weight, []).append(term)
             if bias:
                 moved = scales[bias] * delta if bias in scales else delta
-                self.terms.setdefault(bias, []).append(Direct(moved.sum(inner) if inner else moved))
+                self.terms.setdefault(bias, []).append(moved.sum(inner) if inner else moved)
             if weight and bias and not scale and scales.get(weight) == scales.get(bias):
                 self.paired.add((weight, bias, transpose))
         for used in list(self.paired):
@@ -266,8 +243,8 @@ class PerTokenGradients:
         """`Σ_s factor_s G_s` for one weight, `[B, H, *shape]`; factor `[B, H, n]`."""
         total: Tensor | None = None
         for term in self.terms.get(name, ()):
-            if isinstance(term, Direct):
-                part = (factor.unsqueeze(-2) @ term.value).view(*factor.shape[:2], *shape)
+            if isinstance(term, Tensor):
+                part = (factor.unsqueeze(-2) @ term).view(*factor.shape[:2], *shape)
             else:
                 each = factor if term.positions == 1 else factor.repeat_interleave(term.positions, -1)
                 part = matmul((term.left * each.unsqueeze(-1)).mT, term.right, self._matmul_dtype)
@@ -275,22 +252,14 @@ class PerTokenGradients:
             total = part if total is None else total + part
         return factor.new_zeros(*factor.shape[:2], *shape) if total is None else total
 
-    def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """`(a, δ)` with `G_s = a_sᵀ δ_s`, `[B, H, n, d_in]` and `[B, H, n, d_out]`, if the matrix has one use a
-        token."""
-        terms = self.terms.get(name, [])
-        if len(terms) != 1 or not isinstance(terms[0], Outer) or terms[0].positions != 1:
-            return None
-        return terms[0].left, terms[0].right
-
     def gram(self) -> Tensor:
         """`⟨G_s, G_r⟩` over all fast weights, `[B, H, n, n]`: `Σ (a_s·a_r)(δ_s·δ_r)`, no gradient is formed."""
         total: Tensor | None = None
         for terms in self.terms.values():
             for one in terms:
                 for other in terms:
-                    if isinstance(one, Direct) and isinstance(other, Direct):
-                        part = one.value @ other.value.mT
+                    if isinstance(one, Tensor) and isinstance(other, Tensor):
+                        part = one @ other.mT
                     else:
                         assert isinstance(one, Outer)
                         assert isinstance(other, Outer)
@@ -307,8 +276,8 @@ class PerTokenGradients:
         total: Tensor | None = None
         for name, terms in self.terms.items():
             for term in terms:
-                if isinstance(term, Direct):
-                    part = (term.value * weights[name].flatten(2).unsqueeze(2)).sum(-1)
+                if isinstance(term, Tensor):
+                    part = (term * weights[name].flatten(2).unsqueeze(2)).sum(-1)
                 else:
                     part = (
                         (term.left @ weights[name].view(*term.left.shape[:2], term.left.shape[-1], -1)) * term.right
@@ -322,8 +291,8 @@ class PerTokenGradients:
         """`Σ_s mix_ts G_s` of a vector, one per query: `[B, H, m, d]`; None if the weight was not used."""
         total: Tensor | None = None
         for term in self.terms.get(name, ()):
-            if isinstance(term, Direct):
-                part = mix @ term.value
+            if isinstance(term, Tensor):
+                part = mix @ term
                 total = part if total is None else total + part
         return total
 

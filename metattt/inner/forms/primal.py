@@ -73,11 +73,7 @@ def gradients(loop: Parts, tokens: Tokens, anchor: Tensors) -> Tensors:
     batch, heads, count = tokens.gates.eta.shape
     if tokens.views.erase_key is not None or tokens.views.erase_direction is not None:
         return _generalised(loop, tokens, names[0], anchor[names[0]])
-
-    def losses(*weights: Tensor) -> Tensor:
-        accessor = FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype)
-        return loop.losses(accessor, _alone(tokens.views.k), _alone(tokens.views.v))
-
+    losses = loop.losses_by(names, _alone(tokens.views.k), _alone(tokens.views.v))
     copies = [anchor[name].unsqueeze(1).expand(-1, count, *anchor[name].shape[1:]).flatten(0, 1) for name in names]
     constant = loop.plan.outer == "first_order"
     found = vjp(losses, copies, [tokens.gates.eta.new_ones(batch * count, heads, 1)], constant)[0]

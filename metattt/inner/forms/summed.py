@@ -10,7 +10,6 @@ from metattt.inner.forms.dual import band_of, combine, scaled
 from metattt.inner.gradients import vjp
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Tokens, rated
-from metattt.learners.fast_weights import FastWeights
 from metattt.memory import Memory
 from metattt.state import Tensors
 
@@ -25,13 +24,7 @@ def chunk(
     if loop.plan.outer == "first_order":
         loop, tokens, anchor = _as_constants(loop, tokens, anchor)
 
-    def losses(*weights: Tensor) -> Tensor:
-        return loop.losses(
-            FastWeights(dict(zip(names, weights, strict=True)), loop.slow, loop.matmul_dtype),
-            tokens.views.k,
-            tokens.views.v,
-        )
-
+    losses = loop.losses_by(names, tokens.views.k, tokens.views.v)
     weights, band = [anchor[name] for name in names], band_of(tokens)
 
     def of_losses(factor: Tensor) -> Tensor:
