@@ -156,6 +156,10 @@ class NonParametric(Learner):
                 raise MetaTTTError(f"{type(self).__name__} keeps its data and {what}: set learner.{key}=null")
         return super().setup(num_heads, d_in, d_out)
 
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        """None, but for slow ones of a subclass."""
+        return {}
+
     @abstractmethod
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]` for the queries, each from the data up to its own token, and the data to carry on.
@@ -163,3 +167,11 @@ class NonParametric(Learner):
         `state` is empty at the start; padding comes last and must not be seen by any query (`ctx.valid`), nor may other
         documents. `gates` are those of the rule, in fp32 or wider, and inert at padding.
         """
+
+    def _wrapped(self, q: Tensor, y: Tensor) -> Tensor:
+        """`wrap` of predictions y for the queries q."""
+        return self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), q, y)
+
+    def _in_symbols(self, value: str) -> str:
+        """`wrapped` of a long value."""
+        return f"{self.wrapped('y_t', 'q_t')}, y_t = {value}" if self.residual or self.norm else value

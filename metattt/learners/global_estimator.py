@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.learners.base import NonParametric, Weight
+from metattt.learners.base import NonParametric
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
@@ -51,9 +51,6 @@ class GlobalEstimator(NonParametric, takes=()):
         super().check_settings()
         if self.kernel == "exponential" and not self.normalize:
             raise MetaTTTError("learner.normalize=false goes with learner.kernel=linear only")
-
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {}
 
     def equations(self) -> list[str]:
         below = "Σ_s κ(q_t, k_s)" if self.normalize else "N"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from metattt.errors import MetaTTTError
 from metattt.learners.base import NonParametric, Weight
-from metattt.learners.fast_weights import FastWeights
 from metattt.learners.window import Window
 from metattt.registry import register
 from metattt.setting import setting
@@ -79,11 +78,7 @@ class KernelEstimator(NonParametric):
             value = f"Σ_s κ(q_t, k_s) v_s / Σ_s κ(q_t, k_s){' + b' if self.with_bias else ''}, {seen}"
         if self.with_bias and self.kernel == "nearest":
             value = f"({value}) + b"
-        lines = [
-            f"f(q_t) = {self.wrapped('y_t', 'q_t')}, y_t = {value}"
-            if self.residual or self.norm
-            else f"f(q_t) = {value}"
-        ]
+        lines = [f"f(q_t) = {self._in_symbols(value)}"]
         h = "√d" if self.bandwidth is None else f"{self.bandwidth:g}"
         if self.kernel == "exponential":
             lines.append(f"κ(q, k) = exp(q·k/{h}): softmax attention")
@@ -103,14 +98,8 @@ class KernelEstimator(NonParametric):
         if "position" in state:
             raise MetaTTTError("the state is from another layer: it has a window, and this one has learner.window=null")
         k, v, q = views[:3]
-        batch, count = ctx.positions.shape
-        past = state["k"].shape[2] if state else 0
-        document = None
-        if "document" in state or ctx.valid is not None or ctx.first is not None:
-            before = state.get("document", ctx.positions.new_zeros(batch, past))
-            newest = before.max(1, keepdim=True).values.clamp(min=0) if past else ctx.positions.new_zeros(batch, 1)
-            now = newest.expand(-1, count) if ctx.first is None else newest + ctx.first.cumsum(1)
-            document = torch.cat([before, now if ctx.valid is None else torch.where(ctx.valid, now, -1)], dim=1)
+        count, past = q.shape[2], state["k"].shape[2] if state else 0
+        document = documents(state, ctx, past)
         if state:
             k, v = torch.cat([state["k"].to(k.dtype), k], dim=2), torch.cat([state["v"].to(v.dtype), v], dim=2)
         y = self.estimate(q, k, v, self.visible(document, count, past, q.device))
@@ -118,8 +107,7 @@ class KernelEstimator(NonParametric):
 
     def finished(self, y: Tensor, q: Tensor) -> Tensor:
         """Predictions from averages `y` `[B, H, T, d]`: with the constant, the norm and the queries `q`."""
-        slow = FastWeights({}, dict(self.slow.items()), q.dtype)
-        return self.wrap(slow, q, slow.bias(y, "bias") if self.with_bias else y)
+        return self._wrapped(q, y + self.slow["bias"].unsqueeze(1) if self.with_bias else y)
 
     def visible(self, document: Tensor | None, count: int, past: int, device: torch.device) -> Tensor | None:
         """Which data each query may see, `[B or 1, 1, T, S]`; None means all earlier tokens of a call without a
@@ -164,3 +152,14 @@ class KernelEstimator(NonParametric):
         values, index = nearness.topk(min(self.neighbours, k.shape[2]), dim=-1)
         chosen = torch.zeros_like(nearness).scatter(-1, index, (values > -torch.inf).to(q.dtype))
         return (chosen / chosen.sum(-1, keepdim=True)) @ v
+
+
+def documents(state: Tensors, ctx: Context, past: int) -> Tensor | None:
+    """The document that each datum is of, `[B, past + T]`, −1 for padding; None where all are of one."""
+    if "document" not in state and ctx.valid is None and ctx.first is None:
+        return None
+    batch, count = ctx.positions.shape
+    before = state.get("document", ctx.positions.new_zeros(batch, past))
+    newest = before.max(1, keepdim=True).values.clamp(min=0) if past else ctx.positions.new_zeros(batch, 1)
+    now = newest.expand(-1, count) if ctx.first is None else newest + ctx.first.cumsum(1)
+    return torch.cat([before, now if ctx.valid is None else torch.where(ctx.valid, now, -1)], dim=1)

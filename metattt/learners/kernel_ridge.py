@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from metattt.learners.base import NonParametric, Weight
-from metattt.learners.fast_weights import FastWeights
+from metattt.learners.base import NonParametric
+from metattt.learners.kernel_estimator import documents
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, DataGates, Tensors
@@ -41,12 +41,8 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
     ridge: float = setting(default=1.0, above=0, advice=", or equal tokens have no solution")
     bandwidth: float | None = setting(default=None, above=0, advice=", or null for the root of the head width")
 
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {}
-
     def equations(self) -> list[str]:
-        value = "κ(q_t, K)(κ(K, K) + λI)⁻¹ V"
-        value = f"{self.wrapped('y_t', 'q_t')}, y_t = {value}" if self.residual or self.norm else value
+        value = self._in_symbols("κ(q_t, K)(κ(K, K) + λI)⁻¹ V")
         h = "√d" if self.bandwidth is None else f"{self.bandwidth:g}"
         kernel = {"linear": "q·k", "gaussian": f"exp(−‖q − k‖²/2h), h = {h}", "exponential": f"exp(q·k/{h})"}[
             self.kernel
@@ -68,7 +64,7 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         with torch.autocast(views.k.device.type, enabled=False):
             k, v, q = (view.to(accum_dtype) for view in (views.k, views.v, views.q))
             past = state["k"].shape[2] if state else 0
-            document = self._documents(state, ctx, past)
+            document = documents(state, ctx, past)
             old = state["k"] if state else k[:, :, :0]
             data = torch.cat([old, k], dim=2)
             new = self._kernel(k, data, document, past)  # [B, H, T, S]
@@ -79,7 +75,7 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
             seen = torch.ones(whitened.shape[-2:], dtype=torch.bool, device=k.device).triu(-past)
             y = (whitened * seen).mT @ solved
         after = {"k": data, "solved": solved, "factor": factor} | ({} if document is None else {"document": document})
-        return self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), q, y), after
+        return self._wrapped(q, y), after
 
     def _grow(self, new: Tensor, v: Tensor, identity: Tensor, state: Tensors) -> tuple[Tensor, Tensor]:
         """L and Z with the rows of the new tokens: `L = [[L₁, 0], [M, N]]`, `M = κ₂₁L₁⁻ᵀ`, `NNᵀ = κ₂₂ + λI − MMᵀ`."""
@@ -109,12 +105,3 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         same = document[:, past:].unsqueeze(-1) == document.unsqueeze(1)
         real = (document >= 0).unsqueeze(1)
         return torch.where((same & real).unsqueeze(1), value, 0)
-
-    def _documents(self, state: Tensors, ctx: Context, past: int) -> Tensor | None:
-        if "document" not in state and ctx.valid is None and ctx.first is None:
-            return None
-        batch, count = ctx.positions.shape
-        before = state.get("document", ctx.positions.new_zeros(batch, past))
-        newest = before.max(1, keepdim=True).values.clamp(min=0) if past else ctx.positions.new_zeros(batch, 1)
-        now = newest.expand(-1, count) if ctx.first is None else newest + ctx.first.cumsum(1)
-        return torch.cat([before, now if ctx.valid is None else torch.where(ctx.valid, now, -1)], dim=1)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.learners.base import NonParametric, Weight
+from metattt.learners.base import NonParametric
 from metattt.learners.chunks import Chunk, chunks
-from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact
 from metattt.ops.chunk import solve_unit_lower
 from metattt.registry import register
@@ -63,19 +62,12 @@ class LogLinear(NonParametric, takes=("residual", "norm")):
     chunk: int = setting(default=64)
 
     def equations(self) -> list[str]:
-        value = (
-            f"{self.wrapped('y_t', 'q_t')}, y_t = Σ_ℓ λ_t^ℓ q_t S_t^ℓ"
-            if self.residual or self.norm
-            else "Σ_ℓ λ_t^ℓ q_t S_t^ℓ"
-        )
+        value = self._in_symbols("Σ_ℓ λ_t^ℓ q_t S_t^ℓ")
         moved = "S_{t−1}" if self.update == "sum" else "(I − write_t k_tᵀ k_t) S_{t−1}"
         return [
             f"f(q_t) = {value}, S^ℓ of the tokens s for which t xor s has ℓ bits",
             f"S_t = keep_t {moved} + write_t k_tᵀ v_t in every level, the token itself in level 0",
         ]
-
-    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        return {}
 
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and `levels` `[B, H, n − 1, d, d_v]`, the memories of levels 1, 2, …"""
@@ -94,8 +86,7 @@ class LogLinear(NonParametric, takes=("residual", "norm")):
                 linear = delta_rule(part) if self.update == "delta" else decayed_sum(part)
                 ys.append(_read(part, linear, memories))
                 memories = _carried(part, linear, memories)
-            y = torch.cat(ys, dim=2)
-            y = self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), views.q, y)
+            y = self._wrapped(views.q, torch.cat(ys, dim=2))
         return y, {"levels": memories}
 
 

@@ -13,7 +13,6 @@ from torch.autograd.function import FunctionCtx
 from metattt.errors import check_number
 from metattt.learners.base import NonParametric, Weight
 from metattt.learners.chunks import Chunk, chunks
-from metattt.learners.fast_weights import FastWeights
 from metattt.modules import exact, transformed
 from metattt.ops.chunk import chunk_read, chunk_state
 from metattt.registry import register
@@ -67,14 +66,10 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         check_number("learner.ridge", self.ridge, above=self.ridge_floor, advice=", which is learner.ridge_floor")
 
     def equations(self) -> list[str]:
-        how = f"{self.iterations} steps of conjugate gradients" if self.solver != "exact" else "exactly"
-        value = (
-            f"{self.wrapped('y_t', 'q_t')}, y_t = G_t (H_t + Λ)⁻¹ q_t"
-            if self.residual or self.norm
-            else "G_t (H_t + Λ)⁻¹ q_t"
-        )
+        exactly = self.solver == "exact"
+        how = "solved exactly" if exactly else f"by {self.iterations} steps of conjugate gradients"
         return [
-            f"f(q_t) = {value}, by {how}" if how != "exactly" else f"f(q_t) = {value}, solved exactly",
+            f"f(q_t) = {self._in_symbols('G_t (H_t + Λ)⁻¹ q_t')}, {how}",
             "H_t = keep_t H_{t−1} + write_t k_t k_tᵀ, G_t = keep_t G_{t−1} + write_t v_t k_tᵀ",
             f"Λ = softplus(λ) + {self.ridge_floor:g} of each head and channel",
         ]
@@ -99,8 +94,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
                 gram, moment = (
                     chunk_state(part.k, x, mix, part.kept, s) for x, s in ((part.k, gram), (part.v, moment))
                 )
-            y = torch.cat(ys, dim=2)
-            y = self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), views.q, y)
+            y = self._wrapped(views.q, torch.cat(ys, dim=2))
         return y, {"gram": gram, "moment": moment}
 
     def _answer(self, part: Chunk, mix: Tensor, gram: Tensor, moment: Tensor, ridge: Tensor) -> Tensor:
