@@ -81,7 +81,6 @@ class Packing:
         host: tuple[Tensor | None, Tensor | None] | None,
     ):
         self.order, self.valid, self.first, self.host = order, valid, first, host
-        self._back: Tensor | None = None
         self._start: Tensor | None = None
         self._moved: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._layouts: dict[tuple[object, ...], tuple[Tensor, ColumnLayout]] = {}
@@ -99,9 +98,7 @@ class Packing:
         """`y` `[B, T, ...]` back in the caller's columns."""
         if self.order is None:
             return y
-        if self._back is None:
-            self._back = self.order.argsort(1)
-        return y.gather(1, self._index(self._back, y))
+        return y.gather(1, self._index(self.order.argsort(1), y))
 
     def blank(self, y: Tensor) -> Tensor:
         """`y` `[B, T, D]` with zeros at padding."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -71,28 +69,8 @@ def specimen_of(cfg: DictConfig) -> Specimen:
     assert isinstance(given, dict)
     fixed = ("_target_", "dim", "num_heads", "task", "learner", "optimizer")
     options = {str(key): value for key, value in given.items() if key not in fixed}
-    learner, task, optimizer = (_maker(cfg, key) for key in ("learner", "task", "optimizer"))
+    learner, task, optimizer = (partial(instantiate_part, cfg, key) for key in ("learner", "task", "optimizer"))
     return Specimen(learner, task, optimizer, cfg.dim, cfg.num_heads, options)
-
-
-def _maker(cfg: DictConfig, key: str) -> Callable[[], Any]:
-    """What makes a part again and again. Arguments that are plain values go to its class itself: a law makes ten
-    layers, and to resolve the configuration anew takes longer than to build one."""
-    first = instantiate_part(cfg, key)
-    found = OmegaConf.to_container(cfg[key], resolve=True)
-    kind = type(first)
-    assert isinstance(found, dict)
-    given = {str(name): value for name, value in found.items()}
-    if given.pop("_target_") != f"{kind.__module__}.{kind.__qualname__}" or not all(map(_is_plain, given.items())):
-        return lambda: instantiate_part(cfg, key)
-    return lambda: kind(**copy.deepcopy(given))
-
-
-def _is_plain(argument: tuple[str, Any]) -> bool:
-    """Whether an argument is a value, and not an object to be made or a word to Hydra (`_partial_`)."""
-    name, value = argument
-    values = value if isinstance(value, list) else [value]
-    return not name.startswith("_") and not any(isinstance(one, (dict, list)) for one in values)
 
 
 def why_this_form(layer: TTTLayer, asked: str) -> str:
