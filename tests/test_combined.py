@@ -224,13 +224,11 @@ def test_what_is_refused() -> None:
             call()
         assert message in str(error.value) and str(error.value).count("\n") <= 1
     x = torch.randn(2, 5, 8, dtype=torch.float64)
-    with pytest.raises(MetaTTTError, match="bfloat16"):
-        make("lact_block")(x.bfloat16())
     layer = make("titans_mag")
     for arguments, options in (
-        ((x[..., :4],), {}), ((x[:, :0],), {}), ((x[0],), {}), ((3,), {}), ((x, layer.first(x)[1]), {}), ((x, layer(x[:1])[1]), {}),
+        ((x[..., :4],), {}), ((x[:, :0],), {}), ((x[0],), {}), ((x, layer.first(x)[1]), {}), ((x, layer(x[:1])[1]), {}),
         ((x, make("titans_mal")(x)[1]), {}), ((x,), {"mask": torch.ones(2, 5)}), ((x,), {"reset": torch.ones(2, 4, dtype=torch.bool)}),
-        ((x.masked_fill(x > 0, torch.nan),), {}), ((x.bfloat16(),), {}), ((x.long(),), {}), ((x.tolist(),), {}),
+        ((x.masked_fill(x > 0, torch.nan),), {}),
     ):  # fmt: skip
         with pytest.raises(MetaTTTError):
             layer(*arguments, **options)
