@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +66,18 @@ def exact(device: str) -> AbstractContextManager[object]:
     """A context without autocast. (One that is off already costs as much as an operation on a token, so nothing is
     entered then.)"""
     return torch.autocast(device, enabled=False) if torch.compiler.is_compiling() or rounds(device) else nullcontext()
+
+
+def made_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keeps what a function of plain values returns, where making it again for every token would take long; outside of
+    inference mode, so that later calls can be differentiated."""
+
+    @cache
+    def kept(*values: Any) -> Tensor:
+        with torch.inference_mode(False):
+            return function(*values)
+
+    return kept
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ differentiated again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,20 +65,12 @@ def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), there
 
 
-class replay:
+@contextmanager
+def replay(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
     """Runs a block with the random state of the forward pass, then goes on with the present one."""
-
-    def __init__(self, state: tuple[Tensor, Tensor | None], device: torch.device):
-        self.state, self.device = state, device
-        self.fork: AbstractContextManager[Any] = nullcontext()
-
-    def __enter__(self) -> None:
-        devices = [self.device] if self.device.type != "cpu" else []
-        self.fork = torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda")
-        self.fork.__enter__()
-        torch.set_rng_state(self.state[0])
-        if self.state[1] is not None:
-            torch.get_device_module(self.device).set_rng_state(self.state[1], self.device)
-
-    def __exit__(self, *error: Any) -> None:
-        self.fork.__exit__(*error)
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.get_device_module(device).set_rng_state(state[1], device)
+        yield

@@ -3,7 +3,6 @@ token steps."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.memory_limit import check_memory_limit
-from metattt.modules import affine, rounds
+from metattt.modules import affine, made_once, rounds
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
 from metattt.setting import setting
@@ -150,17 +149,12 @@ class GradientDescent(StepSize):
 
 def _places(count: int, like: Tensor) -> Tensor:
     """1, 1/2, …, 1/count."""
-    if type(like) is not nn.Parameter or like.is_meta or torch.compiler.is_compiling():
-        return _new_places(count, like.device, like.dtype)
-    return _known_places(count, like.device, like.dtype)
-
-
-@cache
-def _known_places(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The same, made once: for every token that is decoded it takes as long as the rest."""
-    with torch.inference_mode(False):  # for later calls that are differentiated, too
-        return _new_places(count, device, dtype)
+    kept = type(like) is nn.Parameter and not like.is_meta and not torch.compiler.is_compiling()
+    return (_known_places if kept else _new_places)(count, like.device, like.dtype)
 
 
 def _new_places(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return 1 / torch.arange(1, count + 1, device=device, dtype=dtype)
+
+
+_known_places = made_once(_new_places)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Literal
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_number
-from metattt.modules import CausalConv, affine, convolution, projection, rms_norm
+from metattt.modules import CausalConv, affine, convolution, made_once, projection, rms_norm
 from metattt.registry import register
 from metattt.setting import setting
 from metattt.state import Context, Tensors
@@ -340,19 +339,14 @@ def _frequencies(width: int, theta: float, device: torch.device, dtype: torch.dt
     return theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
 
 
-@cache
-def _known_frequencies(width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The same, computed once: for a single token it takes as long as cosines and sines."""
-    with torch.inference_mode(False):  # for later calls that are differentiated, too
-        return _frequencies(width, theta, device, dtype)
+_known_frequencies = made_once(_frequencies)
 
 
-@cache
+@made_once
 def _known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """`cos + i sin` of the first `count` positions, `[count, width/2]`, made once."""
-    with torch.inference_mode(False):  # for later calls outside of inference mode, too
-        cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
-        return torch.complex(cos, sin)[0, 0]
+    """`cos + i sin` of the first `count` positions, `[count, width/2]`."""
+    cos, sin = rotary_table(torch.arange(count).unsqueeze(0), width, theta, dtype)
+    return torch.complex(cos, sin)[0, 0]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
