@@ -40,8 +40,7 @@ class Causality:
             if found_out(layer, dim):
                 reason = (
                     f"{type(layer).__name__} changes its answers to earlier tokens when later ones change, though it "
-                    "does not declare "
-                    "causal = False: mask the later tokens, or choose another layer"
+                    "does not declare causal = False: mask the later tokens, or choose another layer"
                 )
         if reason is not None:
             raise MetaTTTError(f"a model that predicts the next token must not see it: {reason}")

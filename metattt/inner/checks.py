@@ -126,9 +126,8 @@ def say_cut(parts: Parts, phase: int | None, layout: ColumnLayout, count: int) -
         return
     parts.plan.said.add(("cut",))
     warnings.warn(
-        "optimizer.read=block answers a mini-batch of "
-        f"optimizer.mini_batch_size={parts.rule.mini_batch_size} tokens by what all of them teach, and this "
-        f"call of T={count} tokens cuts one: set mini_batch_size to a divisor of the length of every "
-        "call and document, or optimizer.read=previous",
+        f"optimizer.read=block answers a mini-batch of optimizer.mini_batch_size={parts.rule.mini_batch_size} tokens "
+        f"by what all of them teach, and this call of T={count} tokens cuts one: set mini_batch_size to a divisor of "
+        "the length of every call and document, or optimizer.read=previous",
         stacklevel=2,
     )

@@ -220,8 +220,8 @@ def pack(mask: Tensor | None, reset: Tensor | None, device: torch.device) -> Pac
         if lost.any():
             raise MetaTTTError(
                 f"reset marks padding of sequence {int(lost.any(1).int().argmax())} that no token of this call "
-                "follows: "
-                "mark the first token of a document, in the call that brings it (reset & mask leaves such marks out)"
+                "follows: mark the first token of a document, in the call that brings it (reset & mask leaves such "
+                "marks out)"
             )
     order = host_order = None
     if flags[0] is not None and (flags[0][:, 1:] & ~flags[0][:, :-1]).any():

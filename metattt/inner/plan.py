@@ -106,7 +106,7 @@ class Plan:
             self.said.add(("stored",))
             log.warning(
                 "every mini-batch is stored for the backward pass, which takes more memory: the inner loop reaches %s "
-                "by "
-                "a closure or a tensor made outside; use parameters as attributes of a part, or set layer.group_size=0",
+                "by a closure or a tensor made outside; use parameters as attributes of a part, or set "
+                "layer.group_size=0",
                 beside[0] if len(beside) == 1 else f"{beside[0]} and {len(beside) - 1} more",
             )

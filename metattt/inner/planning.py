@@ -69,8 +69,7 @@ def make_plan(
         if task.label_dim != dim // num_heads:
             raise MetaTTTError(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are "
-                f"{task.label_dim} "
-                f"wide, not {dim // num_heads}: set task.huber_delta_from=constant, or another task"
+                f"{task.label_dim} wide, not {dim // num_heads}: set task.huber_delta_from=constant, or another task"
             )
         return Plan("")
     task, learner = materialized(task), materialized(learner)

@@ -53,8 +53,7 @@ class BlockRule(StepSize):
         if steps or self.max_norm is not None or self.nesterov:
             raise MetaTTTError(
                 f"{type(self).__name__} moves its weights once per mini-batch, by `move`, which sees nothing of "
-                "token_steps, "
-                "max_norm and nesterov: leave them out"
+                "token_steps, max_norm and nesterov: leave them out"
             )
 
     @property

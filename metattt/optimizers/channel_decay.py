@@ -131,8 +131,7 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
         if gates.decay.shape[-1] != views.k.shape[-1]:
             raise MetaTTTError(
                 f"optimizer=channel_decay decays the {gates.decay.shape[-1]} channels of a head, and the task's keys "
-                "have "
-                f"{views.k.shape[-1]}: set task.degree=1"
+                f"have {views.k.shape[-1]}: set task.degree=1"
             )
         if self.tied:
             write = -torch.expm1(gates.decay).to(views.k.dtype)

@@ -66,8 +66,7 @@ def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
     if gates.weight_lr is not None and gates.weight_lr.shape[-1] != len(rule.weight_names):
         raise MetaTTTError(
             f"{kind} gives weight_lr of shape {list(gates.weight_lr.shape)}, expected [B, H, T, "
-            f"{len(rule.weight_names)}]: one for "
-            f"each of {', '.join(rule.weight_names)}"
+            f"{len(rule.weight_names)}]: one for each of {', '.join(rule.weight_names)}"
         )
     if gates.weight_lr is not None and (rule.read in ("inclusive", "exclusive") or rule.anchor == "online"):
         raise MetaTTTError(
@@ -84,9 +83,8 @@ def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
     if extra and rule.accumulates:
         what = "token_steps" if rule.has_token_steps else "max_norm"
         raise MetaTTTError(
-            f"{kind} gives {', '.join(extra)} beside {what}, whose W_t = W_a + τ_t M_t has no other gate than η: "
-            "leave out "
-            f"one of them, or set optimizer.{what}={'none' if what == 'token_steps' else 'null'}"
+            f"{kind} gives {', '.join(extra)} beside {what}, whose W_t = W_a + τ_t M_t has no other gate than η: leave "
+            f"out one of them, or set optimizer.{what}={'none' if what == 'token_steps' else 'null'}"
         )
     if gates.beta is not None and not rule.has_momentum:
         raise MetaTTTError(

@@ -72,8 +72,7 @@ class Preconditioned(Momentum, takes=TAKEN):
         if views.k.ndim != 4:
             raise MetaTTTError(
                 "optimizer=preconditioned sums the curvature of one key a token, and this task gives several pairs a "
-                "token: "
-                "set another task, or another optimizer"
+                "token: set another task, or another optimizer"
             )
         gamma, omega = self.curvature_decay(x), self.curvature_step(x)
         if ctx.valid is not None:

@@ -221,8 +221,7 @@ class Reconstruction(Task):
         if not isinstance(lender, Reconstruction) or lender.shared_qk or self.shared_qk or lender.no_key or self.no_key:
             raise MetaTTTError(
                 f"{type(self).__name__} and {type(lender).__name__} share projections of their own for q, k and v "
-                "each: set "
-                "task.views=separate, or layer.shared=false"
+                "each: set task.views=separate, or layer.shared=false"
             )
         ours, theirs = ((one.num_heads * one.head_dim, one.groups * one.head_dim) for one in (self, lender))
         if ours != theirs:

@@ -31,8 +31,8 @@ def check(cfg: DictConfig) -> None:
     if not isinstance(layer, TTTLayer):
         raise MetaTTTError(
             f"metattt check looks at the three parts of one layer, and this is a {type(layer).__name__}: choose a "
-            "layer that "
-            "has them, e.g. layer=window_attention; of two in the place of one, each, by layer=custom with its parts"
+            "layer that has them, e.g. layer=window_attention; of two in the place of one, each, by layer=custom with "
+            "its parts"
         )
     spec = specimen_of(cfg)
     console = Console()
