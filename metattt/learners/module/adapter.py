@@ -56,7 +56,7 @@ class ModuleLearner(Learner):
 
     Raises:
         MetaTTTError: when the layer is built, for a module without trainable parameters, of another width, with
-            dropout, batch statistics, buffers that it changes, or parameters that cannot be replaced.
+            dropout, buffers that it changes (batch statistics), or parameters that cannot be replaced.
     """
 
     module: nn.Module = setting()
@@ -101,35 +101,16 @@ class ModuleLearner(Learner):
                 raise MetaTTTError(
                     f"{name} has {part}, which would differ between training and reading a token: set its p to 0"
                 )
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                raise MetaTTTError(
-                    f"{name} has {type(part).__name__}, which mixes tokens and sequences: use a LayerNorm or GroupNorm"
-                )
             if isinstance(part, nn.RNNBase):
                 raise MetaTTTError(
                     f"{name} has {type(part).__name__}, whose parameters cannot be replaced: write it with nn.Linear"
-                )
-            if isinstance(part, nn.EmbeddingBag):
-                raise MetaTTTError(
-                    f"{name} has EmbeddingBag, whose derivative has no derivative: write it with nn.Embedding and a sum"
                 )
             if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.scale_grad_by_freq):
                 raise MetaTTTError(
                     f"{name} has an Embedding with max_norm or scale_grad_by_freq, which act on the table or batch "
                     "as a whole: leave them out"
                 )
-            if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
-                raise MetaTTTError(
-                    f"{name} has {type(part).__name__}, whose width is not known yet: call it once on tokens "
-                    f"[1, {d_in}], or give the width"
-                )
-        try:
-            self.module = copy.deepcopy(self.module)
-        except (RuntimeError, TypeError) as error:
-            raise MetaTTTError(
-                f"{name} cannot be copied ({str(error).partition('. ')[0].strip()}): after torch.nn.utils.weight_norm, "
-                "take torch.nn.utils.parametrizations.weight_norm instead"
-            ) from error
+        self.module = copy.deepcopy(self.module)
         self._slots, self._shapes = {}, {}
         found: dict[str, Weight] = {}
         names: dict[int, str] = {}
@@ -300,8 +281,8 @@ class ModuleLearner(Learner):
         changed = next((name for name, buffer, old in before if not torch.equal(buffer, old)), None)
         if changed is not None:
             raise MetaTTTError(
-                f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm does: "
-                "leave that out, the buffers of a learner stay as they are"
+                f"{type(kept).__name__} changes its buffer {changed} when it runs in training, as spectral_norm and "
+                "BatchNorm do: leave that out, the buffers of a learner stay as they are"
             )
 
 
