@@ -8,6 +8,7 @@ them share weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -58,8 +59,8 @@ class ParameterTranslator(Normalize):
             "matmul": self.matmul,
             "addmm": self.addmm,
             "embedding": self.embedding,
-            "conv1d": self.conv1d,
-            "conv2d": self.conv2d,
+            "conv1d": partial(self.convolution, 1),
+            "conv2d": partial(self.convolution, 2),
             "prelu": self.prelu,
         }
         if name not in handlers:
@@ -122,8 +123,9 @@ class ParameterTranslator(Normalize):
         rows = self.w.embedding(index, self.use(weight, "matrix"))
         return unpadded(rows, index, padding_idx, weight.shape[0]).flatten(0, 2)
 
-    def conv1d(
+    def convolution(
         self,
+        axes: int,
         input: Tensor,
         weight: Any,
         bias: Any = None,
@@ -132,60 +134,34 @@ class ParameterTranslator(Normalize):
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
-        stride, padding, dilation = (
-            (x if isinstance(x, str) else (1, x) if isinstance(x, int) else (1, *x))
-            for x in (stride, padding, dilation)
-        )
-        if not isinstance(padding, str):
-            padding = (0, padding[1])
-        return self._convolution(
-            input.unsqueeze(-2), weight, bias, stride, padding, dilation, groups, "conv1d"
-        ).squeeze(-2)
-
-    def conv2d(
-        self,
-        input: Tensor,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        stride, padding, dilation = (
-            (x if isinstance(x, str) else (x, x) if isinstance(x, int) else tuple(x))
-            for x in (stride, padding, dilation)
-        )
-        return self._convolution(input, weight, bias, stride, padding, dilation, groups, "conv2d")
-
-    def _convolution(
-        self, x: Tensor, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, operation: str
-    ) -> Tensor:
-        """`[N, C, h, w]` to `[N, C', h', w']`: a matrix product with unfolded windows."""
+        """Over one axis or two, `[N, C, (h,) w]` to `[N, C', (h',) w']`: a matrix product with unfolded windows."""
+        operation = f"conv{axes}d"
         if not isinstance(weight, ParameterProxy):
             raise bias.refusal(f"{operation} with a weight that is not trained")
         if groups != 1:
             raise weight.refusal(f"{operation} with groups={groups}")
-        if x.ndim != 4:
+        if input.ndim != 2 + axes:
             raise weight.refusal(f"{operation} on something that is not a batch of tokens")
-        size = (1, *weight.shape[2:])[-2:]
+        x = input.unsqueeze(-2) if axes == 1 else input
+
+        def pair(value: Any, missing: int) -> tuple[int, ...]:
+            return (missing, *((value,) * axes if isinstance(value, int) else value))[-2:]
+
+        stride, dilation, size = pair(stride, 1), pair(dilation, 1), pair(weight.shape[2:], 1)
         if padding == "same":
-            total = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
-            x, padding = (
-                F.pad(x, (total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2)),
-                (0, 0),
-            )
-        elif padding == "valid":
-            padding = (0, 0)
-        windows = F.unfold(x, size, dilation, padding, stride).mT  # [N, places, C·k]
-        z = self.w.linear(self.split(windows, weight, operation), self.use(weight, "matrix"), transpose=True).flatten(
-            0, 2
-        )
-        height, width = (
-            (x.shape[i + 2] + 2 * padding[i] - dilation[i] * (size[i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
-        )
+            high, wide = (d * (k - 1) for d, k in zip(dilation, size, strict=True))
+            x = F.pad(x, (wide // 2, wide - wide // 2, high // 2, high - high // 2))
+        before = pair(0 if isinstance(padding, str) else padding, 0)
+        windows = F.unfold(x, size, dilation, before, stride).mT  # [N, places, C·k]
+        tokens = self.split(windows, weight, operation)
+        z = self.w.linear(tokens, self.use(weight, "matrix"), transpose=True).flatten(0, 2)
         z = z if bias is None else z + bias
-        return z.mT.unflatten(-1, (height, width))
+        places = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, p, d, k, s in zip(x.shape[2:], before, dilation, size, stride, strict=True)
+        ]
+        y: Tensor = z.mT.unflatten(-1, places)
+        return y.squeeze(-2) if axes == 1 else y
 
     def prelu(self, input: Tensor, weight: ParameterProxy) -> Any:
         negative = input.clamp(max=0)
