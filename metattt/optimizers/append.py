@@ -62,21 +62,8 @@ class Append(InnerOptimizer, takes=()):
 
     def equations(self) -> list[str]:
         """The gates of the data; what is made of both, the learner says."""
-        lines = []
-        if self.write == "step":
-            lines.append("write_t = Δ_t")
-        elif self.write != "none":
-            lines.append("write_t = σ(θ_w x_t + c_w)" + (" of each head" if self.write == "per_head" else ""))
-        if self.decay == "mamba2":
-            lines.append("keep_t = exp(−Δ_t a_h), Δ_t = softplus(θ x_t + c) of each head")
-        elif self.decay == "softplus":
-            lines.append("keep_t = exp(−A softplus(θ_k x_t + c_k)), θ, c and A of each head")
-        elif self.decay == "retnet":
-            lines.append("keep = 1 − 2^(−5−h)")
-        elif self.decay == "constant":
-            lines.append(f"keep = {self.decay_init:g}")
-        elif self.decay != "none":
-            lines.append("keep_t = σ(θ_k x_t + c_k)" + (" of each head" if self.decay == "per_head" else ""))
+        lines = ["write_t = Δ_t"] if self.write == "step" else self.write_gate.equations("write")
+        lines += self.decay_gate.equations("keep")
         if self.levels:
             lines.append(f"λ_t^ℓ = softplus(s^ℓ θ^ℓ x_t) of each head, ℓ = 0 … {self.levels - 1}")
         return lines
@@ -84,9 +71,8 @@ class Append(InnerOptimizer, takes=()):
     @property
     def data_gates(self) -> Mapping[str, str]:
         """The gates that it gives (`write`, `keep`, `levels`), each with the override that turns it off."""
-        given = {"write": self.write != "none", "keep": self.decay != "none", "levels": self.levels > 0}
-        off = {"write": "optimizer.write=none", "keep": "optimizer.decay=none", "levels": "optimizer.levels=0"}
-        return {name: off[name] for name, here in given.items() if here}
+        off = {"write": ("write", "none"), "keep": ("decay", "none"), "levels": ("levels", 0)}
+        return {name: f"optimizer.{key}={value}" for name, (key, value) in off.items() if getattr(self, key) != value}
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.write_gate = Gate("none" if self.write == "step" else self.write, self.write_init, dim, num_heads)
