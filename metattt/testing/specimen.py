@@ -76,27 +76,19 @@ class Specimen:
         Raises:
             MetaTTTError: the layer refuses the combination.
         """
+        options = dict(self.options)
+        options |= {key: value for key, value in (("form", form), ("group_size", group_size)) if value is not None}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            return self._make(form, mini_batch_size, anchor, plain, group_size).to(dtype)
-
-    def _make(
-        self, form: str | None, mini_batch_size: int | None, anchor: Any, plain: bool, group_size: int | None
-    ) -> TTTLayer:
-        task, optimizer = self.task(), self.optimizer()
-        optimizer.mini_batch_size = mini_batch_size or min(optimizer.mini_batch_size, self.longest_mini_batch)
-        optimizer.anchor = anchor or optimizer.anchor
-        if plain:
-            _without_token_steps(optimizer)
-            _with_position_period(task, 4)
-        options = dict(self.options)
-        if form is not None:
-            options["form"] = form
-        if group_size is not None:
-            options["group_size"] = group_size
-        layer = TTTLayer(self.dim, self.num_heads, task, self.learner(), optimizer, **options)
-        randomize(layer)
-        return layer
+            task, optimizer = self.task(), self.optimizer()
+            optimizer.mini_batch_size = mini_batch_size or min(optimizer.mini_batch_size, self.longest_mini_batch)
+            optimizer.anchor = anchor or optimizer.anchor
+            if plain:
+                optimizer.token_steps = lambda: None  # type: ignore[method-assign]
+                _with_position_period(task, 4)
+            layer = TTTLayer(self.dim, self.num_heads, task, self.learner(), optimizer, **options)
+            randomize(layer)
+            return layer.to(dtype)
 
     def forms(self) -> list[str]:
         """The forms that can compute this combination, the oracle first."""
@@ -132,10 +124,6 @@ def randomize(layer: TTTLayer) -> None:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(noise.to(parameter) * 0.5 / math.sqrt(max(parameter.shape[-2:], default=1)))
-
-
-def _without_token_steps(optimizer: InnerOptimizer) -> None:
-    optimizer.token_steps = lambda: None  # type: ignore[method-assign]
 
 
 def _with_position_period(task: Task, period: int) -> None:
