@@ -193,9 +193,7 @@ def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -
             raise MetaTTTError(
                 f"target={folder} was prepared with {key}={before[key]}, not {value}: choose a new folder"
             )
-    data = ShardData(str(folder))
-    data.setup()
-    data.tokens.check()
+    ShardData(str(folder)).setup()
     return manifest
 
 
