@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError, NotFinite, check_integer
+from metattt.evaluation.evaluate import Evaluation
 from metattt.evaluation.harness import MetaTTTLM
 from metattt.evaluation.output import Report, table
 from metattt.optional import need
@@ -33,6 +34,37 @@ class _Tasks(TaskManager):
         except Exception as error:  # of a file, of the network, of a data set: as many kinds as there are tasks
             lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise MetaTTTError(f"tasks={_listed(task_list)} cannot be loaded: {lines[0][:200]}") from error
+
+
+def evaluate(job: Evaluation) -> dict[str, Results]:
+    """Scores language models on tasks; see `Evaluation`.
+
+    Raises:
+        MetaTTTError: models for images among them, tasks or settings that cannot be used, predictions that are not
+            finite.
+    """
+    chosen = job.chosen
+    wanted = [chosen.tasks] if isinstance(chosen.tasks, str) else chosen.tasks
+    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
+        raise MetaTTTError(
+            f"tasks={chosen.tasks} is not allowed: give names of tasks, tasks=[lambada_openai,hellaswag]"
+        )
+    for key, value in job.changes.items():
+        raise MetaTTTError(
+            f"data.{key}={value} does not apply to tasks=[...], which bring their own texts: leave it out"
+        )
+    manager = find_tasks(wanted, chosen.task_path)
+    results: dict[str, Results] = {}
+    for name, one in job.known.items():
+        try:
+            model = MetaTTTLM.load(one.path, job.device, chosen.tokenizer, chosen.batch_size, chosen.segment, job.trust)
+            results[name] = run_tasks(model, wanted, manager, chosen.num_fewshot, chosen.limit)
+        except NotFinite as error:
+            raise MetaTTTError(f"{one.path}: {error}") from error
+    job.console.print(table_of(results))
+    with job.report("tasks") as made:
+        write_results(made, results)
+    return results
 
 
 def find_tasks(names: Sequence[str], path: str | None = None) -> TaskManager:
