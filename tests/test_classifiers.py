@@ -88,7 +88,7 @@ def test_several_runs_in_one_table_with_their_inner_losses(
         found = evaluated(given, "inner_loss=true", "inner_loss_windows=4", f"output_dir={tmp_path}")
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
         f"{name}{number}.{suffix}"
-        for name, suffix in (("images", "csv"), ("inner_loss", "csv"), ("inner_loss", "png"))
+        for name, suffix in (("images", "csv"), ("inner_loss", "csv"))
         for number in ("-2", "")
     )
     assert "top-1 %" in capsys.readouterr().out and list(found) == ["a", "b"]

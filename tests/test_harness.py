@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +23,10 @@ from metattt.composition.compose import compose
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import load_tokenizer
 from metattt.errors import MetaTTTError, NotFinite
-from metattt.evaluation import harness
 from metattt.evaluation.evaluate import evaluate
-from metattt.evaluation.harness import MetaTTTLM, ModelSettings
+from metattt.evaluation.harness import MetaTTTLM
 from metattt.generation.text import generate_text
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ["the key is under the stone", "a b c", "inner loops learn while they read", "one more"]
 QUESTIONS = [
     {"question": "The sky is", "choices": ["blue", "a very long and wrong answer", "x"], "label": 0},
@@ -202,7 +197,7 @@ def test_log_likelihoods_of_pairs() -> None:
 
 def test_a_tokenizer_file(tmp_path: Path) -> None:
     write_published(tmp_path / "published")
-    lm = MetaTTTLM.load(ModelSettings(str(tmp_path / "published"), device="cpu"))
+    lm = MetaTTTLM.load(tmp_path / "published", torch.device("cpu"))
     tokenizer = load_tokenizer(str(tmp_path / "published" / "tokenizer.json"))
     assert (lm.prefix_token_id, lm.eot_token_id) == (0, 1)
     ids = torch.tensor([[0, *tokenizer.encode("inner loop").tolist()]])
@@ -252,7 +247,7 @@ def test_what_a_model_cannot_be_asked() -> None:
     (["tasks=[our_lambada]", "batch_size=0"], "batch_size=0 is not allowed"),
     (["tasks=[our_lambada]", "batch_size=auto"], "batch_size"),
     (["tasks=[our_lambada]", "data.context_length=8"], "data.context_length=8 does not apply"),
-    (["tasks=[our_broken]"], "tasks=[our_broken] cannot be loaded"),
+    (["tasks=[our_broken]"], "nowhere.jsonl"),
     (["tasks=[our_lambada]", "output_dir=/proc/nobody"], "/proc/nobody cannot be written"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words: list[str], message: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,36 +257,3 @@ def test_mistakes_are_one_line(words: list[str], message: str, home: Path, capsy
     assert main(["eval", *given, *words]) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and message in said[0], said
-
-
-def test_the_words_of_the_harness(home: Path) -> None:
-    more = {"batch_size": 4, "device": "cpu", "max_batch_size": None}
-    lm = MetaTTTLM.create_from_arg_string(f"checkpoint={home / 'mlp'},segment=64", more)
-    assert isinstance(lm, MetaTTTLM) and (lm.batch_size, lm.segment) == (4, 64)
-    mistakes = {"": "no checkpoint is given", "checkpoint=/nowhere": "does not exist", "chekpoint=a": "checkpoint, tokenizer"}
-    for words, message in mistakes.items():
-        with pytest.raises(MetaTTTError, match=message):
-            MetaTTTLM.create_from_arg_string(words)
-
-
-@pytest.mark.slow
-def test_the_command_of_the_harness(home: Path, tmp_path: Path) -> None:
-    words = ["--model", "metattt", "--tasks", "our_pages,our_lambada", "--include_path", str(home / "tasks"), "--device", "cpu"]
-    words += ["--model_args", f"checkpoint={home / 'linear'}", "--output_path", str(tmp_path / "out")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "metattt.evaluation.harness", *words]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (file,) = (tmp_path / "out").rglob("*.json")
-    found, wanted = json.loads(file.read_text())["results"], figures(home, f"checkpoint={home / 'linear'}")["linear"]
-    for task in ("our_pages", "our_lambada"):
-        for metric in (key for key in found[task] if key.endswith(",none") and "stderr" not in key):
-            assert found[task][metric] == pytest.approx(wanted[task][metric])
-
-
-def test_a_mistake_at_the_command_of_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from lm_eval.api.registry import get_model
-
-    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: get_model("metattt").create_from_arg_string("checkpoint=/nowhere"))
-    assert harness.main() == 2
-    assert capsys.readouterr().err.startswith("error: no checkpoint: /nowhere does not exist")

@@ -196,15 +196,6 @@ def begin_at(windows: StreamWindows, number: int) -> None:
 
 def test_a_damaged_bookmark_is_one_line(files: str) -> None:
     data = StreamData(files, context_length=8)
-    for bookmarks in (
-        1,
-        {"x": {}},
-        {"0": 3},
-        {"0": {"used": -1, "place": None}},
-        {"0": {"used": 0}},
-    ):
-        with pytest.raises(MetaTTTError, match="are damaged"):
-            data.load_state_dict({"of": data._settings(), "bookmarks": bookmarks})
     data.load_state_dict({"of": ["another"], "bookmarks": 1})
     data.load_state_dict({})
     for place in ({"shard": []}, [], "x", 3, {"examples_iterable": {"shard_idx": -9, "type": "nothing"}, "epoch": "x"}):

@@ -65,7 +65,8 @@ class Data:
 
     Attributes:
         trainer: of the run that reads the batches; None outside of one.
-        scored_by: the module whose `evaluate` scores models of this data; None: they are scored as text.
+        scored_by: the module whose `evaluate` scores models of this data (`metattt.evaluation.evaluate.Evaluation`);
+            None: they are scored as text.
         windows_of_text: a batch is windows of tokens `[B, T + 1]` and nothing else.
     """
 

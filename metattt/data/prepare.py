@@ -32,9 +32,8 @@ from metattt.data.documents import find_files, iterate_documents, share
 from metattt.data.manifest import DOCUMENTS, FORMAT, MANIFEST, TOKENIZER, TOKENS, VERSION, read_manifest, write_signed
 from metattt.data.shards import ShardData
 from metattt.data.sources import check_source, first_line, is_local, load, name_of
-from metattt.data.text import ByteTokenizer
-from metattt.data.tokenizers import FileTokenizer, load_tokenizer
-from metattt.data.windows import document_tokens, dtype_of
+from metattt.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, document_tokens, load_tokenizer
+from metattt.data.windows import dtype_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.io import path_of, sync, write_whole
 from metattt.locking import FolderLock
@@ -193,9 +192,7 @@ def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -
             raise MetaTTTError(
                 f"target={folder} was prepared with {key}={before[key]}, not {value}: choose a new folder"
             )
-    data = ShardData(str(folder))
-    data.setup()
-    data.tokens.check()
+    ShardData(str(folder)).setup()
     return manifest
 
 
@@ -305,11 +302,11 @@ def _tokens(
 
 
 @lru_cache(1)
-def _tokenizer(content: str | None) -> ByteTokenizer | FileTokenizer:
+def _tokenizer(content: str | None) -> Tokenizer:
     return ByteTokenizer() if content is None else FileTokenizer(content, "the text of tokenizer=")
 
 
-def _write(folder: Path, tables: Sequence[Any], tokenizer: ByteTokenizer | FileTokenizer) -> dict[str, Any]:
+def _write(folder: Path, tables: Sequence[Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokens of all documents, those to train on first; their counts, and the checksums of the files."""
     splits, hasher, starts = {}, xxhash.xxh3_128(), array("q")
     size, place = dtype_of(tokenizer.vocab_size).itemsize, 0

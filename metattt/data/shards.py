@@ -2,124 +2,69 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
-import xxhash
 
 from metattt.data.base import ReadError
 from metattt.data.manifest import DOCUMENTS, TOKENS, read_manifest
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Split, WindowData, digest_of, dtype_of, no_test_text
 from metattt.errors import MetaTTTError, check_integer
-from metattt.io import inside, path_of
+from metattt.io import checksum, inside, path_of
 from metattt.registry import register
 
 DOCUMENT_TOKENS = 1024  # of a held-out document, for a sample
-CHUNK = 2**24  # bytes that are read and checked at a time
 
 
 class DamagedTokens(ReadError):
     """A file that is not as its manifest says."""
 
 
-class NumbersFile:
-    """A file of numbers, mapped into memory, that is compared with what is known of it before the first are read.
-
-    The file is looked at again (its size and time) with every read, and checked again if it has changed.
+class TokenFile:
+    """A file of numbers, mapped into memory when the first are read.
 
     Args:
         path: the file.
         dtype: of its numbers.
         length: their number.
-        checksum: of the file (XXH3, 128 bits); None: it is not compared, its size alone.
-        below: every number that is read is below this one; None: any is allowed.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype, length: int, checksum: str | None, below: int | None = None):
-        self.path, self.dtype, self.length, self.checksum, self.below = path, dtype, length, checksum, below
-        self.checked: tuple[int, ...] | None = None  # the file as it was when it was checked
-        self._numbers: np.ndarray | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_numbers": None}  # for a process that makes batches: it maps the file itself
-
-    def check(self) -> None:
-        """Compares the file with what is known of it, unless this was done since it was written. Its checksum takes as
-        long as reading it from the disk.
-
-        Raises:
-            DamagedTokens: it is missing, damaged or another file.
-        """
-        try:
-            now = self._look()
-            if now == self.checked:
-                return
-            if self.checksum is not None:
-                hasher = xxhash.xxh3_128()
-                with self.path.open("rb") as file:
-                    while piece := file.read(CHUNK):
-                        hasher.update(piece)
-                if hasher.hexdigest() != self.checksum or self._look() != now:
-                    raise DamagedTokens(
-                        f"{self.path} is not as metattt prepare wrote it (checksum): prepare the text again"
-                    )
-        except OSError as error:
-            raise DamagedTokens(f"{self.path} cannot be read: {error.strerror}") from error
-        self.checked, self._numbers = now, None
-
-    def _look(self) -> tuple[int, ...]:
-        found, expected = self.path.stat(), self.length * self.dtype.itemsize
-        if not self.path.is_file() or found.st_size != expected:
-            raise DamagedTokens(
-                f"{self.path} has {found.st_size} bytes and not {expected}: it is half-written, or another file"
-            )
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """The numbers from `start` to before `stop`.
-
-        Raises:
-            DamagedTokens: as `check`; numbers that cannot be.
-        """
-        self.check()
-        if self._numbers is None:
-            self._numbers = np.memmap(self.path, self.dtype, "r") if self.length else np.empty(0, self.dtype)
-        found = self._numbers[start:stop]
-        if self.below is not None and len(found) and (largest := found.max()) >= self.below:
-            said = f"{self.path} holds the token {largest}, and its tokenizer has {self.below}"
-            raise DamagedTokens(f"{said}: prepare the text again")
-        return found
-
-
-def check_together(file: NumbersFile) -> None:
-    """Checks a file; in a run of several processes, one of each machine does, and all learn what came out.
+        checksum: of the file (XXH3, 128 bits).
 
     Raises:
-        DamagedTokens: in all processes.
+        DamagedTokens: it is missing, or of another length.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        file.check()
-        return
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    first = hosts.index(hosts[dist.get_rank()])
-    failure: str | None = None
-    if first == dist.get_rank():
+
+    def __init__(self, path: Path, dtype: np.dtype, length: int, checksum: str):
+        self.path, self.dtype, self.length, self.checksum = path, dtype, length, checksum
         try:
-            file.check()
-        except Exception as error:  # whatever it is: the others wait for what this process has to say
-            failure = str(error) or type(error).__name__
-    reports: list[Any] = [None] * len(hosts)
-    dist.all_gather_object(reports, (failure, file.checked))
-    for said, _ in reports:
-        if said is not None:
-            raise DamagedTokens(said)
-    file.checked = reports[first][1]
+            found, expected = path.stat().st_size, length * dtype.itemsize
+        except OSError as error:
+            raise DamagedTokens(f"{path} cannot be read: {error.strerror}") from error
+        if not path.is_file() or found != expected:
+            raise DamagedTokens(f"{path} has {found} bytes and not {expected}: it is half-written, or another file")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: one for key, one in self.__dict__.items() if key != "numbers"}  # a data worker maps it itself
+
+    def check(self) -> None:
+        """Compares the file with its checksum; it takes as long as reading it from the disk.
+
+        Raises:
+            DamagedTokens: it is damaged or another file.
+        """
+        if checksum(self.path) != self.checksum:
+            raise DamagedTokens(f"{self.path} is not as metattt prepare wrote it (checksum): prepare the text again")
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, "r") if self.length else np.empty(0, self.dtype)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The numbers from `start` to before `stop`."""
+        return self.numbers[start:stop]
 
 
 class TokenWindows:
@@ -132,7 +77,7 @@ class TokenWindows:
         most: at most so many windows, evenly spread; None: all.
     """
 
-    def __init__(self, file: NumbersFile, start: int, stop: int, width: int, most: int | None = None):
+    def __init__(self, file: TokenFile, start: int, stop: int, width: int, most: int | None = None):
         self.file, self.start, self.width = file, start, width
         self.count = (stop - start) // width
         self.rows = None if most is None else np.arange(min(self.count, most)) * self.count // min(self.count, most)
@@ -162,8 +107,8 @@ class ShardData(WindowData):
         seed: of the order of the windows.
         num_workers: processes that make batches; 0 makes them in the training process.
         document_reset: the inner loop starts again where a document starts, so that documents do not see each other.
-        verify: check the file of tokens against its checksum when a run begins, which takes as long as reading it.
-            False: its size alone, and that the tokenizer has the tokens that are read.
+        verify: compare the files with their checksums when a run begins, which takes as long as reading them. False:
+            their sizes alone.
 
     Raises:
         MetaTTTError: a size that is not allowed; from `setup`: a folder of other things, or files that are not as they
@@ -188,13 +133,9 @@ class ShardData(WindowData):
         self.folder = path_of(path, "data.path")
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the manifest, once; for a run, checks the tokens, together with its other processes."""
-        if not hasattr(self, "manifest"):
-            self._read()
-        if self.trainer is not None:
-            check_together(self.tokens)
-
-    def _read(self) -> None:
+        """Reads the manifest and checks the files, once."""
+        if hasattr(self, "manifest"):
+            return
         manifest = read_manifest(self.folder)
         if manifest is None:
             raise MetaTTTError(
@@ -202,21 +143,18 @@ class ShardData(WindowData):
                 f"metattt prepare source=<text> target={self.path}"
             )
         self.tokenizer = read_tokenizer(self.folder, manifest["tokenizer"])
-        size, splits, sums = self.tokenizer.vocab_size, manifest["splits"].values(), manifest["checksums"]
-        if manifest["dtype"] != dtype_of(size).name:
+        if manifest["dtype"] != dtype_of(self.tokenizer.vocab_size).name:
             raise MetaTTTError(f"{self.folder} has tokens of another tokenizer than it says: prepare the text again")
 
-        def numbers(name: str, dtype: Any, count: str, below: int) -> NumbersFile:
-            length, checksum = sum(split[count] for split in splits), sums[name] if self.verify else None
-            file = NumbersFile(inside(self.folder, name), np.dtype(dtype), length, checksum, below)
-            try:
-                file._look()
-            except OSError as error:
-                raise DamagedTokens(f"{file.path} cannot be read: {error.strerror}") from error
+        def opened(name: str, dtype: str, count: str) -> TokenFile:
+            length = sum(split[count] for split in manifest["splits"].values())
+            file = TokenFile(inside(self.folder, name), np.dtype(dtype), length, manifest["checksums"][name])
+            if self.verify:
+                file.check()
             return file
 
-        self.tokens = numbers(TOKENS, manifest["dtype"], "tokens", size)
-        self.documents = numbers(DOCUMENTS, np.int64, "documents", self.tokens.length)
+        self.tokens = opened(TOKENS, manifest["dtype"], "tokens")
+        self.documents = opened(DOCUMENTS, "int64", "documents")
         self.manifest = manifest
 
     @property
@@ -244,7 +182,6 @@ class ShardData(WindowData):
             )
         limited = name != "train" and self.validation_max_tokens is not None
         most = max(1, (self.validation_max_tokens or 0) // width) if limited else None
-        self.tokens.check()  # in this process, and not in each of those that make batches
         return TokenWindows(self.tokens, start, stop, width, most)
 
     def sample_document(self) -> bytes:

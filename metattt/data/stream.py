@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from metattt.data.documents import FOREIGN, half_a_character
 from metattt.data.sources import first_line, is_local, load
-from metattt.data.tokenizers import load_tokenizer
+from metattt.data.tokenizers import document_tokens, load_tokenizer
 from metattt.data.windows import (
     Batches,
     Split,
@@ -27,7 +27,6 @@ from metattt.data.windows import (
     WindowData,
     Windows,
     digest_of,
-    document_tokens,
     no_test_text,
     process,
     steps,
@@ -361,17 +360,10 @@ class StreamData(WindowData):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the bookmarks of a checkpoint, if they are of this stream and these windows; without them, it is read
-        from its beginning.
-
-        Raises:
-            MetaTTTError: bookmarks that are damaged.
-        """
+        from its beginning."""
         if state.get("of") != self._settings():
             return
-        found: Any = state.get("bookmarks")
-        if not isinstance(found, dict) or not all(key.isdecimal() and _is_bookmark(one) for key, one in found.items()):
-            raise MetaTTTError("the bookmarks of the stream in the checkpoint are damaged")
-        self._bookmarks.update((int(key), dict(one)) for key, one in found.items())
+        self._bookmarks.update((int(key), dict(one)) for key, one in state["bookmarks"].items())
 
     def _settings(self) -> list[Any]:
         """What a bookmark is of."""
@@ -379,9 +371,3 @@ class StreamData(WindowData):
         skip = self.validation_documents if self.validation_split is None else 0
         files = list(self.files) if self.files is not None and not isinstance(self.files, str) else self.files
         return [named[0], files, *named[2:], skip, self.context_length, self.shuffle]
-
-
-def _is_bookmark(one: Any) -> bool:
-    if not isinstance(one, Mapping) or "place" not in one:
-        return False
-    return type(one.get("used")) is int and one["used"] >= 0

@@ -3,52 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from metattt.data.base import MOST_SEED
 from metattt.data.documents import Document, read_documents
-from metattt.data.windows import Split, Tokenizer, WindowData, document_tokens, dtype_of, identity_of
+from metattt.data.tokenizers import ByteTokenizer, Tokenizer, document_tokens
+from metattt.data.windows import Split, WindowData, dtype_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.registry import register
-
-
-class ByteTokenizer:
-    """Bytes are the tokens; token 256 separates documents, and comes before each of them."""
-
-    vocab_size = 257
-    separator = 256
-    end: int | None = None
-    content: str | None = None
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What tells it from other tokenizers: plain data."""
-        return identity_of(self, kind="bytes")
-
-    @property
-    def token_bytes(self) -> Tensor:
-        """`[V]` bytes of text that each token stands for."""
-        return torch.tensor([1] * 256 + [0])
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids, uint16, without a separator. Bytes of the command line that are no text count as bytes.
-
-        Raises:
-            MetaTTTError: a text with half a pair of surrogates.
-        """
-        try:
-            data = text.encode(errors="surrogateescape") if isinstance(text, str) else text
-        except UnicodeEncodeError as error:
-            raise MetaTTTError(f"a text holds half a pair of surrogates at character {error.start}") from error
-        return np.frombuffer(data, np.uint8).astype(np.uint16)
-
-    def decode(self, ids: Sequence[int]) -> bytes:
-        """The bytes of the tokens; separators stand for none."""
-        return bytes(token for token in ids if token < 256)
 
 
 @register(group="data", name="text")

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from metattt.data.manifest import TOKENIZER
 from metattt.data.sources import first_line
-from metattt.data.text import ByteTokenizer
-from metattt.data.tokenizer_probe import GROWTH, growth_of, try_tokenizer
-from metattt.data.windows import identity_of
 from metattt.errors import MetaTTTError
 from metattt.io import inside, path_of, read_text
 from metattt.optional import need
@@ -30,7 +27,76 @@ STARTS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS
 ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]")
 
 
-class FileTokenizer:
+class Tokenizer:
+    """Text to tokens and back.
+
+    Attributes:
+        vocab_size: V, number of ids.
+        separator: the token before every document.
+        end: the token after every document, if there is one.
+        content: the text of its tokenizer.json; None: tokens are bytes.
+    """
+
+    vocab_size: int
+    separator: int
+    end: int | None = None
+    content: str | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other tokenizers: plain data."""
+        content = self.content
+        kind = {"kind": "bytes"} if content is None else {"kind": TOKENIZER, "sha256": _sha256(content)}
+        return {**kind, "vocab_size": self.vocab_size, "separator": self.separator, "end": self.end}
+
+    @property
+    def token_bytes(self) -> Tensor:
+        """`[V]` bytes of text that each token stands for."""
+        raise NotImplementedError
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Token ids of a text, without a separator.
+
+        Raises:
+            MetaTTTError: a text that it cannot encode.
+        """
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> bytes:
+        """The text of the tokens as UTF-8, which may end in a character; separators, and tokens that a model has beyond
+        these, stand for none."""
+        raise NotImplementedError
+
+
+def document_tokens(tokenizer: Tokenizer, text: bytes) -> np.ndarray:
+    """A document as tokens, int64: the separator, the text, and the token of end if there is one."""
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    return np.concatenate([[tokenizer.separator], tokenizer.encode(text), end]).astype(np.int64)
+
+
+class ByteTokenizer(Tokenizer):
+    """Bytes are the tokens; token 256 separates documents, and comes before each of them. Bytes of the command line
+    that are no text count as bytes."""
+
+    vocab_size = 257
+    separator = 256
+
+    @property
+    def token_bytes(self) -> Tensor:
+        return torch.tensor([1] * 256 + [0])
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        try:
+            data = text.encode(errors="surrogateescape") if isinstance(text, str) else text
+        except UnicodeEncodeError as error:
+            raise MetaTTTError(f"a text holds half a pair of surrogates at character {error.start}") from error
+        return np.frombuffer(data, np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Sequence[int]) -> bytes:
+        return bytes(token for token in ids if token < 256)
+
+
+class FileTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, from its JSON text.
 
     A document starts with the token of beginning (or else that of end) and ends with the token of end, where there are
@@ -40,32 +106,19 @@ class FileTokenizer:
         content: the text of a tokenizer.json.
         name: where it is from, for messages.
 
-    What may do harm is refused: the file may come from anybody. Texts are never cut or filled up, whatever the file
-    says of that.
+    Texts are never cut or padded, whatever the file says.
 
     Raises:
         MetaTTTError: the library is not installed, the text is no tokenizer, it has none of the special tokens, its ids
-            are not those of a list of tokens, it draws lots, or it takes too much time or memory.
+            are not those of a list of tokens, or it draws lots (dropout).
     """
 
     def __init__(self, content: str, name: str):
         library = _library()
         self.content, self.name = content, name
-        if len(content) > MOST_BYTES:
-            raise MetaTTTError(f"tokenizer={name} has more than {MOST_BYTES:,} bytes: it is damaged")
-        try:
-            parsed = json.loads(content)
-            growth, self._decoder = growth_of(parsed.get("normalizer")), json.dumps(parsed.get("decoder"))
-        except (ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise MetaTTTError(
-                f"tokenizer={name} is not a tokenizer of the tokenizers library: {first_line(error)}"
-            ) from error
-        if growth > GROWTH:
-            raise MetaTTTError(
-                f"tokenizer={name} replaces one character by {growth:.3g}; at most {GROWTH} are allowed: it is damaged"
-            )
-        try_tokenizer(content, name)
         with _in_one_line(f"tokenizer={name} is not a tokenizer of the tokenizers library"):
+            parsed = json.loads(content)
+            self._decoder = json.dumps(parsed.get("decoder"))
             self.tokenizer = library.Tokenizer.from_str(content)
             self.tokenizer.encode_special_tokens = True
             self.tokenizer.no_truncation()
@@ -99,29 +152,16 @@ class FileTokenizer:
         return texts
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What tells it from other tokenizers: plain data."""
-        return identity_of(self, kind=TOKENIZER, sha256=hashlib.sha256(self.content.encode()).hexdigest())
-
-    @property
     def token_bytes(self) -> Tensor:
-        """`[V]` bytes of text that each token stands for."""
         return torch.tensor([len(text) for text in self.texts])
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids of a text, uint32, without special tokens.
-
-        Raises:
-            MetaTTTError: a text that it cannot encode.
-        """
         string = text.decode(errors="replace") if isinstance(text, bytes) else text
         with _in_one_line(f"tokenizer={self.name} cannot encode a text"):
             ids = self.tokenizer.encode(string, add_special_tokens=False).ids
         return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """The text of the tokens as UTF-8, without special tokens and those that a model has beyond ours; it may end in
-        a character."""
         return b"".join(self.texts[number] for number in ids if number < self.vocab_size)
 
 
@@ -165,7 +205,7 @@ def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | Fi
     """
     if known.get("kind") == TOKENIZER:
         content = read_text(inside(folder, TOKENIZER), MOST_BYTES)
-        if hashlib.sha256(content.encode()).hexdigest() != known.get("sha256"):
+        if _sha256(content) != known.get("sha256"):
             raise MetaTTTError(f"{folder / TOKENIZER} is not the tokenizer of these tokens: it has been changed")
         tokenizer: ByteTokenizer | FileTokenizer = FileTokenizer(content, str(folder / TOKENIZER))
     else:
@@ -206,6 +246,10 @@ def tokenizer_of(
             "tokenizer="
         )
     return found
+
+
+def _sha256(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _size(vocabulary: Mapping[str, int], name: str) -> int:

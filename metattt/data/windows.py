@@ -4,7 +4,7 @@ batches."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from metattt.data.base import Data, Trainer, check_loading
+from metattt.data.tokenizers import Tokenizer
 from metattt.errors import MetaTTTError, check_flag, check_integer
 
 if TYPE_CHECKING:
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
 Split = Literal["train", "validation", "test", "all"]
 SHOWN: tuple[tuple[Split, int], ...] = (("train", 1), ("validation", 2))  # sizes, with their digits
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
-
-
-def identity_of(tokenizer: Tokenizer, **more: str) -> dict[str, Any]:
-    """The numbers that every tokenizer has, with what tells its kind."""
-    return {**more, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator, "end": tokenizer.end}
-
-
-def document_tokens(tokenizer: Tokenizer, text: bytes) -> np.ndarray:
-    """A document as tokens, int64: the separator, the text, and the token of end if there is one."""
-    end = [] if tokenizer.end is None else [tokenizer.end]
-    return np.concatenate([[tokenizer.separator], tokenizer.encode(text), end]).astype(np.int64)
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
@@ -52,32 +42,6 @@ def digest_of(*pieces: Any) -> str:
 def no_test_text(source: str) -> MetaTTTError:
     """What a user reads who asks for the split `test` of a kind of text that has none."""
     return MetaTTTError(f"{source} has no test text: only data=text keeps some, with data.test_fraction=0.1")
-
-
-class Tokenizer(Protocol):
-    """What a data module asks of a tokenizer."""
-
-    vocab_size: int
-    separator: int  #: the token before every document
-    end: int | None  #: the token after every document, if there is one
-
-    @property
-    def content(self) -> str | None:
-        """The text of its tokenizer.json; None: tokens are bytes."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What tells it from other tokenizers: plain data."""
-
-    @property
-    def token_bytes(self) -> Tensor:
-        """`[V]` bytes of text that each token stands for."""
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids of a text, without a separator."""
-
-    def decode(self, ids: Sequence[int]) -> bytes:
-        """The text of the tokens as UTF-8; separators stand for none."""
 
 
 class WindowArray(Protocol):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.checkpoints.files import home
-from metattt.checkpoints.trained import Trained, load_model
+from metattt.checkpoints.trained import Trained
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.images import NO_LABEL, Images
 from metattt.errors import MetaTTTError
-from metattt.evaluation.output import check_same, report, table
+from metattt.evaluation.evaluate import Evaluation, data_of
+from metattt.evaluation.output import check_same, table
 from metattt.measures.inner_steps import inner_losses_by_layer
 from metattt.registry import PARAMETERS
-
-if TYPE_CHECKING:
-    from metattt.evaluation.evaluate import EvalData, EvalSettings
 
 FIRST = 5  # classes among which the right one counts for top-5
 OF_LOADING = ("batch_size", "num_workers", "seed", "min_area", "flip", "augment", "corrupt", "img_size", "in_chans")
@@ -51,60 +47,47 @@ class ImageScores(NamedTuple):
     inner: dict[int, list[float]]
 
 
-def evaluate(
-    chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], known: Sequence[Trained], device: torch.device,
-    trust: Collection[str], console: Console,
-) -> dict[str, ImageScores]:  # fmt: skip
-    """Prints the scores of classifiers on the validation images of their runs as a table, writes them as CSV, and
-    returns them by label.
-
-    Args:
-        chosen: the settings of the job `eval`.
-        files, names, known: the checkpoints, their labels, and what is known of them.
-        device: where the models compute.
-        trust: modules of the user's whose classes the checkpoints may name.
-        console: to print on.
+def evaluate(job: Evaluation) -> dict[str, ImageScores]:
+    """Scores classifiers on the validation or test images of their runs; see `Evaluation`.
 
     Raises:
         MetaTTTError: models of another kind among them, images or settings that cannot be used, labels that are no
             classes.
     """
-    for file, one in zip(files, known, strict=True):
+    chosen = job.chosen
+    for one in job.known.values():
         if "num_classes" not in one.config.model:
             raise MetaTTTError(
-                f"{file} is a language model, and others are classifiers: evaluate them one after the other"
+                f"{one.path} is a language model, and others are classifiers: evaluate them one after the other"
             )
     if chosen.split not in ("validation", "test"):
         raise MetaTTTError(
             f"split={chosen.split} is for text: images are evaluated on those held out, split=validation or split=test"
         )
-    sources = [_source(one, chosen.data) for one in known]
-    check_same(names, sources, OF_LOADING, "images", CHANGES)
+    sources = {name: _source(one, job.changes) for name, one in job.known.items()}
+    check_same(list(sources), list(sources.values()), OF_LOADING, "images", CHANGES)
     scores: dict[str, ImageScores] = {}
-    for name, file, source, one in zip(names, files, sources, known, strict=True):
-        model: Any = load_model(file, device, trust)[0]
+    for name, source in sources.items():
+        model = job.model(name)
         data: Images = instantiate_part(OmegaConf.create({"data": source}), "data")
-        data.evaluation = one.evaluation or data.evaluation
+        data.evaluation = job.known[name].evaluation or data.evaluation
         data.setup()
         scores[name] = score(model, data, chosen.inner_loss_windows if chosen.inner_loss else 0, chosen.split)
         if chosen.inner_loss and not scores[name].inner:
-            console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image", markup=False)
-    _print(console, scores, chosen.split)
-    with report(chosen.output_dir, home(files[0]) / "eval", "images", console) as made:
+            job.console.print(f"no inner-loss curves of {name}: no layer takes steps on the whole image", markup=False)
+    _print(job.console, scores, chosen.split)
+    with job.report("images") as made:
         figures = ([name, one.images, one.top1, one.top5, one.loss] for name, one in scores.items())
         made.csv("images", ("model", "images", "top1", "top5", "loss"), figures)
         curves = {name: one.inner for name, one in scores.items() if one.inner}
         if curves:
             made.csv("inner_loss", ("model", "block", "inner_step", "loss"), _steps(curves))
-            if made.no_pictures is None:
-                plot(curves, made.path("inner_loss", ".png"))
     return scores
 
 
-def _source(model: Trained, changes: EvalData) -> dict[str, Any]:
-    """The data of a run, as a plain dictionary, with what the command line changes."""
-    run: Any = OmegaConf.to_container(model.config.data, resolve=True) if "data" in model.config else {}
-    given = {key: value for key, value in vars(changes).items() if value is not None}
+def _source(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
+    """The data of a run with what the command line changes."""
+    run = data_of(model)
     if not run:
         raise MetaTTTError(f"{home(model.path)} comes with no images: evaluate the checkpoint of a run")
     allowed = [key for key in CHANGES if key in PARAMETERS.get(run["_target_"], given)]
@@ -186,27 +169,6 @@ def _steps(curves: Mapping[str, Mapping[int, Sequence[float]]]) -> Iterator[tupl
     for name, blocks in curves.items():
         for block, losses in blocks.items():
             yield from ((name, block, step, loss) for step, loss in enumerate(losses))
-
-
-def plot(curves: Mapping[str, Mapping[int, Sequence[float]]], path: Path) -> None:
-    """One panel per block, one curve per model, against inner steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    blocks = sorted({block for one in curves.values() for block in one})
-    columns = min(4, len(blocks))
-    figure = Figure(figsize=(max(4.0, 3.2 * columns), 2.6 * math.ceil(len(blocks) / columns)), layout="constrained")
-    for panel, block in enumerate(blocks, start=1):
-        axes = figure.add_subplot(math.ceil(len(blocks) / columns), columns, panel)
-        for name, one in curves.items():
-            if block in one:
-                axes.plot(range(len(one[block])), one[block], marker=".", label=name)
-        axes.set(title=f"block {block}", xlabel="inner steps", ylabel="inner loss", yscale="log")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
 
 
 def probabilities(model: Any, images: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -52,7 +52,7 @@ class PredictSettings:
     trust: Any = None
 
 
-class Prediction:
+class Prediction(NamedTuple):
     """The classes that a picture most likely shows.
 
     Attributes:
@@ -61,8 +61,9 @@ class Prediction:
         probabilities: of these.
     """
 
-    def __init__(self, name: str, classes: list[str], probabilities: list[float]):
-        self.name, self.classes, self.probabilities = name, classes, probabilities
+    name: str
+    classes: list[str]
+    probabilities: list[float]
 
 
 class Pictures(Dataset[tuple[Any, int]]):

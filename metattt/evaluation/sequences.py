@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from itertools import chain, starmap
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import hydra
 import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from metattt.checkpoints.files import home
-from metattt.checkpoints.trained import Trained, load_model
 from metattt.composition.instantiate import instantiate_part
 from metattt.data.sequences import Part, SequenceData
 from metattt.errors import MetaTTTError
-from metattt.evaluation.output import check_same, report, table
+from metattt.evaluation.evaluate import Evaluation, data_of, scored_by
+from metattt.evaluation.output import check_same, table
 from metattt.measures.labelled import answers, losses_and_hits
-
-if TYPE_CHECKING:
-    from metattt.evaluation.evaluate import EvalData, EvalSettings
 
 OF_TRAINING = ("seed", "batch_size", "num_workers")  # fields of the data that do not choose the sequences
 
@@ -43,53 +36,36 @@ class SequenceScores(NamedTuple):
     sequences: int
 
 
-def evaluate(
-    chosen: EvalSettings, files: Sequence[Path], names: Sequence[str], known: Sequence[Trained], device: torch.device,
-    trust: Collection[str], console: Console,
-) -> dict[str, SequenceScores]:  # fmt: skip
-    """Prints the scores of models on the validation or test sequences of their runs, writes them by question as CSV,
-    and returns them by label.
-
-    Args:
-        chosen: the settings of the job `eval`.
-        files, names, known: the checkpoints, their labels, and what is known of them.
-        device: where the models compute.
-        trust: modules of the user's whose classes the checkpoints may name.
-        console: to print on.
+def evaluate(job: Evaluation) -> dict[str, SequenceScores]:
+    """Scores models on the validation or test sequences of their runs; see `Evaluation`.
 
     Raises:
         MetaTTTError: models of other data among them, settings that cannot be used, answers that are not finite.
     """
+    chosen = job.chosen
     if chosen.split not in ("validation", "test"):
         raise MetaTTTError(f"split={chosen.split} has no end, or is for text: set split=validation or split=test")
-    sources = [_source(file, one, chosen.data) for file, one in zip(files, known, strict=True)]
-    check_same(names, sources, OF_TRAINING, "sequences")
+    for key, value in job.changes.items():
+        raise MetaTTTError(
+            f"data.{key}={value} does not apply: a model is evaluated on sequences like those of its run"
+        )
+    for one in job.known.values():
+        if scored_by(one) != __name__:
+            raise MetaTTTError(
+                f"{one.path} was not trained on synthetic sequences, and others were: evaluate them one after the other"
+            )
+    sources = {name: data_of(one) for name, one in job.known.items()}
+    check_same(list(sources), list(sources.values()), OF_TRAINING, "sequences")
     scores: dict[str, SequenceScores] = {}
-    for name, file, source in zip(names, files, sources, strict=True):
-        model: Any = load_model(file, device, trust)[0]
+    for name, source in sources.items():
+        model = job.model(name)
         data: SequenceData = instantiate_part(OmegaConf.create({"data": source}), "data")
         scores[name] = score(model, data, chosen.split)  # type: ignore[arg-type]
     columns = ("model", "sequences", "accuracy %", "loss", "loss, first question", "last question")
-    console.print(table(f"{chosen.split} sequences", columns, starmap(_row, scores.items())))
-    with report(chosen.output_dir, home(files[0]) / "eval", "sequences", console) as made:
+    job.console.print(table(f"{chosen.split} sequences", columns, starmap(_row, scores.items())))
+    with job.report("sequences") as made:
         made.csv("sequences", ("model", "question", "loss", "accuracy"), chain(*starmap(_curve, scores.items())))
     return scores
-
-
-def _source(file: Path, model: Trained, changes: EvalData) -> dict[str, Any]:
-    # of a registered component, or trusted
-    target = model.config.data.get("_target_") if "data" in model.config else None
-    if target is None or getattr(hydra.utils.get_class(target), "scored_by", None) != __name__:
-        raise MetaTTTError(
-            f"{file} was not trained on synthetic sequences, and others were: evaluate them one after the other"
-        )
-    for key, value in vars(changes).items():
-        if value is not None:
-            raise MetaTTTError(
-                f"data.{key}={value} does not apply: a model is evaluated on sequences like those of its run"
-            )
-    source: Any = OmegaConf.to_container(model.config.data, resolve=True)
-    return source
 
 
 @torch.no_grad()

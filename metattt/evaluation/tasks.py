@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError, NotFinite, check_integer
+from metattt.evaluation.evaluate import Evaluation
 from metattt.evaluation.harness import MetaTTTLM
 from metattt.evaluation.output import Report, table
 from metattt.optional import need
@@ -24,15 +25,35 @@ Results = dict[str, dict[str, Any]]
 error."""
 
 
-class _Tasks(TaskManager):
-    """The tasks of the harness and those of a folder; what cannot be loaded is one line."""
+def evaluate(job: Evaluation) -> dict[str, Results]:
+    """Scores language models on tasks; see `Evaluation`.
 
-    def load(self, task_list: Any) -> Any:
+    Raises:
+        MetaTTTError: models for images among them, tasks or settings that cannot be used, predictions that are not
+            finite.
+    """
+    chosen = job.chosen
+    wanted = [chosen.tasks] if isinstance(chosen.tasks, str) else chosen.tasks
+    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
+        raise MetaTTTError(
+            f"tasks={chosen.tasks} is not allowed: give names of tasks, tasks=[lambada_openai,hellaswag]"
+        )
+    for key, value in job.changes.items():
+        raise MetaTTTError(
+            f"data.{key}={value} does not apply to tasks=[...], which bring their own texts: leave it out"
+        )
+    manager = find_tasks(wanted, chosen.task_path)
+    results: dict[str, Results] = {}
+    for name, one in job.known.items():
         try:
-            return super().load(task_list)
-        except Exception as error:  # of a file, of the network, of a data set: as many kinds as there are tasks
-            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            raise MetaTTTError(f"tasks={_listed(task_list)} cannot be loaded: {lines[0][:200]}") from error
+            model = MetaTTTLM.load(one.path, job.device, chosen.tokenizer, chosen.batch_size, chosen.segment, job.trust)
+            results[name] = run_tasks(model, wanted, manager, chosen.num_fewshot, chosen.limit)
+        except NotFinite as error:
+            raise MetaTTTError(f"{one.path}: {error}") from error
+    job.console.print(table_of(results))
+    with job.report("tasks") as made:
+        write_results(made, results)
+    return results
 
 
 def find_tasks(names: Sequence[str], path: str | None = None) -> TaskManager:
@@ -49,16 +70,16 @@ def find_tasks(names: Sequence[str], path: str | None = None) -> TaskManager:
         raise MetaTTTError(f"task_path={path} does not exist: give a folder with YAML files of lm_eval")
     folder = None if path is None else str(Path(path).expanduser())
     if folder is not None:  # thousands of files less to look at, if all names are in it
-        own = _Tasks(include_path=folder, include_defaults=False)
+        own = TaskManager(include_path=folder, include_defaults=False)
         if all(own.match_tasks([name]) for name in names):
             return own
-    found = _Tasks(include_path=folder)
+    found = TaskManager(include_path=folder)
     for name in names:
         if not found.match_tasks([name]):
             near = difflib.get_close_matches(name, found.all_tasks, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise MetaTTTError(
-                f"tasks={_listed(names)}: lm_eval has no task {name!r:.60}.{hint}\n"
+                f"tasks=[{','.join(names)[:100]}]: lm_eval has no task {name!r:.60}.{hint}\n"
                 "`lm_eval ls tasks` lists them; task_path=<folder> adds yours"
             )
     return found
@@ -81,21 +102,14 @@ def run_tasks(
         limit: use this many questions of each task, from the first on; None: all.
 
     Raises:
-        MetaTTTError: a task whose data cannot be loaded, or that asks for more than texts.
+        MetaTTTError: a number that is not allowed. What a task's data or code raises is lm_eval's.
     """
     for key, value in (("num_fewshot", num_fewshot), ("limit", limit)):
         if value is not None:
             check_integer(key, value, least=0 if key == "num_fewshot" else 1, advice=", or null")
-    try:
-        found: Any = simple_evaluate(
-            model, tasks=list(names), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
-        )
-    except (NotImplementedError, ValueError) as error:  # images, chat, unsafe code
-        if isinstance(error, MetaTTTError):
-            raise
-        raise MetaTTTError(
-            f"tasks={_listed(names)} cannot be done: {(str(error).splitlines() or ['not for texts'])[0][:200]}"
-        ) from error
+    found: Any = simple_evaluate(
+        model, tasks=list(names), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+    )
     return {task: dict(values) for task, values in found["results"].items()}
 
 
@@ -137,7 +151,3 @@ def _shown(value: Any, error: Any) -> str:
     if value is None:
         return ""
     return f"{value:.5g}" + (f" ± {error:.2g}" if isinstance(error, int | float) else "")
-
-
-def _listed(names: Any) -> str:
-    return f"[{','.join(map(str, names))}]"[:100] if isinstance(names, list | tuple) else str(names)[:100]

@@ -106,8 +106,8 @@ def _watch(faults: int, writable: list[str]) -> None:
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         wrong = False
-        if event in RAN:  # but for a process of ours that tries a tokenizer out where it can do no harm
-            wrong = event != "subprocess.Popen" or list(given[1][:3]) != [sys.executable, "-P", "-c"]
+        if event in RAN:
+            wrong = True
         elif event == "shutil.rmtree" and not os.path.lexists(given[0]):
             pass  # what is not there may be taken away, as a command that could not write does with what it wrote
         elif event in REMOVED:

@@ -1,0 +1,145 @@
+"""`metattt eval` of language models: loss, perplexity and bits per byte on a text, by position; and the losses of their
+inner loops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from metattt.checkpoints.files import home
+from metattt.checkpoints.trained import Trained
+from metattt.composition.instantiate import instantiate_part
+from metattt.data.manifest import MANIFEST
+from metattt.data.shards import ShardData
+from metattt.data.text import TextData
+from metattt.data.tokenizers import tokenizer_of
+from metattt.data.windows import Split, WindowData
+from metattt.errors import MetaTTTError, NotFinite
+from metattt.evaluation import by_position
+from metattt.evaluation.by_position import Scores, bin_edges, score
+from metattt.evaluation.evaluate import EvalData, Evaluation, data_of, numbered
+from metattt.evaluation.output import Report, check_same, table
+from metattt.measures import inner_loss
+from metattt.models.language_model import LanguageModel
+from metattt.registry import PARAMETERS
+
+ROWS = 40  # a table with more positions than this is left to the CSV
+# fields of the data that split=all does not depend on
+ORDER_ONLY = ("seed", "split_seed", "validation_fraction", "test_fraction", "max_bytes")
+CONTEXT = 2048  # tokens, of a model that does not say
+SHARED = ("context_length", "batch_size", "seed", "num_workers", "document_reset")  # fields of every kind of text
+NOT_TEXT = ("batch_size", "num_workers", "document_reset")  # fields that do not choose the text
+
+
+def evaluate(job: Evaluation) -> dict[str, Scores]:
+    """Scores language models on one text, by position; see `Evaluation`.
+
+    Raises:
+        MetaTTTError: models of different texts or tokenizers, a text or a setting that cannot be used.
+    """
+    chosen, names = job.chosen, list(job.known)
+    split: Split = chosen.split  # type: ignore[assignment]
+    texts = {name: _text(one, job.changes) for name, one in job.known.items()}
+    tokenizers = [
+        tokenizer_of(str(home(one.path)), one.tokenizer, int(one.config.model.vocab_size), chosen.tokenizer)
+        for one in job.known.values()
+    ]
+    for name, tokenizer in zip(names[1:], tokenizers[1:], strict=True):
+        if tokenizer.identity != tokenizers[0].identity:
+            raise MetaTTTError(f"{names[0]} and {name} have different tokenizers: they cannot be compared by position")
+    _check_same_text(names, list(texts.values()), split)
+    data: WindowData = instantiate_part(OmegaConf.create({"data": texts[names[0]]}), "data")
+    data.read_as(tokenizers[0])
+    edges = bin_edges(data.context_length, chosen.bins, chosen.num_bins)
+
+    scores: dict[str, Scores] = {}
+    curves: dict[str, dict[int, inner_loss.Curves]] = {}
+    for name, text in texts.items():
+        model = job.model(name)
+        start = data.tokenizer.separator if text.get("document_reset") else None
+        sizes, count = data.tokenizer.token_bytes, chosen.inner_loss_windows
+        try:
+            scores[name] = score(model, data.loader(split), sizes, chosen.segment, start, progress=True)
+            if chosen.inner_loss and _can_measure(job.console, name, model):
+                curves[name] = inner_loss.average(model, data.loader(split), count, chosen.segment, progress=True)
+        except NotFinite as error:
+            raise MetaTTTError(f"{job.known[name].path}: {error}") from error
+    columns = ("model", "tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte")
+    totals = (
+        (name, f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.4f}", f"{one.bits_per_byte:.4f}")
+        for name, one in scores.items()
+    )
+    job.console.print(table(f"{split} text of {data.source}", columns, totals))
+    if len(edges) - 1 <= ROWS:
+        job.console.print(by_position.bits_by_position(scores, edges))
+    with job.report("by_position") as made:
+        made.csv("by_position", by_position.COLUMNS, by_position.rows(scores, edges))
+        if curves:
+            made.csv("inner_loss", ("model", "layer", "mini_batch", *inner_loss.COLUMNS), inner_loss.rows(curves))
+        if made.no_pictures is None:
+            trained = {
+                name: int(one.config.data.context_length) for name, one in job.known.items() if "data" in one.config
+            }
+            by_position.plot(scores, edges, chosen.bins, trained, made.path("by_position", ".png"))
+            _plot_inner_losses(made, curves, len(scores) > 1)
+    if made.no_pictures is not None:
+        job.console.print(made.no_pictures, markup=False)
+    return scores
+
+
+def _plot_inner_losses(made: Report, curves: Mapping[str, dict[int, inner_loss.Curves]], several: bool) -> None:
+    """A picture for every model, with its name where there are several."""
+    safe = numbered([re.sub(r"[^\w.-]+", "-", name) for name in curves])
+    for (name, found), part in zip(curves.items(), safe, strict=True):
+        path = made.path(f"inner_loss_{part}" if several else "inner_loss", ".png")
+        inner_loss.plot(found, f"Inner loss of {name}", path)
+
+
+def _text(model: Trained, given: dict[str, Any]) -> dict[str, Any]:
+    """The data of a run with what the command line changes: shards or text, as its path is."""
+    run, path = data_of(model), given.get("path")
+    if path is None:
+        if not run:
+            raise MetaTTTError(
+                f"{home(model.path)} comes with no text: add data.path=<shards of metattt prepare, or a file or "
+                "folder of text>"
+            )
+    else:
+        run.pop("validation_path", None)  # of the other text
+        shards = isinstance(path, str) and (Path(path).expanduser() / MANIFEST).is_file()
+        kind: type[WindowData] = ShardData if shards else TextData
+        target = f"{kind.__module__}.{kind.__qualname__}"
+        if run.get("_target_") != target:  # what both kinds have
+            run = {"_target_": target, "context_length": CONTEXT} | {key: run[key] for key in SHARED if key in run}
+    allowed = PARAMETERS.get(run["_target_"], given)
+    for key in given:
+        if key not in allowed:
+            raise MetaTTTError(
+                f"data.{key} does not apply: {path or run.get('path')} has "
+                f"{', '.join(sorted(set(vars(EvalData())) & set(allowed)))}"
+            )
+    return run | given
+
+
+def _check_same_text(names: Sequence[str], texts: Sequence[dict[str, Any]], split: Split) -> None:
+    """Refuses a comparison on different texts, or on a text that one of the two was trained on. Fields that only one
+    kind of text has are not compared."""
+    ignored = NOT_TEXT + (ORDER_ONLY if split == "all" else () if texts[0].get("split_seed") is None else ("seed",))
+    for name, text in zip(names[1:], texts[1:], strict=True):
+        common = [{key: one[key] for key in texts[0].keys() & text.keys()} for one in (texts[0], text)]
+        advice = "compare them with split=all data.path=<a text that none has seen>"
+        check_same((names[0], name), common, ignored, "texts", tuple(vars(EvalData())), advice)
+
+
+def _can_measure(console: Console, name: str, model: LanguageModel) -> bool:
+    """Whether any layer has inner-loss curves; a line for those that have none."""
+    skipped = inner_loss.unmeasured(model)
+    for reason in dict.fromkeys(skipped.values()):
+        blocks = ", ".join(str(index) for index, other in skipped.items() if other == reason)
+        console.print(f"no inner-loss curves of {name}, layer {blocks}: {reason}", markup=False)
+    return len(skipped) < len(model.blocks)
