@@ -10,12 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from metattt.composition.compose import compose
-from metattt.composition.instantiate import instantiate_model
-from metattt.errors import NotFinite
-from metattt.generation import sampling
-from metattt.generation.sampling import generate
-from metattt.generation.static_step import NotStatic, PlainStep, one_token_step, static_state, step_in_place
 from metattt.inner.tokens import MiniBatches, Tokens
 from metattt.kernels.triton.on_gpu import OnGPU
 from metattt.kernels.ttt_linear.native import NativeTTTLinear
@@ -24,10 +18,9 @@ from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
 from metattt.layer import TTTLayer
 from metattt.learners.linear import Linear
 from metattt.learners.mlp import MLP
-from metattt.models.language_model import LanguageModel
 from metattt.optimizers.base import Gates
 from metattt.optimizers.gradient_descent import GradientDescent
-from metattt.state import State, map_tensors
+from metattt.state import State
 from metattt.tasks.base import Views
 from metattt.tasks.reconstruction import Reconstruction
 from metattt.testing.specimen import Specimen, distance, state_distance
@@ -214,124 +207,6 @@ def one_token(name: str, d: int = 32, **changed: Any) -> MiniBatches:
     tau = 1 / torch.arange(1.0, SIZE + 1).unsqueeze(0)
     made = MiniBatches(Tokens(Views(k, v, q), Gates(torch.full((2, 2, 1), 0.5 / d))), weights, slow, tau, SIZE, k.dtype, None)
     return made._replace(**changed)
-
-
-# -- a whole model: what a CUDA graph holds, without a graph -----------------------------------------------------------
-
-STATIC = (
-    "ttt_linear", "ttt_linear optimizer.token_steps=none", "ttt_mlp", "titans", "gated_delta_net", "mamba2", "mamba2_mixer",
-    "rwkv7", "linear_attention", "mesa_net", "lact",
-)  # fmt: skip
-
-
-def model_of(layer: str, *overrides: str) -> LanguageModel:
-    name, *rest = layer.split()
-    sizes = ("dim=32", "num_heads=2", "model.num_layers=2", "model.vocab_size=40", *rest, *overrides)
-    made: LanguageModel = instantiate_model(compose(f"layer={name}", *sizes, job="language_model"))
-    with torch.no_grad():
-        for parameter in made.parameters():  # away from initial zeros
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-    return made.eval()
-
-
-def addresses(state: object) -> list[int]:
-    found: list[int] = []
-    map_tensors(lambda x: found.append(x.data_ptr()) or x, state)  # type: ignore[func-returns-value]
-    return found
-
-
-@pytest.mark.parametrize(("layer", "prompt"), [*((layer, 5) for layer in STATIC), ("ttt_linear", 16), ("titans", 16)])
-def test_a_static_state_goes_on_as_any_other(layer: str, prompt: int) -> None:
-    """Token by token, over the ends of mini-batches: the same logits from a state that stays at its addresses, while the
-    state that it was made from stays as it is."""
-    model = model_of(layer)
-    ids = torch.randint(40, (3, prompt + 21))
-    with torch.inference_mode():
-        _, state = model.step(ids[:, :prompt])
-        kept = state.map(torch.clone)
-        static, token = static_state(model, state)
-        places = addresses(static)
-        assert len(set(places)) == len(places) and not set(places) & set(addresses(state))
-        plain = PlainStep(model, state.map(torch.clone))
-        for column in ids[:, prompt:].unbind(1):
-            token.copy_(column)
-            assert distance(step_in_place(model, token, static), plain(column)) <= BOUND
-        assert addresses(static) == places
-    same: list[bool] = []
-    old = iter(leaves(kept))
-    map_tensors(lambda x: same.append(torch.equal(x, next(old))) or x, state)  # type: ignore[func-returns-value]
-    assert all(same)
-
-
-def leaves(state: object) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(lambda x: found.append(x) or x, state)  # type: ignore[func-returns-value]
-    return found
-
-
-class Replayed:
-    """What a graph does, call by call."""
-
-    def __init__(self, model: LanguageModel, state: Any, count: int):
-        self.model = model
-        self.static, self.token = static_state(model, state)
-
-    def __call__(self, token: Tensor) -> Tensor:
-        self.token.copy_(token)
-        return step_in_place(self.model, self.token, self.static)
-
-
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 3, "stop": (1, 2, 5, 9, 17)}, {"seed": 4, "top_k": 7}])
-def test_generation_from_a_static_state_ahead_of_the_host(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step is launched before the host knows the token: the same tokens, as many of them, and the same end."""
-    model, ids = model_of("ttt_linear"), torch.randint(40, (3, 21))
-    mask = torch.ones(3, 21, dtype=torch.bool)
-    mask[1, :6] = False
-    expected = torch.stack(list(generate(model, ids, 40, mask=mask, **settings)))
-    steps: list[Tensor] = []
-    monkeypatch.setattr(sampling, "_runs_ahead", lambda device: True)
-    monkeypatch.setattr(sampling, "one_token_step", Replayed)
-    call = Replayed.__call__
-    monkeypatch.setattr(Replayed, "__call__", lambda self, token: steps.append(token) or call(self, token))
-    found = torch.stack(list(generate(model, ids, 40, mask=mask, **settings)))
-    assert torch.equal(found, expected)
-    assert len(steps) == min(len(found), 39)
-
-
-def test_predictions_that_are_not_finite_are_found_at_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = model_of("ttt_linear"), torch.randint(40, (3, 21))
-    monkeypatch.setattr(sampling, "_runs_ahead", lambda device: True)
-    tokens = generate(model, ids, 9)
-    next(tokens), next(tokens)
-    with torch.no_grad():
-        model.final_norm.weight.fill_(float("nan"))
-    next(tokens)  # its logits were on their way
-    with pytest.raises(NotFinite):
-        next(tokens)
-
-
-@pytest.mark.parametrize("layer", ["attention", "titans_mag"])
-def test_a_step_that_cannot_be_captured(layer: str) -> None:
-    """A cache of keys grows: the fallback is a call of the model."""
-    model = model_of(layer)
-    with torch.inference_mode():
-        _, state = model.step(torch.randint(40, (2, 5)))
-        with pytest.raises(NotStatic, match=r"before a token and .* after it"):
-            static_state(model, state)
-    assert isinstance(one_token_step(model, state, 100), PlainStep)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
-@pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp", "gated_delta_net", "attention"])
-def test_a_cuda_graph_generates_the_same(layer: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(layer, "dim=64").cuda()
-    ids = torch.randint(40, (3, 21), device="cuda")
-    with caplog.at_level("DEBUG", "metattt"):
-        found = torch.stack(list(generate(model, ids, 40, temperature=0)))
-    said = "every token is a call of the model" if layer == "attention" else "the one-token step is a CUDA graph"
-    assert said in caplog.text
-    monkeypatch.setattr(sampling, "one_token_step", lambda model, state, count: PlainStep(model, state))
-    assert torch.equal(found, torch.stack(list(generate(model, ids, 40, temperature=0))))
 
 
 # -- what is taken -----------------------------------------------------------------------------------------------------

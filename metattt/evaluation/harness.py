@@ -19,8 +19,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from metattt.checkpoints.record import modules
 from metattt.checkpoints.trained import load_model, open_trained
-from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of

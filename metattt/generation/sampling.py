@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError, NotFinite, check_integer, check_number
-from metattt.generation.static_step import CapturedStep, PlainStep, one_token_step
 from metattt.inner.diagnostics import require_ids
 from metattt.inner.packing import check_flags
 from metattt.models.language_model import LanguageModel, LanguageModelState
@@ -39,28 +38,13 @@ def sample(
         MetaTTTError: a setting that is not allowed.
     """
     check_sampling(temperature, top_k, top_p)
-    token, finite = draw(logits, temperature, top_k, top_p, generator)
-    if not bool(finite):
-        raise _not_finite()
-    return token
-
-
-def draw(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `sample`, without waiting for the device: ids `[B]`, and whether all predictions are finite (a boolean
-    tensor).
-
-    Where they are not, the row's token means nothing.
-    """
-    finite = torch.isfinite(logits.amax(-1, keepdim=True))
-    logits = torch.where(finite, logits, 0)
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
+        raise NotFinite(
+            "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, "
+            "have diverged; take an earlier checkpoint"
+        )
     if temperature == 0:
-        return logits.argmax(-1), finite.all()
+        return logits.argmax(-1)
     logits = logits.float()
     logits = (logits - logits.max(-1, keepdim=True).values) / temperature  # so that no small temperature overflows
     if top_k is not None and top_k < logits.shape[-1]:
@@ -71,44 +55,7 @@ def draw(
         probability = ordered.softmax(-1)
         outside = probability.cumsum(-1) - probability >= top_p  # the mass before a token: the first one always stays
         logits = logits.masked_fill(outside.scatter(1, index, outside), float("-inf"))
-    # As `torch.multinomial` draws one, which first reads back whether it may: the first of exponential clocks to ring.
-    probability = logits.softmax(-1)
-    clocks = torch.empty_like(probability).exponential_(1, generator=generator)
-    return (probability / clocks).argmax(-1), finite.all()
-
-
-def _not_finite() -> NotFinite:
-    return NotFinite(
-        "the model's predictions are not finite: its weights, or what the inner loop makes of them on this text, have "
-        "diverged; "
-        "take an earlier checkpoint"
-    )
-
-
-class Report:
-    """Flags on their way to the host, while the device goes on.
-
-    Args:
-        flags: boolean tensors without axes.
-    """
-
-    def __init__(self, *flags: Tensor):
-        found = torch.stack(flags)
-        self.event: torch.cuda.Event | None = None
-        if found.is_cuda:
-            self.host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            self.host.copy_(found, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(found.device))
-        else:
-            self.host = found
-
-    def read(self) -> list[bool]:
-        """The flags, when they have arrived: what was launched since is not waited for."""
-        if self.event is not None:
-            self.event.synchronize()
-        found: list[bool] = self.host.tolist()
-        return found
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
 def generate(
@@ -129,9 +76,7 @@ def generate(
         model: the model, in evaluation mode.
         ids: `[B, T]` prompts, at least one token each.
         max_new_tokens: tokens to generate at most.
-        temperature: see `sample`, as `top_k` and `top_p`.
-        top_k: see `sample`.
-        top_p: see `sample`.
+        temperature, top_k, top_p: see `sample`.
         stop: token ids that end a sequence. An ended sequence goes on with its stop token until all have ended.
         seed: of the draws; None is torch's own state.
         mask: `[B, T]` True for the real tokens of prompts of different lengths, padded on either side.
@@ -144,74 +89,6 @@ def generate(
         MetaTTTError: an empty prompt, a mask of another shape, a token that is not in the vocabulary, a setting that is
             not allowed, or a state of other sequences; while it generates, `NotFinite` as `sample`.
     """
-    _check(model, ids, max_new_tokens, temperature, top_k, top_p, mask, seed, stop)
-    if state is not None and count_sequences(state) != len(ids):
-        raise MetaTTTError(
-            f"the state is of {count_sequences(state)} sequences, and there are {len(ids)} prompts: state.select(index)"
-        )
-    return _generate(model, ids, max_new_tokens, temperature, top_k, top_p, stop, seed, mask, state)
-
-
-def _generate(
-    model: LanguageModel,
-    ids: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    stop: Collection[int],
-    seed: int | None,
-    mask: Tensor | None,
-    state: LanguageModelState | None,
-) -> Iterator[Tensor]:
-    if state is not None:  # steps write over what they are given
-        state = state.map(torch.clone)
-    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-    stops = torch.tensor(sorted(stop), device=ids.device, dtype=ids.dtype)
-    token = torch.zeros_like(ids[:, 0])
-    ended = torch.zeros_like(token, dtype=torch.bool)
-    ahead = False  # the next logits are on their way already
-    step: PlainStep | CapturedStep | None = None
-    for index in range(max_new_tokens):
-        with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
-            if step is None:
-                prompted, state = model.step(ids, state, mask, last_only=True)
-                logits = prompted[:, -1]
-                step, state = one_token_step(model, state, max_new_tokens - 1), None
-            elif not ahead:
-                logits = step(token)
-            drawn, finite = draw(logits, temperature, top_k, top_p, generator)
-            token = torch.where(ended, token, drawn)
-            ended = ended | (token.unsqueeze(1) == stops).any(1)
-            report = Report(finite, ended.all())
-            ahead = _runs_ahead(ids.device) and index + 1 < max_new_tokens
-            if ahead:  # the device reads the token while the host learns of it; a step too many at the end harms nobody
-                logits = step(token)
-        fine, all_ended = report.read()
-        if not fine:
-            raise _not_finite()
-        yield token
-        if all_ended:
-            return
-
-
-def _runs_ahead(device: torch.device) -> bool:
-    """Whether a device goes on while the host reads what it has found."""
-    return device.type == "cuda"
-
-
-def _check(
-    model: LanguageModel,
-    ids: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    mask: Tensor | None,
-    seed: int | None,
-    stop: object,
-) -> None:
-    """One clear line for a prompt or a setting that cannot be used."""
     if not isinstance(model, LanguageModel):
         raise MetaTTTError(f"model is a {type(model).__name__}: it must be a LanguageModel")
     require_ids(ids, model.vocab_size, "prompts")
@@ -227,6 +104,29 @@ def _check(
         check_integer("seed", seed, 0, 2**63 - 1)
     if not isinstance(stop, Collection) or not all(isinstance(token, int) for token in stop):
         raise MetaTTTError(f"stop={stop!r:.100} is not allowed: it must be a collection of token ids")
+    if state is not None and count_sequences(state) != len(ids):
+        raise MetaTTTError(
+            f"the state is of {count_sequences(state)} sequences, and there are {len(ids)} prompts: state.select(index)"
+        )
+
+    def tokens() -> Iterator[Tensor]:
+        generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
+        stops = torch.tensor(sorted(stop), device=ids.device, dtype=ids.dtype)
+        read, flags = ids, mask
+        now = None if state is None else state.map(torch.clone)  # steps write over what they are given
+        token = torch.zeros_like(ids[:, 0])
+        ended = torch.zeros_like(token, dtype=torch.bool)
+        for _ in range(max_new_tokens):
+            with torch.inference_mode():  # entered anew for every token: the caller's code runs between two of them
+                logits, now = model.step(read, now, flags, last_only=True, donate_state=True)
+                token = torch.where(ended, token, sample(logits[:, -1], temperature, top_k, top_p, generator))
+                ended = ended | (token.unsqueeze(1) == stops).any(1)
+            yield token
+            if ended.all():
+                return
+            read, flags = token.unsqueeze(1), None
+
+    return tokens()
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -12,11 +12,10 @@ import torch
 from omegaconf import DictConfig
 
 from metattt.checkpoints.files import SAFETENSORS, check_new
-from metattt.checkpoints.naming import OF_TRAINING
+from metattt.checkpoints.folder import new_folder
+from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.tensors import write_tensors
 from metattt.checkpoints.trained import load_model, open_trained
-from metattt.checkpoints.trust import modules
-from metattt.checkpoints.writing import new_folder
 from metattt.composition.settings import settings
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of

@@ -76,12 +76,7 @@ class LanguageModelState(NamedTuple):
 torch.serialization.add_safe_globals([LanguageModelState])
 
 
-def upgrade(settings: dict[str, Any], version: int) -> dict[str, Any]:
-    """The settings of an earlier version: in the first, a function from Python could look at the blocks."""
-    return {name: value for name, value in settings.items() if name != "on_block"}
-
-
-@register(group="model", name="language_model", version=2, upgrade=upgrade)
+@register(group="model", name="language_model", version=2)
 class LanguageModel(nn.Module):
     """Embedding, `num_layers` pre-norm blocks, final RMSNorm, head (arXiv 2407.04620, App. C).
 

@@ -197,7 +197,7 @@ def to_ours(tensors: Mapping[str, Any], model: LanguageModel, side: Side) -> dic
         MetaTTTError: every name that is unknown, missing or of the wrong shape, and a tied head that differs from the
             embedding.
     """
-    flat = _flatten(tensors)
+    flat = flatten(tensors)
     given = {name: _tensor(name, value) for name, value in (_rooted(flat) if side == "jax" else flat).items()}
     wanted = {_named(ours, side): ours for ours in own_tensors(model)}
     shapes = {_named(ours, side): _row(ours).write(tensor, side).shape for ours, tensor in own_tensors(model).items()}
@@ -260,11 +260,11 @@ def _named(ours: str, side: Side) -> str:
     return name.replace("#", block[1]) if block else name
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The leaves of a nested mapping by path; a key may hold `/` itself."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 
