@@ -55,12 +55,10 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
         return files[0]
     if files:
         several = ", ".join(file.name for file in files)
-        raise MetaTTTError(
-            f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
-        )
-    raise MetaTTTError(
-        f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
-    )
+        reason = f"which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
+    else:
+        reason = f"the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
+    raise MetaTTTError(f"no checkpoint: {reason}")
 
 
 def home(checkpoint: Path) -> Path:

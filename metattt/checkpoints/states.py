@@ -46,13 +46,9 @@ def write_state(path: str | Path, state: Any, model: nn.Module | None = None) ->
     """
     file = Path(path).expanduser()
     tensors: dict[str, Tensor] = {}
-    content = take_apart(_as_plain(state), tensors)
-    about = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": None if model is None else fingerprint(model),
-        "state": content,
-    }
+    held = take_apart(_as_plain(state), tensors)
+    known = None if model is None else fingerprint(model)
+    about = {"format": FORMAT, "version": VERSION, "model": known, "state": held}
     try:
         with replaced(file) as part:
             write_tensors(part, tensors, json.dumps(about))
