@@ -58,7 +58,8 @@ def inner_health(model: nn.Module, run: Callable[[], Any]) -> dict[int, Health]:
         By index of the block. Left out: layers without weights to train.
     """
     found: dict[int, Health] = {}
-    layers = {index: layer for index, block in enumerate(getattr(model, "blocks", ())) if (layer := learning(block)) is not None}
+    candidates = {index: learning(block) for index, block in enumerate(getattr(model, "blocks", ()))}
+    layers = {index: layer for index, layer in candidates.items() if layer is not None}
 
     def look(index: int, x: Tensor, _: Any) -> None:
         found[index] = layer_health(layers[index], x)
