@@ -7,7 +7,6 @@ import re
 import socket
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from filelock import FileLock, Timeout
 
@@ -43,8 +42,12 @@ class FolderLock:
         try:
             self._lock.acquire(blocking=False)
         except Timeout as error:
+            known = None
+            with suppress(OSError):
+                known = re.fullmatch(r"(\d+) (\S+) (.+)\n", self.file.read_bytes()[:512].decode(errors="replace"))
+            holder = f"process {known[1]} on {known[2]} ({known[3]})" if known else "another process"
             raise MetaTTTError(
-                f"{self.folder} is in use by {self._holder()}: wait until it ends, or choose another folder"
+                f"{self.folder} is in use by {holder}: wait until it ends, or choose another folder"
             ) from error
         except OSError as error:
             reason = f"{self.folder} cannot be written to, for {self.what}: {error.strerror or error}"
@@ -63,13 +66,5 @@ class FolderLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
-
-    def _holder(self) -> str:
-        known = None
-        with suppress(OSError):
-            known = re.fullmatch(r"(\d+) (\S+) (.+)\n", self.file.read_bytes()[:512].decode(errors="replace"))
-        return f"process {known[1]} on {known[2]} ({known[3]})" if known else "another process"

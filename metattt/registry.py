@@ -37,22 +37,19 @@ SCHEMAS: dict[str, type] = {}
 REGISTERED: dict[tuple[str, str], str] = {}
 """(group, name) -> `_target_` of the class registered under it."""
 
-Upgrade = Callable[[dict[str, Any], int], dict[str, Any]]
-
-VERSIONS: dict[tuple[str, str], tuple[int, Upgrade | None]] = {}
-"""(group, name) -> the version of its parameters, and what brings those of an earlier version up to it."""
+VERSIONS: dict[tuple[str, str], int] = {}
+"""(group, name) -> the version of its parameters."""
 
 
-def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = None) -> Callable[[C], C]:
+def register(group: str, name: str, version: int = 1) -> Callable[[C], C]:
     """Class decorator that makes the class available to configurations as `schema/<group>/<name>`.
 
     Args:
         group: configuration group: `learner`, `task`, `optimizer`, or one of your own.
         name: name of the schema in that group, e.g. `linear`. Checkpoints name the class by group and name, never by
             its module: it may be moved and renamed, but keeps these two.
-        version: of the parameters, kept in every checkpoint; raise it when a parameter changes its name or its meaning.
-        upgrade: from the parameters of an earlier version, and that version, to those of this one. Without it,
-            checkpoints of earlier versions are refused.
+        version: of the parameters, kept in every checkpoint; raise it when a parameter changes its name or its meaning:
+            checkpoints of other versions are refused.
 
     Returns:
         A decorator that returns the class unchanged.
@@ -68,17 +65,17 @@ def register(group: str, name: str, version: int = 1, upgrade: Upgrade | None = 
         given = list(inspect.signature(init).parameters.values())[1:]
         given = [one.replace(annotation=resolved(one.annotation, names)) for one in given]
         store(group, name, f"{cls.__module__}.{cls.__qualname__}", given)
-        VERSIONS[group, name] = version, upgrade
+        VERSIONS[group, name] = version
         return cls
 
     return decorate
 
 
-def version_of(group: str, name: str) -> tuple[int, Upgrade | None]:
-    """The version of a registered class's parameters, and what brings those of an earlier version up to it."""
+def version_of(group: str, name: str) -> int:
+    """The version of a registered class's parameters."""
     if (group, name) not in VERSIONS:  # known from its source alone
         importlib.import_module(REGISTERED[group, name].rpartition(".")[0])
-    return VERSIONS.get((group, name), (1, None))
+    return VERSIONS.get((group, name), 1)
 
 
 def store(group: str, name: str, target: str, parameters: Sequence[inspect.Parameter]) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
-from metattt.checkpoints.writing import write_model
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.models import LanguageModel

@@ -18,16 +18,30 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from metattt.checkpoints import folder as folders
-from metattt.checkpoints import writing
 from metattt.checkpoints.files import find_checkpoint, home, read_content
-from metattt.checkpoints.folder import CONTENT, WEIGHTS, canonical, load_parts, verify
-from metattt.checkpoints.naming import to_targets
-from metattt.checkpoints.plain import put_together, take_apart
-from metattt.checkpoints.record import RECORD, VERSION, checked_record, make_record, read_yaml, record_config
-from metattt.checkpoints.tensors import read_tensors, write_tensors
+from metattt.checkpoints.folder import (
+    CONTENT,
+    NEW,
+    WEIGHTS,
+    canonical,
+    load_parts,
+    verify,
+    write_checkpoint,
+    write_model,
+)
+from metattt.checkpoints.record import (
+    RECORD,
+    VERSION,
+    check_amounts,
+    checked_record,
+    make_record,
+    modules,
+    read_yaml,
+    record_config,
+    to_targets,
+)
+from metattt.checkpoints.tensors import put_together, read_tensors, take_apart, write_tensors
 from metattt.checkpoints.trained import check_numbers, load_model
-from metattt.checkpoints.trust import check_amounts, modules
-from metattt.checkpoints.writing import NEW, write_checkpoint, write_model
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
 from metattt.io import check_own, checksum, digest
@@ -219,7 +233,7 @@ def test_a_full_disk_is_one_line_and_the_old_one_stays(tmp_path: Path, monkeypat
 
     for name in ("save", "write_whole", "take_place"):
         with monkeypatch.context() as patched:
-            patched.setattr(writing, name, full)
+            patched.setattr(folders, name, full)
             with pytest.raises(MetaTTTError, match="the disk is full") as error:
                 write_checkpoint(tmp_path / "step", RECORD_OF, content(1))
         assert len(str(error.value).splitlines()) == 1 and read(tmp_path / "step")["global_step"] == 4
@@ -277,7 +291,7 @@ def test_pieces_are_put_together_and_divided_anew(tmp_path: Path) -> None:
         tensors = {"w": whole[start : start + rows]} | ({"alone": alone} if rank == 0 else {})
         places = {"w": {"saved_offsets": [start, 0]}, "alone": {"saved_offsets": [0]}}
         file = tmp_path / "step" / f"model-{rank + 1:05}-of-00004.safetensors"
-        writing.save(file, {name: tensor.clone() for name, tensor in tensors.items()}, {writing.PLACES: json.dumps(places)})
+        folders.save(file, {name: tensor.clone() for name, tensor in tensors.items()}, {folders.PLACES: json.dumps(places)})
         stored["files"][file.name] = {"bytes": file.stat().st_size, "xxh3": checksum(file)}
 
     def sign() -> None:

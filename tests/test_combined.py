@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import metattt
 from metattt.catalog.layer_measures import examine
+from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
-from metattt.checkpoints.writing import write_model
 from metattt.combined import Combined, CombinedState
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model

@@ -10,7 +10,7 @@ from metattt.catalog.known_layers import known_layers
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.data import ByteTokenizer
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, NotFinite
 from metattt.generation.sampling import generate, sample
 from metattt.generation.text import Continuation, generate_text
 from metattt.models import LanguageModel
@@ -172,3 +172,13 @@ def test_predictions_that_are_not_finite_are_refused() -> None:
         model.head.weight[7] = float("nan")
     with pytest.raises(MetaTTTError, match="not finite"):
         next(generate(model, torch.zeros(1, 3, dtype=torch.long), 3))
+
+
+def test_predictions_that_are_not_finite_are_found_at_their_token() -> None:
+    model = make()
+    tokens = generate(model, torch.randint(40, (3, 21)), 9)
+    next(tokens), next(tokens)
+    with torch.no_grad():
+        model.final_norm.weight.fill_(float("nan"))
+    with pytest.raises(NotFinite):
+        next(tokens)

@@ -2,6 +2,7 @@
 backbone."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from metattt.catalog.known_layers import known_layers
+from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
-from metattt.checkpoints.writing import write_model
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
-from metattt.models import LanguageModel, from_jax, from_published, to_jax, to_published
+from metattt.models import LanguageModel, from_published, to_published
 from metattt.models.published_config import build_empty
 from metattt.training.checkpoint_files import write_run
 
@@ -46,6 +47,15 @@ OWN_VIEWS = {
 }  # backbones set the views of task=reconstruction
 MIXERS = {"longhorn", "mamba", "mamba2_mixer"}  # which have no task
 CAUSAL_LAYERS = [name for name in known_layers() if name not in NOT_CAUSAL | TWO_IN_ONE | OWN_VIEWS | MIXERS]
+
+
+def to_jax(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return to_published(model, "jax")
+
+
+def from_jax(params: Mapping[str, Any], config: Mapping[str, Any]) -> LanguageModel:
+    return from_published(params, config, "jax")
+
 
 
 def golden(kind: str) -> Any:

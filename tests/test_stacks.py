@@ -18,10 +18,9 @@ from torch import Tensor
 
 import metattt
 from metattt.checkpoints.convert import convert
-from metattt.checkpoints.naming import to_names
-from metattt.checkpoints.record import make_record, record_config
+from metattt.checkpoints.folder import write_model
+from metattt.checkpoints.record import make_record, record_config, to_names
 from metattt.checkpoints.trained import load_model, read_checkpoint
-from metattt.checkpoints.writing import write_model
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from local_processes import together
 from speeds.time_parallel import TimeParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +32,6 @@ from metattt.parallel.cuts import check_cut
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.heads import divide_heads
 from metattt.parallel.line import MANY, Line, dump, fill, frame_of
-from metattt.parallel.local import together
 from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import may_scan, scannable
 from metattt.tasks.reconstruction import Reconstruction

@@ -15,11 +15,10 @@ from torch import Tensor
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError, check_choice
-from metattt.generation.static_step import CapturedStep, PlainStep
 from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.testing.specimen import distance, randomize
 
-OURS, PUBLISHED, BASELINE, GRAPH = "ours", "published style", "attention", "ours, CUDA graph"
+OURS, PUBLISHED, BASELINE = "ours", "published style", "attention"
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Decode:
         tokens: decoded in one timed call.
         rounds: timed calls, in turn.
         at_most: share of the published style's time that a model may take (reported, not enforced).
-        device: `cpu`, or `cuda`: then as generation does it, from a CUDA graph, too.
+        device: `cpu`, or `cuda`.
     """
 
     layers: list[str] = some("ttt_linear", "ttt_mlp")
@@ -105,12 +104,12 @@ class Decode:
             _, state = model.step(ids[:, :23])
             published = PublishedDecoding(model, state)
             expected = torch.cat([published.step(token) for token in ids[:, 23:].split(1, dim=1)], 1)
-            ways: dict[str, Callable[[Tensor], Tensor]] = {OURS: PlainStep(model, state.map(torch.clone))}
-            if self.device == "cuda":
-                ways[GRAPH] = CapturedStep(model, state)
-            for way, step in ways.items():
-                found = torch.stack([step(token).clone() for token in ids[:, 23:].unbind(1)], 1)
-                checks.append(require(f"{name}, {way} and {PUBLISHED}, logits, fp32", distance(found, expected), 1e-4))
+            found = []
+            for token in ids[:, 23:].split(1, dim=1):
+                logits, state = model.step(token, state)
+                found.append(logits)
+            off = distance(torch.cat(found, 1), expected)
+            checks.append(require(f"{name}, {OURS} and {PUBLISHED}, logits, fp32", off, 1e-4))
         return checks
 
     def _models(self, models: Mapping[str, LanguageModel], context: int) -> tuple[list[Row], list[Row]]:
@@ -127,11 +126,6 @@ class Decode:
             for token in ids.split(1, dim=1):
                 published.step(token)
 
-        @torch.inference_mode()
-        def replayed(graph: CapturedStep) -> None:
-            for token in ids.unbind(1):
-                graph(token)
-
         calls: dict[str, Callable[[], object]] = {}
         for name, model in models.items():
             with torch.inference_mode():
@@ -139,9 +133,6 @@ class Decode:
             calls[f"{name}\n{OURS}"] = partial(ours, model, state)
             if name != BASELINE:
                 calls[f"{name}\n{PUBLISHED}"] = partial(theirs, model, state)
-            if name != BASELINE and self.device == "cuda":
-                with torch.inference_mode():
-                    calls[f"{name}\n{GRAPH}"] = partial(replayed, CapturedStep(model, state))
         seconds = in_turn(calls, self.rounds)
         rows, versus = [], []
         for key, took in seconds.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Check, Row, Say, require, some
+from local_processes import together
 from report import Report
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -20,7 +21,6 @@ from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import average_gradients
 from metattt.parallel.line import Line, frame_of
-from metattt.parallel.local import together
 from metattt.parallel.relay import handed_on
 from metattt.parallel.scan import FIXED, scannable
 

@@ -8,12 +8,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from metattt.checkpoints.files import SAFETENSORS, check_new
-from metattt.checkpoints.folder import TOKENIZER
-from metattt.checkpoints.record import PUBLISHED_CONFIG, make_record
+from metattt.checkpoints.folder import TOKENIZER, new_folder, write_model
+from metattt.checkpoints.record import PUBLISHED_CONFIG, make_record, modules
 from metattt.checkpoints.tensors import write_tensors
 from metattt.checkpoints.trained import Weights, read_weights
-from metattt.checkpoints.trust import modules
-from metattt.checkpoints.writing import new_folder, write_model
 from metattt.errors import MetaTTTError, check_choice
 from metattt.io import write_whole
 from metattt.models.published import from_ours, to_ours, with_clipped_steps

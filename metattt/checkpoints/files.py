@@ -7,19 +7,17 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from metattt.checkpoints import folder as ours
 from metattt.checkpoints import rolling
-from metattt.checkpoints.folder import standing
-from metattt.checkpoints.record import RECORD
+from metattt.checkpoints.folder import Tensors, standing
 from metattt.checkpoints.tensors import read_tensors
 from metattt.errors import MetaTTTError
 from metattt.io import check_own, inside, path_of, read_object
 
-Tensors = Literal["all", "weights", "small", "none"]
 SAFETENSORS = "model.safetensors"  # of a model alone, with its configuration beside it
 #: names that releases have
 PUBLISHED = (f"{SAFETENSORS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -57,12 +55,10 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
         return files[0]
     if files:
         several = ", ".join(file.name for file in files)
-        raise MetaTTTError(
-            f"no checkpoint: which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
-        )
-    raise MetaTTTError(
-        f"no checkpoint: the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
-    )
+        reason = f"which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
+    else:
+        reason = f"the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
+    raise MetaTTTError(f"no checkpoint: {reason}")
 
 
 def home(checkpoint: Path) -> Path:
@@ -78,27 +74,13 @@ def read_content(file: Path, tensors: Tensors = "all") -> dict[str, Any]:
 
     Args:
         file: as `find_checkpoint` found it.
-        tensors: `all`; of a checkpoint of ours also `weights`, `none`, or `small`: neither weights nor what optimizers
-            hold for them, not compared with checksums.
+        tensors: which of a checkpoint of ours are read (`metattt.checkpoints.folder.read_checkpoint`).
 
     Raises:
         MetaTTTError: a file that is truncated, damaged, of another kind, or holds code; a part that is missing.
     """
     if ours.is_checkpoint(file):
-        compared = {"all": "", "weights": ours.MODEL}.get(tensors)
-        content = ours.read_content(file) if compared is None else ours.verify(file, compared)
-        names = set(ours.weights(content).values())
-
-        def wanted(name: str) -> bool:
-            small = name not in names and "/state/" not in name
-            return tensors == "all" or (name in names if tensors == "weights" else small and tensors == "small")
-
-        read = ours.read_checkpoint(file, content, wanted)
-        if tensors in ("small", "none"):
-            read.pop(ours.WEIGHTS, None)
-        return {
-            RECORD: {key: value for key, value in content.items() if key not in ("format", "files", "content")}
-        } | read
+        return ours.read_checkpoint(file, tensors)
     if file.name.endswith(".index.json"):
         return _read_index(file)
     check_own(file)

@@ -1,41 +1,56 @@
 """A checkpoint: a folder with tensors as safetensors, and `checkpoint.json` with everything else as plain data.
 
-    checkpoint.json       format, version, configuration, state of the training; the files with their sizes and
-    checksums model.safetensors     the weights
+    checkpoint.json       format, version, configuration, state of the training; files with sizes and checksums
+    model.safetensors     the weights
     training.safetensors  what optimizers and callbacks hold in tensors; not of a model alone
     tokenizer.json        where there is one
 
 Several processes that divide the tensors write a file each, `model-00001-of-00004.safetensors`, as
-`torch.distributed.checkpoint` lays them out; any number of processes read them (`metattt.checkpoints.writing` writes).
+`torch.distributed.checkpoint` lays them out; any number of processes read them. A checkpoint is written under another
+name, and renamed when all of it is on the disk: a process that is killed leaves the old one or the new one.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.futures import Future
 
-from metattt.checkpoints.plain import TENSOR, put_together
-from metattt.checkpoints.tensors import UNREADABLE, damaged
+from metattt.checkpoints.record import RECORD
+from metattt.checkpoints.tensors import TENSOR, UNREADABLE, alone, damaged, put_together, save, take_apart
 from metattt.errors import MetaTTTError
-from metattt.io import check_own, checksum, digest, inside, read_object, read_text
+from metattt.io import check_own, checksum, digest, inside, read_object, read_text, sync, write_whole
 
 CONTENT = "checkpoint.json"
 TOKENIZER = "tokenizer.json"  # of the `tokenizers` library
 FORMAT = "metattt checkpoint"
 WEIGHTS, STATES = "state_dict", "optimizer_states"  # the entries with the many tensors
 MODEL, TRAINING = "model", "training"  # how the names of the files with tensors begin
-OLD = ".old"  # after a folder's name while another takes its place
+NEW, OLD = ".part", ".old"  # after a folder's name while it is written, and while another takes its place
+PLACES = "DCP_SHARDING_INFO"  # the entry of a header that says where its tensors lie in the whole ones
+
+Tensors = Literal["all", "weights", "small", "none"]
+Files = dict[str, dict[str, Any]]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -44,7 +59,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_of_run(path: Path) -> bool:
-    """Whether a checkpoint is of a run that can go on, and not of a model alone."""
+    """Whether a checkpoint is of a run that can be resumed, and not of a model alone."""
     return "global_step" in (read_object(path / CONTENT).get("content") or ())
 
 
@@ -59,12 +74,14 @@ def canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
 def read_content(folder: Path) -> dict[str, Any]:
-    """What `checkpoint.json` says, compared with its checksum; and whether the files that it names, and no other
-    tensors, are there with their sizes. No tensors are read.
+    """What `checkpoint.json` says, compared with its checksum; no tensors are read.
 
     Raises:
-        MetaTTTError: a file that is missing, of another checkpoint, or damaged.
+        MetaTTTError: a file that is missing, of another size or checkpoint, or damaged; tensors that it does not name.
     """
     path = folder / CONTENT
     content = read_object(path)
@@ -86,15 +103,12 @@ def read_content(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, kind: str = "", share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Reads files of a checkpoint and compares them with their checksums.
+    """As `read_content`, and compares files with their checksums.
 
     Args:
         folder: the checkpoint.
         kind: how the names of the files begin.
         share: (i, n): every n-th file from the i-th on.
-
-    Returns:
-        As `read_content`.
 
     Raises:
         MetaTTTError: naming the first file that is not what was written.
@@ -109,26 +123,29 @@ def verify(folder: Path, kind: str = "", share: tuple[int, int] = (0, 1)) -> dic
     return content
 
 
-def read_checkpoint(
-    folder: Path, content: Mapping[str, Any], wanted: Callable[[str], bool] = lambda name: True
-) -> dict[str, Any]:
+def read_checkpoint(folder: Path, tensors: Tensors = "all") -> dict[str, Any]:
     """The content of a checkpoint with tensors on the CPU, put together from the pieces of all processes; those that
     one file holds may lie on the disk until they are used.
 
     Args:
-        folder: the checkpoint; `verify` compares its files.
-        content: as `read_content` returned it.
-        wanted: whether a tensor is read; the others are left out with their keys.
+        folder: the checkpoint.
+        tensors: `all` or `weights`, whose files are compared with their checksums; `small`: neither weights nor what
+            optimizers hold for them; or `none`. Tensors that are not read are left out with their keys.
 
     Raises:
-        MetaTTTError: a tensor that is not all there.
+        MetaTTTError: as `verify`; a tensor that is not all there.
     """
-    about = _metadata(folder)
+    kinds = {"all": "", "weights": MODEL}
+    content = verify(folder, kinds[tensors]) if tensors in kinds else read_content(folder)
+    names = set(weights(content).values())
+    metadata = _metadata(folder)
     found: dict[str, Tensor] = {}
     pieces: dict[str, Tensor] = {}
-    for place, stored in about.storage_data.items():
-        name, known = place.fqn, about.state_dict_metadata[place.fqn]
-        if not wanted(name) or isinstance(known, BytesStorageMetadata):  # (the files hold tensors alone)
+    for place, stored in metadata.storage_data.items():
+        name, known = place.fqn, metadata.state_dict_metadata[place.fqn]
+        small = name not in names and "/state/" not in name
+        wanted = {"all": True, "weights": name in names, "small": small, "none": False}[tensors]
+        if not wanted or isinstance(known, BytesStorageMetadata):  # (the files hold tensors alone)
             continue
         if len(known.chunks) == 1 and tuple(known.size) == tuple(stored.shape):
             with safe_open(stored.relative_path, framework="pt") as opened:
@@ -140,22 +157,21 @@ def read_checkpoint(
             pieces[name] = torch.empty(known.size, dtype=known.properties.dtype)
     load_parts(folder, pieces)
     read: dict[str, Any] = put_together(content["content"], found | pieces)
-    return read
+    if tensors in ("small", "none"):
+        read.pop(WEIGHTS, None)
+    return {RECORD: {key: value for key, value in content.items() if key not in ("format", "files", "content")}} | read
 
 
 def weights(content: Mapping[str, Any]) -> dict[str, str]:
     """The names of the weights, each with that of its tensor: that of another weight, where the two are one."""
     held = content["content"].get(WEIGHTS)
-    return (
-        {name: one[TENSOR] for name, one in held.items() if isinstance(one, dict) and TENSOR in one}
-        if isinstance(held, dict)
-        else {}
-    )
+    held = held if isinstance(held, dict) else {}
+    return {name: one[TENSOR] for name, one in held.items() if isinstance(one, dict) and TENSOR in one}
 
 
 def load_parts(folder: Path, tensors: Mapping[str, Tensor], together: bool = False) -> None:
-    """Fills tensors, whole or divided among processes, from the pieces that others wrote; in place, and every process
-    reads what it needs. `verify` compares the files.
+    """Fills tensors in place, whole or divided among processes, from the pieces that others wrote; every process reads
+    what it needs. `verify` compares the files.
 
     Args:
         folder: the checkpoint.
@@ -171,13 +187,8 @@ def load_parts(folder: Path, tensors: Mapping[str, Tensor], together: bool = Fal
         with warnings.catch_warnings(action="ignore"), torch.no_grad():  # that there is one process
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not together)
     except CheckpointException as error:
-        reason = (str(cause(error)).splitlines() or [""])[0]
+        reason = (str(_cause(error)).splitlines() or [""])[0]
         raise MetaTTTError(f"{folder} does not fit this model, or is damaged: {reason}") from error
-
-
-def cause(error: CheckpointException) -> BaseException:
-    """What a process raised first."""
-    return next(iter(error.failures.values()))[0]
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -203,3 +214,168 @@ def _metadata(folder: Path) -> Metadata:
         return HuggingFaceStorageReader(str(folder)).read_metadata()
     except UNREADABLE as error:
         raise damaged(folder, error) from error
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What a process raised first."""
+    return next(iter(error.failures.values()))[0]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """`torch.distributed.checkpoint` decides which process writes what of each tensor, and tells all if one fails.
+
+    The files are its own, but weights and the rest are apart, and safetensors writes them as they are (torch puts a
+    file together in memory first, as much again as all tensors).
+
+    Args:
+        new: the folder.
+        weights: names of the tensors that go into files of their own.
+        end: called in the first process with the files of all.
+    """
+
+    def __init__(self, new: Path, weights: Collection[str], end: Callable[[Files], None]):
+        super().__init__(str(new), save_distributed=True)
+        self.new, self.weights, self.end = new, weights, end
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        clear(self.new)
+        self.new.mkdir(parents=True)
+        numbered = super().prepare_global_plan(plans)
+        for plan in numbered:
+            plan.storage_data["count"] = len(plans)
+        return numbered
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        number, count = plan.storage_data["shard_index"], plan.storage_data["count"]
+        files: Files = {}
+        for kind in (MODEL, TRAINING):
+            tensors: dict[str, Tensor] = {}
+            places: dict[str, Any] = {}
+            seen = {0}  # of tensors without elements
+            for item in plan.items:
+                name = item.index.fqn
+                if (name in self.weights) != (kind == MODEL):
+                    continue
+                tensor = alone(planner.resolve_data(item))  # type: ignore[arg-type]
+                if tensor.data_ptr() in seen:  # tied and divided: every name has its own
+                    tensor = tensor.clone()
+                seen.add(tensor.data_ptr())
+                tensors[name] = tensor
+                places[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}  # type: ignore[union-attr]
+            if tensors:
+                piece = f"-{number:05}-of-{count:05}" if count > 1 else ""
+                file = self.new / f"{kind}{piece}.safetensors"
+                save(file, tensors, {PLACES: json.dumps(places)})
+                files[file.name] = _about(file)
+        done: Future[list[Any]] = Future()
+        done.set_result([files])
+        return done
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        self.end({name: about for result in results for files in result for name, about in files.items()})
+
+
+def write_checkpoint(
+    folder: Path,
+    record: Mapping[str, Any],
+    content: Mapping[str, Any],
+    tokenizer: str | None = None,
+    together: bool = False,
+) -> None:
+    """Writes a checkpoint in place of what has this name.
+
+    Args:
+        folder: the checkpoint.
+        record: version, configuration and what else is known of the model; plain data.
+        content: `state_dict`, and what else there is to keep of a run: plain data and tensors.
+        tokenizer: the text of its tokenizer.json.
+        together: all processes of the run call this, and each writes the tensors, or the pieces of them, that it holds.
+
+    Raises:
+        MetaTTTError: it cannot be written; what was there before is still there.
+    """
+    together = together and dist.is_initialized()
+    tensors: dict[str, Tensor] = {}
+    held = take_apart(dict(content[WEIGHTS]), tensors)
+    weights = set(tensors)
+    rest = {WEIGHTS: held, **take_apart({key: value for key, value in content.items() if key != WEIGHTS}, tensors)}
+    new = folder.with_name(folder.name + NEW)
+
+    def end(files: Files) -> None:
+        if tokenizer is not None:
+            write_whole(new / TOKENIZER, tokenizer.encode())
+            files[TOKENIZER] = _about(new / TOKENIZER)
+        said = {"format": FORMAT, **record, "files": files, "content": rest}
+        signed = {"checksum": digest(canonical(said)), **said}
+        write_whole(new / CONTENT, (json.dumps(signed, indent=1) + "\n").encode())
+        take_place(new, folder)
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that there is one process
+            dcp.save(tensors, storage_writer=_Writer(new, weights, end), no_dist=not together)
+    except CheckpointException as error:
+        if not together or dist.get_rank() == 0:
+            shutil.rmtree(new, ignore_errors=True)
+        raise _unwritten(folder, _cause(error)) from error
+
+
+def write_model(folder: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: str | None) -> None:
+    """As `write_checkpoint`, of a model alone, without the state of its training."""
+    write_checkpoint(folder, record, {WEIGHTS: tensors}, tokenizer)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder that gets its name when all that the block wrote into it is on the disk.
+
+    Raises:
+        MetaTTTError: it cannot be written.
+    """
+    new = folder.with_name(folder.name + NEW)
+    try:
+        clear(new)
+        new.mkdir(parents=True)
+        yield new
+        take_place(new, folder)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(folder, error) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def clear(folder: Path) -> None:
+    """Removes what a killed process left of a checkpoint; nothing else has this name."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def take_place(new: Path, folder: Path) -> None:
+    """The new folder becomes the checkpoint of this name."""
+    sync(new)
+    old = folder.with_name(folder.name + OLD)
+    if standing(folder) == folder:  # else the last one was killed between the two names
+        clear(old)
+        if folder.exists() or folder.is_symlink():
+            folder.rename(old)
+    new.rename(folder)
+    sync(folder.parent)
+    clear(old)
+
+
+def _about(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "xxh3": checksum(file)}
+
+
+def _unwritten(folder: Path, error: BaseException) -> MetaTTTError:
+    full = "No space left" in str(error)
+    advice = "; the disk is full: free some, or choose a folder on another disk" if full else ""
+    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return MetaTTTError(f"{folder} cannot be written: {said.splitlines()[0]}{advice}")

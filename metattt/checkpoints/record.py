@@ -1,8 +1,19 @@
-"""What stands beside the weights: version and configuration. In what is read and written it is the entry `RECORD`."""
+"""The record beside the weights: version and configuration, and what a configuration in a file may say.
+
+In memory a node of a component has `_target_`, a dotted path, which is what Hydra instantiates. On disk the same node
+has `_component_: learner=mlp` and `_version_: 1` in its place: a class may be moved or renamed, and old runs still find
+it. Classes that are not ours to move (Lightning's, or a user's own that no installed package announces) keep their
+`_target_`.
+
+A file comes from anywhere. What it names is looked up among registered components and a few classes of libraries, with
+the keys of their constructors, before any of it is imported, called or allocated. A class of a user's own needs
+`trust=<module>` on the command line; a file cannot give it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +21,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.checkpoints.naming import to_names, to_targets
-from metattt.checkpoints.trust import check_plain, is_computed, leaves
+from metattt.composition.announced import announced
+from metattt.composition.components import load_components
 from metattt.errors import MetaTTTError
 from metattt.io import inside, read_text
+from metattt.registry import PARAMETERS, REGISTERED, SCHEMAS, version_of
 
 RECORD = "metattt"  # the entry of a run's checkpoint
 PUBLISHED_CONFIG = "config.json"  # the configuration of a published model
@@ -21,20 +33,44 @@ VERSION = 4  # of the format; no other is read
 PARTS = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer", "callbacks", "logger")
 LONGEST_YAML = 2**20  # bytes
 
+COMPONENT, COMPONENT_VERSION = "_component_", "_version_"
+HOMES = {
+    "model": "metattt.models", "data": "metattt.data", "training": "metattt.training", "callback": "metattt.training",
+    "strategy": "metattt.training", "logger": "metattt.training",
+}  # fmt: skip
+"""Group -> our package whose modules register it, where that is not one of the parts of a layer."""
+
+OF_TRAINING = ("training", "callback", "logger", "strategy")
+"""Groups that a model is trained with, and that nothing else needs."""
+
+REFERENCE = re.compile(r"\$\{\w+(\.\w+)*\}")  # to another value of the configuration; nothing that is computed
+LIBRARIES = (
+    "lightning.Trainer",
+    "lightning.pytorch.callbacks.ModelCheckpoint",
+    "lightning.pytorch.callbacks.EarlyStopping",
+    "lightning.pytorch.loggers.CSVLogger",
+    "lightning.pytorch.loggers.TensorBoardLogger",
+    "lightning.pytorch.loggers.WandbLogger",
+    "lightning.pytorch.loggers.MLFlowLogger",
+)
+"""Classes of libraries that configurations of ours name, beside torch's own modules, of which a learner may be made."""
+
+MOST = {"num_workers": 256, "devices": 1024, "num_nodes": 2**16, "steps": 2**14, "prefetch_factor": 1024}
+"""Settings that start processes or go round loops: the most that a file may ask for."""
+
+COUNTS, OF_MODEL = ("num_layers", "depth"), ("model", "layer", "learner", "task", "optimizer")
+"""Settings that make a number of tensors (at most as many as the file has), and where they stand."""
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
 
 def make_record(cfg: DictConfig, **others: Any) -> dict[str, Any]:
-    """The record of a configuration.
+    """The record of a composed configuration, with `others`, plain data.
 
-    Args:
-        cfg: as it was composed.
-        others: what else is to be kept, plain data.
+    What resolvers compute is kept as its value: `${oc.env:...}` means nothing elsewhere, and a file may not say what is
+    computed. References from key to key stay.
     """
-    return {"version": VERSION, "config": to_names(_computed(cfg)), **others}
-
-
-def _computed(cfg: DictConfig) -> Any:
-    """The plain configuration, with values in the place of what resolvers compute: `${oc.env:...}` means nothing
-    elsewhere, and a file may not say what is computed. References from key to key stay."""
     plain: Any = OmegaConf.to_container(cfg)
     for path, text in list(leaves(plain)):
         if is_computed(text):
@@ -43,14 +79,14 @@ def _computed(cfg: DictConfig) -> Any:
                 written, live = written[key], live[key]
             value = live[path[-1]]
             written[path[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    return plain
+    return {"version": VERSION, "config": to_names(plain), **others}
 
 
 def checked_record(record: Any, origin: Path) -> dict[str, Any]:
     """A record that this release reads.
 
     Raises:
-        MetaTTTError: it is none, or of another version.
+        MetaTTTError: it is none, of another version, or has a configuration in which something is computed.
     """
     if not isinstance(record, Mapping) or not isinstance(record.get("config"), Mapping):
         raise MetaTTTError(f"{origin} is not a checkpoint of metattt train: it holds no configuration")
@@ -80,7 +116,7 @@ def record_config(
         record: as `checked_record` returns it.
         origin: the file that it is from.
         skip: groups whose components need not be known here.
-        trust: modules of the user's whose classes it may name (`metattt.checkpoints.trust`).
+        trust: modules of the user's whose classes it may name.
 
     Raises:
         MetaTTTError: a component that is not known here or not allowed, or values that are no configuration.
@@ -117,3 +153,186 @@ class _NoAliases(yaml.SafeLoader):
         if self.check_event(yaml.events.AliasEvent):
             raise yaml.YAMLError("it has *aliases, which are not read")
         return super().compose_node(parent, index)
+
+
+# -- components by name ------------------------------------------------------------------------------------------------
+
+
+def to_names(node: Any) -> Any:
+    """A plain configuration (dictionaries, lists, values) as it is written to disk."""
+    return _named(node, {target: key for key, target in REGISTERED.items() if _is_announced(target)})
+
+
+def _named(node: Any, names: dict[str, tuple[str, str]]) -> Any:
+    if isinstance(node, list):
+        return [_named(one, names) for one in node]
+    if not isinstance(node, dict):
+        return node
+    written = {key: _named(value, names) for key, value in node.items()}
+    target = node.get("_target_")
+    if not isinstance(target, str) or target not in names:
+        return written
+    del written["_target_"]
+    return {COMPONENT: "=".join(names[target]), COMPONENT_VERSION: version_of(*names[target])} | written
+
+
+def _is_announced(target: str) -> bool:
+    """Whether another process will find a registered class by its name: it is ours, or of a package that announces its
+    components."""
+    owner = target.partition(".")[0]
+    packages = (entry.value.partition(".")[0] for entry in announced("metattt.components"))
+    return owner == "metattt" or owner in packages
+
+
+def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Collection[str] = ()) -> Any:
+    """The configuration that `to_names` wrote, ready to be instantiated; arguments as for `record_config`.
+
+    Raises:
+        MetaTTTError: a component that nothing registers, or of another version; a class that is no component and not
+            trusted; a key or a value that its constructor does not take.
+    """
+    if isinstance(node, list):
+        return [to_targets(one, origin, skip, trust) for one in node]
+    if not isinstance(node, dict):
+        return node
+    if COMPONENT not in node:
+        if "_target_" in node:
+            check_target(node["_target_"], node, origin, trust)
+        return {key: to_targets(value, origin, skip, trust) for key, value in node.items()}
+    group, equals, name = str(node[COMPONENT]).partition("=")
+    if not equals or "_target_" in node:
+        raise MetaTTTError(f"{origin} names a component as {node[COMPONENT]!r}: it must be group=name, and alone")
+    if group in skip:
+        return node
+    if (group, name) not in REGISTERED:
+        load_components()
+    if (group, name) not in REGISTERED and group in HOMES:
+        load_components((HOMES[group],))
+    if (group, name) not in REGISTERED:
+        raise MetaTTTError(
+            f"{origin} was made with {group}={name}, which nothing here registers: install the package that does"
+        )
+    target, now, version = REGISTERED[group, name], version_of(group, name), node.get(COMPONENT_VERSION)
+    if version != now or type(version) is not int:
+        newer = type(version) is int and version > now
+        remedy = "update the package that registers it" if newer else "use the release that wrote it"
+        raise MetaTTTError(f"{origin} has version {version} of {group}={name}, and here is version {now}: {remedy}")
+    parameters = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
+    check_keys(f"{group}={name}", target, parameters, origin)
+    return {"_target_": target} | to_targets(parameters, origin, skip, trust)
+
+
+# -- what a file may say -----------------------------------------------------------------------------------------------
+
+
+def modules(given: Any) -> tuple[str, ...]:
+    """The modules that `trust=` names: none, one, or a list.
+
+    Raises:
+        MetaTTTError: what is no dotted name.
+    """
+    names = [] if given is None else [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(name, str) and re.fullmatch(r"\w+(\.\w+)*", name) for name in names):
+        raise MetaTTTError(f"trust={given} is not allowed: give the module of your class, trust=my_package.my_module")
+    return tuple(names)
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The values of nested dictionaries and lists, each with the keys that lead to it."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from leaves(value, (*path, key))
+    else:
+        yield path, node
+
+
+def is_computed(value: Any) -> bool:
+    """Whether a value is a text in which something is filled in other than another value."""
+    return isinstance(value, str) and "${" in REFERENCE.sub("", value)
+
+
+def check_plain(config: Any, origin: object) -> None:
+    """Refuses values that are computed.
+
+    Raises:
+        MetaTTTError: naming the place in the file.
+    """
+    for path, value in leaves(config):
+        if is_computed(value):
+            where = ".".join(map(str, path))
+            raise MetaTTTError(
+                f"{origin} has {value[:80]!r} as `{where}`: only ${{key}} is filled in, nothing is computed"
+            )
+
+
+def check_target(target: Any, node: Mapping[str, Any], origin: object, trust: Collection[str]) -> None:
+    """Refuses a class that is not registered, unless it is torch's own module, one of `LIBRARIES`, or trusted.
+
+    Raises:
+        MetaTTTError: naming the class and the override that allows it.
+    """
+    if not isinstance(target, str):
+        raise MetaTTTError(f"{origin} names a class as {str(target)[:60]!r}: it must be a text")
+    if any(target == one or target.startswith(f"{one}.") for one in trust):
+        return
+    if target not in LIBRARIES and not _is_module(target):
+        module = target.rpartition(".")[0] or target
+        raise MetaTTTError(
+            f"{origin} names {target[:200]!r}, which is no registered component; a file may not say what is run.\n"
+            f"If you trust that code, and know that the file means it: add trust={module[:200]}"
+        )
+    if target in LIBRARIES:
+        check_keys(target, target, node, origin)
+
+
+def _is_module(target: str) -> bool:
+    """Whether it is a module of torch by its own name."""
+    if not re.fullmatch(r"torch\.nn\.[A-Z]\w*", target):
+        return False
+    from torch import nn
+
+    found = getattr(nn, target.rpartition(".")[2], None)
+    return isinstance(found, type) and issubclass(found, nn.Module)
+
+
+def check_keys(what: str, target: str, node: Mapping[str, Any], origin: object) -> None:
+    """Refuses keys that the constructor does not have or that mean something to Hydra, and values of other types.
+
+    Args:
+        what: the component, for messages: `learner=mlp`.
+        target: dotted path of its class.
+        node: its parameters.
+        origin: the file.
+
+    Raises:
+        MetaTTTError: naming the key.
+    """
+    for key, value in node.items():
+        if key.startswith("_") and key != "_target_" and not (key == "_partial_" and isinstance(value, bool)):
+            raise MetaTTTError(f"{origin} has the key `{key}` for {what}, which a file may not set")
+        if target in PARAMETERS and not key.startswith("_") and key not in PARAMETERS[target]:
+            raise MetaTTTError(
+                f"{origin} has `{key}` for {what}, which has no such parameter: it is of another version, or damaged"
+            )
+    if target in SCHEMAS:
+        plain = {key: value for key, value in node.items() if not key.startswith("_") and not isinstance(value, dict)}
+        try:
+            OmegaConf.merge(OmegaConf.structured(SCHEMAS[target]), plain)
+        except OmegaConfBaseException as error:
+            raise MetaTTTError(f"{origin}: {what}: {str(error).splitlines()[0]}") from error
+
+
+def check_amounts(config: Any, origin: object, tensors: int) -> None:
+    """Refuses numbers of processes, rounds and blocks that no run of ours asks for; of blocks, more than the `tensors`
+    that are beside the configuration.
+
+    Raises:
+        MetaTTTError: naming the key and its value.
+    """
+    for path, value in leaves(OmegaConf.to_container(config) if OmegaConf.is_config(config) else config):
+        counted = path and path[-1] in COUNTS and not set(OF_MODEL).isdisjoint(path[:-1])
+        limit = tensors if counted else MOST.get(path[-1]) if path else None
+        if type(value) is int and limit is not None and value > limit:
+            raise MetaTTTError(
+                f"{origin} has {'.'.join(map(str, path))}={value:,}, and {limit:,} at most is possible: it is damaged"
+            )

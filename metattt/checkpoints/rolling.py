@@ -1,4 +1,4 @@
-"""The checkpoints of a run, `<run>/checkpoints/step-00000100`: found, the damaged passed over, the old removed."""
+"""The checkpoints of a run, `<run>/checkpoints/step-00000100`: the newest that is whole, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def step_of(checkpoint: Path) -> int | None:
 
 def steps(run_folder: Path) -> list[tuple[int, Path]]:
     """Steps and paths of a run's checkpoints, whole or damaged, newest first."""
+    found = ((step_of(path), path) for path in _entries(run_folder))
+    return sorted(((step, path) for step, path in found if step is not None), reverse=True)
+
+
+def _entries(run_folder: Path) -> list[Path]:
     folder = run_folder / FOLDER
-    entries = list(folder.iterdir()) if folder.is_dir() else []
-    return sorted(((step, path) for path in entries if (step := step_of(path)) is not None), reverse=True)
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def newest_good(run_folder: Path, verify: Callable[[Path], object]) -> Path:
-    """The newest checkpoint of a run that is not damaged; newer ones are named on stderr.
-
-    Args:
-        run_folder: the folder of the run, with at least one checkpoint.
-        verify: raises MetaTTTError for a checkpoint that cannot be used.
+    """The newest checkpoint of a run that `verify` raises no MetaTTTError for; newer ones are named on stderr.
 
     Raises:
         MetaTTTError: all of them are damaged.
@@ -70,38 +70,9 @@ def newest_good(run_folder: Path, verify: Callable[[Path], object]) -> Path:
     ) from reason
 
 
-def prune(run_folder: Path, keep: int, best: int | None = None) -> None:
-    """Removes all checkpoints but the newest `keep` and that of step `best`; nothing that is not surely one of ours.
-
-    Raises:
-        OSError: one that cannot be removed.
-    """
-    for step, path in steps(run_folder)[keep:]:
-        if step != best and is_ours(path):
-            remove_checkpoint(path)
-
-
-def remove_leftovers(run_folder: Path) -> None:
-    """Removes what a killed process left half written. Only for who holds the run's lock: another may be writing.
-
-    Raises:
-        OSError: one that cannot be removed.
-    """
-    folder = run_folder / FOLDER
-    for path in list(folder.iterdir()) if folder.is_dir() else []:
-        if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            remove_checkpoint(path)
-
-
 def set_aside(path: Path) -> Path:
-    """Renames a damaged file or folder to `<name>.damaged-<n>`, the first that is free. It is not removed.
-
-    Returns:
-        Its new name.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Renames a damaged file or folder to `<name>.damaged-<n>`, the first that is free, and returns that. It is not
+    removed."""
     number = 1
     while (target := path.with_name(f"{path.name}{DAMAGED}-{number}")).exists() or target.is_symlink():
         number += 1
@@ -109,32 +80,39 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def remove_newer(run_folder: Path, step: int) -> None:
-    """Removes the checkpoints after a step that are surely ours; −1 removes all of them.
+# -- removal: OSError where something cannot be removed ----------------------------------------------------------------
 
-    Raises:
-        OSError: one that cannot be removed.
-    """
+
+def prune(run_folder: Path, keep: int, best: int | None = None) -> None:
+    """Removes all checkpoints but the newest `keep` and that of step `best`; nothing that is not surely one of ours."""
+    for step, path in steps(run_folder)[keep:]:
+        if step != best and is_ours(path):
+            remove_checkpoint(path)
+
+
+def remove_newer(run_folder: Path, step: int) -> None:
+    """Removes the checkpoints after a step that are surely ours; −1 removes all of them."""
     for newer, path in steps(run_folder):
         if newer > step and is_ours(path):
             remove_checkpoint(path)
 
 
+def remove_leftovers(run_folder: Path) -> None:
+    """Removes what a killed process left half written. Only for who holds the run's lock: another may be writing."""
+    for path in _entries(run_folder):
+        if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            remove_checkpoint(path)
+
+
 def is_ours(path: Path) -> bool:
     """Whether a path is a checkpoint that a run of ours wrote, and not reached by a link."""
-    if path.is_symlink() or (path.parent.name == FOLDER and path.parent.is_symlink()):
-        return False
-    return (path / CONTENT).is_file()
+    linked = path.is_symlink() or (path.parent.name == FOLDER and path.parent.is_symlink())
+    return not linked and (path / CONTENT).is_file()
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint that is ours. Renamed first: what is removed half is no checkpoint any more.
-
-    Links in it are removed, and never what they lead to.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Removes a checkpoint that is ours. Renamed first: what is removed half is no checkpoint any more. Links in it are
+    removed, and never what they lead to."""
     gone = path.with_name(f"{path.name.partition('.')[0]}.gone")
     if gone != path:
         if gone.exists():

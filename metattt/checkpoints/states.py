@@ -11,8 +11,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from metattt.checkpoints.plain import SCALARS, TENSOR, put_together, take_apart
-from metattt.checkpoints.tensors import checksum, read_described, write_tensors
+from metattt.checkpoints.tensors import (
+    SCALARS,
+    TENSOR,
+    checksum,
+    put_together,
+    read_described,
+    take_apart,
+    write_tensors,
+)
 from metattt.errors import MetaTTTError
 from metattt.io import check_own, parse, path_of, replaced
 from metattt.models.language_model import LanguageModelState
@@ -39,13 +46,9 @@ def write_state(path: str | Path, state: Any, model: nn.Module | None = None) ->
     """
     file = Path(path).expanduser()
     tensors: dict[str, Tensor] = {}
-    content = take_apart(_as_plain(state), tensors)
-    about = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": None if model is None else fingerprint(model),
-        "state": content,
-    }
+    held = take_apart(_as_plain(state), tensors)
+    known = None if model is None else fingerprint(model)
+    about = {"format": FORMAT, "version": VERSION, "model": known, "state": held}
     try:
         with replaced(file) as part:
             write_tensors(part, tensors, json.dumps(about))
@@ -71,8 +74,12 @@ def read_state(path: str | Path, kind: type[S], device: torch.device | str, mode
         raise MetaTTTError(
             f"{file} has a state of version {about.get('version')!r:.20}; this release reads version {VERSION}"
         )
-    if model is not None:
-        _compare(file, about.get("model"), model)
+    if model is not None and (known := about.get("model")) != fingerprint(model):
+        if known is None:
+            raise MetaTTTError(f"{file} does not say which model it is of: save it with state.save(path, model=model)")
+        raise MetaTTTError(
+            f"{file} was learned by another model, or with other weights: load that one, or leave out model="
+        )
     content = about.get("state")
     if _names(content) != tensors.keys():
         raise MetaTTTError(f"{file} is damaged: it does not hold the tensors of its state")
@@ -85,15 +92,6 @@ def read_state(path: str | Path, kind: type[S], device: torch.device | str, mode
 def fingerprint(model: nn.Module) -> str:
     """What identifies a model: the names, shapes, types and values of its parameters and buffers."""
     return checksum({name: tensor.cpu() for name, tensor in model.state_dict().items()})
-
-
-def _compare(file: Path, known: Any, model: nn.Module) -> None:
-    if known is None:
-        raise MetaTTTError(f"{file} does not say which model it is of: save it with state.save(path, model=model)")
-    if known != fingerprint(model):
-        raise MetaTTTError(
-            f"{file} was learned by another model, or with other weights: load that one, or leave out model="
-        )
 
 
 def _as_plain(node: Any) -> Any:

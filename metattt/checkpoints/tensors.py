@@ -1,4 +1,8 @@
-"""Tensors in one safetensors file with one checksum in its header, so that the file is checked wherever it is."""
+"""What files of ours are made of: plain data as JSON, without a pickle, and tensors as safetensors.
+
+JSON knows no tuples, and no keys but texts. An object with one key that begins with `$` stands for what it has not:
+`{"$tensor": name}`, `{"$tuple": [...]}`, `{"$items": [[key, value], ...]}` for a dictionary with other keys.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,86 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from metattt.errors import MetaTTTError
 from metattt.io import sync
 
+TENSOR, TUPLE, ITEMS = "$tensor", "$tuple", "$items"
+SCALARS = (str, int, float, bool, type(None))
 CHECKSUM, ABOUT = "xxh3", "about"  # entries of the header
 UNREADABLE = (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError)
 """What safetensors raises for a file that is none."""
+
+
+def take_apart(node: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+    """What `json` can write; the tensors inside go into `tensors`, by their place:
+    `optimizer_states/0/state/3/exp_avg`. One that is there twice goes there once.
+
+    Raises:
+        MetaTTTError: an object that is neither plain data nor a tensor.
+    """
+    return _take_apart(node, tensors, {}, path)
+
+
+def _take_apart(node: Any, tensors: dict[str, Tensor], seen: dict[Any, str], path: str) -> Any:
+    if isinstance(node, Tensor):
+        shared = not isinstance(node, DTensor) and node.numel() > 0
+        place = (node.device, node.data_ptr(), node.shape, node.stride(), node.dtype) if shared else path
+        name = seen.setdefault(place, path)
+        tensors[name] = node
+        return {TENSOR: name}
+    if isinstance(node, Mapping):
+        items = [(key, _take_apart(value, tensors, seen, f"{path}/{key}".lstrip("/"))) for key, value in node.items()]
+        if all(type(key) is str and not key.startswith("$") for key in node):
+            return dict(items)
+        return {ITEMS: [[_take_apart(key, tensors, seen, f"{path}/key"), value] for key, value in items]}
+    if isinstance(node, list | tuple):
+        listed = [_take_apart(one, tensors, seen, f"{path}/{index}") for index, one in enumerate(node)]
+        return {TUPLE: listed} if isinstance(node, tuple) else listed
+    if isinstance(node, SCALARS):
+        return node
+    if hasattr(node, "item") and getattr(node, "ndim", None) == 0:  # a scalar of numpy
+        return node.item()
+    raise MetaTTTError(
+        f"a checkpoint cannot hold {type(node).__name__} ({path}): a callback's state may be numbers, texts, lists, "
+        "dictionaries and tensors"
+    )
+
+
+def put_together(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `take_apart` took apart. Tensors that are not given are left out with their keys.
+
+    Raises:
+        MetaTTTError: a mark that is none of ours.
+    """
+    if isinstance(node, list):
+        return [put_together(one, tensors) for one in node if not _absent(one, tensors)]
+    if not isinstance(node, dict):
+        return node
+    mark = next((key for key in node if key.startswith("$")), None)
+    if mark is None:
+        return {key: put_together(value, tensors) for key, value in node.items() if not _absent(value, tensors)}
+    value = node[mark]
+    if len(node) == 1 and mark == TENSOR and isinstance(value, str):
+        return tensors[value]
+    if len(node) == 1 and mark == TUPLE and isinstance(value, list):
+        return tuple(put_together(one, tensors) for one in value)
+    pairs = len(node) == 1 and mark == ITEMS and isinstance(value, list)
+    if not pairs or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise MetaTTTError(f"`{mark}` is not what a checkpoint of ours holds")
+    found = [(put_together(key, tensors), one) for key, one in value]
+    if not all(isinstance(key, (*SCALARS, tuple)) for key, _ in found):
+        raise MetaTTTError(f"`{ITEMS}` has a key that is none")
+    return {key: put_together(one, tensors) for key, one in found if not _absent(one, tensors)}
+
+
+def _absent(node: Any, tensors: Mapping[str, Tensor]) -> bool:
+    name = node.get(TENSOR) if isinstance(node, dict) else None
+    return isinstance(name, str) and name not in tensors
+
+
+# -- one file, with one checksum in its header, so that it is checked wherever it is -----------------------------------
 
 
 def checksum(tensors: Mapping[str, Tensor], about: str = "") -> str:
@@ -70,11 +147,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def read_described(file: Path) -> tuple[dict[str, Tensor], str]:
-    """As `read_tensors`, with the text that says what the tensors are.
-
-    Raises:
-        MetaTTTError: as `read_tensors`.
-    """
+    """As `read_tensors`, with the text that says what the tensors are."""
     try:
         with safe_open(file, framework="pt") as opened:
             header: dict[str, Any] = opened.metadata() or {}

@@ -12,16 +12,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from metattt.checkpoints.files import Tensors, find_checkpoint, read_content
-from metattt.checkpoints.folder import WEIGHTS, is_checkpoint, read_tokenizer, shapes
-from metattt.checkpoints.naming import OF_TRAINING
-from metattt.checkpoints.record import PUBLISHED_CONFIG, RECORD, checked_record, record_config
-from metattt.checkpoints.trust import check_amounts
+from metattt.checkpoints.files import find_checkpoint, read_content
+from metattt.checkpoints.folder import WEIGHTS, Tensors, is_checkpoint, read_tokenizer, shapes
+from metattt.checkpoints.record import (
+    OF_TRAINING,
+    PUBLISHED_CONFIG,
+    RECORD,
+    check_amounts,
+    checked_record,
+    record_config,
+)
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.io import read_object
 from metattt.models.language_model import LanguageModel
-from metattt.models.published import Side, guess_side, to_ours
+from metattt.models.published import Side, flatten, guess_side, to_ours
 from metattt.models.published_config import PublishedConfig, build_empty
 
 PREFIX = "model."  # of the model's parameters in a run's state_dict, and for Transformers
@@ -81,8 +86,8 @@ def open_trained(path: str | Path, skip: Collection[str] = OF_TRAINING, trust: C
 
     Args:
         path: as for `find_checkpoint`.
-        skip: groups whose components need not be known here (`metattt.checkpoints.naming`).
-        trust: modules of the user's whose classes it may name (`metattt.checkpoints.trust`).
+        skip: groups whose components need not be known here.
+        trust: modules of the user's whose classes it may name.
 
     Raises:
         MetaTTTError: no checkpoint, or one that cannot be read; a component that is not known or not allowed.
@@ -113,10 +118,11 @@ def read_weights(path: str | Path, trust: Collection[str] = ()) -> Weights:
         return Weights(about, tensors, "ours", of_run)
     if set(content) == {WEIGHTS} and isinstance(content[WEIGHTS], Mapping):
         content = dict(content[WEIGHTS])
-    if _is_exported(file):
+    beside = file.parent / PUBLISHED_CONFIG
+    if beside.is_file() and EXPORTED in read_object(beside):
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in content.items()}
         return Weights(_theirs(file, trust), tensors, "ours", False)
-    side = guess_side(_paths(content))
+    side = guess_side(flatten(content))
     if side is None:
         names = ", ".join(list(content)[:3]) or "nothing"
         theirs = "published names (model.embed_tokens.weight, wte/embedding)"
@@ -259,34 +265,24 @@ def _of_run(file: Path, content: Mapping[str, Any], skip: Collection[str], trust
 
 def _evaluation(file: Path, saved: Any) -> dict[str, Any] | None:
     """How images were made, within what a file may ask for: a small `crop_pct` means a large picture."""
-    if saved is None:
-        return None
-    known = isinstance(saved, dict) and saved.keys() == {"crop_pct", "interpolation"}
-    if (
-        known
-        and type(saved["crop_pct"]) in (int, float)
-        and 0.1 <= saved["crop_pct"] <= 1
-        and saved["interpolation"] in INTERPOLATIONS
-    ):
-        return dict(saved)
+    match saved:
+        case None:
+            return None
+        case {"crop_pct": float() | int() as crop, "interpolation": how, **more} if not more:
+            if 0.1 <= crop <= 1 and how in INTERPOLATIONS:
+                return dict(saved)
     raise MetaTTTError(f"{file} has evaluation={str(saved)[:80]}, which is no way to resize and crop: it is damaged")
 
 
 def _theirs(file: Path, trust: Collection[str]) -> Trained:
     """A published model, or one of ours that Transformers wrote."""
-    content = read_object(file.parent / PUBLISHED_CONFIG)
+    origin = file.parent / PUBLISHED_CONFIG
+    content = read_object(origin)
     if EXPORTED in content:
-        origin = file.parent / PUBLISHED_CONFIG
         config = record_config(checked_record(content[EXPORTED], origin), origin, (), trust)
     else:
         config = PublishedConfig.read(content).compose()
     return Trained(file, config, read_tokenizer(file.parent))
-
-
-def _is_exported(file: Path) -> bool:
-    """Whether the configuration beside weights is of `metattt export`."""
-    path = file.parent / PUBLISHED_CONFIG
-    return path.is_file() and EXPORTED in read_object(path)
 
 
 def _tied(model: LanguageModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -301,11 +297,3 @@ def _take_types(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if name in tensors and tensors[name].is_floating_point():
             parameter.data = parameter.data.to(tensors[name].dtype)
-
-
-def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    return [
-        path
-        for key, value in tree.items()
-        for path in (_paths(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"])
-    ]

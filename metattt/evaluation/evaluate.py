@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from metattt.checkpoints.files import SAFETENSORS, find_checkpoint, home
+from metattt.checkpoints.record import modules
 from metattt.checkpoints.trained import Trained, load_model, open_trained
-from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.errors import MetaTTTError, check_choice
 from metattt.evaluation.output import Report, report

@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from metattt.checkpoints.files import find_checkpoint, home
-from metattt.checkpoints.naming import OF_TRAINING
-from metattt.checkpoints.record import RECORD
+from metattt.checkpoints.record import OF_TRAINING, RECORD, modules
 from metattt.checkpoints.trained import load_model, open_trained, read_checkpoint
-from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.base import MOST_ROWS
 from metattt.data.images import CorruptImage, ImageData

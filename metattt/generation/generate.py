@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from metattt.checkpoints.naming import OF_TRAINING
+from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import load_model, open_trained
-from metattt.checkpoints.trust import modules
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.tokenizers import tokenizer_of
 from metattt.errors import MetaTTTError, NotFinite, check_integer

@@ -88,25 +88,15 @@ class MetaTTTCache(Cache):
         self._state, self._seen = None, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused, but for 0 tokens.
-
-        Raises:
-            MetaTTTError: always else.
-        """
+        """Refused, but for 0 tokens: a token that a model has learned from cannot be taken back."""
         if tokens_to_remove:
-            self._refuse("a token that a model has learned from cannot be taken back")
+            self.update()
 
     def update(self, *args: Any, **options: Any) -> NoReturn:
-        """Refused.
-
-        Raises:
-            MetaTTTError: always.
-        """
-        self._refuse("it holds no keys and values")
-
-    def _refuse(self, reason: str) -> NoReturn:
+        """Refused: there are no keys and values."""
         raise MetaTTTError(
-            f"a MetaTTTCache cannot do that: {reason}; generate without speculation (greedy, sampling, beams)"
+            "a MetaTTTCache cannot do that: it holds no keys and values, and a token that a model has learned from "
+            "cannot be taken back; generate without speculation (greedy, sampling, beams)"
         )
 
     @property
@@ -119,20 +109,9 @@ class MetaTTTCache(Cache):
         """Whether anything was read."""
         return self._state is not None
 
-    @property
-    def is_linear(self) -> list[bool]:
-        """Not so: then Transformers would hand over tokens again that were read."""
-        return [False]
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: the state's tensors are new ones after every call."""
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        """False: see `crop`."""
-        return False
+    is_linear = [False]  # noqa: RUF012 - else Transformers would hand over tokens again that were read
+    is_compileable = False  # the state's tensors are new ones after every call
+    is_croppable = False
 
     def __len__(self) -> int:
         return 0 if self._state is None else len(self._state.layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from metattt.layer import TTTLayer
@@ -54,7 +54,8 @@ def model_card(made: MetaTTTForCausalLM, name: str, context: int | None = None) 
     """
     hub = need("huggingface_hub", extra="hf", what="metattt export")
     data = hub.ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=list(TAGS))
-    rows = [f"| {blocks} | {layer} |" for blocks, layer in _layers(made.model.blocks)]
+    layers = Counter(_described(block.layer) for block in made.model.blocks)
+    rows = [f"| {count} block{'s' * (count > 1)} | {layer} |" for layer, count in layers.items()]
     rows += [f"| trained on | windows of {context:,} tokens |"] if context else []
     return TEXT.format(
         header=f"---\n{data.to_yaml()}\n---",
@@ -65,13 +66,6 @@ def model_card(made: MetaTTTForCausalLM, name: str, context: int | None = None) 
         vocabulary=made.config.vocab_size,
         rows="\n".join(rows),
     )
-
-
-def _layers(blocks: Any) -> list[tuple[str, str]]:
-    """Which blocks have which layer; neighbours that are alike together."""
-    described = enumerate(_described(block.layer) for block in blocks)
-    groups = [(layer, [number for number, _ in same]) for layer, same in groupby(described, lambda pair: pair[1])]
-    return [(f"block {one[0]}" if len(one) == 1 else f"blocks {one[0]} to {one[-1]}", layer) for layer, one in groups]
 
 
 def _described(layer: Any) -> str:

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.checkpoints.record import checked_record, make_record, record_config
-from metattt.checkpoints.trust import check_amounts
+from metattt.checkpoints.record import check_amounts, checked_record, make_record, record_config
 from metattt.errors import MetaTTTError
 from metattt.optional import need
 

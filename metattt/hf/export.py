@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from metattt.checkpoints.files import SAFETENSORS, check_new
-from metattt.checkpoints.naming import OF_TRAINING
+from metattt.checkpoints.folder import new_folder
+from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.tensors import write_tensors
 from metattt.checkpoints.trained import load_model, open_trained
-from metattt.checkpoints.trust import modules
-from metattt.checkpoints.writing import new_folder
 from metattt.composition.settings import settings
 from metattt.data.text import ByteTokenizer
 from metattt.data.tokenizers import FileTokenizer, tokenizer_of
@@ -69,7 +68,7 @@ def export(cfg: DictConfig) -> None:
     types = {parameter.dtype for parameter in model.parameters()}
     model.to(reduce(torch.promote_types, types) if chosen.dtype is None else DTYPES[chosen.dtype])  # one type for all
     made = MetaTTTForCausalLM.of(model, config, trust)
-    write_folder(target, made, tokenizer, _context(config))
+    write_folder(target, made, tokenizer, OmegaConf.select(config, "data.context_length"))
     print(f"{target}  {model.num_parameters():,} parameters, {str(made.config.dtype).removeprefix('torch.')}")
     if chosen.push_to_hub is not None:
         print(push(target, chosen.push_to_hub, chosen.private))
@@ -89,15 +88,11 @@ def write_folder(
     Raises:
         MetaTTTError: it cannot be written.
     """
-    start = tokenizer.separator
+    start, end = tokenizer.separator, ends(tokenizer)[-1]
     config = MetaTTTConfig(
-        metattt=made.config.metattt,
-        bos_token_id=start,
-        eos_token_id=ends(tokenizer)[-1],
-        pad_token_id=start,
-        architectures=[type(made).__name__],
-        dtype=made.config.dtype,
-    )
+        metattt=made.config.metattt, bos_token_id=start, eos_token_id=end, pad_token_id=start,
+        architectures=[type(made).__name__], dtype=made.config.dtype,
+    )  # fmt: skip
     with new_folder(target) as folder:
         config.save_pretrained(folder)
         generation_config(tokenizer).save_pretrained(folder)
@@ -120,11 +115,7 @@ def generation_config(tokenizer: ByteTokenizer | FileTokenizer) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Refuses what cannot be the name of a repository.
-
-    Raises:
-        MetaTTTError: naming it.
-    """
+    """Refuses what cannot be the name of a repository of somebody."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", name, flags=re.ASCII):
         raise MetaTTTError(
             f"push_to_hub={name:.100} is not allowed: give <user or organisation>/<name>, as on the Hugging Face Hub"
@@ -155,8 +146,3 @@ def push(folder: Path, name: str, private: bool = True) -> str:
             f"Log in with `hf auth login`, and then: hf upload {name} {folder}"
         ) from error
     return str(getattr(found, "commit_url", found))
-
-
-def _context(config: DictConfig) -> int | None:
-    found = config.get("data", {}).get("context_length") if "data" in config else None
-    return int(found) if isinstance(found, int) else None

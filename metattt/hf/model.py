@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from metattt.checkpoints.record import check_amounts
 from metattt.checkpoints.tensors import read_tensors
 from metattt.checkpoints.trained import check_numbers
-from metattt.checkpoints.trust import check_amounts
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.hf.cache import MetaTTTCache
@@ -119,13 +119,13 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             MetaTTTError: a cache of another kind, a mask that does not fit, what is not there, or what the model
                 refuses.
         """
-        asked = {"inputs_embeds": inputs_embeds is not None}
-        asked |= {"output_attentions": bool(output_attentions), "output_hidden_states": bool(output_hidden_states)}
-        for name in (name for name, wanted in asked.items() if wanted):
-            raise MetaTTTError(
-                f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out\n"
-                "(prompt tuning of peft gives embeddings in the place of tokens: take LoRA)"
-            )
+        absent = ("inputs_embeds", inputs_embeds is not None), ("output_attentions", output_attentions)
+        for name, asked in (*absent, ("output_hidden_states", output_hidden_states)):
+            if asked:
+                raise MetaTTTError(
+                    f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out\n"
+                    "(prompt tuning of peft gives embeddings in the place of tokens: take LoRA)"
+                )
         if input_ids is None:
             raise MetaTTTError("input_ids are not given: [B, T] token ids")
         cache = past_key_values if cache is None else cache
@@ -146,29 +146,19 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             raise MetaTTTError(
                 "attention_mask has a row of padding alone, which no token can follow: leave out that prompt"
             )
-        try:
-            logits, state = self.model.step(
-                input_ids, state, mask, last_only=last_only, donate_state=not torch.is_grad_enabled()
-            )
-        except AttributeError as error:
-            self._explain_adapters(error)
-            raise
+        donate = not torch.is_grad_enabled()
+        logits, state = self.model.step(input_ids, state, mask, last_only=last_only, donate_state=donate)
         if cache is not None:
             cache.take(state, input_ids.shape[1])
         loss = None
         if labels is not None:
+            following, size = _next(labels, mask), self.config.vocab_size
             loss = self.loss_function(
-                logits,
-                labels,
-                self.config.vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                shift_labels=_next(labels, mask),
+                logits, labels, size, num_items_in_batch=num_items_in_batch, shift_labels=following
             )
-        keep = (
-            logits_to_keep
-            if isinstance(logits_to_keep, Tensor)
-            else slice(-logits_to_keep if logits_to_keep else None, None)
-        )
+        keep: Any = logits_to_keep
+        if isinstance(logits_to_keep, int):
+            keep = slice(-logits_to_keep if logits_to_keep else None, None)
         returned: dict[str, Any] = {CACHE: cache if use_cache else None}
         return CausalLMOutputWithPast(loss=loss, logits=logits[:, keep], **returned)
 
@@ -178,29 +168,19 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             MetaTTTError: such an adapter.
         """
-        ends = self.model.embedding, self.model.head
-        adapted = [
-            hasattr(one, "base_layer") and not hasattr(one, "trainable_tokens_delta") for one in ends
-        ]  # peft ties those
-        if any(adapted):
-            weights = [getattr(one, "base_layer", one).weight for one in ends]
-            name = "embedding" if adapted[0] else "head"
-            if weights[0] is weights[1]:
-                raise MetaTTTError(
-                    f"an adapter on `{name}` cannot be merged: the head is the embedding "
-                    "(model.tie_embeddings).\nLeave it out of "
-                    "target_modules, train it whole (modules_to_save=['embedding']), or make a model with "
-                    "model.tie_embeddings=false"
-                )
-
-    def _explain_adapters(self, error: AttributeError) -> None:
-        """A line where an adapter (peft, `target_parameters`) stands in the place of what is no linear map."""
-        for name, module in self.model.named_modules():
-            if hasattr(module, "base_layer") and not isinstance(module.base_layer, nn.Linear | nn.Embedding):
-                raise MetaTTTError(
-                    f"an adapter on `{name}` is not supported: it is read as it is, and not called as a linear map is; "
-                    "leave it out of target_parameters"
-                ) from error
+        ends = {"embedding": self.model.embedding, "head": self.model.head}
+        weights = [getattr(one, "base_layer", one).weight for one in ends.values()]
+        adapted = [  # peft ties those with trainable tokens
+            name
+            for name, one in ends.items()
+            if hasattr(one, "base_layer") and not hasattr(one, "trainable_tokens_delta")
+        ]
+        if adapted and weights[0] is weights[1]:
+            raise MetaTTTError(
+                f"an adapter on `{adapted[0]}` cannot be merged: the head is the embedding (model.tie_embeddings).\n"
+                "Leave it out of target_modules, train it whole (modules_to_save=['embedding']), or make a model with "
+                "model.tie_embeddings=false"
+            )
 
     @classmethod
     def from_pretrained(  # type: ignore[override]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from metattt.inner.loop import InnerLoop
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
-from metattt.measures.inner_steps import inner_losses
+from metattt.measures.inner_steps import before_each, inner_losses, learns
 from metattt.state import State, Tensors
 
 TOKENS = 32  # looked at in each sequence: whole mini-batches, spread over it
@@ -58,21 +58,15 @@ def inner_health(model: nn.Module, run: Callable[[], Any]) -> dict[int, Health]:
         By index of the block. Left out: layers without weights to train.
     """
     found: dict[int, Health] = {}
-    hooks = []
-    for index, block in enumerate(getattr(model, "blocks", ())):
-        layer = learning(block)
-        if layer is not None:
+    candidates = {index: learning(block) for index, block in enumerate(getattr(model, "blocks", ()))}
+    layers = {index: layer for index, layer in candidates.items() if layer is not None}
 
-            def look(module: Any, arguments: tuple[Any, ...], index: int = index) -> None:
-                found[index] = layer_health(module, arguments[0])
+    def look(index: int, x: Tensor, _: Any) -> None:
+        found[index] = layer_health(layers[index], x)
 
-            hooks.append(layer.register_forward_pre_hook(look))
-    try:
-        if hooks:
+    with before_each(layers, look):
+        if layers:
             run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 
@@ -81,12 +75,8 @@ def learning(block: nn.Module) -> TTTLayer | None:
     its views are made elsewhere."""
     layer = getattr(block, "layer", None) or getattr(getattr(block, "attn", None), "layer", None)
     if isinstance(layer, Combined):
-        return None if layer.out is not None else next(filter(_learns, layer.modules()), None)
-    return layer if _learns(layer) else None
-
-
-def _learns(layer: object) -> TypeGuard[TTTLayer]:
-    return isinstance(layer, TTTLayer) and layer.learner.has_weights
+        return None if layer.out is not None else next(filter(learns, layer.modules()), None)
+    return layer if learns(layer) else None
 
 
 @torch.no_grad()
@@ -98,7 +88,7 @@ def layer_health(layer: TTTLayer, x: Tensor) -> Health:
         x: `[B, T, D]`, its input, read from W0 on as one sequence.
     """
     rule = layer.optimizer
-    state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
+    state = layer.start(x)
     views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
     eta = gates.eta if gates.eta.ndim == 3 else gates.eta.abs().amax(-1)  # of the pairs of a token
     eta = eta if gates.weight_lr is None else eta * gates.weight_lr.abs().amax(-1)

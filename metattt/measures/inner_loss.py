@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metattt.combined import Combined
@@ -20,12 +20,19 @@ from metattt.errors import MetaTTTError, NotFinite
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
+from metattt.measures.inner_steps import before_each
 from metattt.models.language_model import LanguageModel
 from metattt.optional import need
 from metattt.state import State, Tensors
 
 Curves = dict[str, Tensor]
-COLUMNS = ("position", "init", "step_0", "step_1", "target_variance")
+LABELS = {
+    "init": "init: W0",
+    "step_0": "step_0: before the mini-batch",
+    "step_1": "step_1: after it",
+    "target_variance": "target variance",
+}
+COLUMNS = ("position", *LABELS)
 
 
 def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) -> dict[int, Curves]:
@@ -66,18 +73,10 @@ def inner_loss_curves(model: LanguageModel, ids: Tensor, segment: int = 2048) ->
         )
     period = math.lcm(*sizes)
     recorders = {index: _Recorder(layer) for index, layer in layers.items()}
-    hooks = [layer.register_forward_pre_hook(recorders[index]) for index, layer in layers.items()]
-    try:
-        with torch.no_grad():
-            if ids.shape[1] <= segment:
-                model.features(ids)
-            else:
-                state = None
-                for piece in ids.split(max(1, segment // period) * period, dim=1):  # each begins with a mini-batch
-                    _, state = model.features(piece, state)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), before_each(layers, lambda index, x, state: recorders[index].look(x, state)):
+        state = None
+        for piece in ids.split(max(1, segment // period) * period, dim=1):  # each begins with a mini-batch
+            _, state = model.features(piece, state)
     return {index: recorder.curves() for index, recorder in recorders.items()}
 
 
@@ -136,8 +135,7 @@ def average(
 
 
 class _Recorder:
-    """Follows one layer as a forward pre-hook: runs the layer's own inner loop one mini-batch at a time, and looks in
-    between."""
+    """Follows one layer: runs its own inner loop one mini-batch at a time, and looks in between."""
 
     def __init__(self, layer: TTTLayer):
         self.layer = layer
@@ -145,11 +143,12 @@ class _Recorder:
         self.targets: list[Tensor] = []  # [B, H, d] of the last token of each mini-batch
         self.target_sum: Tensor | float = 0.0  # [B, H, d] over all tokens
 
-    def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        layer, (x, state) = self.layer, arguments
+    def look(self, x: Tensor, state: State | None) -> None:
+        """Reads what the layer is about to read."""
+        layer = self.layer
         rule, size = layer.optimizer, layer.optimizer.mini_batch_size
         if state is None:
-            state = State(x.new_zeros(x.shape[0], dtype=torch.long), 0, {}, {}, {}, {})
+            state = layer.start(x)
         views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
         matmul_dtype, accum_dtype, loop = views.k.dtype, gates.eta.dtype, layer.inner
         first = rule.current(loop.start(x.shape[0], accum_dtype), 0)
@@ -223,20 +222,9 @@ def plot(curves: Mapping[int, Curves], title: str, path: Path, points: int = 64)
         values = {name: statistics[name].double().cpu().numpy() for name in COLUMNS}
         group = math.ceil(len(values["position"]) / points)
         where = _grouped(values["position"], group)
-        for name, label in (
-            ("init", "init: W0"),
-            ("step_0", "step_0: before the mini-batch"),
-            ("step_1", "step_1: after it"),
-        ):
-            panel.plot(where, _grouped(values[name], group), label=label, linewidth=1.3)
-        panel.plot(
-            where,
-            _grouped(values["target_variance"], group),
-            label="target variance",
-            color="gray",
-            linestyle="--",
-            linewidth=0.9,
-        )
+        for name, label in LABELS.items():
+            dashed = {"color": "gray", "linestyle": "--", "linewidth": 0.9} if name == "target_variance" else {}
+            panel.plot(where, _grouped(values[name], group), label=label, **({"linewidth": 1.3} | dashed))
         panel.set_title(f"layer {index}", fontsize=9)
         panel.set_xlabel("position (tokens)", fontsize=8)
         panel.set_ylabel("squared error", fontsize=8)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.inner.final import steps
 from metattt.inner.tokens import Tokens, consecutive
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
-from metattt.state import State
 
 if TYPE_CHECKING:
     from metattt.models.vision import ImageTransformer
@@ -41,7 +43,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
             f"{type(rule).__name__} takes no steps on the whole call: inner_losses needs a layer with optimizer=whole"
         )
     batch, count = x.shape[:2]
-    state = State(x.new_zeros(batch, dtype=torch.long), 0, {}, {}, {}, {})
+    state = layer.start(x)
     ctx, after, *_ = layer.call(x, state)
     views, gates, *_ = layer.tokens(x, state, ctx)
     tokens, matmul_dtype, accum_dtype = Tokens(views, gates), views.k.dtype, gates.eta.dtype
@@ -74,21 +76,33 @@ def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, 
         By number of the block, from 1: `[T + 1]` losses, averaged over images and tokens and summed over heads.
     """
     found: dict[int, Tensor] = {}
-    hooks = []
-    for number, block in enumerate(model.blocks, start=1):
-        layer = block.attn.layer  # type: ignore[union-attr]
-        if isinstance(layer, TTTLayer) and layer.learner.has_weights and layer.optimizer.read == "final":
+    layers: dict[int, Any] = {number: block.attn.layer for number, block in enumerate(model.blocks, start=1)}  # type: ignore[union-attr]
+    layers = {n: one for n, one in layers.items() if learns(one) and one.optimizer.read == "final"}
 
-            def measure(layer: Any, args: tuple[Tensor], number: int = number) -> None:
-                found[number] = inner_losses(layer, args[0]).sum(1)
+    def measure(number: int, x: Tensor, _: Any) -> None:
+        found[number] = inner_losses(layers[number], x).sum(1)
 
-            hooks.append(
-                layer.register_forward_pre_hook(measure)
-            )  # at once: the inputs of all layers would take memory
-    try:
-        if hooks:
+    with before_each(layers, measure):  # at once: the inputs of all layers would take memory
+        if layers:
             model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
+
+
+def learns(layer: object) -> TypeGuard[TTTLayer]:
+    """Whether a layer has weights to train."""
+    return isinstance(layer, TTTLayer) and layer.learner.has_weights
+
+
+@contextmanager
+def before_each(layers: Mapping[int, nn.Module], look: Callable[[int, Tensor, Any], None]) -> Iterator[None]:
+    """In it, every call `layer(x, state)` of one of the layers begins with `look(number, x, state)`."""
+
+    def hook(number: int, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        look(number, arguments[0], arguments[1] if len(arguments) > 1 else None)
+
+    hooks = [layer.register_forward_pre_hook(partial(hook, number)) for number, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()

@@ -9,7 +9,7 @@ import numpy as np
 
 from metattt.errors import MetaTTTError
 
-MOST = 2**26  # entries of a table of counts
+MOST = 2**26  # entries of a table; where it would have more, the text is sorted
 
 
 class NGram:
@@ -23,8 +23,7 @@ class NGram:
     one.
 
     Args:
-        vocab_size: V. Counts of contexts of k tokens are a table of `4 V^(k + 1)` bytes where that is 256 MiB at most,
-            else a sorted list of the `k + 1` tokens that occur: 12 bytes each.
+        vocab_size: V.
         order: n, tokens of context.
 
     Raises:
@@ -38,7 +37,7 @@ class NGram:
                 "smaller order"
             )
         self.vocab_size, self.order = vocab_size, order
-        self.counts: list[_Table | _Listed] = []  # by order k
+        self.counts: list[_Counts] = []  # by order k
 
     def fit(self, windows: np.ndarray) -> NGram:
         """Counts the training text: windows `[N, T + 1]` that follow one another, so that contexts reach across
@@ -49,8 +48,7 @@ class NGram:
             key = np.zeros(max(0, len(stream) - k), np.int64)
             for j in range(k + 1):
                 key = key * self.vocab_size + stream[j : j + len(key)]
-            kind = _Table if self.vocab_size ** (k + 1) <= MOST else _Listed
-            self.counts.append(kind.of(key, self.vocab_size, k))
+            self.counts.append(_Counts.of(key, self.vocab_size, k))
         return self
 
     def nats(self, windows: np.ndarray, order: int | None = None) -> np.ndarray:
@@ -80,42 +78,31 @@ class NGram:
         return float(self.nats(windows, order).sum() / np.log(2) / token_bytes[windows[:, 1:]].sum())
 
 
-class _Table(NamedTuple):
-    """Counts of all contexts of one length."""
+class _Counts(NamedTuple):
+    """Counts of the contexts of one length that occur, in order."""
 
-    counts: np.ndarray  # [V^k, V]
-    total: np.ndarray  # [V^k] tokens seen after a context
-    distinct: np.ndarray  # [V^k] different ones
-
-    @classmethod
-    def of(cls, key: np.ndarray, vocab_size: int, k: int) -> _Table:
-        """`key` `[N]`: the number whose digits in base V are a context and the token after it."""
-        counts = np.bincount(key, minlength=vocab_size ** (k + 1)).astype(np.int32).reshape(-1, vocab_size)
-        return cls(counts, counts.sum(1, dtype=np.int64), np.count_nonzero(counts, axis=1))
-
-    def look_up(self, context: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How often a token came after a context, how many tokens did, and how many different ones."""
-        return self.counts[context, token], self.total[context], self.distinct[context]
-
-
-class _Listed(NamedTuple):
-    """The same for too many contexts to have a table: those that occur, in order."""
-
-    keys: np.ndarray  # [M] context and token
+    keys: np.ndarray  # [M] context and the token after it, as the digits of a number in base V
     counts: np.ndarray  # [M]
     contexts: np.ndarray  # [C]
-    total: np.ndarray  # [C]
-    distinct: np.ndarray  # [C]
+    total: np.ndarray  # [C] tokens seen after a context
+    distinct: np.ndarray  # [C] different ones
     vocab_size: int
 
     @classmethod
-    def of(cls, key: np.ndarray, vocab_size: int, k: int) -> _Listed:
-        keys, counts = np.unique(key, return_counts=True)
+    def of(cls, key: np.ndarray, vocab_size: int, k: int) -> _Counts:
+        """`key` `[N]`: of every token of the text, with the k before it."""
+        if vocab_size ** (k + 1) <= MOST:  # counted, not sorted
+            table = np.bincount(key)
+            keys = np.flatnonzero(table)
+            counts = table[keys]
+        else:
+            keys, counts = np.unique(key, return_counts=True)
         contexts, start = np.unique(keys // vocab_size, return_index=True)
         total = np.add.reduceat(counts, start) if len(start) else counts
         return cls(keys, counts, contexts, total, np.diff(start, append=len(keys)), vocab_size)
 
     def look_up(self, context: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """How often a token came after a context, how many tokens did, and how many different ones."""
         return (
             _value(self.keys, self.counts, context * self.vocab_size + token),
             _value(self.contexts, self.total, context),

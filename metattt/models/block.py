@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,6 +106,23 @@ def check_function(name: str, function: object) -> None:
     if not callable(function) or isinstance(function, nn.Module):
         kind = type(function).__name__
         raise MetaTTTError(f"{name} is a {kind}: it must be a function, such as one that makes a layer")
+
+
+def make_layer(make: Callable[[], nn.Module], number: int) -> nn.Module:
+    """The layer of the block of this number.
+
+    Raises:
+        MetaTTTError: `make` makes something else.
+    """
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise MetaTTTError(f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module")
+    return made
+
+
+def default_ffn(dim: int) -> int:
+    """Hidden width of a SwiGLU: 8/3 of D, rounded up to a multiple of 16."""
+    return 16 * math.ceil(dim * 8 / 3 / 16)
 
 
 def check_blocks(key: str, count: int, numbers: int) -> None:

@@ -19,7 +19,7 @@ from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.swiglu import SwiGLU
 from metattt.models.block import INIT_STD, Block
 from metattt.models.end_to_end_loop import Adaptation, Loop
-from metattt.models.language_model import LanguageModel, LanguageModelState, upgrade
+from metattt.models.language_model import LanguageModel, LanguageModelState
 from metattt.modules import rounds
 from metattt.registry import register
 from metattt.state import Context, Tensors
@@ -85,7 +85,7 @@ class EndToEndBlock(Block):
         super().compile(*args, **kwargs)
 
 
-@register(group="model", name="ttt_e2e", version=2, upgrade=upgrade)
+@register(group="model", name="ttt_e2e", version=2)
 class EndToEnd(LanguageModel):
     """End-to-end test-time training (arXiv 2512.23675): window attention in every block, and in the last ones a second
     MLP whose weights W are the hidden state. They learn to predict the next token, by the loss of the whole network:

@@ -125,7 +125,10 @@ class Loop(NamedTuple):
         batch, count = ids.shape
         if held is None:
             held = Adaptation(ids.new_zeros(batch), 0, self.fresh(batch), x[:, :0], ids[:, :0], ())
-        positions, pos = _positions(held.pos, count, packing)
+        if packing is None:
+            positions, pos = held.pos.unsqueeze(1) + torch.arange(count, device=ids.device), held.pos + count
+        else:
+            positions, pos = packing.positions(held.pos)
         cuts, waiting = plan(held, positions, pos, count, self.size, packing)
         inputs, lead = torch.cat([held.inputs.to(x.dtype), x], dim=1), held.inputs.shape[1]
         tokens = torch.cat([held.ids, ids], dim=1).long()
@@ -136,24 +139,21 @@ class Loop(NamedTuple):
             here, rows = slice(column, cut.column), cut.learn
             part = None if packing is None else packing.part(column, cut.column)
             at = lead + cut.column
-            if rows is None and cut.column - column == self.size:  # the mini-batch of all, from end to end
-                labels = tokens[:, at - self.size + 1 : at + 1]
-                y, now, weights = self.step(x[:, here], now, weights, labels, part)
-                start = now
-                ys.append(y)
-                column = cut.column
-                continue
+            whole = rows is None and cut.column - column == self.size  # the mini-batch of all, from end to end
+            labels = tokens[:, at - self.size + 1 : at + 1]
             if cut.column > column:
-                y, now, _ = self.step(x[:, here], now, weights, None, part)
+                y, now, moved = self.step(x[:, here], now, weights, labels if whole else None, part)
                 ys.append(y)
-            if rows is None or len(rows):
+            if whole:
+                weights, start = moved, now
+            elif rows is None or len(rows):
                 fresh = _rows(positions[:, cut.column], rows) == self.size
                 before = tuple(_blank(map_tensors(lambda t: _rows(t, rows), one), fresh) for one in start)  # noqa: B023
                 _, _, moved = self.step(
                     _rows(inputs[:, at - self.size : at], rows),
                     before or (None,) * len(self.blocks),
                     map_tensors(lambda t: _rows(t, rows), weights),  # noqa: B023
-                    _rows(tokens[:, at - self.size + 1 : at + 1], rows),
+                    _rows(labels, rows),
                     None,
                 )
                 weights = _put(weights, moved, rows)
@@ -176,9 +176,10 @@ class Loop(NamedTuple):
     ) -> tuple[Tensor, tuple[Any, ...], tuple[Tensors, ...]]:
         """Reads `x` `[B, t, D]` and, if `labels` `[B, t]` says what follows each token, moves the weights by them."""
         parts = nn.ModuleList([*self.blocks, self.norm, self.head])
-        twice = labels is not None and not self.first_order and _may_differentiate()
+        derivatives = torch.is_grad_enabled() or (needs_probes() and not torch.is_inference_mode_enabled())
+        twice = labels is not None and not self.first_order and derivatives
         if not self.checkpoint or not torch.is_grad_enabled() or needs_probes():
-            with twice_differentiable() if twice else nullcontext():
+            with _attention(twice):
                 return self._step(parts, x, states, weights, labels, packing)
         given = tensors_of((x, states, weights))
         shape = skeleton((x, states, weights))
@@ -188,7 +189,7 @@ class Loop(NamedTuple):
 
         def body(*tensors: Tensor) -> list[Tensor]:
             entering, values = tensors[: len(given)], dict(zip(parameters, tensors[len(given) :], strict=True))
-            with again(), twice_differentiable() if twice else nullcontext():  # alike in both passes
+            with again(), _attention(twice):  # alike in both passes
                 x, states, weights = refill(shape, entering)
                 y, after, moved = self._step(with_values(parts, values), x, states, weights, labels, packing)
             made[:] = [skeleton((y, after, moved))]
@@ -273,13 +274,8 @@ def plan(
     cuts = []
     for column in (learn | restart).any(0).nonzero().flatten().tolist():
         rows, again = learn[:, column], restart[:, column]
-        cuts.append(
-            Cut(
-                column,
-                None if rows.all() else rows.nonzero().flatten().to(pos.device),
-                again.to(pos.device) if again.any() else None,
-            )
-        )
+        chosen = None if rows.all() else rows.nonzero().flatten().to(pos.device)
+        cuts.append(Cut(column, chosen, again.to(pos.device) if again.any() else None))
     return cuts, [(one - 1) % size + 1 if one else 0 for one in ended.tolist()]
 
 
@@ -303,16 +299,6 @@ def gradients_of(
     return list(gradients), found if keep else [tensor.detach() for tensor in found]
 
 
-def _may_differentiate() -> bool:
-    """Whether the caller may ask for derivatives of what is computed now."""
-    return torch.is_grad_enabled() or (needs_probes() and not torch.is_inference_mode_enabled())
-
-
-def twice_differentiable() -> AbstractContextManager[Any]:
-    """Attention by elementary operations: the fast backends have no second derivative, on any device."""
-    return sdpa_kernel(SDPBackend.MATH)
-
-
 # -- nested tensors ----------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +311,12 @@ def refill(shape: Any, tensors: Sequence[Tensor]) -> Any:
     """A value of this shape with `tensors` in the places of its own."""
     rest: Iterator[Tensor] = iter(tensors)
     return map_tensors(lambda _: next(rest), shape)
+
+
+def _attention(twice: bool) -> AbstractContextManager[Any]:
+    """Attention by elementary operations, if it is to be differentiated twice: the fast backends have no second
+    derivative, on any device."""
+    return sdpa_kernel(SDPBackend.MATH) if twice else nullcontext()
 
 
 def _same_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -379,13 +371,6 @@ def _widened(state: State, places: int, sinks: int) -> State:
         empty = x.new_full(shape, EMPTY if name == "position" else 0)
         learner[name] = torch.cat([x.narrow(axis, 0, sinks), empty, x.narrow(axis, sinks, x.shape[axis] - sinks)], axis)
     return state._replace(learner=learner)
-
-
-def _positions(pos: Tensor, count: int, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """`[B, T]` tokens since the start of the document, and `[B]` their number after the call."""
-    if packing is not None:
-        return packing.positions(pos)
-    return pos.unsqueeze(1) + torch.arange(count, device=pos.device), pos + count
 
 
 def _last(

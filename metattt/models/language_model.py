@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,7 @@ from metattt.inner.causality import Causality
 from metattt.inner.diagnostics import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.memory_limit import check_memory_limit
-from metattt.models.block import INIT_STD, Block, check_blocks, pattern_of
+from metattt.models.block import INIT_STD, Block, check_blocks, default_ffn, make_layer, pattern_of
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.registry import register
 from metattt.state import Context, count_bytes, map_tensors, move_tensors
@@ -76,12 +75,7 @@ class LanguageModelState(NamedTuple):
 torch.serialization.add_safe_globals([LanguageModelState])
 
 
-def upgrade(settings: dict[str, Any], version: int) -> dict[str, Any]:
-    """The settings of an earlier version: in the first, a function from Python could look at the blocks."""
-    return {name: value for name, value in settings.items() if name != "on_block"}
-
-
-@register(group="model", name="language_model", version=2, upgrade=upgrade)
+@register(group="model", name="language_model", version=2)
 class LanguageModel(nn.Module):
     """Embedding, `num_layers` pre-norm blocks, final RMSNorm, head (arXiv 2407.04620, App. C).
 
@@ -126,13 +120,8 @@ class LanguageModel(nn.Module):
     ):
         super().__init__()
         check_integer("dim", dim)
-        ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if ffn_dim is None else ffn_dim
-        sizes = {
-            "vocab_size": vocab_size,
-            "num_layers": num_layers,
-            "ffn_dim": ffn_dim,
-            "conv_width": conv_width,
-        }
+        ffn_dim = default_ffn(dim) if ffn_dim is None else ffn_dim
+        sizes = {"vocab_size": vocab_size, "num_layers": num_layers, "ffn_dim": ffn_dim, "conv_width": conv_width}
         for name, size in sizes.items():
             check_integer(f"model.{name}", size)
         check_number("model.norm_eps", norm_eps, above=0)
@@ -152,11 +141,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList()
         self.causal, self.dim, causality = causal, dim, Causality()
         for number in range(num_layers):
-            made = layers[number % len(layers)]()
-            if not isinstance(made, nn.Module):
-                raise MetaTTTError(
-                    f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module"
-                )
+            made = make_layer(layers[number % len(layers)], number)
             if causal:
                 causality.check(made, dim)
             self.blocks.append(self._block(number, made, ffn_dim, width, norm_eps))

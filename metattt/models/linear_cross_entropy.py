@@ -48,9 +48,8 @@ def linear_cross_entropy(
         return torch.cat(losses)
     device = x.device.type
     matmul_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if (
-        OF_TORCH and matmul_dtype == weight.dtype == _wide(x).dtype
-    ):  # from 16-bit operands torch's would return a 16-bit loss
+    wide = matmul_dtype == weight.dtype == _wide(x).dtype  # from 16-bit operands torch's would return a 16-bit loss
+    if OF_TORCH and wide:
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
         return F.linear_cross_entropy(x, weight, labels, reduction="sum", ignore_index=ignore_index, options=options)
     total: Tensor = _Chunked.apply(x, weight, labels, ignore_index, size, matmul_dtype)
@@ -94,13 +93,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            *(None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors),
-            None,
-            None,
-            None,
-            None,
-        )
+        grads = (None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
+        return *grads, None, None, None, None
 
 
 def _rows(vocab_size: int, max_logits: int) -> int:

@@ -116,54 +116,35 @@ NAMES = [
 BY_OURS = {name.ours: name for name in NAMES}
 
 
-def from_published(state_dict: Mapping[str, Any], config: Mapping[str, Any] | object) -> LanguageModel:
-    """A model from a checkpoint of the PyTorch release: `model(ids)` gives logits `[B, T, V]`.
+def from_published(
+    state_dict: Mapping[str, Any], config: Mapping[str, Any] | object, side: Side = "published"
+) -> LanguageModel:
+    """A model from a published checkpoint: `model(ids)` gives logits `[B, T, V]`.
 
     Args:
-        state_dict: tensors by published name; `lm_head.weight` may be left out where it is tied. Parameters keep the
-            tensors' types.
+        state_dict: tensors by published name; `lm_head.weight` may be left out where it is tied. Of the JAX trainer
+            arrays by path (`model/wte/embedding`), or the nested tree; what stands before `wte/embedding` may be more
+            or less. Parameters keep the tensors' types.
         config: the published configuration (`config.json`), as a mapping or as an object with these attributes.
+        side: `published`, the PyTorch release; or `jax`.
 
     Raises:
         MetaTTTError: a configuration that cannot be used; every name that is unknown, missing or of the wrong shape.
     """
     model = PublishedConfig.read(config).build()
-    return fill(model, to_ours(state_dict, model, "published"))
+    return fill(model, to_ours(state_dict, model, side))
 
 
-def to_published(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State dict and configuration of the PyTorch release for `model`; the tensors share memory with it where they can.
+def to_published(model: LanguageModel, side: Side = "published") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name and configuration of the PyTorch release, or of the JAX trainer (`side="jax"`), for `model`; the
+    tensors share memory with it where they can.
 
     Raises:
         MetaTTTError: a model that the release cannot express; the differences are listed.
     """
     config = PublishedConfig.of(model)
-    return from_ours(with_clipped_steps(own_tensors(model), model), "published"), config.published()
-
-
-def from_jax(params: Mapping[str, Any], config: Mapping[str, Any] | object) -> LanguageModel:
-    """A model from the JAX trainer's parameters.
-
-    Args:
-        params: arrays by path (`model/wte/embedding`), or the nested tree. What stands before `wte/embedding` may be
-            more or less.
-        config: the trainer's configuration, or the published one.
-
-    Raises:
-        MetaTTTError: as `from_published`.
-    """
-    model = PublishedConfig.read(config).build()
-    return fill(model, to_ours(params, model, "jax"))
-
-
-def to_jax(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Parameters by path and configuration of the JAX trainer for `model`.
-
-    Raises:
-        MetaTTTError: as `to_published`.
-    """
-    config = PublishedConfig.of(model)
-    return from_ours(with_clipped_steps(own_tensors(model), model), "jax"), config.jax()
+    keys = config.jax() if side == "jax" else config.published()
+    return from_ours(with_clipped_steps(own_tensors(model), model), side), keys
 
 
 # -- tensors by name, without a model's values -------------------------------------------------------------------------
@@ -197,7 +178,7 @@ def to_ours(tensors: Mapping[str, Any], model: LanguageModel, side: Side) -> dic
         MetaTTTError: every name that is unknown, missing or of the wrong shape, and a tied head that differs from the
             embedding.
     """
-    flat = _flatten(tensors)
+    flat = flatten(tensors)
     given = {name: _tensor(name, value) for name, value in (_rooted(flat) if side == "jax" else flat).items()}
     wanted = {_named(ours, side): ours for ours in own_tensors(model)}
     shapes = {_named(ours, side): _row(ours).write(tensor, side).shape for ours, tensor in own_tensors(model).items()}
@@ -260,11 +241,11 @@ def _named(ours: str, side: Side) -> str:
     return name.replace("#", block[1]) if block else name
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The leaves of a nested mapping by path; a key may hold `/` itself."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError, check_flag, check_integer, check_number
 from metattt.inner.causality import Causality
-from metattt.models.block import Block, check_blocks, check_function
+from metattt.models.block import Block, check_blocks, check_function, default_ffn, make_layer
 from metattt.models.language_model import LanguageModelState
 from metattt.registry import register
 from metattt.state import Context
@@ -48,7 +47,7 @@ class Regression(nn.Module):
     ):
         super().__init__()
         check_integer("dim", dim)
-        ffn_dim = 16 * math.ceil(dim * 8 / 3 / 16) if ffn_dim is None else ffn_dim
+        ffn_dim = default_ffn(dim) if ffn_dim is None else ffn_dim
         sizes = {"in_features": in_features, "num_layers": num_layers, "ffn_dim": ffn_dim, "conv_width": conv_width}
         for name, size in sizes.items():
             check_integer(f"model.{name}", size)
@@ -59,11 +58,7 @@ class Regression(nn.Module):
         self.in_features, self.dim, causality = in_features, dim, Causality()
         self.read, self.blocks = nn.Linear(in_features, dim), nn.ModuleList()
         for number in range(num_layers):
-            made = layer()
-            if not isinstance(made, nn.Module):
-                raise MetaTTTError(
-                    f"the layer of block {number} is a {type(made).__name__}: it must be a torch.nn.Module"
-                )
+            made = make_layer(layer, number)
             causality.check(made, dim)
             self.blocks.append(Block(dim, made, ffn_dim, conv_width if pre_conv else None, norm_eps))
         self.final_norm, self.head = nn.RMSNorm(dim, eps=norm_eps), nn.Linear(dim, 1)

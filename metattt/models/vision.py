@@ -78,15 +78,8 @@ class ImageTransformer(VisionTransformer):
         checkpoint: bool = False,
     ):
         check_choice("model.position", position, ("sincos2d", "learned"))
-        sizes = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "depth": depth,
-            "img_size": img_size,
-            "patch_size": patch_size,
-            "in_chans": in_chans,
-            "num_classes": num_classes,
-        }
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "depth": depth, "num_classes": num_classes}
+        sizes |= {"img_size": img_size, "patch_size": patch_size, "in_chans": in_chans}
         for name, size in sizes.items():
             check_integer(f"model.{name}", size, least=0 if name == "num_classes" else 1)
         check_number("model.mlp_ratio", mlp_ratio, above=0)
@@ -153,10 +146,8 @@ class ImageTransformer(VisionTransformer):
         if num_classes < 1:
             return
         like = {"device": self.patch_embed.proj.weight.device, "dtype": self.patch_embed.proj.weight.dtype}
-        pre_logits, logits = (
-            nn.Linear(self.embed_dim, self.embed_dim, **like),
-            nn.Linear(self.embed_dim, num_classes, **like),
-        )
+        pre_logits = nn.Linear(self.embed_dim, self.embed_dim, **like)
+        logits = nn.Linear(self.embed_dim, num_classes, **like)
         head = nn.Sequential(OrderedDict[str, nn.Module](pre_logits=pre_logits, tanh=nn.Tanh(), logits=logits))
         _initialize(head)
         for parameter in logits.parameters():
@@ -165,15 +156,11 @@ class ImageTransformer(VisionTransformer):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the position table and of what the layers hold besides kernels: biases and norms per head, gates."""
-        kernels = {
-            f"{name}.weight" for name, module in self.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))
-        }
+        maps = (name for name, module in self.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d)))
+        kernels = {f"{name}.weight" for name in maps}
+        others = ((name, parameter) for name, parameter in self.named_parameters() if name not in kernels)
         # One matrix per head is a kernel; one vector per head is a bias, a norm or a gate.
-        return {
-            name
-            for name, parameter in self.named_parameters()
-            if name not in kernels and (parameter.ndim < 3 or name == "pos_embed")
-        }
+        return {name for name, parameter in others if parameter.ndim < 3 or name == "pos_embed"}
 
     def num_parameters(self) -> int:
         """Number of trained parameters without the position table, as the paper counts."""

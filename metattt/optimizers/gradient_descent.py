@@ -3,7 +3,7 @@ token steps."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -72,12 +72,7 @@ class StepSize(InnerOptimizer):
 CORNER = 4.0  # first τ by the c of its corner at 0
 
 
-def _upgrade(parameters: dict[str, Any], version: int) -> dict[str, Any]:
-    """Token steps of version 1 were clipped at 0."""
-    return {**parameters, "token_step_map": "relu"}
-
-
-@register(group="optimizer", name="gradient_descent", version=2, upgrade=_upgrade)
+@register(group="optimizer", name="gradient_descent", version=2)
 class GradientDescent(StepSize):
     """`W_t = W_{t−1} − η_t ∇ℓ_t` with `η = η_base · σ(θ_lr x + c)` (arXiv 2407.04620, Sec. 2.4 and 2.7).
 

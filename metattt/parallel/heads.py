@@ -127,8 +127,8 @@ class NormOverHeads(nn.Module):
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         count = y.shape[-1] * dist.get_world_size(self.group)
         weight, bias = self.values
-        centred = wide if bias is None else wide - _Both.apply(wide.sum(-1, keepdim=True), self.group) / count
-        variance = _Both.apply(centred.square().sum(-1, keepdim=True), self.group) / count
+        centred = wide if bias is None else wide - _sum_for_all(wide.sum(-1, keepdim=True), self.group) / count
+        variance = _sum_for_all(centred.square().sum(-1, keepdim=True), self.group) / count
         normed = centred * torch.rsqrt(variance + self.eps) * weight
         return (normed if bias is None else normed + bias).to(y.dtype)
 
@@ -247,14 +247,7 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-class _Both(torch.autograd.Function):
+def _sum_for_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the processes, which each uses for values of its own: derivatives are summed, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+    found: Tensor = _Leave.apply(_Enter.apply(x, group), group)
+    return found

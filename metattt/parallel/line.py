@@ -82,22 +82,13 @@ class Line:
     def __init__(self, mesh: DeviceMesh, frames: dist.ProcessGroup | None = None, in_flight: int | None = None):
         self.mesh, self.in_flight, self.traffic = mesh, in_flight, Traffic()
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.first, self.last = self.rank == 0, self.rank == self.size - 1  # whether it reads the beginning, the end
         self.group = mesh.get_group()
         self.frames = self.group if frames is None else frames
         self.ranks = dist.get_process_group_ranks(self.group)
         self.device = torch.empty(0, device=mesh.device_type).device  # with the number of this process's own
         self._known: dict[tuple[str, object], bytes] = {}
         self._leaving: deque[tuple[Any, Tensor]] = deque()
-
-    @property
-    def first(self) -> bool:
-        """Whether this process reads the beginning."""
-        return self.rank == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether this process reads the end."""
-        return self.rank == self.size - 1
 
     # -- what this process reads ---------------------------------------------------------------------------------------
 

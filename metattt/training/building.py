@@ -10,9 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from metattt.checkpoints.naming import COMPONENT, OF_TRAINING, to_names
+from metattt.checkpoints.record import COMPONENT, OF_TRAINING, modules, to_names
 from metattt.checkpoints.trained import fill, open_trained, read_weights
-from metattt.checkpoints.trust import modules
 from metattt.composition.instantiate import instantiate_model
 from metattt.models.block import Block
 from metattt.models.language_model import LanguageModel

@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
+from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.trained import read_checkpoint
-from metattt.checkpoints.writing import write_checkpoint
 
 
 class CheckpointFiles(TorchCheckpointIO):

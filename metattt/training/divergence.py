@@ -25,13 +25,7 @@ WINDOW = 100  # steps over which skipped ones are counted
 NAMED = 3  # parameters in a message; the others are counted
 
 
-def _upgrade(parameters: dict[str, Any], version: int) -> dict[str, Any]:
-    """Version 1 could also roll back, and wrote steps down."""
-    kept = {key: value for key, value in parameters.items() if key in ("on_divergence", "max_skipped")}
-    return kept | ({"on_divergence": "stop"} if kept.get("on_divergence") == "rollback" else {})
-
-
-@register(group="callback", name="divergence", version=2, upgrade=_upgrade)
+@register(group="callback", name="divergence", version=2)
 class Divergence(lightning.Callback):
     """Looks at every step before its update: the loss of every batch, and the norm of the gradient. Weights are looked
     at before they are validated or written, so that no checkpoint ever holds one that is not finite.

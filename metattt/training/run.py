@@ -14,10 +14,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from metattt.checkpoints import rolling
 from metattt.checkpoints.files import find_checkpoint
-from metattt.checkpoints.naming import to_names
-from metattt.checkpoints.record import RECORD, VERSION, checked_record, read_yaml, record_config
+from metattt.checkpoints.record import (
+    RECORD,
+    VERSION,
+    check_plain,
+    checked_record,
+    modules,
+    read_yaml,
+    record_config,
+    to_names,
+)
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
-from metattt.checkpoints.trust import check_plain, modules
 from metattt.composition.compose import parts_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.io import write_whole

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.optim import Optimizer
 
 from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights
-from metattt.checkpoints.plain import put_together, take_apart
+from metattt.checkpoints.tensors import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import MetaTTTError
 from metattt.models.language_model import LanguageModel

@@ -1,4 +1,4 @@
-"""Processes on this machine that work together through gloo: for benchmarks and tests."""
+"""Processes on this machine that work together through gloo."""
 
 from __future__ import annotations
 
