@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
+from torch._inductor import config as inductor
 from torch.utils.checkpoint import checkpoint
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, KernelEstimator, Learner, Linear, Weight
-from metattt.optimizers import Append, GradientDescent, InnerOptimizer
+from metattt.optimizers import Adam, Append, GradientDescent, InnerOptimizer
 from metattt.tasks import Reconstruction, Task
 from metattt.testing.specimen import Specimen, compare, cotangent, distance, gradients, run
 
@@ -217,6 +219,46 @@ def compiled_error(spec: Specimen, backend: str, length: int) -> float:
 @pytest.mark.parametrize("name", ["dual", "summed", "primal", "online"])
 def test_compiled_in_one_graph(name: str) -> None:
     assert compiled_error(SPECIMENS[name], "aot_eager", length=6) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="this torch cannot")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Specimen(lambda: MLP(expansion=2.0), shared_qk, lambda: GradientDescent(4), options={"form": "dual"}),
+        SPECIMENS["summed"],
+        Specimen(Linear, shared_qk, lambda: Adam(2)),
+    ],
+    ids=["dual", "summed", "adam"],
+)
+@inductor.patch(allow_buffer_reuse=False)
+def test_a_mini_batch_is_compiled_once(spec: Specimen) -> None:
+    """Whatever the length, the graph has the first mini-batch, what is left at the end, and a loop for all others."""
+    nodes: list[tuple[int, int]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        loops = sum("scan" in str(node.target) for node in graph.graph.nodes)
+        nodes.append((loops, len(graph.graph.nodes)))
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    layer = spec.make()
+    for count in (5, 9):
+        torch._dynamo.reset()
+        graph = torch.compile(layer, fullgraph=True, backend=backend)
+        length = count * layer.mini_batch_size + 1
+        assert error(layer, lambda x, graph=graph: graph(x)[0], tokens(length)) <= BOUND  # type: ignore[misc]
+    assert nodes[0] == nodes[1] and nodes[0][0] >= 1, nodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_compiled_layer_has_the_gradients_of_the_eager_one(reuse: bool) -> None:
+    """Also of slow weights, whose gradient is a sum over mini-batches: where Inductor may use the memory of a loop again,
+    it is wrong by factors, and no loop may be taken."""
+    with inductor.patch(allow_buffer_reuse=reuse):
+        spec = Specimen(Linear, Reconstruction, lambda: Adam(2))
+        assert compiled_error(spec, "inductor", length=9) <= BOUND
 
 
 def test_compiled_with_inductor() -> None:

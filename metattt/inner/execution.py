@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from metattt.functional import with_values
+from metattt.inner.compiled import in_a_loop
 from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
@@ -37,7 +38,9 @@ def in_groups(
     # not is_exporting(): under torch.compile, torch 2.11 takes it for true
     if torch.compiler._is_exporting_flag and loop.plan.form != "solved":
         return recomputed(loop, tokens, memory, blocks, read, inlined)
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
+    if torch.compiler.is_compiling():
+        return in_a_loop(loop, tokens, memory, blocks, read)
+    if not torch.is_grad_enabled() or transformed():
         return plainly(loop, tokens, memory, blocks, read)
     if not _differentiable(loop, tokens, memory):  # inner gradients must not make the result look as if it were
         with torch.no_grad():
