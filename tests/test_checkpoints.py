@@ -58,12 +58,13 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """What a test registers is forgotten."""
+    """What a test registers, or changes, is forgotten; what it is the first to import stays."""
     names, versions = dict(REGISTERED), dict(VERSIONS)
     yield
-    for now, before in ((REGISTERED, names), (VERSIONS, versions)):
-        now.clear()
-        now.update(before)  # type: ignore[arg-type]
+    for key in [key for key, target in REGISTERED.items() if target.startswith(f"{__name__}.")]:
+        del REGISTERED[key], VERSIONS[key]
+    REGISTERED.update(names)
+    VERSIONS.update(versions)
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -120,9 +121,9 @@ def test_a_class_of_a_user_keeps_its_path(registered: None) -> None:
     assert to_names(node) == node
 
 
-def test_versions_of_a_component(registered: None) -> None:
+def test_versions_of_a_component(monkeypatch: pytest.MonkeyPatch) -> None:
     node = {"_component_": "learner=mlp", "_version_": 1, "old": 3}
-    VERSIONS["learner", "mlp"] = 2
+    monkeypatch.setitem(VERSIONS, ("learner", "mlp"), 2)
     with pytest.raises(MetaTTTError, match=r"here has version 1 of learner=mlp, and here is version 2: use the release"):
         to_targets(node, "here")
     for version in (3, "x", None, True):
