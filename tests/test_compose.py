@@ -103,6 +103,19 @@ def test_every_block_gets_a_layer_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (["optimizer.mini_batch_size=0"], "optimizer.mini_batch_size=0 is not allowed: it must be at least 1"),
+        (["learner=mlp", "learner.expansion=-1"], "learner.expansion=-1.0 is not allowed: it must be positive"),
+        (["num_heads=0"], "num_heads=0 is not allowed: it must be at least 1"),
+    ],
+)
+def test_a_declared_range_is_checked_before_anything_is_made(overrides: list[str], expected: str) -> None:
+    with pytest.raises(MetaTTTError, match=re.escape(expected)):
+        compose(*overrides, job="train")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
         (["learner.bais=1"], "`bais` is not a field of learner. Did you mean `learner.bias`?"),
         (["+learner.bais=1"], "Did you mean `learner.bias`?"),
         (["learner=mpl"], "`mpl` is not a choice of learner. Did you mean `learner=mlp`?\nChoices: "),

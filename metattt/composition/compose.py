@@ -37,6 +37,7 @@ from metattt.composition.messages import (
     wrong_type,
 )
 from metattt.composition.overrides import ENTRIES, NOTHING, choices_alone, key_of, prepare
+from metattt.composition.signatures import ranges
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, SCHEMAS
 
@@ -258,11 +259,13 @@ def _check_type(node: DictConfig, key: str, full_key: str, value: Any) -> None:
 
 
 def _check_parameters(cfg: DictConfig, job: str) -> None:
-    """Check what merging cannot: choices of Literal parameters, keys that `+` added, types behind `${...}`."""
+    """Check what merging cannot: choices of Literal parameters, declared ranges, keys that `+` added, types behind
+    `${...}`."""
     for part, node in _parts(cfg):
         if OmegaConf.is_missing(node, "_target_"):
             continue
-        parameters = PARAMETERS.get(str(node.get("_target_")))
+        target = str(node.get("_target_"))
+        parameters, declared = PARAMETERS.get(target), ranges(target)
         if parameters is None:  # no registered class: a plain node, or a class of the user's without a schema
             continue
         for key in map(str, node):
@@ -278,3 +281,5 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
             _check_type(node, key, full_key, value)
             if parameters[key] and value not in parameters[key]:
                 raise MetaTTTError(refused_value(full_key, value, parameters[key]))
+            if key in declared:
+                declared[key].check(full_key, value)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from metattt import setting
-from metattt.setting import Setting, declared, parameters, with_always
+from metattt.setting import Setting, declared, members, parameters, with_always
 
 PLAIN_MODULES = {"typing": typing, "collections.abc": collections.abc, "metattt.setting": setting}
 DECLARED = "metattt.declared", "Declared"
@@ -75,6 +75,21 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
             raise Unreadable(f"{module}.{name}")
         home, node = _class(home, base)
     return parameters(settings)
+
+
+@cache
+def ranges(target: str) -> dict[str, Setting]:
+    """What a class declares of the numbers and texts that its constructor takes, by key; nothing where that is not read."""
+    module, _, name = target.rpartition(".")
+    try:
+        found = _settings(module, name)
+    except Unreadable:
+        return {}
+    return {
+        one.alias or attribute: one
+        for attribute, one in found.items()
+        if one.init and not (_opaque(one.among) or any(map(_opaque, members(one.annotation))))
+    }
 
 
 def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
