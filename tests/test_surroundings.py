@@ -233,6 +233,7 @@ def test_compiled_in_one_graph(name: str) -> None:
     ids=["dual", "summed", "adam"],
 )
 @inductor.patch(allow_buffer_reuse=False)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_a_mini_batch_is_compiled_once(spec: Specimen) -> None:
     """Whatever the length, the graph has the first mini-batch, what is left at the end, and a loop for all others."""
     nodes: list[tuple[int, int]] = []
@@ -256,7 +257,7 @@ def test_a_mini_batch_is_compiled_once(spec: Specimen) -> None:
 def test_a_compiled_layer_has_the_gradients_of_the_eager_one(reuse: bool) -> None:
     """Also of slow weights, whose gradient is a sum over mini-batches: where Inductor may use the memory of a loop again,
     it is wrong by factors, and no loop may be taken."""
-    with inductor.patch(allow_buffer_reuse=reuse):
+    with inductor.patch(allow_buffer_reuse=reuse), torch._dynamo.config.patch(capture_scalar_outputs=True):
         spec = Specimen(Linear, Reconstruction, lambda: Adam(2))
         assert compiled_error(spec, "inductor", length=9) <= BOUND
 

@@ -4,8 +4,8 @@ Written out, a sequence of T tokens is a graph of T/b mini-batches with an inner
 compile and anew for every length. As the body of a `scan` a mini-batch is traced and compiled once, with its derivative.
 
 Inductor (torch 2.14) gives the memory of a loop's input away although the loop's result stands in it: gradients of
-what enters the loop were wrong by factors. So the loop is used only where that is forbidden:
-`torch._inductor.config.allow_buffer_reuse = False`, which `compile=true` sets for a run.
+what enters the loop were wrong by factors. So the loop is used only where that is forbidden, and where a graph may have
+the number of a step in it: after `allow`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,18 @@ from metattt.memory import Memory
 @torch.compiler.assume_constant_result
 def allowed() -> bool:
     """Whether the loop is right in this process."""
-    from torch._inductor import config
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
 
-    return torch.__version__ >= "2.14" and not config.allow_buffer_reuse
+    return torch.__version__ >= "2.14" and not inductor.allow_buffer_reuse and dynamo.capture_scalar_outputs
+
+
+def allow() -> None:
+    """Lets this process take the loop: of the settings of `torch.compile`, it needs two."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    inductor.allow_buffer_reuse, dynamo.capture_scalar_outputs = False, True
 
 
 def alike(blocks: Sequence[Block]) -> int:
