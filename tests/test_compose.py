@@ -100,6 +100,15 @@ def test_every_block_gets_a_layer_of_its_own() -> None:
     assert not {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}
 
 
+def test_a_row_of_the_paper_is_an_experiment() -> None:
+    """In a process of its own: here, other tests import the rows."""
+    words = ["train", "experiment=books_4k/ttt_mlp_350m", "--cfg", "job"]
+    done = subprocess.run([sys.executable, "-P", "-m", "metattt.cli", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    cfg = OmegaConf.create(done.stdout)
+    assert (cfg.data.context_length, cfg.trainer.max_steps) == (4096, 13500)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

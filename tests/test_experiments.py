@@ -12,11 +12,11 @@ from metattt import build
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
+from metattt.composition.paper_rows import CONTEXTS, METHODS, MINI_BATCH_SIZES, SIZES, rows
 from metattt.data.prepare import prepare
 from metattt.errors import MetaTTTError
 from metattt.state import Context
 from metattt.training.inner_warmup import InnerWarmup
-from metattt.training.paper_rows import CONTEXTS, METHODS, MINI_BATCH_SIZES, SIZES, rows
 from metattt.training.train import train
 
 TABLE_1 = (

@@ -35,6 +35,7 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
     Raises:
         MetaTTTError: if a package that announces components cannot be imported.
     """
+    importlib.import_module("metattt.composition.paper_rows")  # experiments that are made, not written in files
     _read_libraries()
     for package in packages:
         _read(package)
