@@ -30,19 +30,16 @@ def check_tokens(parts: Parts, tokens: Tokens) -> None:
 
 
 def check_call(parts: Parts, tokens: Tokens, state: State, ctx: Context) -> None:
-    """`check_tokens`, where a call has tokens of another kind than before; and refuses padding, documents and places
+    """`check_tokens`; and refuses padding, documents and places
     that differ between sequences, where the read or the learner has no use for them.
 
     Raises:
         MetaTTTError: naming what to give instead.
     """
-    rule = parts.rule
-    known = tokens.kind in parts.plan.checked and (rule.has_token_steps or rule.token_steps() is None)
-    if torch.compiler.is_compiling() or not known:
-        check_tokens(parts, tokens)
+    check_tokens(parts, tokens)
     if ctx.valid is None and ctx.first is None and state.phase is not None:
         return
-    kind, final = type(parts.learner).__name__, rule.read == "final"
+    kind, final = type(parts.learner).__name__, parts.rule.read == "final"
     if parts.plan.looks_ahead:
         raise MetaTTTError(
             f"{kind} lets tokens look at later ones, and would let them look at padding: "

@@ -57,7 +57,8 @@ class InnerLoop(Parts):
         """
         plan, memory, donated = self.plan, state.weights, call.donate_state
         count, size = tokens.views.q.shape[2], self.rule.mini_batch_size
-        check_call(self, tokens, state, call.ctx)
+        if not self.is_checked(tokens, state, call.ctx):
+            check_call(self, tokens, state, call.ctx)
         if not memory:
             memory, donated = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
         if plan.replays:
