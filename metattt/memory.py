@@ -47,6 +47,14 @@ def at_start(slots: Iterable[str], init: Iterable[tuple[str, Tensor]], batch: in
     return memory
 
 
+def named(names: Iterable[tuple[str, str]], tensors: Iterable[Tensor]) -> Memory:
+    """A memory of tensors in a row, by the slot and the name of each."""
+    memory: Memory = {}
+    for (slot, name), x in zip(names, tensors, strict=True):
+        memory.setdefault(slot, {})[name] = x
+    return memory
+
+
 def zeros(slot: str, like: Tensors) -> Tensors:
     """A slot of zeros for weights `like`, `[B, H, *shape]`."""
     return {name: x.new_zeros(x.shape[:2]) if slot in COUNTERS else torch.zeros_like(x) for name, x in like.items()}

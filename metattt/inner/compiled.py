@@ -18,7 +18,7 @@ from torch._higher_order_ops.scan import scan
 
 from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
-from metattt.memory import Memory
+from metattt.memory import Memory, named
 
 
 @torch.compiler.assume_constant_result
@@ -71,14 +71,14 @@ def in_a_loop(
     def body(carried: list[Tensor], given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         views = iter(given)
         piece = Tokens.from_tensors([next(views) if here else None for here in present])
-        y, after = plainly(loop, piece, _named(slots, carried), blocks[1:2], read)
+        y, after = plainly(loop, piece, named(slots, carried), blocks[1:2], read)
         # copies: what a loop returns may not be a view of what it was given
         leaving = [after[slot][name].clone(memory_format=torch.contiguous_format) for slot, name in slots]
         return leaving, [] if y is None else [y.clone(memory_format=torch.contiguous_format)]
 
     pieces = [x.unflatten(2, (count, size)).movedim(2, 0).contiguous() for x in middle.tensors if x is not None]
     final, ys = scan(body, [memory[slot][name].contiguous() for slot, name in slots], pieces)
-    memory, outputs = _named(slots, final), [] if y is None else [y]
+    memory, outputs = named(slots, final), [] if y is None else [y]
     if read:
         # chosen, not viewed: the derivative of the loop is compiled for gradients whose memory is contiguous
         chosen = ys[0].index_select(0, torch.arange(count, device=ys[0].device))
@@ -87,10 +87,3 @@ def in_a_loop(
         y, memory = plainly(loop, last[0], memory, rest, read)
         outputs += [] if y is None else [y]
     return (torch.cat(outputs, dim=2) if outputs else None), memory
-
-
-def _named(slots: Sequence[tuple[str, str]], tensors: Sequence[Tensor]) -> Memory:
-    memory: Memory = {}
-    for (slot, name), x in zip(slots, tensors, strict=True):
-        memory.setdefault(slot, {})[name] = x
-    return memory

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from metattt.inner.export import inlined
 from metattt.inner.parts import Parts
 from metattt.inner.recompute import random_state, recompute, replay
 from metattt.inner.tokens import Block, Tokens, rows
-from metattt.memory import Memory
+from metattt.memory import Memory, named
 from metattt.modules import transformed
 from metattt.state import Tensors
 from metattt.tasks.base import Views
@@ -119,10 +120,7 @@ def recomputed(
     body, given, after = _as_function(loop, tokens, memory, blocks, read, buffers=through is not recompute)
     outputs = iter(through(body, *given))
     y = next(outputs) if read else None
-    leaving: Memory = {}
-    for slot, name in after:
-        leaving.setdefault(slot, {})[name] = next(outputs)
-    return y, leaving
+    return y, named(after, outputs)
 
 
 def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> list[str]:
@@ -174,9 +172,7 @@ def _as_function(
     def body(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         given = Tokens.from_tensors([next(rest) if here else None for here in present])
-        entering: Memory = {}
-        for slot, name in keys:
-            entering.setdefault(slot, {})[name] = next(rest)
+        entering = named(keys, islice(rest, len(keys)))
         values = dict(zip(parameters, rest, strict=True))
         task, learner, rule = with_values(parts, values)
         inside = loop._replace(task=task, learner=learner, rule=rule)  # type: ignore[arg-type]

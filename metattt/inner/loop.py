@@ -34,7 +34,7 @@ from metattt.inner.committed import gated
 from metattt.inner.execution import in_groups
 from metattt.inner.final import predictions, steps
 from metattt.inner.forms import FORMS, SHARE
-from metattt.inner.packing import Call, make_layout, mask_gates
+from metattt.inner.packing import Call, make_layout
 from metattt.inner.parts import Parts
 from metattt.inner.replay import begun_again, tail
 from metattt.inner.tokens import Block, Tokens, joined
@@ -71,7 +71,7 @@ class InnerLoop(Parts):
         if layout.source is not None:
             tokens = tokens.map(layout.scatter)
         if layout.is_filled is not None:
-            tokens = mask_gates(tokens, layout.is_filled)
+            tokens = tokens.masked(layout.is_filled)
         loop = self._replace(matmul_dtype=tokens.views.k.dtype)
         y, memory = loop.columns(tokens, memory, layout.blocks, layout.is_filled, call.after, donated)
         y = y if layout.column is None else layout.gather(y)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
-from metattt.inner.tokens import Block, Tokens, consecutive
+from metattt.inner.tokens import Block, consecutive
 from metattt.state import Context, State
 
 
@@ -395,18 +395,3 @@ def _unaligned(
     made = _told_apart(blocks, [part[:, -1] for part in parts], filled, again, device)
     source, column, is_filled = (_sent(x, device) for x in (source, column.clamp(0, columns - 1), is_filled))
     return ColumnLayout(made, source, column, is_filled, end)
-
-
-def mask_gates(tokens: Tokens, is_filled: Tensor) -> Tokens:
-    """Tokens whose unfilled columns change nothing: η = 0, α = β = 1, κ = 0, no decay. `is_filled` `[B, columns]`."""
-    is_filled = is_filled.unsqueeze(1)
-    eta, alpha, beta, kappa, weight_lr, decay = tokens.gates
-    if kappa is None and not (alpha is None and beta is None and weight_lr is None):
-        kappa = torch.ones_like(tokens.views.q[..., 0], dtype=eta.dtype)
-    return tokens.with_gates(
-        eta=torch.where(is_filled if eta.ndim == 3 else is_filled.unsqueeze(-1), eta, 0),
-        alpha=None if alpha is None else torch.where(is_filled, alpha, 1),
-        beta=None if beta is None else torch.where(is_filled, beta, 1),
-        kappa=None if kappa is None else torch.where(is_filled, kappa, 0),
-        decay=None if decay is None else torch.where(is_filled.unsqueeze(-1), decay, 0),
-    )

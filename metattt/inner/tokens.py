@@ -73,6 +73,20 @@ class Tokens(NamedTuple):
         parts = [None if x is None else x.split(lengths, dim=2) for x in self.tensors]
         return [Tokens.from_tensors([None if x is None else x[i] for x in parts]) for i in range(len(parts[0]))]  # type: ignore[arg-type]
 
+    def masked(self, is_filled: Tensor) -> Tokens:
+        """Unfilled columns change nothing: η = 0, α = β = 1, κ = 0, no decay. `is_filled` `[B, columns]`."""
+        is_filled = is_filled.unsqueeze(1)
+        eta, alpha, beta, kappa, weight_lr, decay = self.gates
+        if kappa is None and not (alpha is None and beta is None and weight_lr is None):
+            kappa = torch.ones_like(self.q[..., 0], dtype=eta.dtype)
+        return self.with_gates(
+            eta=torch.where(is_filled if eta.ndim == 3 else is_filled.unsqueeze(-1), eta, 0),
+            alpha=None if alpha is None else torch.where(is_filled, alpha, 1),
+            beta=None if beta is None else torch.where(is_filled, beta, 1),
+            kappa=None if kappa is None else torch.where(is_filled, kappa, 0),
+            decay=None if decay is None else torch.where(is_filled.unsqueeze(-1), decay, 0),
+        )
+
     @property
     def kind(self) -> tuple[object, ...]:
         """Which views and gates there are, and their axes after `[B, H, T]`."""
