@@ -19,7 +19,7 @@ from metattt.composition.compose import compose
 from metattt.composition.messages import known_keys
 from metattt.composition.signatures import Unreadable, constructor, registered
 from metattt.errors import MetaTTTError
-from metattt.registry import PARAMETERS, REGISTERED, register
+from metattt.registry import PARAMETERS, REGISTERED, register, version_of
 
 TYPICAL = [  # a mistake, and what it should have been
     ("optimizer=momentum optimizer.token_steps=shared", "optimizer=minibatch optimizer.token_steps"),
@@ -168,7 +168,7 @@ def test_what_is_read_is_what_an_import_would_register() -> None:
     ours = {key: target for key, target in REGISTERED.items() if target.startswith("metattt.")}
     read, parameters = _schemas(), dict(PARAMETERS)
     for (group, name), target in ours.items():
-        register(group, name)(get_class(target))
+        register(group, name, version_of(group, name))(get_class(target))  # a version lasts beyond this test
     imported = _schemas()
     assert len(ours) > 30
     for (group, name), target in ours.items():
