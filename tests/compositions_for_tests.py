@@ -31,6 +31,8 @@ def remembering(compose: Callable[[list[str], str], Composed]) -> Callable[[list
         if any(SEARCH_PATH in override for override in overrides):
             return compose(overrides, job)
         paths = dict(match.groups() for match in map(PATH.fullmatch, overrides) if match)
+        if any(sum(one.startswith(f"{name}=") for one in overrides) > 1 for name in paths):
+            return compose(overrides, job)  # the last one counts
         others = [override for override in overrides if not PATH.fullmatch(override)]
         key = job, tuple(others), tuple(SCHEMAS.items()), tuple(sys.path)
         if key not in known:
