@@ -434,6 +434,8 @@ def test_what_tests_remember_is_what_hydra_composes() -> None:
         assert OmegaConf.get_type(found[0], "layer") == OmegaConf.get_type(expected[0], "layer")
         found[0].dim = 3
     assert len(asked) == 1
+    twice = ["data.path='/a'", "data.path=['/a','/b']"]
+    assert remembered(twice, "train") == hydra(twice, "train")
     for overrides in (["data=digits", "data.path='/a'"], ["output_dir='a'", "trainer.nothing=3"]):
         said = []
         for compose_ in (remembered, hydra):
