@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt.memory_limit import check_memory_limit
-from metattt.modules import affine, made_once, rounds
+from metattt.modules import affine, made_once, rounds, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
 from metattt.setting import setting
@@ -118,7 +118,16 @@ class GradientDescent(StepSize):
     def token_steps(self) -> Tensor | None:
         if self.token_step_sharing == "none":
             return None
-        return self._steps(self.token_step_offset)
+        offset = self.token_step_offset
+        plain = type(offset) is nn.Parameter and offset.device.type == "cpu" and not torch.is_grad_enabled()
+        if not plain or torch.compiler.is_compiling() or transformed():
+            return self._steps(offset)
+        # while decoding, the same for every token: kept beside what it is made of, whose numbers say whether it holds
+        map_, known, tau = self.__dict__.get("_kept_steps", (None, offset, offset))
+        if map_ != self.token_step_map or known.dtype != offset.dtype or not torch.equal(known, offset):
+            known, tau = offset.detach().clone(), self._steps(offset)
+            self.__dict__["_kept_steps"] = self.token_step_map, known, tau
+        return tau
 
     def published_offset(self, offset: Tensor) -> Tensor:
         """The δ for which `token_step_map=relu` has the τ that this rule has for `offset`: `[1 or H, b]`, in its
