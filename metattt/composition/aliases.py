@@ -33,7 +33,6 @@ KEYS = {  # our key: other names for it; where a name stands twice, the first ke
     "trainer.precision": "precision dtype amp bf16 fp16 mixed_precision",
     "trainer.val_check_interval": "eval_every eval_interval eval_steps val_every val_check_interval validation_interval",
     "trainer.log_every_n_steps": "log_every log_interval logging_steps",
-    "trainer.strategy": "strategy",
     "output_dir": "out output out_dir save_dir run_dir log_dir logdir exp_dir folder results",
     "max_new_tokens": "max_tokens tokens num_tokens length max_length n_tokens",
     "temperature": "temp",
@@ -71,23 +70,9 @@ IN_FULL = {f"trainer.{key}": f"trainer.strategy.{key}" for key in ("time_ranks",
 """Keys that may be given without the node of the trainer that they stand in."""
 
 OUTER_OPTIMIZERS = (
-    "adamw",
-    "adam8bit",
-    "adafactor",
-    "lamb",
-    "lion",
-    "nadam",
-    "radam",
-    "rmsprop",
-    "sgd",
-    "shampoo",
-    "sophia",
-    "soap",
-)
+    "adamw", "adam8bit", "adafactor", "lamb", "lion", "nadam", "radam", "rmsprop", "sgd", "shampoo", "sophia", "soap",
+)  # fmt: skip
 """What is chosen with `training`, never with `optimizer`."""
-
-NUMBERS = {"optimizer.lr": "optimizer.base_lr"}
-"""Our key whose value is a word: the key of the number that is often given to it."""
 
 _BY_NAME: dict[str, list[str]] = {}
 for _key, _names in KEYS.items():
