@@ -30,7 +30,7 @@ def groups(job: str | None = None) -> dict[str, frozenset[str]]:
 def defaults(job: str) -> dict[str, str]:
     """Group -> choice, of each entry in the defaults list of a job, through the configs that it includes."""
     found: dict[str, str] = {}
-    for entry in read_yaml(_file(job)).get("defaults", []):
+    for entry in parse_yaml(_text(job)).get("defaults", []):
         if isinstance(entry, dict):
             found |= {str(key).split()[-1].partition("@")[0].strip("/"): str(value) for key, value in entry.items()}
         elif entry != "_self_":
@@ -41,20 +41,20 @@ def defaults(job: str) -> dict[str, str]:
 @cache
 def keys_of(job: str) -> set[str]:
     """The keys of a job's file and of those that it includes: their own, and a part for every group."""
-    content = read_yaml(_file(job))
+    content = parse_yaml(_text(job))
     included = [entry for entry in content.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
     return {*content, *(group.partition("/")[0] for group in defaults(job))}.union(*map(keys_of, included))
 
 
-def _file(job: str) -> Traversable:
-    return files("metattt.configs") / f"{job}.yaml"
+def _text(job: str) -> str:
+    return (files("metattt.configs") / f"{job}.yaml").read_text(encoding="utf-8")
 
 
-def read_yaml(file: Traversable) -> dict[str, Any]:
+def parse_yaml(text: str) -> dict[str, Any]:
     """The content of a file of configurations."""
     import yaml  # not before: the list of commands needs none
 
-    return yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
 
 
 def choice_of_schema(group: str, schema: str) -> str | None:
