@@ -164,7 +164,7 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     if options.multirun:
         from metattt.sweeps.launch import sweep
 
-        return sweep(command, module, options.overrides)
+        return sweep(command, options.overrides)
     from metattt.composition.compose import compose
 
     composed.append(compose(*options.overrides, job=command))  # a mistake shows before anything heavy is imported

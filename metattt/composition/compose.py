@@ -114,14 +114,14 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
 
 def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
     """As `_compose`, with all that can be wrong said in the words of `metattt.composition.messages`."""
-    removed = [one[1:] for one in overrides if re.fullmatch(r"~[\w.]+", one) and one[1:] not in groups(job)]
-    kept = [one for one in overrides if one[1:] not in removed]
+    removed = [one for one in overrides if re.fullmatch(r"~[\w.]+", one) and key_of(one) not in groups(job)]
+    kept = [one for one in overrides if one not in removed]
     try:
         cfg, chosen = _compose(kept, job)
         _clear_custom(cfg, chosen, kept, job)
     except (HydraException, OmegaConfBaseException) as error:
         raise MetaTTTError(explain_composition(error, job)) from error
-    for key in removed:
+    for key in map(key_of, removed):
         _take_away(cfg, key, job)
     for group in ENTRIES:
         for name, entry in list((cfg.get(group) or {}).items()):
@@ -159,14 +159,13 @@ def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
 def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job: str) -> None:
     """A part that is `custom` in the place of the layer's own has none of the keys that the layer sets for that: what
     it has is composed without the layer. Where there is a schema, it refuses such keys."""
-    for part in LAYER_PARTS if chosen.get("layer", "custom") != "custom" else ():
-        if chosen.get(part) != "custom":
+    for part in LAYER_PARTS:
+        if chosen.get("layer", "custom") == "custom" or chosen.get(part) != "custom":
             continue
-        chosen_here = [one for one in overrides if (key := key_of(one)) in groups(job) or key == SEARCH_PATH]
         others = {"layer", *LAYER_PARTS} - {part}
-        choices = [one for one in chosen_here if key_of(one) not in others]
-        given = [one for one in overrides if one.lstrip("+~").startswith(f"{part}.")]
-        alone, chosen_alone = _compose([*choices, *(f"{one}=custom" for one in sorted(others)), *given], job)
+        known = {*groups(job), SEARCH_PATH} - others
+        given = [one for one in overrides if (key := key_of(one)) in known or key.startswith(f"{part}.")]
+        alone, chosen_alone = _compose([*given, *(f"{one}=custom" for one in sorted(others))], job)
         if chosen_alone[part] == "custom":  # otherwise the file of the layer has chosen it
             cfg[part] = alone[part]
 
@@ -174,23 +173,19 @@ def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job
 def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None:
     """Sets what `cfg.block_style` says of what stands around a layer's rule, a mapping of parts to keys and values, in
     the parts that have such a key; one that an override sets stays as it is."""
-    style = cfg.get("block_style")
-    given = set(map(key_of, overrides))
-    known = 0
-    for part, settings in style.items() if isinstance(style, DictConfig) else ():
-        part = str(part)
+    given, known = set(map(key_of, overrides)), False
+    for part, settings in (cfg.get("block_style") or {}).items():
         if not isinstance(settings, DictConfig):
             raise MetaTTTError(
                 f"block_style={name} gives {part} no keys: it must be a mapping such as `{part}: {{gate: false}}`"
             )
         node = cfg.get(part)
-        for key, value in settings.items() if isinstance(node, DictConfig) else ():
-            if key not in node.keys():  # noqa: SIM118 (a key whose value is null is not `in` a node)
-                continue
-            known += 1
-            if f"{part}.{key!s}" not in given:
-                node[key] = value
-    if style and not known:
+        keys = list(node.keys()) if isinstance(node, DictConfig) else []  # those whose value is null, too
+        for key in [key for key in settings if key in keys]:
+            known = True
+            if f"{part}.{key}" not in given:
+                node[key] = settings[key]
+    if cfg.get("block_style") and not known:
         raise MetaTTTError(
             f"block_style={name} sets nothing of this layer, which is published as a whole: leave it out, or choose "
             "another layer"

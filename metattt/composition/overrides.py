@@ -22,15 +22,14 @@ SEARCH_PATH = "hydra.searchpath"
 
 FREE_TEXT = (
     "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume",
-    "init_from",
-    "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder", "output", "family",
+    "init_from", "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder", "output", "family",
 )  # fmt: skip
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
 
 LISTS = ("data.path", "checkpoint", "source", "dataset_files")
 """Those of them that may also be a list, [a,b]."""
 
-QUOTES = ("'", '"')
+QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 
 NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
 """Choices of nothing, as they are by default."""
@@ -89,24 +88,31 @@ def quote_free_text(override: str, sweep: bool = False) -> str:
     Left as they are: `null`, a value that is in quotes already, a list for a key of `LISTS`, and interpolations in
     paths. In a sweep, commas outside quotes stand between several texts.
     """
-    match = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", override, flags=re.DOTALL)
+    match = re.fullmatch(r"(\+{0,2}([\w.]+)=)(.*)", override, flags=re.DOTALL)
     if match is None or match[2] not in FREE_TEXT:
         return override
-    prefix, key, value = match.groups()
-    if key in LISTS and value.startswith("[") and value.endswith("]"):
-        inside = value[1:-1].strip()
-        texts = _several(inside) or list(filter(None, [inside]))
-        if "${" in value or any(text[:1] in (*QUOTES, "[", "{") for text in texts):
-            return override
-        return f"{prefix}{key}=[{','.join(map(quoted, texts))}]"  # a path may hold `=`, or spaces
-    if value == "null" or re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL):
+    start, key, value = match.groups()
+    if value == "null" or re.fullmatch(QUOTED, value, flags=re.DOTALL):
         return override
-    if sweep and (re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value) or _several(value)):
-        texts = [text if text[:1] in QUOTES else quoted(text) for text in _several(value)]
-        return f"{prefix}{key}={','.join(texts)}" if texts else override
+    if key in LISTS and value.startswith("[") and value.endswith("]"):
+        texts = _between_commas(value[1:-1])
+        if "${" in value or any(re.match("['\"[{]", text) for text in texts):
+            return override
+        return f"{start}[{','.join(map(quoted, texts))}]"  # a path may hold `=`, or spaces
+    if sweep and re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value):
+        return override
+    if sweep and len(texts := _between_commas(value)) > 1:
+        texts = [text if re.match("['\"]", text) else quoted(text) for text in texts]
+        return f"{start}{','.join(texts)}"
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
-    return f"{prefix}{key}={quoted(value)}"
+    return f"{start}{quoted(value)}"
+
+
+def _between_commas(value: str) -> list[str]:
+    """The texts between the commas of a value that are outside quotes."""
+    found = re.finditer(rf"({QUOTED}|[^,])+", value, flags=re.DOTALL)
+    return [one[0].strip() for one in found if one[0].strip()]
 
 
 def quoted(text: str) -> str:
@@ -127,15 +133,6 @@ def searched(overrides: Sequence[str]) -> list[Traversable]:
 def is_of_hydra(key: str) -> bool:
     """Whether a key is a setting of Hydra's; where files are is one of every job."""
     return re.match(r"hydra\b", key) is not None and key != SEARCH_PATH
-
-
-def _several(value: str) -> list[str]:
-    """The texts between the commas of a value that are outside quotes; none if there is no such comma."""
-    texts = [
-        found.strip()
-        for found in re.findall(r"(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,])+", value, flags=re.DOTALL)
-    ]
-    return texts if len(texts) > 1 else []
 
 
 def _in_full(override: str) -> str:

@@ -66,6 +66,20 @@ class Run(NamedTuple):
         ]
 
 
+def read_run(folder: Path, name: str = "") -> Run:
+    """The run in a folder, and what is known of it.
+
+    Raises:
+        MetaTTTError: a file of a sweep that is damaged.
+    """
+    cell, log = read_cell(folder), folder / "metrics.csv"
+    pairs = [one.partition("=") for one in cell.swept] if cell else []
+    swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
+    state = "" if cell is None else "unfinished" if cell.state == "running" else cell.state
+    rows = read_rows(log)[0] if log.is_file() else []
+    return Run(name, state, swept, rows, cell.message if cell else "")
+
+
 def runs(cfg: DictConfig) -> int:
     """Prints the table of the runs in a folder, and writes its files.
 
@@ -156,17 +170,10 @@ def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Itera
     for path in sorted(folder.iterdir()):
         if not path.is_dir() or path.is_symlink() or path.name.startswith("."):
             continue
-        log = path / "metrics.csv"
-        if not any(one.is_file() for one in (path / CELL, log, path / "run.yaml")):
-            if depth > 1:
-                yield from collect(path, depth - 1, home or folder)
-            continue
-        cell = read_cell(path)
-        pairs = [one.partition("=") for one in cell.swept] if cell else []
-        swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
-        state = "" if cell is None else "unfinished" if cell.state == "running" else cell.state
-        rows = read_rows(log)[0] if log.is_file() else []
-        yield Run(str(path.relative_to(home or folder)), state, swept, rows, cell.message if cell else "")
+        if any((path / name).is_file() for name in (CELL, "metrics.csv", "run.yaml")):
+            yield read_run(path, str(path.relative_to(home or folder)))
+        elif depth > 1:
+            yield from collect(path, depth - 1, home or folder)
 
 
 def _number(value: float, digits: int) -> str:
