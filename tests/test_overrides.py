@@ -229,6 +229,7 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
     words = [
         ["train", "learner.bais=1"],
         ["train", "learner=mpl"],
+        ["train", "dim=100", "num_heads=3"],
         ["check", "lr=3"],
         ["train", "model.layer=x"],
         ["eval", "ckpt=x"],

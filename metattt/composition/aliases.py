@@ -44,12 +44,12 @@ KEYS = {  # our key: other names for it; where a name stands twice, the first ke
     "split": "data.split",
 }
 
-OTHER = {  # our key: what else a name for it may have meant
+OF_THE_INNER_LOOP = {
     "training.lr": "optimizer.base_lr",
     "trainer.max_steps": "optimizer.steps",
     "data.batch_size": "optimizer.mini_batch_size",
 }
-"""Of the outer loop, with the key of the inner loop that has the same name in papers."""
+"""Keys of the outer loop, with that of the inner loop which has the same name in papers."""
 
 NOT_SET_THERE = {
     "model.layer": "layer=<name> chooses the layer of every block",
@@ -74,11 +74,6 @@ OUTER_OPTIMIZERS = (
 )  # fmt: skip
 """What is chosen with `training`, never with `optimizer`."""
 
-_BY_NAME: dict[str, list[str]] = {}
-for _key, _names in KEYS.items():
-    for _name in _names.split():
-        _BY_NAME.setdefault(_name, []).append(_key)
-
 
 def alias(name: str, known: Container[str]) -> str | None:
     """The first key of the command that is meant by another name for it.
@@ -87,10 +82,5 @@ def alias(name: str, known: Container[str]) -> str | None:
         name: as it was typed, without its value.
         known: keys that the command has.
     """
-    return next((key for key in _BY_NAME.get(name.lower().replace("-", "_"), ()) if key in known and key != name), None)
-
-
-def inner_counterpart(key: str, known: Container[str]) -> str:
-    """A sentence on the key of the inner loop that may have been meant instead; empty if there is none."""
-    inner = OTHER.get(key)
-    return f" (`{inner}` is that of the inner loop.)" if inner is not None and inner in known else ""
+    plain = name.lower().replace("-", "_")
+    return next((key for key, names in KEYS.items() if plain in names.split() and key in known and key != name), None)

@@ -105,6 +105,9 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
     prepared, settings = take_settings(prepared) if "model" in groups(job) else (prepared, [])
     cfg, chosen = _checked(prepared, job)
     stack = fill_blocks(cfg, prepared, settings, lambda of_block: _checked(of_block, job)[0])
+    for _, target, node in _parts(cfg):
+        if target == "metattt.layer.TTTLayer" and {"dim", "num_heads"} <= set(node):
+            check_heads(node.dim, node.num_heads)
     if "name" in cfg and cfg.name is None:
         cfg.name = stack or (chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"])
     if "given" in cfg:
@@ -213,12 +216,13 @@ def parts_of(layer: DictConfig) -> list[str]:
     return [part for part in LAYER_PARTS if f"${{{part}}}" in written]
 
 
-def _parts(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
-    """Every node that makes an object, by its dotted key; those that only point at another are left to it."""
+def _parts(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, DictConfig]]:
+    """Every node that makes an object, by its dotted key, with its class; those that only point at another are left to
+    it."""
     for key, node in cfg.items_ex(resolve=False):
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
-            if "_target_" in node:
-                yield f"{prefix}{key!s}", node
+            if "_target_" in node:  # and has a value
+                yield f"{prefix}{key!s}", str(node._target_), node
             yield from _parts(node, f"{prefix}{key!s}.")
 
 
@@ -238,12 +242,10 @@ def _check_type(node: DictConfig, key: str, full_key: str, value: Any) -> None:
 def _check_parameters(cfg: DictConfig, job: str) -> None:
     """Check what merging cannot: choices of Literal parameters, declared ranges, keys that `+` added, types behind
     `${...}`."""
-    for part, node in _parts(cfg):
-        target = "" if OmegaConf.is_missing(node, "_target_") else str(node._target_)
-        parameters, declared = PARAMETERS.get(target), ranges(target) if target in PARAMETERS else {}
-        if parameters is None:  # no registered class: a plain node, or a class of the user's without a schema
+    for part, target, node in _parts(cfg):
+        if target not in PARAMETERS:  # a class of the user's without a schema
             continue
-        values: dict[str, Any] = {}
+        parameters, declared = PARAMETERS[target], ranges(target)
         for key in map(str, node):
             full_key = f"{part}.{key}"
             if OmegaConf.is_missing(node, key) or key in ("_target_", "_partial_", "_convert_", "_recursive_"):
@@ -251,7 +253,7 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
             if key not in parameters:
                 raise MetaTTTError(not_a_field(node, full_key, job))
             try:
-                value = values[key] = node[key]
+                value = node[key]
             except OmegaConfBaseException as error:  # a key that takes its value from another, which is not there
                 raise MetaTTTError(f"{full_key}: {first_line(error)}") from error
             _check_type(node, key, full_key, value)
@@ -259,5 +261,3 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
                 raise MetaTTTError(refused_value(full_key, value, parameters[key]))
             if key in declared:
                 declared[key].check(full_key, value)
-        if target == "metattt.layer.TTTLayer" and {"dim", "num_heads"} <= values.keys():
-            check_heads(values["dim"], values["num_heads"])

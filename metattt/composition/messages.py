@@ -17,7 +17,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, ValidationError
 
-from metattt.composition.aliases import IN_FULL, NOT_SET_THERE, OUTER_OPTIMIZERS, alias, inner_counterpart
+from metattt.composition.aliases import IN_FULL, NOT_SET_THERE, OF_THE_INNER_LOOP, OUTER_OPTIMIZERS, alias
 from metattt.composition.choices import choice_of_schema, groups
 from metattt.errors import MetaTTTError, shown
 from metattt.registry import PARAMETERS, REGISTERED
@@ -99,7 +99,9 @@ def not_a_field(parent: Any, full_key: str, job: str) -> str:
     command = "metattt.build()" if job == "build" else f"`metattt {job}`"
     said = f"`{key}` is not {f'a field of {owner}' if owner else f'a key of {command}'}."
     if suggestion:
-        return f"{said} Did you mean `{suggestion}`?{inner_counterpart(suggestion, keys)}"
+        inner = OF_THE_INNER_LOOP.get(suggestion)
+        other = f" (`{inner}` is that of the inner loop.)" if inner in keys else ""
+        return f"{said} Did you mean `{suggestion}`?{other}"
     return f"{said} It has: {', '.join(sorted(fields)) or 'none'}."
 
 
@@ -172,11 +174,9 @@ def _do_not_go_together(file: str, full_key: str) -> str:
     """For a file of a group that sets a key which the choice for another group has not."""
     group, _, name = file.partition("/")
     owner, _, key = full_key.rpartition(".")
-    ways = {
-        "layer": "Choose another layer: layer=custom leaves every part as it is.",
-        "preset": f"Leave out {group}={name}, whose sizes are those of language models, and set the sizes yourself: {owner}.<key>=<value>.",
-    }
-    advice = ways.get(group, f"Leave out {group}={name}, or choose another {owner or 'one'}.")
+    advice = f"Leave out {group}={name}, or choose another {owner or 'one'}."
+    if group == "layer":  # which may be that of the default
+        advice = "Choose another layer: layer=custom leaves every part as it is."
     return f"{group}={name} sets `{full_key}`, but the chosen {owner or 'configuration'} has no `{key}`.\n{advice}"
 
 
