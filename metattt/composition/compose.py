@@ -28,13 +28,7 @@ from metattt.composition.choices import groups, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.keys import check_keys
-from metattt.composition.messages import (
-    explain_composition,
-    first_line,
-    not_a_field,
-    refused_value,
-    wrong_type_in,
-)
+from metattt.composition.messages import explain_composition, first_line, not_a_field, refused_value, wrong_type_in
 from metattt.composition.overrides import ENTRIES, NOTHING, SEARCH_PATH, key_of, prepare
 from metattt.composition.signatures import ranges
 from metattt.errors import MetaTTTError, check_heads, shown
