@@ -371,6 +371,17 @@ def test_a_folder_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "Did you mean `experiment=mine`?" in capsys.readouterr().err
 
 
+def test_a_choice_that_is_stored_and_in_no_file() -> None:
+    store = ConfigStore.instance()
+    store.store(group="learner", name="stored", node={"defaults": ["mlp", "_self_"], "expansion": 8.0})
+    try:
+        assert compose("learner=stored").learner.expansion == 8.0
+        with pytest.raises(MetaTTTError, match="`storde` is not a choice of learner"):
+            compose("learner=storde")
+    finally:
+        del store.repo["learner"]
+
+
 def test_what_hydra_tells(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for what, expected in (("defaults", "experiment/mine "), ("defaults-tree", "  experiment: mine"), ("searchpath", "my files")):
         assert main(["train", "--config-dir", "my files", "experiment=mine", "--info", what]) == 0

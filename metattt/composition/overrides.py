@@ -8,13 +8,14 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
 from metattt.composition.aliases import IN_FULL, NOT_SET_THERE
 from metattt.composition.choices import files_of, groups, keys_of
-from metattt.composition.components import trainer_keys
+from metattt.composition.components import load_components, trainer_keys
 from metattt.composition.messages import refused_value, unknown_choice
 from metattt.errors import MetaTTTError
 
@@ -193,6 +194,9 @@ def _check_choice(override: Override, job: str, folders: Sequence[Traversable]) 
     if not options or (isinstance(value, str) and ("/" in value or value in options)):
         return
     if isinstance(value, str):
+        load_components(())  # a package of others may store choices when it is imported, as a notebook may
+        if f"{value}.yaml" in ConfigStore.instance().repo.get(group, {}):
+            return
         raise MetaTTTError(unknown_choice(group, value, options, job))
     if not (group in ENTRIES and isinstance(value, list) and value and set(map(str, value)) <= set(options)):
         raise MetaTTTError(refused_value(group, value, options))
