@@ -96,7 +96,7 @@ def check_flag(key: str, value: object, words: Iterable[str] = (), advice: str =
 def check_heads(dim: int, num_heads: int) -> None:
     """Refuses a number of heads that does not divide the width of a layer."""
     if dim % num_heads:
-        divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
+        divisors = ", ".join(str(n) for n in range(1, min(dim, 2**12) + 1) if dim % n == 0)
         raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {divisors}")
 
 

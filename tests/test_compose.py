@@ -116,6 +116,7 @@ def test_a_row_of_the_paper_is_an_experiment() -> None:
         (["learner=mlp", "learner.expansion=-1"], "learner.expansion=-1.0 is not allowed: it must be positive"),
         (["num_heads=0"], "num_heads=0 is not allowed: it must be at least 1"),
         (["dim=100", "num_heads=3"], "num_heads=3 does not divide dim=100: choose num_heads from 1, 2, 4"),
+        ([f"dim={10**15}", "num_heads=3"], f"num_heads=3 does not divide dim={10**15}: choose num_heads from 1, 2, 4, 5"),
         (["layer=titans_mag", "dim=10", "num_heads=4"], "num_heads=4 does not divide dim=10: choose num_heads from 1, 2, 5, 10"),
         (["model.blocks=[mamba,attention]", "dim=9"], "num_heads=4 does not divide dim=9"),
     ],

@@ -172,6 +172,7 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
     the parts that have such a key; one that an override sets stays as it is."""
     given, known = set(map(key_of, overrides)), False
     for part, settings in (cfg.get("block_style") or {}).items():
+        part = str(part)
         if not isinstance(settings, DictConfig):
             raise MetaTTTError(
                 f"block_style={name} gives {part} no keys: it must be a mapping such as `{part}: {{gate: false}}`"
@@ -180,7 +181,7 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
         keys = list(node.keys()) if isinstance(node, DictConfig) else []  # those whose value is null, too
         for key in [key for key in settings if key in keys]:
             known = True
-            if f"{part}.{key}" not in given:
+            if f"{part}.{key!s}" not in given:
                 node[key] = settings[key]
     if cfg.get("block_style") and not known:
         raise MetaTTTError(

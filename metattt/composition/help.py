@@ -164,7 +164,8 @@ class _Composed:
             if at:
                 inside = package if at == "_here_" else "" if at == "_global_" else f"{package}.{at}".lstrip(".")
             if place.startswith("schema/"):
-                self._schema(*place.split("/")[1:], inside or "")
+                _, kind, schema = place.split("/")
+                self._schema(kind, schema, inside or "")
             elif name not in ("null", "None", "???"):
                 self._read(f"{place}/{name}" if name else place, inside)
 

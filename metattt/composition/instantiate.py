@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from metattt.models.language_model import LanguageModel
 
 
+DAMAGED = "model.blocks is no composed pattern of layers: the configuration is damaged"
+
+
 def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:
     """The object of one node, with plain lists and dictionaries inside.
 
@@ -77,11 +80,13 @@ def _pattern(cfg: DictConfig) -> list[Callable[[], Any]] | None:
     blocks = cfg.model.get("blocks")
     if blocks is None:
         return None
-    layers, pattern = (blocks.get("layers"), blocks.get("pattern")) if isinstance(blocks, DictConfig) else (None, None)
-    composed = isinstance(layers, DictConfig) and isinstance(pattern, ListConfig)
-    nodes = [layers.get(str(name)) for name in pattern] if composed else []
-    if not nodes or not all(isinstance(node, DictConfig) and "_target_" in node for node in nodes):
-        raise MetaTTTError("model.blocks is no composed pattern of layers: the configuration is damaged")
+    given = blocks if isinstance(blocks, DictConfig) else {}
+    pattern, layers = given.get("pattern"), given.get("layers")
+    if not isinstance(layers, DictConfig) or not isinstance(pattern, ListConfig) or not pattern:
+        raise MetaTTTError(DAMAGED)
+    nodes = [layers.get(str(name)) for name in pattern]
+    if not all(isinstance(node, DictConfig) and "_target_" in node for node in nodes):
+        raise MetaTTTError(DAMAGED)
 
     def make(name: str) -> Any:
         try:

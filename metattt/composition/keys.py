@@ -56,4 +56,5 @@ def check_keys(cfg: DictConfig, known: set[str], job: str) -> None:
                 raise MetaTTTError(wrong_type(name, value, KEYS[name].annotation))
             KEYS[name].check(name, value)
     if re.search(r"[/\\\0\n]|^\.+$", str(cfg.get("name"))):
-        raise MetaTTTError(f"name={cfg.name!r} is not allowed: it is a part of a folder's name, so without / and the like")
+        why = "it is a part of a folder's name, so without / and the like"
+        raise MetaTTTError(f"name={cfg.name!r} is not allowed: {why}")

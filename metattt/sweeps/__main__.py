@@ -1,5 +1,5 @@
-"""The process of one run of a sweep: `python -m metattt.sweeps train ...` is `metattt train ...`, and stops when the sweep
-is gone."""
+"""The process of one run of a sweep: `python -m metattt.sweeps train ...` is `metattt train ...`, and stops when the
+sweep is gone."""
 
 import os
 import signal

@@ -73,7 +73,7 @@ class RunCell:
         write_cell(folder, cell)
         place = [f"output_dir={quoted(str(folder))}"] if self.foldered else []
         try:
-            code = self._process(folder, [*self.fixed, *swept, *self.own, *place])
+            code = self._process(folder, cell, [*self.fixed, *swept, *self.own, *place])
         except BaseException as stop:  # Ctrl-C, and that of a launcher whose time is over
             write_cell(folder, cell._replace(state="stopped", message=type(stop).__name__))
             raise
@@ -94,7 +94,7 @@ class RunCell:
             raise CellFailed(missing or line)
         return value
 
-    def _process(self, folder: Path, words: Sequence[str]) -> int:
+    def _process(self, folder: Path, cell: Cell, words: Sequence[str]) -> int:
         """Runs the command in a process of its own (`metattt.sweeps.__main__`); its exit code. A cell that crashes, or
         takes all memory, takes nothing else with it."""
         starter = os.getppid()
@@ -111,7 +111,7 @@ class RunCell:
                 if starter == self.sweeper != os.getppid():  # a worker whose sweep was killed
                     process.terminate()
                     process.wait()
-                    write_cell(folder, read_cell(folder)._replace(state="stopped", message="SIGKILL"))  # type: ignore[union-attr]
+                    write_cell(folder, cell._replace(state="stopped", message="SIGKILL"))
                     os._exit(1)  # nobody waits for more
         except BaseException as stop:
             with suppress(subprocess.TimeoutExpired):

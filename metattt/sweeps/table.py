@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -210,8 +210,8 @@ def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:
     axes = figure.add_subplot()
     for place, (run, points) in enumerate(curves):
         label = ", ".join(f"{key}={value}" for key, value in run.swept.items()) or run.name
-        style = {"color": matplotlib.colormaps["viridis"](0.9 * place / max(1, len(curves) - 1)), "zorder": -place}
-        style |= {"marker": "osv^D<>pPX*h"[place % 12], "markersize": 4}
+        style: dict[str, Any] = {"marker": "osv^D<>pPX*h"[place % 12], "markersize": 4, "zorder": -place}
+        style["color"] = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(curves) - 1))
         axes.plot(*zip(*points, strict=True), label=label if place < NAMED_RUNS else None, **style)
     axes.set(xlabel="outer-loop steps", ylabel=metric)
     axes.grid(alpha=0.3)
