@@ -53,13 +53,9 @@ OF_THE_INNER_LOOP = {
 
 NOT_SET_THERE = {
     "model.layer": "layer=<name> chooses the layer of every block",
-    "model.dim": "dim=<value> sets it for the model and its layers",
-    "model.embed_dim": "dim=<value> sets it for the model and its layers",
-    "layer.dim": "dim=<value> sets it for the model and its layers",
+    **dict.fromkeys(("model.dim", "model.embed_dim", "layer.dim"), "dim=<value> sets it for the model and its layers"),
     "layer.num_heads": "num_heads=<value> sets it for the model and its layers",
-    "layer.task": "task=<name> chooses it",
-    "layer.learner": "learner=<name> chooses it",
-    "layer.optimizer": "optimizer=<name> chooses it",
+    **{f"layer.{part}": f"{part}=<name> chooses it" for part in ("task", "learner", "optimizer")},
     "trainer.callbacks": "callbacks.<name>.<key>=<value> sets one, ~callbacks.<name> leaves it out",
     "trainer.logger": "logger=<name> chooses it, ~logger leaves it out",
     "trainer.overfit_batches": "data.max_bytes=<few> trains on little text",
