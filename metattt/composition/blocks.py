@@ -85,11 +85,11 @@ def fill_blocks(
             needs = f"sets an entry of a pattern, and there is none: give {KEY}=[<layer>,<layer>,...]"
             raise MetaTTTError(f"`{settings[0].written}` {needs}")
         return None
+    entries = read_pattern(OmegaConf.to_container(pattern) if OmegaConf.is_config(pattern) else pattern)
     if chosen := next((one for one in overrides if re.match(r"\+{0,2}layer=", one)), None):
         raise MetaTTTError(
             f"`{chosen}` is the layer of every block, and {KEY} a pattern of layers: leave out one of them"
         )
-    entries = read_pattern(OmegaConf.to_container(pattern) if OmegaConf.is_config(pattern) else pattern)
     names, places = list(dict.fromkeys(name for name, _ in entries)), [str(place) for place in range(len(entries))]
     for one in settings:
         if one.owner not in (*names, *places):

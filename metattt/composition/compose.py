@@ -121,8 +121,9 @@ def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
     for key in map(key_of, removed):
         _take_away(cfg, key, job)
     for group in ENTRIES:
-        for name, entry in list((cfg.get(group) or {}).items()):
-            if entry is None:  # null in a file, as `left_out` on the command line
+        entries = cfg.get(group)
+        for name in list(entries) if isinstance(entries, DictConfig) else ():
+            if entries._get_node(name)._is_none():  # null in a file, as `left_out` on the command line
                 _take_away(cfg, f"{group}.{name}", job)
     _apply_block_style(cfg, overrides, str(chosen.get("block_style")))
     check_keys(cfg, keys_of(job), job)
@@ -170,8 +171,8 @@ def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job
 def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None:
     """Sets what `cfg.block_style` says of what stands around a layer's rule, a mapping of parts to keys and values, in
     the parts that have such a key; one that an override sets stays as it is."""
-    given, known = set(map(key_of, overrides)), False
-    for part, settings in (cfg.get("block_style") or {}).items():
+    style, given, known = cfg.get("block_style"), set(map(key_of, overrides)), False
+    for part, settings in style.items() if isinstance(style, DictConfig) else ():
         part = str(part)
         if not isinstance(settings, DictConfig):
             raise MetaTTTError(
@@ -183,7 +184,7 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
             known = True
             if f"{part}.{key!s}" not in given:
                 node[key] = settings[key]
-    if cfg.get("block_style") and not known:
+    if style and not known:
         raise MetaTTTError(
             f"block_style={name} sets nothing of this layer, which is published as a whole: leave it out, or choose "
             "another layer"
