@@ -4,7 +4,6 @@ import os
 import sys
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 
 
 def announced(group: str) -> tuple[EntryPoint, ...]:
@@ -13,10 +12,10 @@ def announced(group: str) -> tuple[EntryPoint, ...]:
     Reading the metadata of every package takes as long as a fifth of a composition: what was found is kept as long as
     the folders in which Python looks for packages are the same and nothing has come into them or gone.
     """
-    folders = [Path(folder or os.curdir) for folder in sys.path]
-    return _read(group, tuple((folder, folder.stat().st_mtime_ns if folder.exists() else 0) for folder in folders))
+    folders = [folder or os.curdir for folder in sys.path]
+    return _read(group, tuple((one, os.stat(one).st_mtime_ns if os.path.exists(one) else 0) for one in folders))
 
 
 @lru_cache(maxsize=16)
-def _read(group: str, folders: tuple[tuple[Path, int], ...]) -> tuple[EntryPoint, ...]:
+def _read(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=group))

@@ -194,6 +194,8 @@ class _Names(dict[str, Any]):
 
 def _value(module: str, expression: ast.expr) -> Any:
     """An annotation or a default."""
+    if isinstance(expression, ast.Constant):  # without a compiler: most of them
+        return expression.value
     code = compile(ast.fix_missing_locations(ast.Expression(expression)), module, "eval")
     try:
         return eval(code, {"__builtins__": {}}, _Names(module))
