@@ -5,9 +5,10 @@ What a user can get wrong ends with one or two lines on stderr and exit code 2, 
 raises, with the name of a file that has the traceback. Ctrl-C that the job did not handle ends with 130.
 """
 
+import difflib
 import errno
-import importlib
 import os
+import pkgutil
 import re
 import sys
 import tempfile
@@ -20,58 +21,50 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-COMMANDS = {  # name: (what it does, module, function)
+COMMANDS = {  # name: (what it does, its function)
     "train": (
         "train a language model, by default on the sources of Python's standard library",
-        "metattt.training.train",
-        "train",
+        "metattt.training.train:train",
     ),
     "eval": (
         "bits per byte of a checkpoint on the validation text, or accuracy on images: checkpoint=<run or file>",
-        "metattt.evaluation.evaluate",
-        "evaluate",
+        "metattt.evaluation.evaluate:evaluate",
     ),
     "predict": (
         "the classes that a classifier sees in pictures: checkpoint=<run> source=<folder>",
-        "metattt.evaluation.predict",
-        "predict",
+        "metattt.evaluation.predict:predict",
     ),
-    "generate": ("continue a text: checkpoint=<run or file> prompt=<text>", "metattt.generation.generate", "generate"),
+    "generate": (
+        "continue a text: checkpoint=<run or file> prompt=<text>",
+        "metattt.generation.generate:generate",
+    ),
     "prepare": (
         "text to a file of tokens for data=shards: source=<files or dataset> target=<new folder>",
-        "metattt.data.prepare",
-        "prepare",
+        "metattt.data.prepare:prepare",
     ),
     "convert": (
         "published TTT checkpoints to ours and back: source=<folder or file> target=<new folder>",
-        "metattt.checkpoints.convert",
-        "convert",
+        "metattt.checkpoints.convert:convert",
     ),
     "export": (
         "a folder for Hugging Face Transformers: source=<run or folder> target=<new folder>",
-        "metattt.hf.export",
-        "export",
+        "metattt.hf.export:export",
     ),
     "layers": (
         "the known layers: family and paper, three parts, state and cost of each; with layer=<name>, its equations",
-        "metattt.catalog.known_layers",
-        "layers",
+        "metattt.catalog.known_layers:layers",
     ),
     "runs": (
-        "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs "
-        "<folder>",
-        "metattt.sweeps.table",
-        "runs",
+        "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs <folder>",
+        "metattt.sweeps.table:runs",
     ),
     "bench": (
         "check a layer against its oracle and time it, in every form: metattt bench learner=<name> length=2048",
-        "metattt.bench",
-        "bench",
+        "metattt.bench:bench",
     ),
     "check": (
         "check every law of the conformance suite for the chosen parts: learner=<name>",
-        "metattt.testing",
-        "check",
+        "metattt.testing:check",
     ),
 }
 
@@ -124,7 +117,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         told = f"`metattt {command} {first}".rstrip()
         return _fail(f"{told}` has moved: in a checkout of the repository, python benchmarks/{script}")
     if command not in COMMANDS:
-        return _fail(f"`{command}` is not a command.{_did_you_mean(command)} Commands: {', '.join(COMMANDS)}")
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f" Did you mean `metattt {near[0]}`?" if near else ""
+        return _fail(f"`{command}` is not a command.{hint} Commands: {', '.join(COMMANDS)}")
     from metattt.errors import MetaTTTError
 
     cfg: list[DictConfig] = []
@@ -148,7 +143,7 @@ def _see_the_working_directory() -> None:
 
 def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     """Runs a command, or shows what Hydra's options ask for; `composed` gets its configuration."""
-    what, module, function = COMMANDS[command]
+    what, function = COMMANDS[command]
     if {"-h", "--help"} & set(words):
         from metattt.composition.help import help_of
 
@@ -164,14 +159,14 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
     if options.multirun:
         from metattt.sweeps.launch import sweep
 
-        return sweep(command, module, options.overrides)
+        return sweep(command, options.overrides)
     from metattt.composition.compose import compose
 
     composed.append(compose(*options.overrides, job=command))  # a mistake shows before anything heavy is imported
     if options.cfg or options.info:
         show(options, command, composed[0])
         return 0
-    code = getattr(importlib.import_module(module), function)(composed[0])
+    code = pkgutil.resolve_name(function)(composed[0])
     return code if isinstance(code, int) else 0
 
 
@@ -181,13 +176,9 @@ def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
         return line
     frames = traceback.extract_tb(error.__traceback__)
     text = " ".join(str(error).split())[:400]
-    said = (
-        f"{type(error).__name__}: {text}"
-        if text and type(error).__module__ == "builtins"
-        else text or type(error).__name__
-    )
-    home = Path(__file__).parent
-    if type(error).__module__ == "builtins" and Path(frames[-1].filename).is_relative_to(home):
+    kind, builtin = type(error).__name__, type(error).__module__ == "builtins"
+    said = f"{kind}: {text}" if text and builtin else text or kind
+    if builtin and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
         said = f"this looks like a bug; please report it, with the traceback and the command: {said}"
     elif override := _spoken_of(text, cfg):
         said += f" ({override})"
@@ -201,12 +192,13 @@ def _spoken_of(text: str, cfg: "DictConfig | None") -> str:
         return ""
     from omegaconf import OmegaConf
 
+    from metattt.errors import shown
+
     given = [str(one).partition("=")[0] for one in cfg.get("given") or []]
     trainer = [f"trainer.{name}" for name in cfg.get("trainer") or {} if "_" in str(name)]
     for key in (*given, *trainer):
         if re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", text, re.IGNORECASE):
-            value = OmegaConf.select(cfg, key)
-            return f"{key}={'null' if value is None else value}"
+            return f"{key}={shown(OmegaConf.select(cfg, key))}"
     return ""
 
 
@@ -248,13 +240,6 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _did_you_mean(command: str) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(command, COMMANDS, n=1)
-    return f" Did you mean `metattt {close[0]}`?" if close else ""
-
-
 def _version() -> str:
     try:
         return version("metattt")
@@ -266,7 +251,7 @@ def _overview() -> str:
     """What `metattt --help` prints."""
     width = max(map(len, COMMANDS))
     lines = ["usage: metattt <command> [<key>=<value> ...]", "", "commands:"]
-    lines += [f"  {name:<{width}}  {summary}" for name, (summary, _, _) in COMMANDS.items()]
+    lines += [f"  {name:<{width}}  {summary}" for name, (summary, _) in COMMANDS.items()]
     lines += ["", "metattt <command> --help lists what can be chosen and set, e.g. metattt train layer=ttt_mlp dim=128"]
     lines += [
         "metattt <command> --cfg job prints the whole configuration without running it, --resolve with every value "

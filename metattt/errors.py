@@ -93,6 +93,21 @@ def check_flag(key: str, value: object, words: Iterable[str] = (), advice: str =
         raise MetaTTTError(f"{_said(key, value)}: it must be {allowed}")
 
 
+def check_heads(dim: int, num_heads: int) -> None:
+    """Refuses a number of heads that does not divide the width of a layer."""
+    if dim % num_heads:
+        divisors = ", ".join(str(n) for n in range(1, min(dim, 2**12) + 1) if dim % n == 0)
+        raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {divisors}")
+
+
+def shown(value: object) -> str:
+    """A value as it is written in an override."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}: {shown(one)}' for key, one in value.items())}}}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _said(key: str, value: object) -> str:
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{key}={' '.join(shown.split())[:100]} is not allowed"
+    return f"{key}={' '.join(shown(value).split())[:100]} is not allowed"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_heads
 from metattt.inner.loop import InnerLoop
 from metattt.inner.plan import Plan
 from metattt.inner.planning import make_plan
@@ -43,9 +43,7 @@ class PlannedLayer(SequenceLayer):
             if not isinstance(part := getattr(self, key), kind):
                 name = type(part).__name__
                 raise MetaTTTError(f"layer.{key} is a {name}: it must be a {kind.__name__}, set {key}=<name>")
-        if dim % num_heads:
-            divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
-            raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {divisors}")
+        check_heads(dim, num_heads)
         if learner.has_weights != optimizer.updates:
             wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
             right = "minibatch" if learner.has_weights else "append"

@@ -115,6 +115,10 @@ def test_a_row_of_the_paper_is_an_experiment() -> None:
         (["optimizer.mini_batch_size=0"], "optimizer.mini_batch_size=0 is not allowed: it must be at least 1"),
         (["learner=mlp", "learner.expansion=-1"], "learner.expansion=-1.0 is not allowed: it must be positive"),
         (["num_heads=0"], "num_heads=0 is not allowed: it must be at least 1"),
+        (["dim=100", "num_heads=3"], "num_heads=3 does not divide dim=100: choose num_heads from 1, 2, 4"),
+        ([f"dim={10**15}", "num_heads=3"], f"num_heads=3 does not divide dim={10**15}: choose num_heads from 1, 2, 4, 5"),
+        (["layer=titans_mag", "dim=10", "num_heads=4"], "num_heads=4 does not divide dim=10: choose num_heads from 1, 2, 5, 10"),
+        (["model.blocks=[mamba,attention]", "dim=9"], "num_heads=4 does not divide dim=9"),
     ],
 )
 def test_a_declared_range_is_checked_before_anything_is_made(overrides: list[str], expected: str) -> None:
@@ -220,6 +224,7 @@ def test_help_is_fast() -> None:
         ("train", ["model=ttt_e2e", "data=shards"]),
         ("train", ["layer=gated_delta_net", "block_style=plain", "preset=125m"]),
         ("train", ["experiment=digits_pixel"]),
+        ("train", ["experiment=table1/linear_attention"]),
         ("check", ["layer=longhorn"]),
         ("bench", ["layer=ttt_mlp"]),
     ],
@@ -414,6 +419,10 @@ def test_what_packages_announce_is_read_again_when_one_comes_or_goes(
     assert announced("metattt.configs") == before
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "nowhere")])
     assert announced("metattt.configs") == before
+
+
+def test_only_layers_with_heads_are_asked_for_them() -> None:
+    assert compose("layer=mamba", "dim=9").dim == compose("model.blocks=[mamba]", "dim=9").dim == 9
 
 
 def test_what_tests_remember_is_what_hydra_composes() -> None:

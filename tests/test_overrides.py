@@ -229,6 +229,7 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
     words = [
         ["train", "learner.bais=1"],
         ["train", "learner=mpl"],
+        ["train", "dim=100", "num_heads=3"],
         ["check", "lr=3"],
         ["train", "model.layer=x"],
         ["eval", "ckpt=x"],
@@ -368,6 +369,17 @@ def test_a_folder_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) ->
     assert OmegaConf.create(capsys.readouterr().out).dim == 40
     assert main(["train", "--config-dir", "my files", "experiment=mien"]) == 2
     assert "Did you mean `experiment=mine`?" in capsys.readouterr().err
+
+
+def test_a_choice_that_is_stored_and_in_no_file() -> None:
+    store = ConfigStore.instance()
+    store.store(group="learner", name="stored", node={"defaults": ["mlp", "_self_"], "expansion": 8.0})
+    try:
+        assert compose("learner=stored").learner.expansion == 8.0
+        with pytest.raises(MetaTTTError, match="`storde` is not a choice of learner"):
+            compose("learner=storde")
+    finally:
+        del store.repo["learner"]
 
 
 def test_what_hydra_tells(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

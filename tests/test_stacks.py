@@ -141,7 +141,7 @@ REFUSED = {
     "model.blocks=ttt_mlp*99999999999999": "is no pattern of at most 10,000 layers",
     "model.blocks=ttt_mlp++attention": "is no pattern",
     "model.blocks=[ttt_mlp,attention,attention,attention]": "is a pattern of 4 blocks, and model.num_layers=3: set model.num_layers=4",
-    "model.blocks=[{layer:ttt_mlp,mini_batch_size:4}]": "`mini_batch_size` in an entry of model.blocks is nothing of a block",
+    "model.blocks=[{layer:ttt_mlp,mini_batch_size:4}]": "`model.blocks.0.mini_batch_size=4` sets nothing of a block",
     "model.blocks=[self_attention]": "must not see it",
     "model.blocks=[attention] layer=ttt_mlp": "leave out one of them",
     "model.blocks=[attention] num_heads=3": "num_heads=3 does not divide dim=16",

@@ -13,7 +13,8 @@ import griffe
 
 from metattt.cli import COMMANDS
 from metattt.composition.choices import choices, groups
-from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, find_source, load_components
+from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
+from metattt.composition.signatures import find_source
 from metattt.registry import PARAMETERS, REGISTERED, SCHEMAS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "metattt" / "configs"

@@ -33,7 +33,6 @@ KEYS = {  # our key: other names for it; where a name stands twice, the first ke
     "trainer.precision": "precision dtype amp bf16 fp16 mixed_precision",
     "trainer.val_check_interval": "eval_every eval_interval eval_steps val_every val_check_interval validation_interval",
     "trainer.log_every_n_steps": "log_every log_interval logging_steps",
-    "trainer.strategy": "strategy",
     "output_dir": "out output out_dir save_dir run_dir log_dir logdir exp_dir folder results",
     "max_new_tokens": "max_tokens tokens num_tokens length max_length n_tokens",
     "temperature": "temp",
@@ -45,22 +44,18 @@ KEYS = {  # our key: other names for it; where a name stands twice, the first ke
     "split": "data.split",
 }
 
-OTHER = {  # our key: what else a name for it may have meant
+OF_THE_INNER_LOOP = {
     "training.lr": "optimizer.base_lr",
     "trainer.max_steps": "optimizer.steps",
     "data.batch_size": "optimizer.mini_batch_size",
 }
-"""Of the outer loop, with the key of the inner loop that has the same name in papers."""
+"""Keys of the outer loop, with that of the inner loop which has the same name in papers."""
 
 NOT_SET_THERE = {
     "model.layer": "layer=<name> chooses the layer of every block",
-    "model.dim": "dim=<value> sets it for the model and its layers",
-    "model.embed_dim": "dim=<value> sets it for the model and its layers",
-    "layer.dim": "dim=<value> sets it for the model and its layers",
+    **dict.fromkeys(("model.dim", "model.embed_dim", "layer.dim"), "dim=<value> sets it for the model and its layers"),
     "layer.num_heads": "num_heads=<value> sets it for the model and its layers",
-    "layer.task": "task=<name> chooses it",
-    "layer.learner": "learner=<name> chooses it",
-    "layer.optimizer": "optimizer=<name> chooses it",
+    **{f"layer.{part}": f"{part}=<name> chooses it" for part in ("task", "learner", "optimizer")},
     "trainer.callbacks": "callbacks.<name>.<key>=<value> sets one, ~callbacks.<name> leaves it out",
     "trainer.logger": "logger=<name> chooses it, ~logger leaves it out",
     "trainer.overfit_batches": "data.max_bytes=<few> trains on little text",
@@ -71,28 +66,9 @@ IN_FULL = {f"trainer.{key}": f"trainer.strategy.{key}" for key in ("time_ranks",
 """Keys that may be given without the node of the trainer that they stand in."""
 
 OUTER_OPTIMIZERS = (
-    "adamw",
-    "adam8bit",
-    "adafactor",
-    "lamb",
-    "lion",
-    "nadam",
-    "radam",
-    "rmsprop",
-    "sgd",
-    "shampoo",
-    "sophia",
-    "soap",
-)
+    "adamw", "adam8bit", "adafactor", "lamb", "lion", "nadam", "radam", "rmsprop", "sgd", "shampoo", "sophia", "soap",
+)  # fmt: skip
 """What is chosen with `training`, never with `optimizer`."""
-
-NUMBERS = {"optimizer.lr": "optimizer.base_lr"}
-"""Our key whose value is a word: the key of the number that is often given to it."""
-
-_BY_NAME: dict[str, list[str]] = {}
-for _key, _names in KEYS.items():
-    for _name in _names.split():
-        _BY_NAME.setdefault(_name, []).append(_key)
 
 
 def alias(name: str, known: Container[str]) -> str | None:
@@ -102,10 +78,5 @@ def alias(name: str, known: Container[str]) -> str | None:
         name: as it was typed, without its value.
         known: keys that the command has.
     """
-    return next((key for key in _BY_NAME.get(name.lower().replace("-", "_"), ()) if key in known and key != name), None)
-
-
-def inner_counterpart(key: str, known: Container[str]) -> str:
-    """A sentence on the key of the inner loop that may have been meant instead; empty if there is none."""
-    inner = OTHER.get(key)
-    return f" (`{inner}` is that of the inner loop.)" if inner is not None and inner in known else ""
+    plain = name.lower().replace("-", "_")
+    return next((key for key, names in KEYS.items() if plain in names.split() and key in known and key != name), None)

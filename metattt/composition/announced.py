@@ -12,17 +12,10 @@ def announced(group: str) -> tuple[EntryPoint, ...]:
     Reading the metadata of every package takes as long as a fifth of a composition: what was found is kept as long as
     the folders in which Python looks for packages are the same and nothing has come into them or gone.
     """
-    return _read(group, tuple((folder, _changed(folder)) for folder in sys.path))
+    folders = [folder or os.curdir for folder in sys.path]
+    return _read(group, tuple((one, os.stat(one).st_mtime_ns if os.path.exists(one) else 0) for one in folders))
 
 
 @lru_cache(maxsize=16)
-def _read(group: str, folders: tuple[tuple[str, int | None], ...]) -> tuple[EntryPoint, ...]:
+def _read(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=group))
-
-
-def _changed(folder: str) -> int | None:
-    """When a folder was changed last, in nanoseconds; None where there is none."""
-    try:
-        return os.stat(folder or os.curdir).st_mtime_ns
-    except OSError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -90,8 +91,18 @@ def show(options: Namespace, command: str, cfg: DictConfig) -> None:
     Raises:
         MetaTTTError: a package that it has not.
     """
-    if options.cfg == "job":
-        _show_job(cfg, options.package, options.resolve)
+    missing = f"--package {options.package}: the configuration has no such key"
+    if options.cfg == "job":  # of what `compose` makes: with a pattern of blocks filled in
+        whole = options.package in (None, "_global_")
+        found = cfg if whole else OmegaConf.select(cfg, options.package, throw_on_missing=True)
+        if found is None:
+            raise MetaTTTError(missing)
+        if options.resolve:
+            OmegaConf.resolve(cfg)
+        if not OmegaConf.is_config(found):
+            print(found)
+            return
+        print("" if whole else f"# @package {options.package}\n", OmegaConf.to_yaml(found), sep="", end="")
         return
     with application(command) as app:
         overrides = prepare(options.overrides, command)
@@ -103,21 +114,7 @@ def show(options: Namespace, command: str, cfg: DictConfig) -> None:
         try:
             app.show_cfg(command, overrides, options.cfg, options.package, options.resolve)
         except SystemExit as error:
-            raise MetaTTTError(f"--package {options.package}: the configuration has no such key") from error
-
-
-def _show_job(cfg: DictConfig, package: str | None, resolve: bool) -> None:
-    """As Hydra's `--cfg job`, of what `compose` makes: with a pattern of blocks filled in."""
-    package = None if package == "_global_" else package
-    found = cfg if package is None else OmegaConf.select(cfg, package, throw_on_missing=True)
-    if found is None:
-        raise MetaTTTError(f"--package {package}: the configuration has no such key")
-    if resolve:
-        OmegaConf.resolve(cfg)
-    if not OmegaConf.is_config(found):
-        print(found)
-        return
-    print("" if package is None else f"# @package {package}\n", OmegaConf.to_yaml(found), sep="", end="")
+            raise MetaTTTError(missing) from error
 
 
 def complete(words: Sequence[str], commands: Sequence[str]) -> None:
@@ -140,6 +137,7 @@ def complete(words: Sequence[str], commands: Sequence[str]) -> None:
     if job not in commands:
         return
     load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
+    importlib.import_module("metattt.composition.paper_rows")  # experiments that are made, not written in files
     rest = re.sub(r"(--config-dir|-cd)[ =](\S+)", rf"{SEARCH_PATH}=[file://\2]", typed[2] if len(typed) > 2 else "")
     line = {"COMP_LINE": f"metattt {rest}"}
     with application(job) as app, mock.patch.object(sys, "argv", ["metattt"]), mock.patch.dict(os.environ, line):

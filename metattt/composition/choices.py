@@ -7,6 +7,7 @@ from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from metattt.composition.announced import announced
 
@@ -20,59 +21,57 @@ def choices(group: str, folders: Sequence[Traversable] = ()) -> dict[str, str]:
 def groups(job: str | None = None) -> dict[str, frozenset[str]]:
     """The groups that a job chooses from, with their choices; without a job, those of all jobs."""
     if job is None:
-        jobs = [
-            file.name.removesuffix(".yaml")
-            for file in files("metattt.configs").iterdir()
-            if file.name.endswith(".yaml")
-        ]
-        return {group: names for name in jobs for group, names in groups(name).items()}
-    return {group: frozenset(files_of(group)) for group, _ in defaults(job)}
+        jobs = [file.name for file in files("metattt.configs").iterdir() if file.name.endswith(".yaml")]
+        return {group: names for name in jobs for group, names in groups(name.removesuffix(".yaml")).items()}
+    return {group: frozenset(files_of(group)) for group in defaults(job)}
 
 
-def unchosen(job: str) -> set[str]:
-    """The groups that have no default in a job."""
-    return {group for group, default in defaults(job) if default == "???"}
+@cache
+def defaults(job: str) -> dict[str, str]:
+    """Group -> choice, of each entry in the defaults list of a job, through the configs that it includes."""
+    found: dict[str, str] = {}
+    for entry in parse_yaml(_text(job)).get("defaults", []):
+        if isinstance(entry, dict):
+            found |= {str(key).split()[-1].partition("@")[0].strip("/"): str(value) for key, value in entry.items()}
+        elif entry != "_self_":
+            found |= defaults(entry)
+    return found
 
 
 @cache
 def keys_of(job: str) -> set[str]:
-    """The keys of a job's file: its own, and a part for every group."""
-    import yaml
-
-    file = files("metattt.configs") / f"{job}.yaml"
-    found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    included = [entry for entry in found.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    parts = {group.partition("/")[0] for group, _ in defaults(job)}
-    return {*found, *parts}.union(*map(keys_of, included))
+    """The keys of a job's file and of those that it includes: their own, and a part for every group."""
+    content = parse_yaml(_text(job))
+    included = [entry for entry in content.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    return {*content, *(group.partition("/")[0] for group in defaults(job))}.union(*map(keys_of, included))
 
 
-@cache
-def optional(job: str) -> set[str]:
-    """The groups of a job in which a choice need not exist."""
-    import yaml
+def _text(job: str) -> str:
+    return (files("metattt.configs") / f"{job}.yaml").read_text(encoding="utf-8")
 
-    text = (files("metattt.configs") / f"{job}.yaml").read_text(encoding="utf-8")
-    entries = [key for entry in yaml.safe_load(text).get("defaults", []) if isinstance(entry, dict) for key in entry]
-    return {str(key).split()[-1] for key in entries if str(key).startswith("optional ")}
+
+def parse_yaml(text: str) -> dict[str, Any]:
+    """The content of a file of configurations."""
+    import yaml  # not before: the list of commands needs none
+
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
 
 
 def choice_of_schema(group: str, schema: str) -> str | None:
     """The choice of a group whose keys are those of a registered class: of its name, or else a job's default, or
     any."""
-    using = [
-        name
-        for name, file in files_of(group).items()
-        if f"/schema/{group}/{schema}@" in file.read_text(encoding="utf-8")
-    ]
-    usual = [default for name, default in defaults("build") if name == group]
-    return next((name for name in (schema, *usual, *sorted(using)) if name in using), None)
+    mark = f"/schema/{group}/{schema}@"
+    using = [name for name, file in files_of(group).items() if mark in file.read_text(encoding="utf-8")]
+    return next((name for name in (schema, defaults("build").get(group), *sorted(using)) if name in using), None)
 
 
 def files_of(group: str, folders: Sequence[Traversable] = ()) -> dict[str, Traversable]:
     """Name -> file of the choices of a group: ours, those of other packages, and those in `folders`."""
     found: dict[str, Traversable] = {}
-    for file in (file for folder in _places(folders) for file in _listed(folder / group)):
-        found.setdefault(file.name.removesuffix(".yaml"), file)
+    for folder in (place / group for place in _places(folders)):
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if file.name.endswith(".yaml"):
+                found.setdefault(file.name.removesuffix(".yaml"), file)
     return found
 
 
@@ -90,25 +89,6 @@ def _places(folders: Sequence[Traversable]) -> Iterator[Traversable]:
         spec = find_spec(top)  # None: a package that is gone is reported when something is run
         yield from (Path(place, *inner) for place in ((spec and spec.submodule_search_locations) or ()))
     yield from folders
-
-
-def _listed(folder: Traversable) -> list[Traversable]:
-    return [file for file in folder.iterdir() if file.name.endswith(".yaml")] if folder.is_dir() else []
-
-
-@cache
-def defaults(job: str) -> tuple[tuple[str, str], ...]:
-    """Group and choice of each entry in the defaults list of a job, through the configs that it includes."""
-    import yaml
-
-    file = files("metattt.configs") / f"{job}.yaml"
-    found: dict[str, str] = {}
-    for entry in yaml.safe_load(file.read_text(encoding="utf-8")).get("defaults", []) if file.is_file() else ():
-        if isinstance(entry, dict):
-            found |= {str(key).split()[-1].partition("@")[0].strip("/"): str(value) for key, value in entry.items()}
-        elif entry != "_self_":
-            found |= defaults(entry)
-    return tuple(found.items())
 
 
 def comments(file: Traversable) -> list[str]:

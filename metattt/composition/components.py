@@ -6,12 +6,15 @@ from contextlib import suppress
 from functools import cache
 
 from metattt.composition.announced import announced
-from metattt.composition.signatures import Unreadable, constructor, find_source, registered
+from metattt.composition.signatures import Unreadable, constructor, registered, registering
 from metattt.errors import MetaTTTError
 from metattt.registry import PARAMETERS, store
 
 COMPONENTS = ("metattt.learners", "metattt.tasks", "metattt.optimizers", "metattt.mixers")
 """Packages of ours with classes that register themselves."""
+
+LAYERS = {"ttt_layer": ("metattt.layer", "TTTLayer"), "combined": ("metattt.combined", "Combined")}
+"""Layers that no decorator registers: module and class. The composer names nothing of configurations."""
 
 TRAINER = "lightning.Trainer"
 
@@ -35,7 +38,6 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
     Raises:
         MetaTTTError: if a package that announces components cannot be imported.
     """
-    importlib.import_module("metattt.composition.paper_rows")  # experiments that are made, not written in files
     _read_libraries()
     for package in packages:
         _read(package)
@@ -53,11 +55,7 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
 @cache
 def _read(package: str) -> None:
     """Stores the schemas of a package; a module that cannot be read is imported."""
-    folder = find_source(package).parent
-    for file in sorted(folder.rglob("*.py")):
-        module = ".".join((package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
-        if "@register(" not in file.read_text(encoding="utf-8"):
-            continue
+    for module, _ in registering(package):
         try:
             for found in registered(module):
                 store(*found)
@@ -67,11 +65,19 @@ def _read(package: str) -> None:
 
 @cache
 def _read_libraries() -> None:
-    """Classes that no decorator registers: the composer, which names nothing of configurations, and Lightning's
-    Trainer."""
-    store("layer", "ttt_layer", "metattt.layer.TTTLayer", constructor("metattt.layer", "TTTLayer"))
-    store("layer", "combined", "metattt.combined.Combined", constructor("metattt.combined", "Combined"))
+    """Classes that no decorator registers."""
+    for name, (module, cls) in LAYERS.items():
+        store("layer", name, f"{module}.{cls}", constructor(module, cls))
     for target, keys in LOGGERS.items():
         PARAMETERS[f"lightning.pytorch.loggers.{target}"] = dict.fromkeys(keys.split(), ())
-    with suppress(Unreadable):  # not installed, or of another version: then a new argument needs Hydra's `+`
-        PARAMETERS[TRAINER] = {one.name: () for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")}
+    if arguments := trainer_keys():
+        PARAMETERS[TRAINER] = dict.fromkeys(arguments, ())
+
+
+@cache
+def trainer_keys() -> tuple[str, ...]:
+    """The arguments of Lightning's Trainer; none where it is not installed, or of another version: then a new argument
+    needs Hydra's `+`."""
+    with suppress(Unreadable):
+        return tuple(one.name for one in constructor("lightning.pytorch.trainer.trainer", "Trainer"))
+    return ()

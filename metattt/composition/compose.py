@@ -9,6 +9,7 @@ are decorated with `metattt.registry.register`) and `metattt.configs` (packages 
 """
 
 import numbers
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +28,10 @@ from metattt.composition.choices import groups, keys_of
 from metattt.composition.components import COMPONENTS, JOB_COMPONENTS, load_components
 from metattt.composition.instantiate import instantiate_layer
 from metattt.composition.keys import check_keys
-from metattt.composition.messages import (
-    bad_interpolation,
-    explain_composition,
-    not_a_field,
-    not_taken_away,
-    refused_value,
-    unknown_key,
-    wrong_type,
-)
-from metattt.composition.overrides import ENTRIES, NOTHING, choices_alone, key_of, prepare
+from metattt.composition.messages import explain_composition, first_line, not_a_field, refused_value, wrong_type_in
+from metattt.composition.overrides import ENTRIES, NOTHING, SEARCH_PATH, key_of, prepare
 from metattt.composition.signatures import ranges
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_heads, shown
 from metattt.registry import PARAMETERS, SCHEMAS
 
 if TYPE_CHECKING:
@@ -73,7 +66,14 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
         MetaTTTError: for an override that is misspelt, of a wrong type or not among the choices.
     """
     given = [f"layer={one}" if isinstance(one, str) and one.isidentifier() else one for one in overrides]
-    cfg = compose(*given, *(f"{key}={_in_text(key, value)}" for key, value in settings.items()), job="build")
+    for key, value in settings.items():
+        if value is not None and not isinstance(value, str | numbers.Real | list | tuple | dict):
+            raise MetaTTTError(
+                f"{key} is a {type(value).__name__}, which no override can be: give a name or a number, or put objects "
+                "together with metattt.TTTLayer"
+            )
+        given.append(f"{key}={shown(value)}")
+    cfg = compose(*given, job="build")
     import torch  # not before: a mistake in an override need not wait for it
 
     if cfg.seed is None:
@@ -82,23 +82,6 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
     with torch.random.fork_rng(devices=used):
         torch.manual_seed(cfg.seed)
         return instantiate_layer(cfg)
-
-
-def _in_text(key: str, value: Any) -> str:
-    """A value as one would write it in an override."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, str | numbers.Real):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return f"[{','.join(_in_text(key, one) for one in value)}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{name}: {_in_text(key, one)}' for name, one in value.items())}}}"
-    raise MetaTTTError(
-        f"{key} is a {type(value).__name__}, which no override can be: give a name or a number, or put objects "
-        "together "
-        "with metattt.TTTLayer"
-    )
 
 
 def compose(*overrides: str, job: str = "train") -> DictConfig:
@@ -111,11 +94,14 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
     Raises:
         MetaTTTError: as `build`.
     """
-    load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
     prepared = prepare(overrides, job)
+    load_components(COMPONENTS + JOB_COMPONENTS.get(job, ()))
     prepared, settings = take_settings(prepared) if "model" in groups(job) else (prepared, [])
     cfg, chosen = _checked(prepared, job)
     stack = fill_blocks(cfg, prepared, settings, lambda of_block: _checked(of_block, job)[0])
+    for _, target, node in _parts(cfg):
+        if target == "metattt.layer.TTTLayer" and {"dim", "num_heads"} <= set(node):
+            check_heads(node.dim, node.num_heads)
     if "name" in cfg and cfg.name is None:
         cfg.name = stack or (chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"])
     if "given" in cfg:
@@ -125,23 +111,37 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
 
 def _checked(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
     """As `_compose`, with all that can be wrong said in the words of `metattt.composition.messages`."""
+    removed = [one for one in overrides if re.fullmatch(r"~[\w.]+", one) and key_of(one) not in groups(job)]
+    kept = [one for one in overrides if one not in removed]
     try:
-        cfg, chosen = _compose(overrides, job)
-        _clear_custom(cfg, chosen, overrides, job)
+        cfg, chosen = _compose(kept, job)
+        _clear_custom(cfg, chosen, kept, job)
     except (HydraException, OmegaConfBaseException) as error:
-        raise MetaTTTError(_unknown_key(overrides, job) or explain_composition(error, job)) from error
+        raise MetaTTTError(explain_composition(error, job)) from error
+    for key in map(key_of, removed):
+        _take_away(cfg, key, job)
     for group in ENTRIES:
         entries = cfg.get(group)
-        if not isinstance(entries, DictConfig):
-            continue
-        for name in [name for name, entry in entries.items_ex(resolve=False) if entry is None]:
-            with open_dict(entries):
-                del entries[name]  # null in a file, as `left_out` on the command line
+        for name in list(entries) if isinstance(entries, DictConfig) else ():
+            if entries._get_node(name)._is_none():  # null in a file, as `left_out` on the command line
+                _take_away(cfg, f"{group}.{name}", job)
     _apply_block_style(cfg, overrides, str(chosen.get("block_style")))
     check_keys(cfg, keys_of(job), job)
     _check_parameters(cfg, job)
     _check_chosen(cfg, overrides)
     return cfg, chosen
+
+
+def _take_away(cfg: DictConfig, key: str, job: str) -> None:
+    """Removes a key that no constructor has. (Hydra would name neither the near ones nor the way.)"""
+    owner, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, owner) if owner else cfg
+    if not isinstance(node, DictConfig) or name not in node.keys():  # noqa: SIM118 (null is not `in` a node)
+        raise MetaTTTError(not_a_field(node, key, job))
+    if name in PARAMETERS.get(str(node.get("_target_")), ()):
+        raise MetaTTTError(f"`{key}` cannot be taken away: set it with {key}=<value>, or leave it as it is")
+    with open_dict(node):
+        del node[name]
 
 
 def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
@@ -157,13 +157,13 @@ def _compose(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
 def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job: str) -> None:
     """A part that is `custom` in the place of the layer's own has none of the keys that the layer sets for that: what
     it has is composed without the layer. Where there is a schema, it refuses such keys."""
-    for part in LAYER_PARTS if chosen.get("layer", "custom") != "custom" else ():
-        if chosen.get(part) != "custom":
+    for part in LAYER_PARTS:
+        if chosen.get("layer", "custom") == "custom" or chosen.get(part) != "custom":
             continue
         others = {"layer", *LAYER_PARTS} - {part}
-        choices = [one for one in choices_alone(overrides, job) if one.partition("=")[0].lstrip("+~") not in others]
-        given = [one for one in overrides if one.lstrip("+~").startswith(f"{part}.")]
-        alone, chosen_alone = _compose([*choices, *(f"{one}=custom" for one in sorted(others)), *given], job)
+        known = {*groups(job), SEARCH_PATH} - others
+        given = [one for one in overrides if (key := key_of(one)) in known or key.startswith(f"{part}.")]
+        alone, chosen_alone = _compose([*given, *(f"{one}=custom" for one in sorted(others))], job)
         if chosen_alone[part] == "custom":  # otherwise the file of the layer has chosen it
             cfg[part] = alone[part]
 
@@ -171,9 +171,7 @@ def _clear_custom(cfg: DictConfig, chosen: DictConfig, overrides: list[str], job
 def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None:
     """Sets what `cfg.block_style` says of what stands around a layer's rule, a mapping of parts to keys and values, in
     the parts that have such a key; one that an override sets stays as it is."""
-    style = cfg.get("block_style")
-    given = set(map(key_of, overrides))
-    known = 0
+    style, given, known = cfg.get("block_style"), set(map(key_of, overrides)), False
     for part, settings in style.items() if isinstance(style, DictConfig) else ():
         part = str(part)
         if not isinstance(settings, DictConfig):
@@ -181,12 +179,11 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
                 f"block_style={name} gives {part} no keys: it must be a mapping such as `{part}: {{gate: false}}`"
             )
         node = cfg.get(part)
-        for key, value in settings.items() if isinstance(node, DictConfig) else ():
-            if key not in node.keys():  # noqa: SIM118 (a key whose value is null is not `in` a node)
-                continue
-            known += 1
+        keys = list(node.keys()) if isinstance(node, DictConfig) else []  # those whose value is null, too
+        for key in [key for key in settings if key in keys]:
+            known = True
             if f"{part}.{key!s}" not in given:
-                node[key] = value
+                node[key] = settings[key]
     if style and not known:
         raise MetaTTTError(
             f"block_style={name} sets nothing of this layer, which is published as a whole: leave it out, or choose "
@@ -215,33 +212,13 @@ def parts_of(layer: DictConfig) -> list[str]:
     return [part for part in LAYER_PARTS if f"${{{part}}}" in written]
 
 
-def _unknown_key(overrides: list[str], job: str) -> str | None:
-    """The message for the first override whose key the chosen parts do not have; None if there is none.
-
-    The parts are asked, and not Hydra's words: what is chosen is composed alone, and the other overrides are looked up
-    in it.
-    """
-    chosen = choices_alone(overrides, job)
-    try:
-        cfg, _ = _compose(chosen, job)
-    except (HydraException, OmegaConfBaseException):
-        return None  # a choice is wrong
-    for override in overrides:
-        key = override.partition("=")[0].removeprefix("~")
-        if override in chosen or key.startswith("+"):
-            continue
-        message = unknown_key(cfg, key, job) or (not_taken_away(cfg, key) if override.startswith("~") else None)
-        if message:
-            return message
-    return None
-
-
-def _parts(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
-    """Every node that makes an object, by its dotted key; those that only point at another are left to it."""
+def _parts(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, DictConfig]]:
+    """Every node that makes an object, by its dotted key, with its class; those that only point at another are left to
+    it."""
     for key, node in cfg.items_ex(resolve=False):
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
-            if "_target_" in node:
-                yield f"{prefix}{key!s}", node
+            if "_target_" in node:  # and has a value
+                yield f"{prefix}{key!s}", str(node._target_), node
             yield from _parts(node, f"{prefix}{key!s}.")
 
 
@@ -255,19 +232,16 @@ def _check_type(node: DictConfig, key: str, full_key: str, value: Any) -> None:
     try:
         fields[key] = value
     except OmegaConfBaseException as error:
-        raise MetaTTTError(wrong_type(full_key, value, fields, key)) from error
+        raise MetaTTTError(wrong_type_in(fields, key, full_key, value)) from error
 
 
 def _check_parameters(cfg: DictConfig, job: str) -> None:
     """Check what merging cannot: choices of Literal parameters, declared ranges, keys that `+` added, types behind
     `${...}`."""
-    for part, node in _parts(cfg):
-        if OmegaConf.is_missing(node, "_target_"):
+    for part, target, node in _parts(cfg):
+        if target not in PARAMETERS:  # a class of the user's without a schema
             continue
-        target = str(node.get("_target_"))
-        parameters, declared = PARAMETERS.get(target), ranges(target)
-        if parameters is None:  # no registered class: a plain node, or a class of the user's without a schema
-            continue
+        parameters, declared = PARAMETERS[target], ranges(target)
         for key in map(str, node):
             full_key = f"{part}.{key}"
             if OmegaConf.is_missing(node, key) or key in ("_target_", "_partial_", "_convert_", "_recursive_"):
@@ -276,8 +250,8 @@ def _check_parameters(cfg: DictConfig, job: str) -> None:
                 raise MetaTTTError(not_a_field(node, full_key, job))
             try:
                 value = node[key]
-            except OmegaConfBaseException as error:
-                raise MetaTTTError(bad_interpolation(node, full_key, error)) from error
+            except OmegaConfBaseException as error:  # a key that takes its value from another, which is not there
+                raise MetaTTTError(f"{full_key}: {first_line(error)}") from error
             _check_type(node, key, full_key, value)
             if parameters[key] and value not in parameters[key]:
                 raise MetaTTTError(refused_value(full_key, value, parameters[key]))

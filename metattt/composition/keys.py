@@ -7,51 +7,27 @@ A key means the same in every job that has it. Parts say in their constructors w
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from metattt.composition.messages import TYPE_NAMES, not_a_field, shown
-from metattt.errors import MetaTTTError, check_integer
-
-
-class Key(NamedTuple):
-    """What a key may be.
-
-    Attributes:
-        kind: its type.
-        null: it may be null.
-        least, most: of an integer.
-    """
-
-    kind: type
-    null: bool = False
-    least: int = 1
-    most: int = 2**63 - 1
-
+from metattt.composition.messages import first_line, not_a_field, wrong_type
+from metattt.errors import MetaTTTError
+from metattt.setting import Setting
 
 KEYS = {
-    "dim": Key(int),
-    "num_heads": Key(int),
-    "seed": Key(int, True, 0, 2**32 - 1),  # what numpy's and Lightning's generators take
-    "batch_tokens": Key(int, True),
-    "threads": Key(int, most=1024),
-    "jobs": Key(int, most=256),
-    "size": Key(str),
-    "cells_dir": Key(str),
-    "compile": Key(bool),
-    "sample": Key(bool),
-    "name": Key(str, True),
-    "output_dir": Key(str, True),
-    "resume": Key(str, True),
-    "init_from": Key(str, True),
-    "objective": Key(str),
-    "folder": Key(str),
-    "sort": Key(str, True),
-    "descending": Key(bool, True),
-    "family": Key(str, True),
-    "output": Key(str, True),
+    "dim": Setting(annotation=int),
+    "num_heads": Setting(annotation=int),
+    "seed": Setting(annotation=int | None, least=0, most=2**32 - 1),  # what numpy's and Lightning's generators take
+    "batch_tokens": Setting(annotation=int | None),
+    "threads": Setting(annotation=int, most=1024),
+    **{name: Setting(annotation=bool) for name in ("compile", "sample")},
+    "descending": Setting(annotation=bool | None),
+    **{name: Setting(annotation=str) for name in ("objective", "folder")},
+    **{
+        name: Setting(annotation=str | None)
+        for name in ("name", "output_dir", "resume", "init_from", "sort", "family", "output")
+    },
 }
 
 
@@ -68,25 +44,17 @@ def check_keys(cfg: DictConfig, known: set[str], job: str) -> None:
     """
     for name in map(str, cfg):
         if name not in known:
-            text = OmegaConf.to_yaml(cfg, resolve=False)
-            if not re.search(rf"\$\{{{re.escape(name)}\b", text):
+            if not re.search(rf"\$\{{{re.escape(name)}\b", OmegaConf.to_yaml(cfg, resolve=False)):
                 rest = OmegaConf.masked_copy(cfg, [key for key in map(str, cfg) if key != name])
                 raise MetaTTTError(not_a_field(rest, name, job))
         elif name in KEYS and not OmegaConf.is_missing(cfg, name):
             try:
                 value = cfg[name]
             except OmegaConfBaseException as error:
-                raise MetaTTTError(f"{name}: {str(error).splitlines()[0]}") from error
-            _check(name, value, KEYS[name])
-
-
-def _check(name: str, value: object, key: Key) -> None:
-    if value is None and key.null:
-        return
-    if type(value) is not key.kind:
-        expected = TYPE_NAMES[key.kind] + (" or null" if key.null else "")
-        raise MetaTTTError(f"`{name}={shown(value)}` is not allowed: expected {expected}.")
-    if key.kind is int:
-        check_integer(name, value, key.least, key.most)
-    if name == "name" and isinstance(value, str) and re.search(r"[/\\\0\n]|^\.+$", value):
-        raise MetaTTTError(f"name={value!r} is not allowed: it is a part of a folder's name, so without / and the like")
+                raise MetaTTTError(f"{name}: {first_line(error)}") from error
+            if not isinstance(value, KEYS[name].annotation):
+                raise MetaTTTError(wrong_type(name, value, KEYS[name].annotation))
+            KEYS[name].check(name, value)
+    if re.search(r"[/\\\0\n]|^\.+$", str(cfg.get("name"))):
+        why = "it is a part of a folder's name, so without / and the like"
+        raise MetaTTTError(f"name={cfg.name!r} is not allowed: {why}")

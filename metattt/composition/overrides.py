@@ -1,36 +1,36 @@
 """Overrides as they are typed, made ready for Hydra: texts and paths without quotes, null that leaves an entry out, and
 what no command can mean, refused without composing anything."""
 
+import importlib
 import re
 from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
 from metattt.composition.aliases import IN_FULL, NOT_SET_THERE
-from metattt.composition.choices import groups, keys_of, optional, unchosen
-from metattt.composition.components import TRAINER
-from metattt.composition.messages import refused_value, unreadable
+from metattt.composition.choices import files_of, groups, keys_of
+from metattt.composition.components import load_components, trainer_keys
+from metattt.composition.messages import refused_value, unknown_choice
 from metattt.errors import MetaTTTError
-from metattt.registry import PARAMETERS
 
 SEARCH_PATH = "hydra.searchpath"
 
 FREE_TEXT = (
     "prompt", "checkpoint", "data.path", "data.validation_path", "data.train_split", "data.validation_split", "resume",
-    "init_from",
-    "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder", "output", "family",
+    "init_from", "output_dir", "source", "target", "dataset_files", "tokenizer", "name", "folder", "output", "family",
 )  # fmt: skip
 """Keys whose value is text or a path: taken as written, without Hydra's rules for `=`, `(`, quotes or spaces."""
 
 LISTS = ("data.path", "checkpoint", "source", "dataset_files")
 """Those of them that may also be a list, [a,b]."""
 
-QUOTES = ("'", '"')
+QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 
 NOTHING = {"preset=null": "preset=none", "experiment=null": ""}
 """Choices of nothing, as they are by default."""
@@ -51,7 +51,7 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
         sweep: they may name several values, and Hydra's own settings.
 
     Raises:
-        MetaTTTError: an override that cannot be read, names several values, or chooses a group that the job has not.
+        MetaTTTError: an override that cannot be read, names several values, or chooses what there is not.
     """
     for override in overrides:
         if not isinstance(override, str):
@@ -60,22 +60,16 @@ def prepare(overrides: Sequence[str], job: str, sweep: bool = False) -> list[str
     prepared = [quote_free_text(override, sweep) for override in named if override]
     parsed = [_parse(override) for override in prepared]
     opened = {one.key_or_group for one in parsed if one.value() == "custom"}
-    searched = any(one.key_or_group == SEARCH_PATH for one in parsed)
+    folders = searched(prepared)
+    if any(one.key_or_group == "experiment" for one in parsed):
+        importlib.import_module("metattt.composition.paper_rows")  # experiments that are made, not written in files
     for one in parsed:
         _refuse_nothing(one)
         if not (sweep and (one.is_sweep_override() or is_of_hydra(one.key_or_group))):
-            _check(one, job, opened, searched)
-    for group in sorted(unchosen(job) - {one.key_or_group for one in parsed}):
-        raise MetaTTTError(
-            f"`{group}` is not chosen: `{group}=<name>` with one of {', '.join(sorted(groups(job)[group]))}"
-        )
+            _check(one, job, opened)
+            if one.type != OverrideType.DEL and one.key_or_group in groups(job):
+                _check_choice(one, job, folders)
     return [_open(one, text, opened) for one, text in zip(parsed, prepared, strict=True)]
-
-
-def choices_alone(prepared: Sequence[str], job: str) -> list[str]:
-    """Those of the overrides that choose a file of a group, or say where files are."""
-    known = groups(job)
-    return [text for text in prepared if (key := key_of(text)) in known or key == SEARCH_PATH]
 
 
 def key_of(override: str) -> str:
@@ -95,24 +89,31 @@ def quote_free_text(override: str, sweep: bool = False) -> str:
     Left as they are: `null`, a value that is in quotes already, a list for a key of `LISTS`, and interpolations in
     paths. In a sweep, commas outside quotes stand between several texts.
     """
-    match = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", override, flags=re.DOTALL)
+    match = re.fullmatch(r"(\+{0,2}([\w.]+)=)(.*)", override, flags=re.DOTALL)
     if match is None or match[2] not in FREE_TEXT:
         return override
-    prefix, key, value = match.groups()
-    if key in LISTS and value.startswith("[") and value.endswith("]"):
-        inside = value[1:-1].strip()
-        texts = _several(inside) or list(filter(None, [inside]))
-        if "${" in value or any(text[:1] in (*QUOTES, "[", "{") for text in texts):
-            return override
-        return f"{prefix}{key}=[{','.join(map(quoted, texts))}]"  # a path may hold `=`, or spaces
-    if value == "null" or re.fullmatch(r"'([^'\\]|\\.)*'|\"([^\"\\]|\\.)*\"", value, flags=re.DOTALL):
+    start, key, value = match.groups()
+    if value == "null" or re.fullmatch(QUOTED, value, flags=re.DOTALL):
         return override
-    if sweep and (re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value) or _several(value)):
-        texts = [text if text[:1] in QUOTES else quoted(text) for text in _several(value)]
-        return f"{prefix}{key}={','.join(texts)}" if texts else override
+    if key in LISTS and value.startswith("[") and value.endswith("]"):
+        texts = _between_commas(value[1:-1])
+        if "${" in value or any(re.match("['\"[{]", text) for text in texts):
+            return override
+        return f"{start}[{','.join(map(quoted, texts))}]"  # a path may hold `=`, or spaces
+    if sweep and re.match(r"(choice|glob|range|interval|sort|shuffle|tag)\(", value):
+        return override
+    if sweep and len(texts := _between_commas(value)) > 1:
+        texts = [text if re.match("['\"]", text) else quoted(text) for text in texts]
+        return f"{start}{','.join(texts)}"
     if key == "prompt":
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # source code has `${`, which is no interpolation there
-    return f"{prefix}{key}={quoted(value)}"
+    return f"{start}{quoted(value)}"
+
+
+def _between_commas(value: str) -> list[str]:
+    """The texts between the commas of a value that are outside quotes."""
+    found = re.finditer(rf"({QUOTED}|[^,])+", value, flags=re.DOTALL)
+    return [one[0].strip() for one in found if one[0].strip()]
 
 
 def quoted(text: str) -> str:
@@ -135,15 +136,6 @@ def is_of_hydra(key: str) -> bool:
     return re.match(r"hydra\b", key) is not None and key != SEARCH_PATH
 
 
-def _several(value: str) -> list[str]:
-    """The texts between the commas of a value that are outside quotes; none if there is no such comma."""
-    texts = [
-        found.strip()
-        for found in re.findall(r"(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,])+", value, flags=re.DOTALL)
-    ]
-    return texts if len(texts) > 1 else []
-
-
 def _in_full(override: str) -> str:
     key, equals, value = override.partition("=")
     return f"{IN_FULL.get(key, key)}{equals}{value}"
@@ -153,12 +145,19 @@ def _parse(override: str) -> Override:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise MetaTTTError(unreadable(override)) from error
+        raise MetaTTTError(_unreadable(override)) from error
 
 
-def _check(override: Override, job: str, opened: set[str], searched: bool) -> None:
-    """Refuses what is wrong whatever the rest of the configuration is. `searched`: there are choices beside those
-    known."""
+def _unreadable(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"`{override}` is not an override: write <key>=<value>, e.g. learner=mlp or learner.depth=3"
+    text = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"`{override}` cannot be read: if the value is a text, write it in quotes of its own, \"{key}='{text}'\""
+
+
+def _check(override: Override, job: str, opened: set[str]) -> None:
+    """Refuses what is wrong whatever is chosen."""
     key, text, known = override.key_or_group, str(override.input_line), groups(job)
     given = text.partition("=")[2]
     if override.is_sweep_override():
@@ -174,27 +173,33 @@ def _check(override: Override, job: str, opened: set[str], searched: bool) -> No
             raise MetaTTTError(f"{needs}: choose or set another with {key}=<value>")
         return
     if not key:
-        raise MetaTTTError(unreadable(text))
+        raise MetaTTTError(_unreadable(text))
     if key == "given":
         raise MetaTTTError("`given` is filled in by the program: leave it out")
     if is_of_hydra(key):
         folder = "; the folder of a single run is output_dir" if key.endswith(".dir") else ""
         raise MetaTTTError(f"`{key}` is a setting of sweeps, and has no effect without -m (--multirun){folder}")
-    value = override.value()
-    if known.get(key) and not searched:  # Hydra passes over an optional one that there is not
-        listed = isinstance(value, list) and value and key in ENTRIES
-        wrong = not set(map(str, value)) <= known[key] if listed else not isinstance(value, str)  # type: ignore[arg-type]
-        if wrong or (key in optional(job) and value not in known[key]):
-            raise MetaTTTError(refused_value(key, value, sorted(known[key])))
     if key not in known and key in groups() and "/" not in key:
-        reason = (
-            "the checkpoint says what it is"
-            if job in ("eval", "generate", "predict")
-            else f"`metattt {job} --help` lists what is"
-        )
+        of_a_checkpoint = job in ("eval", "generate", "predict")
+        reason = "the checkpoint says what it is" if of_a_checkpoint else f"`metattt {job} --help` lists what is"
         raise MetaTTTError(f"`{key}` is not chosen by name in `metattt {job}`: {reason}")
     if key in NOT_SET_THERE and (part := key.partition(".")[0]) in known and part not in opened:
         raise MetaTTTError(f"`{key}={given}` is not set there: {NOT_SET_THERE[key]}")
+
+
+def _check_choice(override: Override, job: str, folders: Sequence[Traversable]) -> None:
+    """Refuses what is no choice of a group; files in folders below that of the group are left to Hydra."""
+    group, value = override.key_or_group, override.value()
+    options = sorted(files_of(group, folders))
+    if not options or (isinstance(value, str) and ("/" in value or value in options)):
+        return
+    if isinstance(value, str):
+        load_components(())  # a package of others may store choices when it is imported, as a notebook may
+        if f"{value}.yaml" in ConfigStore.instance().repo.get(group, {}):
+            return
+        raise MetaTTTError(unknown_choice(group, value, options, job))
+    if not (group in ENTRIES and isinstance(value, list) and value and set(map(str, value)) <= set(options)):
+        raise MetaTTTError(refused_value(group, value, options))
 
 
 def _refuse_nothing(override: Override) -> None:
@@ -213,5 +218,5 @@ def _open(override: Override, text: str, opened: set[str]) -> str:
     """Where there is no schema a key needs no `+`: in `learner=custom` (task, optimizer), and for arguments of
     Lightning's Trainer."""
     part, _, key = override.key_or_group.partition(".")
-    free = part in opened or (part == "trainer" and key in PARAMETERS.get(TRAINER, ()))
+    free = part in opened or (part == "trainer" and key in trainer_keys())
     return f"++{text}" if free and key and override.type == OverrideType.CHANGE else text

@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
 
 S = TypeVar("S")
@@ -33,7 +34,7 @@ def settings(schema: type[S], cfg: DictConfig, **required: str) -> S:
     try:
         typed: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:
-        key, reason = getattr(error, "full_key", None), str(error).splitlines()[0]
+        key, reason = getattr(error, "full_key", None), first_line(error)
         raise MetaTTTError(f"{key}: {reason}" if key else reason) from error
     return typed
 

@@ -23,7 +23,6 @@ from metattt.setting import Setting, declared, members, parameters, with_always
 
 PLAIN_MODULES = {"typing": typing, "collections.abc": collections.abc, "metattt.setting": setting}
 DECLARED = "metattt.declared", "Declared"
-EMPTY = inspect.Parameter.empty
 
 
 class Unreadable(Exception):
@@ -39,6 +38,21 @@ class Registered(NamedTuple):
     parameters: list[inspect.Parameter]
 
 
+def registering(package: str) -> Iterator[tuple[str, str]]:
+    """The modules of a package that register classes, or the module of that name, each with its source.
+
+    Raises:
+        Unreadable: there is no source.
+    """
+    source = find_source(package)
+    whole = source.name == "__init__.py"
+    for file in sorted(source.parent.rglob("*.py")) if whole else [source]:
+        text = file.read_text(encoding="utf-8")
+        if "@register(" in text:
+            inside = file.relative_to(source.parent).with_suffix("").parts if whole else ()
+            yield ".".join((package, *inside)).removesuffix(".__init__"), text
+
+
 def registered(module: str) -> Iterator[Registered]:
     """The classes that a module registers.
 
@@ -46,16 +60,14 @@ def registered(module: str) -> Iterator[Registered]:
         Unreadable: for want of source, or of a constructor that can be read.
     """
     for node in _tree(module).body:
-        for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
-            if (
-                isinstance(decorator, ast.Call)
-                and isinstance(decorator.func, ast.Name)
-                and decorator.func.id == "register"
-            ):
-                given = dict(zip(("group", "name"), decorator.args, strict=False))
-                given |= {str(keyword.arg): keyword.value for keyword in decorator.keywords}
-                group, name = (_constant(given.get(key)) for key in ("group", "name"))
+        for call in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "register":
                 assert isinstance(node, ast.ClassDef)
+                given = dict(zip(("group", "name"), call.args, strict=False))
+                given |= {str(keyword.arg): keyword.value for keyword in call.keywords}
+                group, name = (_value(module, given[key]) for key in ("group", "name"))
+                if not isinstance(group, str) or not isinstance(name, str):
+                    raise Unreadable(f"{module}: the arguments of @register")
                 yield Registered(group, name, f"{module}.{node.name}", constructor(module, node.name))
 
 
@@ -69,7 +81,7 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
     while (home, node.name) != DECLARED:
         for one in node.body:
             if isinstance(one, ast.FunctionDef) and one.name == "__init__":
-                return with_always(list(_parameters(home, one.args)), settings)
+                return with_always(_parameters(home, one.args), settings)
         base = next((base.id for base in node.bases if isinstance(base, ast.Name)), None)
         if base is None:
             raise Unreadable(f"{module}.{name}")
@@ -79,7 +91,7 @@ def constructor(module: str, name: str) -> list[inspect.Parameter]:
 
 @cache
 def ranges(target: str) -> dict[str, Setting]:
-    """What a class declares of the numbers and texts that its constructor takes, by key; nothing where that is not read."""
+    """What a class declares of the values that its constructor takes, by key; nothing where that is not read."""
     module, _, name = target.rpartition(".")
     try:
         found = _settings(module, name)
@@ -96,7 +108,7 @@ def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
     """The module that defines what is called `name` in another, and its definition."""
     body = _bodies(module).get(name)
     if isinstance(body, ast.ImportFrom):
-        return _class(_home(module, body), _original(body, name))
+        return _class(*_origin(body, name))
     if not isinstance(body, ast.ClassDef):
         raise Unreadable(f"{module}.{name}")
     return module, body
@@ -107,7 +119,7 @@ def _settings(module: str, name: str) -> dict[str, Setting]:
     home, node = _class(module, name)
     inherited: dict[str, Setting] = {}
     for base in reversed(node.bases):
-        if isinstance(base, ast.Name) and isinstance(_bodies(home).get(base.id), ast.ClassDef | ast.ImportFrom):
+        if isinstance(base, ast.Name):
             with suppress(Unreadable):  # a class of a library
                 inherited |= _settings(home, base.id)
     body: dict[str, Any] = {}
@@ -116,8 +128,8 @@ def _settings(module: str, name: str) -> dict[str, Setting]:
         if not isinstance(one, ast.Assign | ast.AnnAssign) or one.value is None:
             continue
         target = one.target if isinstance(one, ast.AnnAssign) else one.targets[0]
-        calls = one.value.func if isinstance(one.value, ast.Call) else None
-        if isinstance(target, ast.Name) and (ast.unparse(calls or target) == "setting" or target.id in inherited):
+        is_setting = isinstance(one.value, ast.Call) and ast.unparse(one.value.func) == "setting"
+        if isinstance(target, ast.Name) and (is_setting or target.id in inherited):
             value = body[target.id] = _value(home, one.value)
             if _opaque(value.default if isinstance(value, Setting) else value):
                 raise Unreadable(f"{home}: the default of {target.id}")
@@ -127,29 +139,14 @@ def _settings(module: str, name: str) -> dict[str, Setting]:
     return declared(inherited, body, lambda name: _value(home, hints[name]) if name in hints else Any, takes)
 
 
-def _parameters(module: str, given: ast.arguments) -> Iterator[inspect.Parameter]:
-    ordered = [*given.posonlyargs, *given.args]
-    defaults: list[ast.expr | None] = [None] * (len(ordered) - len(given.defaults)) + list(given.defaults)
-    kinds: list[tuple[ast.arg | None, ast.expr | None, inspect._ParameterKind]] = [
-        *(
-            (one, value, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            for one, value in list(zip(ordered, defaults, strict=True))[1:]
-        ),
-        (given.vararg, None, inspect.Parameter.VAR_POSITIONAL),
-        *(
-            (one, value, inspect.Parameter.KEYWORD_ONLY)
-            for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-        ),
-        (given.kwarg, None, inspect.Parameter.VAR_KEYWORD),
-    ]
-    for argument, default, kind in kinds:
-        if argument is None:
-            continue
-        annotation = Any if argument.annotation is None else _value(module, argument.annotation)
-        value = EMPTY if default is None else _value(module, default)
-        if value is not EMPTY and _opaque(value):
-            raise Unreadable(f"{module}: the default of {argument.arg}")
-        yield inspect.Parameter(argument.arg, kind, default=value, annotation=annotation)
+def _parameters(module: str, given: ast.arguments) -> list[inspect.Parameter]:
+    """The parameters of a method without `self`: those of a function that takes the same and does nothing."""
+    hints = {one.arg: one.annotation for one in ast.walk(given) if isinstance(one, ast.arg)}
+    found = list(inspect.signature(_value(module, ast.Lambda(given, ast.Constant(None)))).parameters.values())[1:]
+    for one in found:
+        if _opaque(one.default):
+            raise Unreadable(f"{module}: the default of {one.name}")
+    return [one.replace(annotation=Any if (hint := hints[one.name]) is None else _value(module, hint)) for one in found]
 
 
 class _Opaque(type):
@@ -187,41 +184,32 @@ class _Names(dict[str, Any]):
         if isinstance(body, ast.Assign | ast.AnnAssign) and body.value is not None:
             return _value(self.module, body.value)
         if isinstance(body, ast.ImportFrom):
-            home = _home(self.module, body)
+            home, original = _origin(body, name)
             if home in PLAIN_MODULES:
-                return getattr(PLAIN_MODULES[home], _original(body, name))
+                return getattr(PLAIN_MODULES[home], original)
             if home.partition(".")[0] == self.module.partition(".")[0]:
-                return _Names(home)[_original(body, name)]
+                return _Names(home)[original]
         return Elsewhere
 
 
 def _value(module: str, expression: ast.expr) -> Any:
     """An annotation or a default."""
-    if isinstance(expression, ast.Constant) and isinstance(expression.value, str) and expression.value.isidentifier():
-        return expression.value  # a default; annotations are no texts where `from __future__ import annotations` stands
+    if isinstance(expression, ast.Constant):  # without a compiler: most of them
+        return expression.value
+    code = compile(ast.fix_missing_locations(ast.Expression(expression)), module, "eval")
     try:
-        return eval(compile(ast.Expression(expression), module, "eval"), {"__builtins__": {}}, _Names(module))
+        return eval(code, {"__builtins__": {}}, _Names(module))
     except Unreadable:
         raise
     except Exception as error:  # whatever an expression raises when a class stands for all others
         raise Unreadable(f"{module}: {ast.unparse(expression)}") from error
 
 
-def _home(module: str, node: ast.ImportFrom) -> str:
+def _origin(node: ast.ImportFrom, name: str) -> tuple[str, str]:
+    """The module from which `name` is imported, and what it is called there."""
     if node.level or node.module is None:
-        raise Unreadable(f"{module}: a relative import")
-    return node.module
-
-
-def _original(node: ast.ImportFrom, name: str) -> str:
-    """The name, where it comes from, of what is called `name` here."""
-    return next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
-
-
-def _constant(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise Unreadable("the arguments of @register")
+        raise Unreadable(f"a relative import of {name}")
+    return node.module, next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
 
 
 @cache
@@ -240,7 +228,7 @@ def find_source(module: str) -> Path:
     """
     top, *inner = module.split(".")
     spec = importlib.util.find_spec(top)
-    if spec and spec.origin and not inner and not spec.submodule_search_locations:
+    if spec and spec.origin and not inner:
         return Path(spec.origin)
     for root in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(root, *inner)

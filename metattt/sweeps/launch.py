@@ -43,13 +43,12 @@ DEFAULTS = (  # a run is found again by what it is; a line for every one says it
 )
 
 
-def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
+def sweep(command: str, overrides: Sequence[str]) -> int:
     """Runs a command once for each combination of values, or goes on with a sweep that was stopped, and prints the
     table.
 
     Args:
         command: of metattt.
-        module: that it is in.
         overrides: as they were typed; some name several values.
 
     Returns:
@@ -84,7 +83,10 @@ def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
             _check_every_value(ours, command)  # in the words for a single run, if it is about one
             raise MetaTTTError(explain_composition(error, command)) from error
         basic = str(cfg.hydra.sweeper._target_).endswith(".BasicSweeper")
-        _check_intervals([one for one, _ in ours], basic)
+        for one, written in ours if basic else ():
+            if one.is_interval_sweep():
+                way = f"add hydra/sweeper=optuna, or name values, {one.key_or_group}=a,b"
+                raise MetaTTTError(f"`{written}` is for a sweeper that chooses in it: {way}")
         _check_every_value(ours, command)
         fixed = [written for one, written in ours if not one.is_sweep_override()]
         folder = Path(str(cfg.hydra.sweep.dir))
@@ -93,7 +95,7 @@ def sweep(command: str, module: str, overrides: Sequence[str]) -> int:
         own = ["resume=auto"] if "resume" in known else []
         own += _trusted(overrides) if "trust" in known else []
         objective = str(cfg.get("objective") or "")
-        cell = RunCell(command, module, fixed, own, "output_dir" in known, objective, not basic, os.getpid())
+        cell = RunCell(command, fixed, own, "output_dir" in known, objective, not basic, os.getpid())
         print(f"sweep   `metattt {command}` -> {folder}", flush=True)
         # deletions are put back by the cell: Hydra's sweepers would write `~key` as `~key=null`
         kept = [text for one, text, _ in given if one.type != OverrideType.DEL]
@@ -137,15 +139,6 @@ def _check_every_value(ours: Sequence[tuple[Override, str]], command: str) -> No
             compose(*first[:place], value, *first[place + 1 :], job=command)
 
 
-def _check_intervals(parsed: Sequence[Override], basic: bool) -> None:
-    for one in parsed:
-        if one.is_interval_sweep() and basic:
-            raise MetaTTTError(
-                f"`{one.input_line}` is for a sweeper that chooses in it: add hydra/sweeper=optuna, or name values, "
-                f"{one.key_or_group}=a,b"
-            )
-
-
 def _check_folder(folder: Path, fixed: list[str]) -> None:
     """Refuses the folder of a run, and that of a sweep whose runs have other settings."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,9 +159,8 @@ def _trusted(overrides: Sequence[str]) -> list[str]:
     """The modules of the user's whose classes the overrides name: a checkpoint of a run may name them as well."""
     named = [one.partition("=")[2] for one in overrides if one.partition("=")[0].endswith("._target_")]
     own = {one.rpartition(".")[0] for one in named if not one.startswith(("metattt.", "torch.", "lightning."))} - {""}
-    return (
-        [f"trust=[{','.join(sorted(own))}]"] if own and not any(one.startswith("trust=") for one in overrides) else []
-    )
+    trusting = any(one.startswith("trust=") for one in overrides)
+    return [f"trust=[{','.join(sorted(own))}]"] if own and not trusting else []
 
 
 def _defaults(cfg: DictConfig, fixed: Sequence[str]) -> list[str]:

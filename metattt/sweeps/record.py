@@ -18,14 +18,7 @@ OUTPUT = "output.txt"  # in the folder of a cell: what it wrote to the terminal
 LONGEST_NAME = 120  # characters of a cell's folder; file systems allow 255 bytes
 
 State = Literal["running", "finished", "failed", "stopped"]
-TYPES: dict[str, Any] = {
-    "swept": list,
-    "fixed": list,
-    "state": str,
-    "message": str,
-    "seconds": int | float,
-    "files": dict | None,
-}
+TYPES: dict[str, Any] = {"swept": list, "fixed": list, "state": str, "message": str, "seconds": int | float}
 
 
 class Cell(NamedTuple):
@@ -37,7 +30,6 @@ class Cell(NamedTuple):
         state: how it ended; `running` where nobody could write that it did.
         message: what the command said when it failed.
         seconds: of its last life.
-        files: name -> checksum of what it has left in its folder, for those who ask again; None: not written down.
     """
 
     swept: list[str]
@@ -45,7 +37,6 @@ class Cell(NamedTuple):
     state: State
     message: str = ""
     seconds: float = 0.0
-    files: dict[str, str] | None = None
 
 
 def cell_name(swept: str) -> str:
@@ -74,20 +65,13 @@ def read_cell(folder: Path) -> Cell | None:
     Raises:
         MetaTTTError: a file that is none of ours.
     """
-    if not (folder / CELL).exists():
+    file = folder / CELL
+    if not file.exists():
         return None
-    content = parse_json(read_text(folder / CELL, 2**26), str(folder / CELL))
+    content = parse_json(read_text(file, 2**26), str(file))
     good = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in TYPES.items())
-    if (
-        not good
-        or content.pop("version", None) != 1
-        or content.keys() != TYPES.keys()
-        or content["state"] not in get_args(State)
-    ):
-        raise MetaTTTError(
-            f"{folder / CELL} is not of a sweep of this version: move it, or choose another hydra.sweep.dir"
-        )
-    texts = (*content["swept"], *content["fixed"], *(content["files"] or {}).values())
-    if not all(isinstance(one, str) for one in texts):
-        raise MetaTTTError(f"{folder / CELL} is damaged: move it, or choose another hydra.sweep.dir")
-    return Cell(**content)
+    if not good or content.get("version") != 1 or content["state"] not in get_args(State):
+        raise MetaTTTError(f"{file} is not of a sweep of this version: move it, or choose another hydra.sweep.dir")
+    if not all(isinstance(one, str) for one in (*content["swept"], *content["fixed"])):
+        raise MetaTTTError(f"{file} is damaged: move it, or choose another hydra.sweep.dir")
+    return Cell(**{key: content[key] for key in TYPES})

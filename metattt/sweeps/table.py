@@ -8,13 +8,13 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_choice
 from metattt.io import path_of, write_whole
 from metattt.metrics_file import STEP, Row, of_validation, read_rows
 from metattt.optional import absence
@@ -25,9 +25,6 @@ LARGER_IS_BETTER = ("top1", "top5", "accuracy", "tokens_per_second", "images_per
 FILES = ("runs.csv", "runs.md", "runs.png")
 DEPTH = 4  # of folders that runs are looked for in
 NAMED_RUNS = 12  # in the legend of the picture: of more, the best
-
-Lines = Sequence[Sequence[str]]
-
 
 class Run(NamedTuple):
     """A run.
@@ -48,10 +45,8 @@ class Run(NamedTuple):
 
     def curve(self, column: str) -> list[tuple[int, float]]:
         """The values of a column by step; those of validation only, if it is one of these."""
-        rows = (
-            row for row in self.rows if row.get(column) and (of_validation(row) or not column.startswith("validation/"))
-        )
-        return [(int(row[STEP]), float(row[column])) for row in rows]
+        rows = self.rows if not column.startswith("validation/") else filter(of_validation, self.rows)
+        return [(int(row[STEP]), float(row[column])) for row in rows if row.get(column)]
 
     def final(self, column: str) -> float:
         """The last value of a column; NaN if there is none."""
@@ -66,14 +61,24 @@ class Run(NamedTuple):
         ]
 
 
-def runs(cfg: DictConfig) -> int:
+def read_run(folder: Path, name: str = "") -> Run:
+    """The run in a folder, and what is known of it.
+
+    Raises:
+        MetaTTTError: a file of a sweep that is damaged.
+    """
+    cell = read_cell(folder)
+    pairs = [one.partition("=") for one in cell.swept] if cell else []
+    swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
+    state = "" if cell is None else "unfinished" if cell.state == "running" else cell.state
+    return Run(name, state, swept, read_rows(folder / "metrics.csv")[0], cell.message if cell else "")
+
+
+def runs(cfg: DictConfig) -> None:
     """Prints the table of the runs in a folder, and writes its files.
 
     Args:
         cfg: `configs/runs.yaml`.
-
-    Returns:
-        The exit code, 0.
 
     Raises:
         MetaTTTError: no such folder, no runs in it, or no such column.
@@ -84,7 +89,6 @@ def runs(cfg: DictConfig) -> int:
     if not folder.is_dir():
         raise MetaTTTError(f"folder={folder} is no folder: give that of a sweep, or one that holds runs")
     tell(folder, cfg.sort, cfg.descending, None if cfg.output_dir is None else path_of(cfg.output_dir, "output_dir"))
-    return 0
 
 
 def tell(folder: Path, sort: str | None = None, descending: bool | None = None, output_dir: Path | None = None) -> int:
@@ -104,11 +108,8 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
         raise MetaTTTError(f"{folder} holds no runs: give the folder of a sweep, or one that holds runs")
     named = {name for run in found for row in run.rows for name, value in row.items() if value and name != STEP}
     columns = sorted(named, key=lambda name: (not name.startswith("validation/"), name))
-    if sort is not None and sort not in columns:
-        raise MetaTTTError(
-            f"sort={sort} is not a column of the runs: choose from "
-            f"{', '.join(columns) or 'none: they have no metrics yet'}"
-        )
+    if sort is not None:
+        check_choice("sort", sort, columns or ["none: they have no metrics yet"])
     by = sort or next((one for one in (*PREFERRED, *columns) if one in columns and one.startswith("validation/")), STEP)
     down = by.endswith(LARGER_IS_BETTER) if descending is None else descending
     found.sort(key=lambda run: (math.isnan(run.final(by)), -run.final(by) if down else run.final(by), run.name))
@@ -119,10 +120,8 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
     few = [*([] if told_apart else ["run"]), *keys, "state", STEP, *shown]
     every = ["run", *keys, "state", STEP, *columns]
     means = _over_seeds(found, keys, by) if told_apart else []
-    tables = [
-        [few, *(run.texts(few) for run in found)],
-        *([[list(means[0]), *(list(row.values()) for row in means)]] if means else []),
-    ]
+    tables = [[few, *(run.texts(few) for run in found)]]
+    tables += [[list(means[0]), *(list(row.values()) for row in means)]] if means else []
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:  # a file has no width
         console.width = 160
@@ -156,17 +155,10 @@ def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Itera
     for path in sorted(folder.iterdir()):
         if not path.is_dir() or path.is_symlink() or path.name.startswith("."):
             continue
-        log = path / "metrics.csv"
-        if not any(one.is_file() for one in (path / CELL, log, path / "run.yaml")):
-            if depth > 1:
-                yield from collect(path, depth - 1, home or folder)
-            continue
-        cell = read_cell(path)
-        pairs = [one.partition("=") for one in cell.swept] if cell else []
-        swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
-        state = "" if cell is None else "unfinished" if cell.state == "running" else cell.state
-        rows = read_rows(log)[0] if log.is_file() else []
-        yield Run(str(path.relative_to(home or folder)), state, swept, rows, cell.message if cell else "")
+        if any((path / name).is_file() for name in (CELL, "metrics.csv", "run.yaml")):
+            yield read_run(path, str(path.relative_to(home or folder)))
+        elif depth > 1:
+            yield from collect(path, depth - 1, home or folder)
 
 
 def _number(value: float, digits: int) -> str:
@@ -200,12 +192,9 @@ def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict
     return rows
 
 
-def _markdown(table: Lines) -> str:
-    head, *lines = table
-    return "".join(
-        f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |\n"
-        for line in [head, ["---"] * len(head), *lines]
-    )
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    head, *lines = ([one.replace("|", "\\|") for one in line] for line in table)
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
 
 
 def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:
@@ -221,19 +210,12 @@ def _draw(file: Path, found: Sequence[Run], metric: str) -> bool:
     axes = figure.add_subplot()
     for place, (run, points) in enumerate(curves):
         label = ", ".join(f"{key}={value}" for key, value in run.swept.items()) or run.name
-        colour = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(curves) - 1))
-        axes.plot(
-            *zip(*points, strict=True),
-            color=colour,
-            marker="osv^D<>pPX*h"[place % 12],
-            markersize=4,
-            zorder=-place,
-            label=label if place < NAMED_RUNS else None,
-        )
+        style: dict[str, Any] = {"marker": "osv^D<>pPX*h"[place % 12], "markersize": 4, "zorder": -place}
+        style["color"] = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(curves) - 1))
+        axes.plot(*zip(*points, strict=True), label=label if place < NAMED_RUNS else None, **style)
     axes.set(xlabel="outer-loop steps", ylabel=metric)
     axes.grid(alpha=0.3)
-    axes.legend(
-        fontsize="small", title=None if len(curves) <= NAMED_RUNS else f"the best {NAMED_RUNS} of {len(curves)}"
-    )
+    title = None if len(curves) <= NAMED_RUNS else f"the best {NAMED_RUNS} of {len(curves)}"
+    axes.legend(fontsize="small", title=title)
     figure.savefig(file, format="png")
     return True
