@@ -97,7 +97,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_vision.py::test_every_model_trains": ("[mttt_mlp-", "[self_attention-"),
     "test_vision.py::test_packages_are_attributes": (),
     "test_vision.py::test_timm_knows": (),
-    "test_zeroth_order.py": (),
 }
 
 

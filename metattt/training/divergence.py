@@ -81,8 +81,6 @@ class Divergence(lightning.Callback):
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if _forward_only(pl_module):  # it is in the middle of its own step, and drops the update itself
-            return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # drops what overflows itself
@@ -90,12 +88,6 @@ class Divergence(lightning.Callback):
             self._react(trainer, pl_module, trainer.global_step + 1)
             for parameter in parameters:  # without a gradient no optimizer touches a parameter, or its moments
                 parameter.grad = None
-
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if _forward_only(pl_module) and _agreed(trainer, self._of_losses()):
-            self._react(trainer, pl_module, trainer.global_step)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -224,10 +216,6 @@ def _refuse_nan(module: nn.Module, refuse: bool) -> None:
     for one in module.modules():
         if isinstance(one, TTTLayer | Mixer):
             one.refuse_nan = refuse
-
-
-def _forward_only(pl_module: Any) -> bool:
-    return getattr(pl_module.recipe, "forward_only", False)
 
 
 def _say(trainer: lightning.Trainer, line: str) -> None:

@@ -38,10 +38,6 @@ class AdamW:
         MetaTTTError: a value that is not allowed.
     """
 
-    forward_only = False  #: the optimizer needs the loss alone: no graph is made, and nothing is backpropagated
-    chunk: int | None = None
-    truncate: int | None = None
-
     def __init__(
         self,
         lr: float = 3e-3,

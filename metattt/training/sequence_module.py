@@ -92,10 +92,8 @@ class SequenceJob(Job[Any, LabelledSequences]):
             )
 
     def module(self, model: Any, recipe: AdamW) -> LabelledSequences:
-        if not isinstance(recipe, AdamW) or recipe.forward_only or recipe.chunk is not None:
-            raise MetaTTTError(
-                "synthetic sequences are trained on whole, with gradients: set training=adamw training.chunk=null"
-            )
+        if not isinstance(recipe, AdamW) or recipe.chunk is not None:
+            raise MetaTTTError("synthetic sequences are trained on whole: set training=adamw training.chunk=null")
         if isinstance(model, LanguageModel) and hasattr(model, "mini_batch_size"):
             raise MetaTTTError(
                 "model=ttt_e2e learns from the next token at every place, which these sequences do not have: set "

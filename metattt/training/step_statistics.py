@@ -98,7 +98,7 @@ class StepStatistics(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-        if gradients:  # forward-only recipes have none
+        if gradients:
             norm = total_norm(gradients) if several_meshes(gradients) else get_total_norm(gradients)
             pl_module.log("gradient_norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -137,7 +137,7 @@ def _volume(batch: Any) -> tuple[str, int, int]:
 
 def _flops(module: Any, length: int) -> float:
     """Operations that training on one window or image needs; 0 where they cannot be counted."""
-    if getattr(getattr(module, "recipe", None), "forward_only", False) or not hasattr(module, "build"):
+    if not hasattr(module, "build"):
         return 0.0
     try:
         model = module.build.empty()

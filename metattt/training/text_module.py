@@ -155,8 +155,7 @@ class LanguageModeling(OuterLoop):
         return self.sums(torch.zeros(1, 2, dtype=torch.long, device=self.device))[0]
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
-        with torch.set_grad_enabled(not self.recipe.forward_only):
-            sums = self._sums(ids)
+        sums = self._sums(ids)
         # divided by what the processes read on average: of one window, some may have a token more than others
         whole = 1 if self.line is None else self.line.size
         loss = sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
@@ -166,10 +165,6 @@ class LanguageModeling(OuterLoop):
             nats, num_tokens, num_bytes = self._over_processes(self.step_sums)
             self.log_step({"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes})
         return loss
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if not self.recipe.forward_only:
-            super().backward(loss, *args, **kwargs)
 
     def configure_gradient_clipping(
         self,
@@ -201,11 +196,6 @@ class LanguageModeling(OuterLoop):
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        if self.recipe.forward_only and (self.trainer.accumulate_grad_batches > 1 or self.trainer.world_size > 1):
-            raise MetaTTTError(
-                f"{type(self.recipe).__name__} takes its steps from one batch in one process: "
-                "set trainer.accumulate_grad_batches=1, trainer.devices=1 and batch_tokens=null"
-            )
         if self.recipe.chunk is not None:
             self._check_chunks()
         return super().configure_optimizers()
@@ -269,7 +259,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         Raises:
             MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
         """
-        if not hasattr(recipe, "forward_only"):
+        if not isinstance(recipe, AdamW):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
         inner = getattr(model, "mini_batch_size", 0)  # of an inner loop over the model
         length = self.data.context_length
