@@ -96,7 +96,7 @@ class Divergence(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         loss = trainer.callback_metrics.get("validation/loss")
         if loss is not None and not torch.isfinite(loss):
-            _say(trainer, f"step {trainer.global_step}: the validation loss is {loss.item()}, of finite weights")
+            say(trainer, f"step {trainer.global_step}: the validation loss is {loss.item()}, of finite weights")
 
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
@@ -123,7 +123,7 @@ class Divergence(lightning.Callback):
         if self.on_divergence == "skip" and not weights:
             self.skipped = [*(one for one in self.skipped if one > step - WINDOW), step]
             if len(self.skipped) <= self.max_skipped:
-                return _say(trainer, f"{found}. Skipped ({len(self.skipped)} of the last {WINDOW} steps)")
+                return say(trainer, f"{found}. Skipped ({len(self.skipped)} of the last {WINDOW} steps)")
             ending = f"{self.max_skipped} of the last {WINDOW} steps were skipped already: {ending}"
         raise MetaTTTError(f"{found}\n{ending}")
 
@@ -218,6 +218,7 @@ def _refuse_nan(module: nn.Module, refuse: bool) -> None:
             one.refuse_nan = refuse
 
 
-def _say(trainer: lightning.Trainer, line: str) -> None:
+def say(trainer: lightning.Trainer, line: str) -> None:
+    """A line for the user, from one of several processes."""
     if trainer.is_global_zero:
         print(line, file=sys.stderr, flush=True)

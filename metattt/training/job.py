@@ -37,6 +37,7 @@ class OuterLoop(lightning.LightningModule):
         super().__init__()
         self.model, self.recipe, self.record = model, recipe, record
         self.step_loss = torch.zeros(())  # of the batches of a step so far, summed
+        self.validation_sums: dict[str, Tensor] = {}  # by figure, [2]: its sum so far, and the number of what it is over
 
     def batch_loss(self, batch: Any) -> Tensor:
         """The loss of a batch, as a training step takes it."""
@@ -66,11 +67,20 @@ class OuterLoop(lightning.LightningModule):
         for name, value in values.items():
             self.log(f"train/{name}", value)
 
-    def log_validation(self, values: dict[str, Any]) -> None:
-        """Logs figures of a validation."""
+    def on_validation_epoch_start(self) -> None:
+        self.validation_sums = {}
+
+    def add_to_validation(self, **figures: tuple[Tensor, Tensor]) -> None:
+        """Adds a batch to figures of the validation: to each a sum, and the number of what it is over."""
+        for name, pair in figures.items():
+            both = torch.stack([value.double() for value in pair])
+            self.validation_sums[name] = both + self.validation_sums.get(name, 0)
+
+    def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.global_step))
-        for name, value in values.items():
-            self.log(f"validation/{name}", value)
+        for name, sums in self.validation_sums.items():  # divided once: the last batch may be smaller
+            total, count = self.trainer.strategy.reduce(sums, reduce_op="sum")
+            self.log(f"validation/{name}", total / count)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))

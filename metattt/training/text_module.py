@@ -64,9 +64,8 @@ class LanguageModeling(OuterLoop):
         self._batch: tuple[Tensor, Tensor] | None = None  # the latest one, on the device and on the host
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so
-        # far
-        self.step_sums = self.validation_sums = torch.zeros(3, dtype=torch.float64)
+        # cross-entropy (nats), predicted tokens and the bytes that they stand for, of the step so far
+        self.step_sums = torch.zeros(3, dtype=torch.float64)
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
@@ -162,7 +161,7 @@ class LanguageModeling(OuterLoop):
         per_step = self.trainer.accumulate_grad_batches
         self.step_sums = sums.detach().double() + (self.step_sums if batch_idx % per_step else 0)
         if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
-            nats, num_tokens, num_bytes = self._over_processes(self.step_sums)
+            nats, num_tokens, num_bytes = self.trainer.strategy.reduce(self.step_sums, reduce_op="sum")
             self.log_step({"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes})
         return loss
 
@@ -178,22 +177,14 @@ class LanguageModeling(OuterLoop):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def on_validation_epoch_start(self) -> None:
-        self.validation_sums = torch.zeros(3, dtype=torch.float64)
-
     def validation_step(self, ids: Tensor, batch_idx: int) -> None:
-        self.validation_sums = self.validation_sums + self.sums(ids).double().cpu()
+        nats, num_tokens, num_bytes = self.sums(ids).double()
+        self.add_to_validation(loss=(nats, num_tokens), bits_per_byte=(nats / math.log(2), num_bytes))
 
     def on_validation_epoch_end(self) -> None:
         if self.line is not None:
             self.line.finish()
-        # sums over all windows, divided once: the last batch may be smaller
-        nats, num_tokens, num_bytes = self._over_processes(self.validation_sums.to(self.device))
-        self.log_validation({"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes})
-
-    def _over_processes(self, sums: Tensor) -> Tensor:
-        """The sum of what every process has."""
-        return self.trainer.strategy.reduce(sums, reduce_op="sum")
+        super().on_validation_epoch_end()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         if self.recipe.chunk is not None:
