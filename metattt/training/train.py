@@ -278,6 +278,7 @@ def _quiet_lightning() -> None:
         "callbacks used to create the checkpoint",  # of a run that goes on without one of them
         "does not have many workers", "dataloader is not resumable", "isinstance.treespec",
         "IterableDataset.? has",  # a length, which timm knows
+        "overridden `transfer_batch_to_device`",
     )  # fmt: skip
     # the sums are over all processes already; nothing is done in place; the layout of a convolution's gradient
     several = ("sync_dist=True", "returned a view tensor", "Grad strides do not match")
