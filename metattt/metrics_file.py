@@ -8,13 +8,7 @@ from pathlib import Path
 STEP = "step"
 Row = dict[str, str]
 
-CLOCK = (
-    "tokens_per_second",
-    "images_per_second",
-    "model_tflops_per_second",
-    "model_flops_utilization",
-    "peak_memory_gib",
-)
+CLOCK = ("tokens_per_second", "images_per_second", "model_tflops_per_second", "peak_memory_gib")
 """Columns of the machine, and not of the run: no two runs share them."""
 
 

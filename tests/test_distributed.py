@@ -292,8 +292,8 @@ def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.Monk
 def test_a_step_has_the_same_tokens_whatever_the_processes() -> None:
     for world_size in (1, 2, 4):
         for batch_size in (1, 3, 8):
-            plan = plan_batches(2**19, 2048, batch_size, 1, world_size)
-            assert plan.batch_size <= batch_size and plan.batch_size * plan.accumulate * world_size == 256
+            size, count = plan_batches(2**19, 2048, batch_size, 1, world_size)
+            assert size <= batch_size and size * count * world_size == 256
     assert plan_batches(None, 32, 4, 2, 1) == (4, 2)
     assert plan_batches(None, 32, 4, 2, 2) == (4, 1)
     assert plan_batches(None, 32, 4, 1, 4) == (1, 1)

@@ -225,22 +225,6 @@ def test_layers_refuse_nan_again_after_a_run(settings: tuple[str, ...], monkeypa
     assert made and all(layer.refuse_nan for layer in made)
 
 
-def test_steps_from_forward_passes_are_dropped_by_themselves(
-    settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoil_loss(monkeypatch, 2, value=INF)
-    rest = [one for one in settings if not one.startswith("training")]
-    given = [
-        "training=zeroth_order",
-        "on_divergence=skip",
-        "trainer.max_steps=3",
-        "callbacks.checkpoint.every_steps=1",
-    ]
-    assert main(["train", *rest, *given]) == 0
-    assert "step 2: the loss is inf" in (said := capsys.readouterr().err) and "step 1: " not in said
-    assert "step 3: " not in said
-
-
 def test_settings_are_checked(settings: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     for given, expected in (
         ("on_divergence=rollback", "on_divergence=rollback` is not allowed: choose one of stop, skip"),

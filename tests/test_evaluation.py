@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metattt.checkpoints.files import find_checkpoint
-from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -315,9 +314,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in range(12):
         (folder / "text" / f"{index}.txt").write_text(f"document {index} " + "alpha beta gamma " * (10 + index))
     for name, layer, rest in (
-        ("linear", "ttt_linear", ["callbacks.inner_loss.every=2"]), ("attention", "attention", ["~callbacks.inner_loss"]),
+        ("linear", "ttt_linear", []),
+        ("attention", "attention", []),
         ("other", "ttt_linear", ["seed=1"]),
-    ):  # fmt: skip
+    ):
         wanted = [override for override in RUN if layer == "ttt_linear" or "optimizer" not in override]
         assert (
             train(
@@ -381,39 +381,3 @@ def test_comparisons_that_would_mislead_are_refused(runs: Path, tmp_path: Path) 
             evaluate(compose(f"checkpoint={runs / 'linear'}", override, "device=cpu", job="eval"))
     with pytest.raises(MetaTTTError, match="give a run's folder"):
         evaluate(compose("checkpoint=[1,2]", job="eval"))
-
-
-# -- the callback ------------------------------------------------------------------------------------------------------
-
-
-def test_the_callback_logs_every_other_validation(runs: Path) -> None:
-    log = rows(runs / "linear" / "metrics.csv")
-    names = [f"inner_loss/layer0/{name}" for name in ("init", "step_0", "step_1")]
-    assert [int(row["step"]) for row in log if row[names[0]]] == [2, 4]
-    assert all(float(row[name]) > 0 for row in log if row[names[0]] for name in names)
-    assert not any("inner_loss" in name for name in rows(runs / "other" / "metrics.csv")[0])
-
-
-@pytest.mark.parametrize("rest", [(), ("task.corruption=noise",)])
-def test_the_callback_changes_nothing_else(rest: tuple[str, ...], runs: Path, tmp_path: Path) -> None:
-    for every in (0, 1):
-        assert train(compose(*RUN, *rest, f"data.path={runs / 'text'}", f"output_dir={tmp_path / str(every)}",
-                             f"callbacks.inner_loss.every={every}")) == 0  # fmt: skip
-    one, two = (read_checkpoint(tmp_path / name)["state_dict"] for name in ("0", "1"))
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
-
-
-def test_the_callback_refuses_what_it_cannot_measure(runs: Path, tmp_path: Path) -> None:
-    wanted = [override for override in RUN if "optimizer" not in override]
-    with pytest.raises(MetaTTTError, match=r"KernelEstimator.*callbacks\.inner_loss\.every=0"):
-        train(
-            compose(
-                *wanted,
-                "layer=attention",
-                f"data.path={runs / 'text'}",
-                f"output_dir={tmp_path}",
-                "callbacks.inner_loss.every=1",
-            )
-        )
-    with pytest.raises(MetaTTTError, match=r"callbacks\.inner_loss\.every=-1"):
-        train(compose(*RUN, f"data.path={runs / 'text'}", f"output_dir={tmp_path}", "callbacks.inner_loss.every=-1"))

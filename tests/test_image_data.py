@@ -37,7 +37,6 @@ SMALL = (
     "model.depth=1",
     "trainer.accelerator=cpu",
     "trainer.log_every_n_steps=1",
-    "callbacks.loss_curve.every=1",
 )
 COUNT = 5  # images of a class and split
 

@@ -160,25 +160,12 @@ def test_a_profiler_writes_to_the_folder_of_the_run(here: Path, capsys: pytest.C
 
 
 def test_figures_of_merit(here: Path) -> None:
-    assert (
-        train(
-            compose(
-                *TINY,
-                "trainer.max_steps=6",
-                "trainer.accumulate_grad_batches=2",
-                "callbacks.step_statistics.peak_tflops=0.5",
-            )
-        )
-        == 0
-    )
+    assert train(compose(*TINY, "trainer.max_steps=6", "trainer.accumulate_grad_batches=2")) == 0
     rate, tflops = logged("tokens_per_second"), logged("model_tflops_per_second")
     per_token = 3 * flops_per_window(empty("layer=linear_attention"), 16) / 16
     assert min(tflops) == 2 and max(tflops) == 6
     for step, value in tflops.items():
         assert value == pytest.approx(rate[step] * per_token / 1e12, rel=1e-5)
-    assert logged("model_flops_utilization") == pytest.approx(
-        {step: value / 0.5 for step, value in tflops.items()}, rel=1e-5
-    )
     assert (
         all(0.05 < value < 100 for value in logged("peak_memory_gib").values()) and len(logged("peak_memory_gib")) == 6
     )

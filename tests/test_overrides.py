@@ -104,7 +104,7 @@ def test_the_table_of_names_points_at_keys_that_exist() -> None:
             "optimizer=adamw",
             "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`",
         ),
-        ("optimizer=sgd", "The outer one is `training=<adamw, muon, timm, zeroth_order>`"),
+        ("optimizer=sgd", "The outer one is `training=<adamw, muon, timm>`"),
         ("layer=ttt_mlp,ttt_linear", "names several values: add -m (--multirun) to run `metattt train` once for each"),
         ("trainer.max_steps=range(0,3)", "names several values: add -m (--multirun)"),
         ("model.layer=attention", "layer=<name> chooses the layer of every block"),

@@ -21,6 +21,7 @@ from metattt.evaluation.evaluate import evaluate
 from metattt.models.language_model import LanguageModel
 from metattt.training import callbacks, step_statistics
 from metattt.training.callbacks import LossCurve, Progress
+from metattt.training.csv_log import CSVLog
 from metattt.training.inner_warmup import InnerWarmup
 from metattt.training.step_statistics import Pace
 from metattt.training.text_module import TextJob, printable
@@ -223,15 +224,14 @@ def test_the_curve_is_drawn_at_once_then_now_and_then_and_whole_at_the_end(
 
     monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(callbacks, "plot", plot)
-    curve = LossCurve(str(tmp_path / "curve.png"), every=1)
-    metrics = {"validation/bits_per_byte": torch.tensor(2.0)}
+    curve, log = LossCurve(str(tmp_path / "curve.png")), CSVLog(str(tmp_path / "metrics.csv"))
     for step in range(1, 31):  # one validation every ten seconds
         now[0] += 10.0
-        trainer: Any = SimpleNamespace(global_step=step, is_global_zero=True, callback_metrics=metrics)
+        log.log_metrics({"validation/bits_per_byte": 2.0}, step)
+        trainer: Any = SimpleNamespace(global_step=step, is_global_zero=True, loggers=[log])
         curve.on_validation_end(trainer, module)
     assert drawn == [1, 21]  # not before 200 seconds have passed: a hundred times what drawing takes
-    for _ in range(2):
-        curve.on_train_end(trainer, module)
+    curve.on_train_end(trainer, module)
     assert drawn == [1, 21, 30]
     other = SimpleNamespace(**{**vars(trainer), "is_global_zero": False})
     LossCurve(str(tmp_path / "curve.png")).on_train_end(other, module)  # type: ignore[arg-type]

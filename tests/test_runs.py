@@ -40,7 +40,7 @@ TINY = (
     "dim=8", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.accelerator=cpu",
     "layer=linear_attention", "data.validation_max_bytes=600", "sample=false", "~callbacks.progress", "+trainer.enable_progress_bar=false",
     "trainer.max_steps=8", "trainer.log_every_n_steps=1",
-    "callbacks.checkpoint.every_steps=3", "callbacks.loss_curve.every=1",
+    "callbacks.checkpoint.every_steps=3",
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def assert_equal(found: Any, wanted: Any, where: str) -> None:
 VARIANTS = {
     "plain": (),
     "accumulated": ("trainer.accumulate_grad_batches=2",),
-    "logged_now_and_then": ("trainer.log_every_n_steps=3", "callbacks.loss_curve.every=2"),
+    "logged_now_and_then": ("trainer.log_every_n_steps=3",),
 }
 
 

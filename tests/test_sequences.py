@@ -171,7 +171,7 @@ def test_noise_is_added_with_its_deviation() -> None:
         (lambda: train(compose("data=recall", "model.vocab_size=100")), "model.vocab_size=256"),
         (lambda: train(compose("data=in_context")), "model=regression"),
         (lambda: train(compose("experiment=in_context", "data.features=3")), "model.in_features=4"),
-        (lambda: train(compose(*RECALL, "training=zeroth_order")), "training=adamw"),
+        (lambda: train(compose(*RECALL, "training.chunk=8")), "training.chunk=null"),
         (lambda: train(compose(*RECALL, "batch_tokens=64")), "batch_tokens"),
         (lambda: train(compose(*RECALL, "callbacks.stop_at.mode=most")), "callbacks.stop_at"),
     ],

@@ -31,7 +31,7 @@ from metattt.training.train import train
 
 TINY = (
     "dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu",
-    "training.lr=5e-3", "trainer.log_every_n_steps=1", "callbacks.loss_curve.every=1", "optimizer.mini_batch_size=8",
+    "training.lr=5e-3", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8",
 )  # fmt: skip
 
 

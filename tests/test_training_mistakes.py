@@ -16,7 +16,7 @@ from metattt.errors import MetaTTTError
 
 TINY = [
     "train", "dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=8", "data.context_length=16", "data.batch_size=2",
-    "data.validation_max_bytes=200", "trainer.max_steps=1", "trainer.accelerator=cpu", "callbacks.inner_loss.every=0",
+    "data.validation_max_bytes=200", "trainer.max_steps=1", "trainer.accelerator=cpu",
 ]  # fmt: skip
 
 

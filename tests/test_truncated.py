@@ -245,7 +245,6 @@ def test_refused_settings(settings: dict[str, int], said: str) -> None:
             ("compile=true", "training.truncate=2"),
             "compile=true, whose graphs run backwards once: set training.truncate=1",
         ),
-        (("training=zeroth_order",), "chunk"),
     ],
 )
 def test_what_does_not_go_together(

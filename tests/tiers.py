@@ -65,7 +65,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_e2e.py::test_outputs_and_every_gradient": ("inner_clip=1.0", "first_order"),
     "test_e2e.py::test_it_trains": (),
     "test_evaluation.py::test_one_checkpoint_writes": (),
-    "test_evaluation.py::test_the_callback": ("[rest0]",),
     "test_evaluation.py::test_several_checkpoints": (),
     "test_examples.py": (),
     "test_experiments.py::test_every_experiment_composes": ("[table1]",),
@@ -97,7 +96,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_vision.py::test_every_model_trains": ("[mttt_mlp-", "[self_attention-"),
     "test_vision.py::test_packages_are_attributes": (),
     "test_vision.py::test_timm_knows": (),
-    "test_zeroth_order.py": (),
 }
 
 

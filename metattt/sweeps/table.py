@@ -21,7 +21,7 @@ from metattt.optional import absence
 from metattt.sweeps.record import CELL, read_cell
 
 PREFERRED = ("validation/bits_per_byte", "validation/top1", "validation/loss")
-LARGER_IS_BETTER = ("top1", "top5", "accuracy", "tokens_per_second", "images_per_second", "model_flops_utilization")
+LARGER_IS_BETTER = ("top1", "top5", "accuracy", "tokens_per_second", "images_per_second")
 FILES = ("runs.csv", "runs.md", "runs.png")
 DEPTH = 4  # of folders that runs are looked for in
 NAMED_RUNS = 12  # in the legend of the picture: of more, the best

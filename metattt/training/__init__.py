@@ -3,6 +3,5 @@
 from metattt.optional import MissingExtra, absence, need
 
 need("lightning", extra="train", what="training")
-need("torchmetrics", extra="train", what="training")
 if line := absence("matplotlib", extra="train", what="training"):  # else its curves fail when everything is done
     raise MissingExtra(line)

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning
 
 from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
-
-MOST_BATCHES = 1_000_000  # per step; more are a slip, and the step would not end
-
-
-class Plan(NamedTuple):
-    """How the windows of a step are read.
-
-    Attributes:
-        batch_size: windows or images per batch, in each process.
-        accumulate: batches per step, in each process.
-    """
-
-    batch_size: int
-    accumulate: int
 
 
 def plan_batches(
@@ -31,7 +17,7 @@ def plan_batches(
     accumulate: int,
     world_size: int,
     unit: str = "windows",
-) -> Plan:
+) -> tuple[int, int]:
     """Divides a step among the processes, so that it reads the same whatever their number: the largest batches, up to
     `batch_size`, that divide a process's share.
 
@@ -42,6 +28,9 @@ def plan_batches(
         accumulate: batches per step of one process.
         world_size: number of processes.
         unit: what a batch has a number of, for messages.
+
+    Returns:
+        Windows or images per batch, and batches per step, in each process.
 
     Raises:
         MetaTTTError: tokens that are no whole number of windows, or windows that the processes cannot share equally.
@@ -63,13 +52,8 @@ def plan_batches(
     share = count // world_size
     most = min(batch_size, share)
     check_memory_limit(2 * most * context_length, f"a batch of {most} {unit}", "lower data.batch_size")
-    if share > MOST_BATCHES * batch_size:
-        raise MetaTTTError(
-            f"{setting} are {share // batch_size:,} batches per step of one process: a step has at most "
-            f"{MOST_BATCHES:,}"
-        )
     size = next(size for size in range(most, 0, -1) if share % size == 0)
-    return Plan(size, share // size)
+    return size, share // size
 
 
 def recount_batches(checkpoint: dict[str, Any], accumulate: int) -> None:

@@ -105,22 +105,22 @@ def differences(cfg: DictConfig, weights: str) -> str | None:
         cfg: the configuration of the run.
         weights: the checkpoint that it starts from.
     """
-    there = open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config
-    changed = []
-    for part in PARTS:
-        ours, theirs = _settings(cfg, part), _settings(there, part)
-        keys = [COMPONENT] if ours.get(COMPONENT) != theirs.get(COMPONENT) else [key for key in ours if key in theirs]
-        for key in keys:
-            if ours.get(key) != theirs.get(key):
-                here, before = (str(one.get(key)).rpartition("=")[2] for one in (ours, theirs))
-                changed.append(f"{part if key == COMPONENT else f'{part}.{key}'} {here} (there {before})")
+    ours = _settings(cfg)
+    theirs = _settings(open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config)
+    changed = [
+        f"{key} {value} (there {theirs[key]})" for key, value in ours.items() if key in theirs and value != theirs[key]
+    ]
     return f"weights of {weights}, but here with {', '.join(changed)}" if changed else None
 
 
-def _settings(cfg: DictConfig, part: str) -> dict[str, Any]:
-    """The settings of a part that decide what a model computes; those of a pattern of blocks stand under dotted
-    keys."""
-    settings = dict(to_names(OmegaConf.to_container(cfg, resolve=True)).get(part) or {})
-    if blocks := settings.pop("blocks", None):
-        settings |= leaves(blocks, "blocks")
-    return {key: value for key, value in settings.items() if key.rpartition(".")[2] not in (*HOW_NOT_WHAT, *PARTS)}
+def _settings(cfg: DictConfig) -> dict[str, str]:
+    """What decides what a model computes, by dotted key; the name of a component by that of its part."""
+    parts = to_names(OmegaConf.to_container(cfg, resolve=True))
+    found: dict[str, Any] = {}
+    for part in PARTS:  # each of them stands in the layer, too
+        found |= leaves({key: value for key, value in (parts.get(part) or {}).items() if key not in PARTS}, part)
+    return {
+        key.removesuffix(f".{COMPONENT}"): str(value).rpartition("=")[2]
+        for key, value in found.items()
+        if key.rpartition(".")[2] not in HOW_NOT_WHAT
+    }

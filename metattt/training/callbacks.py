@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from metattt.errors import MetaTTTError, check_integer
 from metattt.measures.inner_loss import Curves, average
+from metattt.metrics_file import STEP
 from metattt.models.language_model import LanguageModel
 from metattt.registry import register
+from metattt.training.csv_log import logged_rows
 from metattt.training.picture import plot
+from metattt.training.random_state import apart_from_the_run
 from metattt.training.sharding import divided
 from metattt.training.step_statistics import Pace
 
@@ -111,15 +113,15 @@ class Progress(TQDMProgressBar):
 
 @register(group="callback", name="loss_curve")
 class LossCurve(lightning.Callback):
-    """A metric against steps, as a PNG: training, validation, and baselines as dashed lines. When a language model has
-    been trained, a second panel: the loss of its inner loops before and after each step, by position in a window.
+    """A metric of the run's log (`logger=csv`) against steps, as a PNG: training, validation, and baselines as dashed
+    lines. When a language model has been trained, a second panel: the loss of its inner loops before and after each
+    step, by position in a window.
 
-    The points are kept in the checkpoint, so that the curve of a resumed run is whole. The picture is drawn when
-    validation ends, but not so often that drawing takes more than a hundredth of the time (`SHARE`), and at the end.
+    It is drawn when validation ends, but not so often that drawing takes more than a hundredth of the time (`SHARE`),
+    and at the end.
 
     Args:
         path: the PNG to write.
-        every: steps between two points of the training curve.
         metric: logged as `train/<metric>` and `validation/<metric>`.
         label: of the metric, with its unit.
         title: of the panel.
@@ -131,54 +133,36 @@ class LossCurve(lightning.Callback):
     def __init__(
         self,
         path: str,
-        every: int = 5,
         metric: str = "bits_per_byte",
         label: str = "bits per byte",
         title: str = "Next-byte prediction",
         inner_windows: int = 32,
     ):
-        check_integer("callbacks.loss_curve.every", every)
         check_integer("callbacks.loss_curve.inner_windows", inner_windows, 0)
-        self.path, self.every = Path(path), every
-        self.metric, self.label, self.title = metric, label, title
+        self.path, self.metric, self.label, self.title = Path(path), metric, label, title
         self.inner_windows = inner_windows
         self.baselines: dict[str, float] = {}  # bits per byte by name; set by the training command
         self.inner: dict[int, Curves] | None = None  # at the end of the run
-        self.points: dict[str, list[list[float]]] = {"train": [], "validation": []}
         self.next = -math.inf  # the moment from which on it may be drawn again
-        self.drawn = (-1, -1, False)  # points of either curve in the picture, and whether inner losses are
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"points": self.points}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.points = state_dict["points"]
-
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step % self.every == 0:
-            self._add("train", trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.global_step and trainer.is_global_zero:
-            self._add("validation", trainer)
-            if time.monotonic() >= self.next:
-                self._draw()
+        if trainer.global_step and trainer.is_global_zero and time.monotonic() >= self.next:
+            self._draw(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.is_global_zero:
             self.inner = self._inner_losses(trainer, pl_module)
-            self._draw()
+            self._draw(trainer)
 
-    def _draw(self) -> None:
-        """Nothing is drawn again that the picture shows already."""
-        shown = len(self.points["train"]), len(self.points["validation"]), self.inner is not None
-        if shown != self.drawn:
-            began = time.monotonic()
-            plot(self.points, self.baselines, self.path, self.label, self.title, self.inner)
-            ended = time.monotonic()
-            self.drawn, self.next = shown, ended + (ended - began) / SHARE
+    def _draw(self, trainer: lightning.Trainer) -> None:
+        began, rows = time.monotonic(), logged_rows(trainer)
+        points = {
+            part: [(int(row[STEP]), float(value)) for row in rows if (value := row.get(f"{part}/{self.metric}"))]
+            for part in ("train", "validation")
+        }
+        plot(points, self.baselines, self.path, self.label, self.title, self.inner)
+        ended = time.monotonic()
+        self.next = ended + (ended - began) / SHARE
 
     def _inner_losses(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
@@ -191,9 +175,8 @@ class LossCurve(lightning.Callback):
         if not getattr(getattr(module, "data", module), "windows_of_text", False):
             return None
         training = model.training
-        devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices):  # random views must not change what the run draws
+            with apart_from_the_run(pl_module.device):  # views may be random
                 loader = module.val_dataloader()
                 whole = (real for batch in loader if len(real := batch[(batch >= 0).all(1)]))
                 return average(model.eval(), whole, self.inner_windows, segment=2048)  # type: ignore[arg-type]
@@ -201,9 +184,3 @@ class LossCurve(lightning.Callback):
             return None
         finally:
             model.train(training)
-
-    def _add(self, name: str, trainer: lightning.Trainer) -> None:
-        value = trainer.callback_metrics.get(f"{name}/{self.metric}")
-        step = trainer.global_step
-        if value is not None and (not self.points[name] or self.points[name][-1][0] < step):
-            self.points[name].append([step, value.item()])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -121,6 +122,16 @@ class CSVLog(Logger):
         lines = [_line(columns), *(_line([row.get(name, "") for name in columns]) for row in rows)]
         write_whole(self.path, "".join(lines).encode())
         self.columns = list(columns)
+
+
+def logs_of(trainer: lightning.Trainer) -> list[CSVLog]:
+    """The logs of ours among the loggers of a run."""
+    return [logger for logger in trainer.loggers if isinstance(logger, CSVLog)]
+
+
+def logged_rows(trainer: lightning.Trainer) -> list[Row]:
+    """The rows of a run's log so far; none without a log of ours."""
+    return next((read_rows(log.path)[0] for log in logs_of(trainer)), [])
 
 
 def _number(value: Any) -> Any:

@@ -81,8 +81,6 @@ class Divergence(lightning.Callback):
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if _forward_only(pl_module):  # it is in the middle of its own step, and drops the update itself
-            return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # drops what overflows itself
@@ -91,12 +89,6 @@ class Divergence(lightning.Callback):
             for parameter in parameters:  # without a gradient no optimizer touches a parameter, or its moments
                 parameter.grad = None
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if _forward_only(pl_module) and _agreed(trainer, self._of_losses()):
-            self._react(trainer, pl_module, trainer.global_step)
-
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_weights(trainer, pl_module)
@@ -104,7 +96,7 @@ class Divergence(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         loss = trainer.callback_metrics.get("validation/loss")
         if loss is not None and not torch.isfinite(loss):
-            _say(trainer, f"step {trainer.global_step}: the validation loss is {loss.item()}, of finite weights")
+            say(trainer, f"step {trainer.global_step}: the validation loss is {loss.item()}, of finite weights")
 
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
@@ -131,7 +123,7 @@ class Divergence(lightning.Callback):
         if self.on_divergence == "skip" and not weights:
             self.skipped = [*(one for one in self.skipped if one > step - WINDOW), step]
             if len(self.skipped) <= self.max_skipped:
-                return _say(trainer, f"{found}. Skipped ({len(self.skipped)} of the last {WINDOW} steps)")
+                return say(trainer, f"{found}. Skipped ({len(self.skipped)} of the last {WINDOW} steps)")
             ending = f"{self.max_skipped} of the last {WINDOW} steps were skipped already: {ending}"
         raise MetaTTTError(f"{found}\n{ending}")
 
@@ -226,10 +218,7 @@ def _refuse_nan(module: nn.Module, refuse: bool) -> None:
             one.refuse_nan = refuse
 
 
-def _forward_only(pl_module: Any) -> bool:
-    return getattr(pl_module.recipe, "forward_only", False)
-
-
-def _say(trainer: lightning.Trainer, line: str) -> None:
+def say(trainer: lightning.Trainer, line: str) -> None:
+    """A line for the user, from one of several processes."""
     if trainer.is_global_zero:
         print(line, file=sys.stderr, flush=True)

@@ -31,7 +31,6 @@ class ImageClassification(OuterLoop):
         super().__init__(model, recipe, record)
         classes, alpha = model.num_classes, recipe.mixup
         self.mixup = Mixup(mixup_alpha=alpha, label_smoothing=0.0, num_classes=classes) if alpha else None
-        self.validation_sums = torch.zeros(4, dtype=torch.float64)  # cross-entropy (nats), top-1 and top-5 hits, images
 
     def on_train_epoch_start(self) -> None:
         loader = self.trainer.train_dataloader
@@ -56,17 +55,14 @@ class ImageClassification(OuterLoop):
             images, labels = self.mixup(images.clone(), labels)
         return F.cross_entropy(self.model(images).float(), labels, reduction=reduction)
 
-    def on_validation_epoch_start(self) -> None:
-        self.validation_sums = torch.zeros(4, dtype=torch.float64)
-
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, labels = batch
         self._check(labels, least=NO_LABEL)
         logits = self.model(images).float()
         found = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
         nats = F.cross_entropy(logits, labels, reduction="sum", ignore_index=NO_LABEL)
-        sums = (nats, found[:, 0].sum(), found.sum(), (labels != NO_LABEL).sum())
-        self.validation_sums = self.validation_sums + torch.stack([value.cpu().double() for value in sums])
+        count = (labels != NO_LABEL).sum()
+        self.add_to_validation(loss=(nats, count), top1=(found[:, 0].sum(), count), top5=(found.sum(), count))
 
     def _check(self, labels: Tensor, least: int) -> None:
         """Refuses labels `[B]` that are no class of the model: not every source says how many classes it has."""
@@ -75,11 +71,6 @@ class ImageClassification(OuterLoop):
                 f"an image has the label {wrong[0]}, and the model has {self.model.num_classes} classes: set "
                 "model.num_classes"
             )
-
-    def on_validation_epoch_end(self) -> None:
-        # sums over all images, divided once: the last batch may be smaller
-        sums = self.trainer.strategy.reduce(self.validation_sums.float().to(self.device), reduce_op="sum")
-        self.log_validation(dict(zip(("loss", "top1", "top5"), sums[:3] / sums[3], strict=True)))
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step_update(num_updates=self.global_step)

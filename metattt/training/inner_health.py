@@ -3,7 +3,6 @@ well."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +10,13 @@ import lightning
 import torch
 from torch import Tensor
 
-from metattt.errors import MetaTTTError
+from metattt.errors import check_integer
 from metattt.layer import TTTLayer
 from metattt.measures.inner_health import Health, inner_health, learning
 from metattt.parallel.gradients import several_meshes
 from metattt.registry import register
-from metattt.training.divergence import listed
+from metattt.training.divergence import listed, say
+from metattt.training.random_state import apart_from_the_run
 
 DEAD_RATE = 1e-7  # an η below moves no weight that fp32 would show
 FORGETTING = 0.5  # an α below halves the weights with every token
@@ -39,9 +39,8 @@ class InnerHealth(lightning.Callback):
     """
 
     def __init__(self, every: int = 1, windows: int = 2):
-        for key, value, least in (("every", every, 0), ("windows", windows, 1)):
-            if value < least:
-                raise MetaTTTError(f"callbacks.inner_health.{key}={value} is not allowed: it must be at least {least}")
+        check_integer("callbacks.inner_health.every", every, 0)
+        check_integer("callbacks.inner_health.windows", windows)
         self.every, self.windows = every, windows
         self.runs = 0  # validations so far
         self.said: list[str] = []  # kind and layer
@@ -65,26 +64,20 @@ class InnerHealth(lightning.Callback):
         if batch_idx or not self.every or self.runs % self.every:
             return
         if several_meshes(pl_module.parameters()):  # heads divided among processes: no process has a layer's loss
-            if trainer.is_global_zero and "divided" not in self.said:
-                print(
-                    "inner_health: not looked at, as trainer.tensor_ranks divides the heads",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            if "divided" not in self.said:
+                say(trainer, "inner_health: not looked at, as trainer.tensor_ranks divides the heads")
             self.said.append("divided")
             return
-        for line in self._news(self.look(trainer, pl_module, batch), pl_module):
-            if trainer.is_global_zero:
-                print(f"step {trainer.global_step}: {line}", file=sys.stderr, flush=True)
+        for line in self._news(self.look(pl_module, batch), pl_module):
+            say(trainer, f"step {trainer.global_step}: {line}")
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self.runs += 1  # not earlier: one that a signal cuts off comes again
 
-    def look(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> dict[int, Health]:
+    def look(self, pl_module: Any, batch: Any) -> dict[int, Health]:
         """The health of every layer on the first windows or images of a batch. Every process of a run takes part."""
         few = batch[: self.windows] if isinstance(batch, Tensor) else tuple(part[: self.windows] for part in batch)
-        devices = [pl_module.device] if pl_module.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"), torch.no_grad():
+        with apart_from_the_run(pl_module.device), torch.compiler.set_stance("force_eager"), torch.no_grad():
             return inner_health(pl_module.model, lambda: pl_module.item_losses(few))
 
     def _news(self, found: dict[int, Health], pl_module: Any) -> Iterator[str]:
@@ -106,55 +99,42 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
     rule: Any = layer.optimizer
     rate = getattr(rule, "base_lr", None)
     if rule.read in ("previous", "committed") and health.tokens <= rule.mini_batch_size:
-        yield (
-            "unread",
+        yield "unread", (
             "every head learns for nothing: queries read the weights of complete mini-batches, and the "
-            f"{health.tokens} tokens of a "
-            f"sequence end with the first: try optimizer.mini_batch_size={max(1, health.tokens // 4)} (now "
-            f"{rule.mini_batch_size}), or "
-            "longer sequences",
+            f"{health.tokens} tokens of a sequence end with the first: try "
+            f"optimizer.mini_batch_size={max(1, health.tokens // 4)} (now {rule.mini_batch_size}), or longer sequences"
         )
     # gradients at the weights that a sequence began with promise nothing of those at W_{t−1}
     bad = health.rising.mean(1) > 0.5
     if rule.anchor != "batch" and health.rising.numel() and bad.any():
         rising = health.rising[bad]
         places = (rising.mean(0) > 0.5).nonzero().flatten().tolist()
-        yield (
-            "rising",
+        yield "rising", (
             f"{_heads(bad)} learns nothing: the inner loss of {rising.mean():.0%} of the tokens is larger after their "
-            "own step, "
-            f"ℓ(W_t) > ℓ(W_t−1){_places(places, health.rising.shape[1])}: try {_shorter(rate)}",
+            f"own step, ℓ(W_t) > ℓ(W_t−1){_places(places, health.rising.shape[1])}: try {_shorter(rate)}"
         )
     if rule.anchor != "batch" and (bad := health.worse.mean(1) > 0.5).any():
-        share = health.worse[bad].mean()
-        yield (
-            "worse",
-            f"{_heads(bad)} learns nothing: the inner loss of {share:.0%} of the tokens is larger with what was "
-            "learned before them than "
-            f"with W0, ℓ(W_t−1) > ℓ(W_0): try {_shorter(rate)}",
+        yield "worse", (
+            f"{_heads(bad)} learns nothing: the inner loss of {health.worse[bad].mean():.0%} of the tokens is larger "
+            f"with what was learned before them than with W0, ℓ(W_t−1) > ℓ(W_0): try {_shorter(rate)}"
         )
     if (bad := health.eta < DEAD_RATE).any():
-        yield (
-            "eta",
-            f"{_heads(bad)} learns nothing: η is at most {health.eta[bad].max():.1g} for every token: "
-            "try "
-            f"{f'optimizer.base_lr=1 (now {rate:g})' if not rate else 'a lower training.lr, or a larger optimizer.base_lr'}",
+        larger = "optimizer.base_lr=1 (now 0)" if rate == 0 else "a lower training.lr, or a larger optimizer.base_lr"
+        yield "eta", (
+            f"{_heads(bad)} learns nothing: η is at most {health.eta[bad].max():.1g} for every token: try {larger}"
         )
     if health.alpha is not None and (bad := health.alpha < FORGETTING).any():
         kept = "optimizer.decay_init=0.99" if hasattr(rule, "decay_init") else "a decay nearer to 1"
-        yield (
-            "alpha",
+        yield "alpha", (
             f"{_heads(bad)} forgets: α is at most {health.alpha[bad].max():.2g} for every token: try {kept}, or a "
-            "lower training.lr",
+            "lower training.lr"
         )
     if health.tau is not None and (dead := health.tau == 0).any():
         bad = dead.any(1) if len(dead) > 1 else torch.ones(layer.num_heads, dtype=torch.bool)
         places = dead.any(0).nonzero().flatten().tolist()
-        yield (
-            "tau",
+        yield "tau", (
             f"{_heads(bad)} learns nothing{_places(places, dead.shape[1])}: the token step τ is 0 there, and has no "
-            "gradient: "
-            "try a lower training.lr, or optimizer.token_steps=none",
+            "gradient: try a lower training.lr, or optimizer.token_steps=none"
         )
 
 
@@ -174,8 +154,6 @@ def _heads(bad: Tensor) -> str:
 
 def _places(places: list[int], size: int) -> str:
     """Places in the mini-batch, counted from 1; nothing, if it is all of them."""
-    return (
-        ""
-        if len(places) in (0, size)
-        else f" at places {listed(place + 1 for place in places)} of {size} in the mini-batch"
-    )
+    if len(places) in (0, size):
+        return ""
+    return f" at places {listed(place + 1 for place in places)} of {size} in the mini-batch"

@@ -36,7 +36,9 @@ class OuterLoop(lightning.LightningModule):
     def __init__(self, model: Any, recipe: Any, record: dict[str, Any]):
         super().__init__()
         self.model, self.recipe, self.record = model, recipe, record
-        self.step_loss = torch.zeros(())  # of the batches of a step so far, summed
+        # of the step and of the validation so far, by figure, [2]: its sum, and the number of what it is over
+        self.step_sums: dict[str, Tensor] = {}
+        self.validation_sums: dict[str, Tensor] = {}
 
     def batch_loss(self, batch: Any) -> Tensor:
         """The loss of a batch, as a training step takes it."""
@@ -52,25 +54,38 @@ class OuterLoop(lightning.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.batch_loss(batch)
-        per_step = self.trainer.accumulate_grad_batches
-        self.step_loss = loss.detach() + (self.step_loss if batch_idx % per_step else 0)
-        if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
-            self.log_step({"loss": self.trainer.strategy.reduce(self.step_loss / per_step, reduce_op="mean")})
+        self.add_to_step(batch_idx, loss=(loss, torch.ones_like(loss)))
         return loss
 
-    def log_step(self, values: dict[str, Any]) -> None:
-        """Logs figures of the step that ends now."""
-        # Lightning takes the step of the log from here; its own count slips on resuming. (What the host knows is logged
-        # as a tensor there: a plain number would be sent to the device, and waited for.)
-        self.log("step", torch.tensor(self.global_step + 1.0))
-        for name, value in values.items():
-            self.log(f"train/{name}", value)
+    def add_to_step(self, batch_idx: int, **figures: tuple[Tensor, Tensor]) -> None:
+        """Adds a batch to figures of its step, to each a sum and the number of what it is over; with the last batch,
+        they are logged."""
+        per_step = self.trainer.accumulate_grad_batches
+        if batch_idx % per_step == 0:
+            self.step_sums = {}
+        _add(self.step_sums, figures)
+        if (batch_idx + 1) % per_step == 0:
+            # Lightning takes the step of the log from here; its own count slips on resuming. (What the host knows is
+            # logged as a tensor there: a plain number would be sent to the device, and waited for.)
+            self.log("step", torch.tensor(self.global_step + 1.0))
+            self._log_means("train", self.step_sums)
 
-    def log_validation(self, values: dict[str, Any]) -> None:
-        """Logs figures of a validation."""
+    def on_validation_epoch_start(self) -> None:
+        self.validation_sums = {}
+
+    def add_to_validation(self, **figures: tuple[Tensor, Tensor]) -> None:
+        """Adds a batch to figures of the validation: to each a sum, and the number of what it is over."""
+        _add(self.validation_sums, figures)
+
+    def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.global_step))
-        for name, value in values.items():
-            self.log(f"validation/{name}", value)
+        self._log_means("validation", self.validation_sums)
+
+    def _log_means(self, part: str, sums: dict[str, Tensor]) -> None:
+        """Over all batches in all processes, divided once: they may differ in size."""
+        of_all = self.trainer.strategy.reduce(torch.stack(list(sums.values())), reduce_op="sum")
+        for name, (total, count) in zip(sums, of_all, strict=True):
+            self.log(f"{part}/{name}", total / count)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))
@@ -85,6 +100,11 @@ class OuterLoop(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
+
+
+def _add(sums: dict[str, Tensor], figures: dict[str, tuple[Tensor, Tensor]]) -> None:
+    for name, pair in figures.items():
+        sums[name] = torch.stack([value.detach().double() for value in pair]) + sums.get(name, 0)
 
 
 class Job(ABC, Generic[Model, Module]):
@@ -132,8 +152,8 @@ class Job(ABC, Generic[Model, Module]):
             unit: what an item is, for messages.
         """
         before, processes = (self.data.batch_size, trainer.accumulate_grad_batches), batch_share(trainer)[1]
-        plan = plan_batches(tokens, length, *before, processes, unit)
-        self.data.batch_size, trainer.accumulate_grad_batches = plan
+        now = plan_batches(tokens, length, *before, processes, unit)
+        self.data.batch_size, trainer.accumulate_grad_batches = now
         validate_between_steps(trainer)
 
     def header(self, console: Console, trainer: lightning.Trainer, model: Model, done: int) -> None:

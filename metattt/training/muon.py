@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metattt.errors import MetaTTTError, check_number
+from metattt.errors import MetaTTTError
 from metattt.optimizers.block import newton_schulz
 from metattt.registry import register
+from metattt.setting import setting
 from metattt.training.recipes import AdamW
 from metattt.training.sharding import divided
 
@@ -42,21 +43,9 @@ class Muon(AdamW):
         MetaTTTError: a value that is not allowed; from `optimizer`, a model that is divided among processes.
     """
 
-    def __init__(
-        self,
-        lr: float = 1.6e-2,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-        warmup_fraction: float = 0.1,
-        min_lr: float = 0.0,
-        chunk: int | None = None,
-        truncate: int | None = None,
-    ):
-        super().__init__(lr, betas, eps, weight_decay, warmup_fraction, min_lr, chunk, truncate)
-        check_number("training.momentum", momentum, least=0, below=1)
-        self.momentum = momentum
+    lr = 1.6e-2
+    min_lr = 0.0
+    momentum: float = setting(default=0.95, least=0, below=1)
 
     def factor(self, step: int, num_steps: int) -> float:
         """The learning rate at a step, over its peak: a line up, and a line down to the last step."""
@@ -70,8 +59,7 @@ class Muon(AdamW):
         if divided(model):
             raise MetaTTTError(
                 "training=muon needs whole matrices, and this trainer divides them among processes: set "
-                "training=adamw, "
-                "or trainer=ddp"
+                "training=adamw, or trainer=ddp"
             )
         return MuonAndAdamW(self.groups(model), self.lr, self.momentum, self.betas, self.eps)
 

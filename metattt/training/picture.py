@@ -1,4 +1,5 @@
-"""The picture of a run: its metric against steps, and beside it what the inner loops learn within a window."""
+"""The pictures of a run: its metric against steps, with what the inner loops learn within a window beside it; and the
+inner losses of images against steps."""
 
 from __future__ import annotations
 
@@ -34,7 +35,6 @@ def plot(
         inner: inner losses by the index of the block (`metattt.measures.inner_loss`): a panel on the right. None: it is
             left out.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.5 if inner else 7, 4.6), layout="constrained", dpi=120)
@@ -47,7 +47,31 @@ def plot(
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(path)
+    figure.savefig(path)
+
+
+def plot_inner_steps(curves: Mapping[tuple[int, int], Sequence[tuple[int, float]]], path: Path) -> None:
+    """Draws inner losses into a PNG file: one panel per layer, one curve per inner step, against outer-loop steps.
+
+    Args:
+        curves: by layer and inner step: pairs of a step of the outer loop and the loss.
+        path: the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    layers = sorted({layer for layer, _ in curves})
+    columns = min(4, len(layers))
+    rows = math.ceil(len(layers) / columns)
+    figure = Figure(figsize=(3.2 * columns, 2.6 * rows), layout="constrained")
+    for panel, layer in enumerate(layers, 1):
+        axes = figure.add_subplot(rows, columns, panel)
+        for (_, inner), curve in sorted(one for one in curves.items() if one[0][0] == layer):
+            axes.plot(*zip(*curve, strict=True), marker=".", label=f"t = {inner}")
+        axes.set(title=f"layer {layer}", xlabel="outer-loop steps", ylabel="inner loss", yscale="log")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
 
 
 def _outer(

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from metattt.errors import MetaTTTError, check_integer, check_number
+from metattt.declared import Declared
+from metattt.errors import MetaTTTError, check_number
 from metattt.optional import need
 from metattt.registry import register
+from metattt.setting import setting
 
 if TYPE_CHECKING:
     from timm.scheduler import CosineLRScheduler
 
 
 @register(group="training", name="adamw")
-class AdamW:
+class AdamW(Declared):
     """The recipe of the TTT papers: AdamW, linear warm-up, cosine decay (arXiv 2407.04620, App. C).
 
     Args:
@@ -38,35 +40,22 @@ class AdamW:
         MetaTTTError: a value that is not allowed.
     """
 
-    forward_only = False  #: the optimizer needs the loss alone: no graph is made, and nothing is backpropagated
-    chunk: int | None = None
-    truncate: int | None = None
+    _group = "training"
 
-    def __init__(
-        self,
-        lr: float = 3e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-        warmup_fraction: float = 0.1,
-        min_lr: float = 1e-5,
-        chunk: int | None = None,
-        truncate: int | None = None,
-    ):
-        check_number("training.lr", lr, above=0, most=1e36)  # a step of it is a number in fp32
-        check_betas(betas)
-        check_number("training.eps", eps, above=0)
-        check_number("training.weight_decay", weight_decay, least=0)
-        check_number("training.warmup_fraction", warmup_fraction, least=0, most=1)
-        check_number("training.min_lr", min_lr, least=0)
-        self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
-        self.warmup_fraction, self.min_lr = warmup_fraction, min_lr
-        for key, value in (("chunk", chunk), ("truncate", truncate)):
-            if value is not None:
-                check_integer(f"training.{key}", value, advice=", or null for all")
-        if truncate is not None and chunk is None:
-            raise MetaTTTError(f"training.truncate={truncate} counts chunks: set training.chunk to their tokens")
-        self.chunk, self.truncate = chunk, truncate
+    lr: float = setting(default=3e-3, above=0, most=1e36)  # a step of it is a number in fp32
+    betas: tuple[float, float] = setting(default=(0.9, 0.95))
+    eps: float = setting(default=1e-8, above=0)
+    weight_decay: float = setting(default=0.1, least=0)
+    warmup_fraction: float = setting(default=0.1, least=0, most=1)
+    min_lr: float = setting(default=1e-5, least=0)
+    chunk: int | None = setting(default=None, advice=", or null for all")
+    truncate: int | None = setting(default=None, advice=", or null for all")
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        self.betas = checked_betas(self.betas)
+        if self.truncate is not None and self.chunk is None:
+            raise MetaTTTError(f"training.truncate={self.truncate} counts chunks: set training.chunk to their tokens")
 
     def warmup_steps(self, num_steps: int) -> int:
         """Steps with a rising learning rate, at least one."""
@@ -100,8 +89,8 @@ class AdamW:
         ]
 
 
-def check_betas(betas: object) -> None:
-    """Refuses what are no two decays of moments.
+def checked_betas(betas: Any) -> tuple[float, float]:
+    """The decays of the first and the second moment.
 
     Raises:
         MetaTTTError: not two numbers from 0 to below 1.
@@ -110,10 +99,11 @@ def check_betas(betas: object) -> None:
         raise MetaTTTError(f"training.betas={betas} is not allowed: it must be two numbers, training.betas=[0.9,0.95]")
     for beta in betas:
         check_number("training.betas", beta, least=0, below=1)
+    return float(betas[0]), float(betas[1])
 
 
 @register(group="training", name="timm")
-class TimmRecipe:
+class TimmRecipe(Declared):
     """The recipe of the MTTT paper (arXiv 2310.13807, Sec. 5; Beyer et al., arXiv 2205.01580) from timm's factories.
 
     Args:
@@ -128,34 +118,30 @@ class TimmRecipe:
         MetaTTTError: a value that is not allowed.
     """
 
-    def __init__(
-        self,
-        optimizer: str = "adamw",
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.1,
-        warmup_steps: int = 10000,
-        mixup: float = 0.0,
-    ):
+    _group = "training"
+
+    name: str = setting(default="adamw", alias="optimizer")
+    lr: float = setting(default=1e-3, above=0, most=1e36)
+    betas: tuple[float, float] = setting(default=(0.9, 0.999))
+    weight_decay: float = setting(default=0.1, least=0)
+    warmup_steps: int = setting(default=10000, least=0)
+    mixup: float = setting(default=0.0, least=0)
+
+    def check_settings(self) -> None:
         need("timm", extra="images", what="training=timm")
         from timm.optim import get_optimizer_info, list_optimizers
 
-        rule = str(optimizer).lower().removeprefix("lookahead_")
+        super().check_settings()
+        self.betas = checked_betas(self.betas)
+        rule = str(self.name).lower().removeprefix("lookahead_")
         try:
             get_optimizer_info(rule)
         except ValueError as error:
             near = difflib.get_close_matches(rule, list_optimizers(), 1) or ["adamw"]
             raise MetaTTTError(
-                f"training.optimizer={optimizer} is not allowed: timm has no optimizer of that name. Did you mean "
+                f"training.optimizer={self.name} is not allowed: timm has no optimizer of that name. Did you mean "
                 f"{near[0]}?"
             ) from error
-        check_number("training.lr", lr, above=0, most=1e36)
-        check_betas(betas)
-        check_integer("training.warmup_steps", warmup_steps, 0)
-        for name, value in (("mixup", mixup), ("weight_decay", weight_decay)):
-            check_number(f"training.{name}", value, least=0)
-        self.name, self.lr, self.betas = optimizer, lr, (float(betas[0]), float(betas[1]))
-        self.weight_decay, self.warmup_steps, self.mixup = weight_decay, warmup_steps, mixup
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The outer optimizer; the model's `no_weight_decay` says what does not decay."""

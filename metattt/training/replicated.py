@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from metattt.registry import register
+from metattt.training.random_state import apart_from_the_run
 
 
 @register(group="strategy", name="replicated_data")
@@ -31,8 +32,7 @@ class ReplicatedData(DDPStrategy):
 
     def configure_ddp(self) -> None:
         module: Any = self.lightning_module
-        devices = [self.root_device] if self.root_device.type == "cuda" else []
-        with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+        with torch.enable_grad(), apart_from_the_run(self.root_device):
             parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
             found = torch.autograd.grad(module.shortest_loss(), parameters, allow_unused=True)
         self._ddp_kwargs["find_unused_parameters"] = any(gradient is None for gradient in found)

@@ -25,7 +25,6 @@ from metattt.checkpoints.record import (
     to_names,
 )
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
-from metattt.composition.compose import parts_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.io import write_whole
 from metattt.locking import FolderLock
@@ -34,11 +33,15 @@ from metattt.training.csv_log import CSVLog
 from metattt.training.resume import check_paths, resumed
 
 AUTO = "auto"  # resume=auto
-NEEDED = ("model", "data", "training", "trainer")  # parts of the configuration
+LEAST = {
+    "max_steps": -1, "max_epochs": -1, "accumulate_grad_batches": 1, "check_val_every_n_epoch": 1,
+    "log_every_n_steps": 0,
+}  # fmt: skip
+"""Integers of Lightning's Trainer."""
 CONFIGURATION = "run.yaml"
 """In the folder of a run: its configuration, for people."""
 LOG = "metrics.csv"
-PICTURES = ("loss_curve.png", "inner_loss.png", "inner_loss.csv")  # written anew as a whole
+PICTURES = ("loss_curve.png", "inner_loss.png")  # written anew as a whole
 _LEFTOVER = re.compile(rf"({re.escape(CONFIGURATION)}|{re.escape(LOG)})\.\d+\.part")
 
 
@@ -82,12 +85,8 @@ def check_given(cfg: DictConfig) -> None:
     """Refuses, before anything is read or made, what Lightning would take and train wrongly or not at all.
 
     Raises:
-        MetaTTTError: a part of the configuration is missing; words about the folder that do not go together; no steps.
+        MetaTTTError: words about the folder that do not go together; a number of steps that is none.
     """
-    stacked = cfg.get("model") is not None and cfg.model.get("blocks") is not None
-    for part in NEEDED if stacked else (*parts_of(cfg.layer), *NEEDED) if cfg.get("layer") else ("layer",):
-        if cfg.get(part) is None:
-            raise MetaTTTError(f"there is no run without {part}: leave out ~{part}")
     for key in ("resume", "output_dir"):
         if cfg[key] == "":
             raise MetaTTTError(f"{key}= is empty: give a folder, or leave it out (an empty variable of the shell?)")
@@ -98,9 +97,7 @@ def check_given(cfg: DictConfig) -> None:
     if cfg.resume == AUTO and cfg.overwrite:
         raise MetaTTTError(f"resume={AUTO} keeps the run in output_dir, and overwrite=true does not: give one of them")
     trainer = cfg.trainer
-    for key, least in (("max_steps", -1), ("max_epochs", -1), ("accumulate_grad_batches", 1),
-    ("check_val_every_n_epoch", 1),
-                       ("log_every_n_steps", 0)):  # fmt: skip
+    for key, least in LEAST.items():
         if trainer.get(key) is not None:
             check_integer(f"trainer.{key}", trainer[key], least)
     for key in ("max_steps", "max_epochs", "val_check_interval"):

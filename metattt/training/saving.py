@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from metattt.checkpoints.rolling import path_of, prune
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.registry import register
 from metattt.training.batches import at_end_of_step
-from metattt.training.csv_log import CSVLog
-from metattt.training.random_state import RandomState, set_random_state
+from metattt.training.csv_log import logs_of
+from metattt.training.random_state import random_state, set_random_state
 from metattt.training.signals import Interrupted, StopRequests, silence_lightning
 
 MUCH = 0.1  # of the time of a run, for checkpoints
@@ -51,13 +51,11 @@ class Checkpoints(lightning.Callback):
         keep: int = 2,
         best: str | None = "validation/loss",
     ):
-        for name, value, least in (
-            ("every_steps", every_steps, 1),
-            ("every_minutes", every_minutes, 0.01),
-            ("keep", keep, 1),
-        ):
-            if value is not None and not value >= least:
-                raise MetaTTTError(f"callbacks.checkpoint.{name}={value} is not allowed: it must be at least {least}")
+        if every_steps is not None:
+            check_integer("callbacks.checkpoint.every_steps", every_steps)
+        if every_minutes is not None:
+            check_number("callbacks.checkpoint.every_minutes", every_minutes, least=0.01)
+        check_integer("callbacks.checkpoint.keep", keep)
         self.folder, self.every_steps, self.every_minutes = Path(folder), every_steps, every_minutes
         self.keep, self.best = keep, best
         self.best_step: int | None = None
@@ -69,7 +67,7 @@ class Checkpoints(lightning.Callback):
         self._saved_at = 0.0
         self._between_steps = False
         self._running = False
-        self._random: RandomState | None = None
+        self._random: Mapping[str, Any] | None = None  # before the step under way
         self._found_random: list[Mapping[str, Any]] = []  # in the checkpoint that the run goes on from, by process
         self._group: Any = None  # for flags and plain data, on the CPU: no step waits for the GPU
         self._requests = StopRequests(self._kept)
@@ -153,7 +151,7 @@ class Checkpoints(lightning.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Of all processes together: the best validation, and where every process's generators stand."""
-        random: list[Any] = [self._random.data() if self._random else None]
+        random: list[Any] = [self._random]
         if self._group is not None:
             mine, random = random[0], [None] * dist.get_world_size(self._group)
             dist.all_gather_object(random, mine, self._group)
@@ -182,7 +180,7 @@ class Checkpoints(lightning.Callback):
         return f"  ({len(self.seconds)} written in {each:.2f} s each, {share:.0%} of the run{advice})"
 
     def _take_random(self, trainer: lightning.Trainer) -> None:
-        self._random = RandomState.now(trainer.strategy.root_device)
+        self._random = random_state(trainer.strategy.root_device)
 
     def _is_due(self, trainer: lightning.Trainer) -> bool:
         """Whether a checkpoint is to be written now; what the first process thinks of it counts."""
@@ -218,9 +216,8 @@ class Checkpoints(lightning.Callback):
     def _save(self, trainer: lightning.Trainer, between_steps: bool = False, validate_again: bool = False) -> None:
         """Writes a checkpoint; the log reaches the disk before it."""
         began, path = time.monotonic(), path_of(self.folder, trainer.global_step)
-        for logger in trainer.loggers:
-            if isinstance(logger, CSVLog):
-                logger.sync()
+        for log in logs_of(trainer):
+            log.sync()
         self._between_steps, self.validate_again = between_steps, validate_again
         try:
             trainer.save_checkpoint(path)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from metattt.checkpoints.record import make_record
 from metattt.data.sequences import NO_LABEL, Batch, SequenceData
@@ -24,10 +23,6 @@ class LabelledSequences(OuterLoop):
 
     Logged of validation: `loss`, the mean over what is asked for (nats, or squared error), and `accuracy` of classes.
     """
-
-    def __init__(self, model: Any, recipe: AdamW, record: dict[str, Any]):
-        super().__init__(model, recipe, record)
-        self.validation_loss, self.validation_accuracy = MeanMetric(), MeanMetric()
 
     def on_fit_start(self) -> None:
         self.model.check_causal()
@@ -49,15 +44,10 @@ class LabelledSequences(OuterLoop):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         losses, hits = losses_and_hits(*answers(self.model, *batch))
-        self.validation_loss.update(losses)
+        count = torch.ones_like(losses).sum()
+        self.add_to_validation(loss=(losses.sum(), count))
         if hits is not None:
-            self.validation_accuracy.update(hits)
-
-    def on_validation_epoch_end(self) -> None:
-        metrics = {"loss": self.validation_loss, "accuracy": self.validation_accuracy}
-        self.log_validation({name: metric.compute() for name, metric in metrics.items() if metric.update_called})
-        for metric in metrics.values():
-            metric.reset()
+            self.add_to_validation(accuracy=(hits.sum(), count))
 
 
 class SequenceJob(Job[Any, LabelledSequences]):
@@ -92,10 +82,8 @@ class SequenceJob(Job[Any, LabelledSequences]):
             )
 
     def module(self, model: Any, recipe: AdamW) -> LabelledSequences:
-        if not isinstance(recipe, AdamW) or recipe.forward_only or recipe.chunk is not None:
-            raise MetaTTTError(
-                "synthetic sequences are trained on whole, with gradients: set training=adamw training.chunk=null"
-            )
+        if not isinstance(recipe, AdamW) or recipe.chunk is not None:
+            raise MetaTTTError("synthetic sequences are trained on whole: set training=adamw training.chunk=null")
         if isinstance(model, LanguageModel) and hasattr(model, "mini_batch_size"):
             raise MetaTTTError(
                 "model=ttt_e2e learns from the next token at every place, which these sequences do not have: set "

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights
 from metattt.checkpoints.tensors import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.heads import divide_heads
 from metattt.registry import register
@@ -86,8 +86,7 @@ class FullyShardedData(ModelParallelStrategy):
     """
 
     def __init__(self, tensor_ranks: int = 1, timeout_minutes: float = 30.0) -> None:
-        if tensor_ranks < 1:
-            raise MetaTTTError(f"trainer.tensor_ranks={tensor_ranks} is not allowed: it must be at least 1")
+        check_integer("trainer.tensor_ranks", tensor_ranks)
         timeout = timedelta(minutes=timeout_minutes)
         super().__init__(tensor_parallel_size=tensor_ranks, save_distributed_checkpoint=True, timeout=timeout)
         self.tensor_ranks = tensor_ranks

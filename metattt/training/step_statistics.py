@@ -11,11 +11,9 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from metattt.errors import check_number
 from metattt.measures.flops import flops_per_image, flops_per_window
 from metattt.models.language_model import LanguageModel
 from metattt.parallel.gradients import several_meshes, total_norm
@@ -68,21 +66,14 @@ class StepStatistics(lightning.Callback):
     | `tokens_per_second`, `images_per_second` | over all processes |
     | `gradient_norm` | before clipping |
     | `model_tflops_per_second` | 10¹² operations a second and device that the model needs: forward, inner loops included, times three |
-    | `model_flops_utilization` | these over what the device can do at most, where that is known |
     | `peak_memory_gib` | of this process: of the GPU, or of the machine |
 
     What is computed twice to save memory is not counted twice. The first two seconds-based columns come from the second
     step on.
-
-    Args:
-        peak_tflops: 10¹² operations a second that one device can do; None asks Lightning, which knows GPUs.
     """
 
-    def __init__(self, peak_tflops: float | None = None) -> None:
-        if peak_tflops is not None:
-            check_number("callbacks.step_statistics.peak_tflops", peak_tflops, above=0)
+    def __init__(self) -> None:
         self.pace = Pace()
-        self.peak = peak_tflops
         self.flops: float | None = None  # of the forward and backward pass for one window or image; 0: not known
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -98,7 +89,7 @@ class StepStatistics(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-        if gradients:  # forward-only recipes have none
+        if gradients:
             norm = total_norm(gradients) if several_meshes(gradients) else get_total_norm(gradients)
             pl_module.log("gradient_norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -117,12 +108,9 @@ class StepStatistics(lightning.Callback):
         pl_module.log(f"{unit}_per_second", torch.tensor(rate * length), batch_size=1)
         if self.flops is None:
             self.flops = _flops(pl_module, length)
-            self.peak = self.peak or _peak(trainer, pl_module.device)
         if self.flops:
             tflops = rate * self.flops / 1e12 / trainer.world_size
             pl_module.log("model_tflops_per_second", torch.tensor(tflops), batch_size=1)
-            if self.peak:
-                pl_module.log("model_flops_utilization", torch.tensor(tflops / self.peak), batch_size=1)
 
 
 def _volume(batch: Any) -> tuple[str, int, int]:
@@ -137,20 +125,13 @@ def _volume(batch: Any) -> tuple[str, int, int]:
 
 def _flops(module: Any, length: int) -> float:
     """Operations that training on one window or image needs; 0 where they cannot be counted."""
-    if getattr(getattr(module, "recipe", None), "forward_only", False) or not hasattr(module, "build"):
+    if not hasattr(module, "build"):
         return 0.0
     try:
         model = module.build.empty()
         return 3.0 * (flops_per_window(model, length) if isinstance(model, LanguageModel) else flops_per_image(model))
     except Exception:  # an operation of a user's own layer that the meta device has not: the run is not to end for that
         return 0.0
-
-
-def _peak(trainer: lightning.Trainer, device: torch.device) -> float | None:
-    """10¹² operations a second that a device can do, if it is known."""
-    half = {"bf16": torch.bfloat16, "16": torch.float16}
-    known = get_available_flops(device, half.get(str(trainer.precision).split("-")[0], torch.float32))
-    return known / 1e12 if known else None
 
 
 def _peak_memory(device: torch.device) -> float:

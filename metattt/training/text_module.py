@@ -64,9 +64,6 @@ class LanguageModeling(OuterLoop):
         self._batch: tuple[Tensor, Tensor] | None = None  # the latest one, on the device and on the host
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        # cross-entropy (nats), predicted tokens and the bytes that they stand for: of the step and of the validation so
-        # far
-        self.step_sums = self.validation_sums = torch.zeros(3, dtype=torch.float64)
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FullyShardedData) and not divided(self.model):
@@ -155,21 +152,11 @@ class LanguageModeling(OuterLoop):
         return self.sums(torch.zeros(1, 2, dtype=torch.long, device=self.device))[0]
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
-        with torch.set_grad_enabled(not self.recipe.forward_only):
-            sums = self._sums(ids)
+        sums = self._sums(ids)
+        self.add_to_step(batch_idx, **_figures(sums))
         # divided by what the processes read on average: of one window, some may have a token more than others
         whole = 1 if self.line is None else self.line.size
-        loss = sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
-        per_step = self.trainer.accumulate_grad_batches
-        self.step_sums = sums.detach().double() + (self.step_sums if batch_idx % per_step else 0)
-        if (batch_idx + 1) % per_step == 0:  # the whole step: all of its batches, in all processes
-            nats, num_tokens, num_bytes = self._over_processes(self.step_sums)
-            self.log_step({"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes})
-        return loss
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if not self.recipe.forward_only:
-            super().backward(loss, *args, **kwargs)
+        return sums[0] / (sums[1] if whole == 1 else (ids[:, 1:] != NO_TOKEN).sum() / whole)
 
     def configure_gradient_clipping(
         self,
@@ -183,39 +170,22 @@ class LanguageModeling(OuterLoop):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def on_validation_epoch_start(self) -> None:
-        self.validation_sums = torch.zeros(3, dtype=torch.float64)
-
     def validation_step(self, ids: Tensor, batch_idx: int) -> None:
-        self.validation_sums = self.validation_sums + self.sums(ids).double().cpu()
+        self.add_to_validation(**_figures(self.sums(ids)))
 
     def on_validation_epoch_end(self) -> None:
         if self.line is not None:
             self.line.finish()
-        # sums over all windows, divided once: the last batch may be smaller
-        nats, num_tokens, num_bytes = self._over_processes(self.validation_sums.to(self.device))
-        self.log_validation({"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes})
-
-    def _over_processes(self, sums: Tensor) -> Tensor:
-        """The sum of what every process has."""
-        return self.trainer.strategy.reduce(sums, reduce_op="sum")
+        super().on_validation_epoch_end()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        if self.recipe.forward_only and (self.trainer.accumulate_grad_batches > 1 or self.trainer.world_size > 1):
-            raise MetaTTTError(
-                f"{type(self.recipe).__name__} takes its steps from one batch in one process: "
-                "set trainer.accumulate_grad_batches=1, trainer.devices=1 and batch_tokens=null"
-            )
-        if self.recipe.chunk is not None:
-            self._check_chunks()
-        return super().configure_optimizers()
-
-    def _check_chunks(self) -> None:
-        """Refuses what does not go with reading in chunks.
+        """As of every kind of data; refuses what does not go with reading in chunks.
 
         Raises:
             MetaTTTError: naming the override.
         """
+        if self.recipe.chunk is None:
+            return super().configure_optimizers()
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
         once = compiled and self.recipe.truncate not in (None, 1)
         divides, scaled = isinstance(self.trainer.strategy, FullyShardedData), self.trainer.precision == "16-mixed"
@@ -230,6 +200,13 @@ class LanguageModeling(OuterLoop):
                     f"training.chunk={self.recipe.chunk} does not go with {reason}: set {instead}, or "
                     "training.chunk=null"
                 )
+        return super().configure_optimizers()
+
+
+def _figures(sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of what `LanguageModeling.sums` returns: nats per token, and bits per byte."""
+    nats, num_tokens, num_bytes = sums.double()
+    return {"loss": (nats, num_tokens), "bits_per_byte": (nats / math.log(2), num_bytes)}
 
 
 class TextJob(Job[LanguageModel, LanguageModeling]):
@@ -269,7 +246,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         Raises:
             MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
         """
-        if not hasattr(recipe, "forward_only"):
+        if not isinstance(recipe, AdamW):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
         inner = getattr(model, "mini_batch_size", 0)  # of an inner loop over the model
         length = self.data.context_length

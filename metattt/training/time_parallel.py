@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from metattt.errors import MetaTTTError
+from metattt.errors import MetaTTTError, check_integer
 from metattt.models.block import Block
 from metattt.parallel.cuts import check_cut, check_divisible
 from metattt.parallel.gradients import average_gradients
@@ -49,6 +49,14 @@ class OverTime(ParallelStrategy):
     line: Line
     scanned: list[int]
     made: int
+
+    def divide(self, time_ranks: int, in_flight: int | None) -> None:
+        """Takes the settings that both strategies have."""
+        check_integer("trainer.time_ranks", time_ranks)
+        if in_flight is not None:
+            check_integer("trainer.in_flight", in_flight)
+        self.time_ranks, self.in_flight = time_ranks, in_flight
+        self.scanned, self.made = [], 0
 
     def check(self, context_length: int, batch_size: int) -> None:
         """Refuses windows that cannot be divided; called before anything is read.
@@ -142,8 +150,7 @@ class ReplicatedOverTime(OverTime, DDPStrategy):
 
     def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes))
-        self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
-        self.scanned, self.made = [], 0
+        self.divide(time_ranks, in_flight)
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped: every process makes the same model, and gradients are averaged once a step."""
@@ -171,8 +178,7 @@ class ShardedOverData(OverTime, FullyShardedData):
         self, time_ranks: int = 2, in_flight: int | None = None, tensor_ranks: int = 1, timeout_minutes: float = 30.0
     ) -> None:
         super().__init__(tensor_ranks, timeout_minutes)
-        self.time_ranks, self.in_flight = checked(time_ranks, in_flight)
-        self.scanned, self.made = [], 0
+        self.divide(time_ranks, in_flight)
 
     def on_block(self, block: nn.Module) -> None:
         """Looks at the layer, then divides its heads."""
@@ -187,18 +193,6 @@ class ShardedOverData(OverTime, FullyShardedData):
     @property
     def _copies(self) -> dist.ProcessGroup:
         return self.line.group
-
-
-def checked(time_ranks: int, in_flight: int | None) -> tuple[int, int | None]:
-    """The two numbers.
-
-    Raises:
-        MetaTTTError: one below 1.
-    """
-    for name, value in (("time_ranks", time_ranks), ("in_flight", in_flight)):
-        if value is not None and value < 1:
-            raise MetaTTTError(f"trainer.{name}={value} is not allowed: it must be at least 1")
-    return time_ranks, in_flight
 
 
 def frames(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -30,7 +30,7 @@ from metattt.optional import need
 from metattt.training.building import Builder, differences
 from metattt.training.callbacks import LossCurve
 from metattt.training.checkpoint_files import CheckpointFiles
-from metattt.training.csv_log import CSVLog
+from metattt.training.csv_log import logs_of
 from metattt.training.data_module import ForLightning
 from metattt.training.inner_loss_curves import InnerLossCurves
 from metattt.training.job import Job
@@ -97,8 +97,7 @@ def _run(begin: Start, console: Console) -> int:
     module = job.module(model, instantiate_part(cfg, "training"))
     module.build = build
     job.prepare(trainer)
-    logs = [logger for logger in trainer.loggers if isinstance(logger, CSVLog)]
-    notes = [log.go_on_from(done, validates_again(begin.content)) for log in logs]
+    notes = [log.go_on_from(done, validates_again(begin.content)) for log in logs_of(trainer)]
     job.header(console, trainer, model, done)
     if checkpoint is not None:
         notes.append(check_same_data(begin.content[RECORD], data, begin.moved))
@@ -279,6 +278,7 @@ def _quiet_lightning() -> None:
         "callbacks used to create the checkpoint",  # of a run that goes on without one of them
         "does not have many workers", "dataloader is not resumable", "isinstance.treespec",
         "IterableDataset.? has",  # a length, which timm knows
+        "overridden `transfer_batch_to_device`",
     )  # fmt: skip
     # the sums are over all processes already; nothing is done in place; the layout of a convolution's gradient
     several = ("sync_dist=True", "returned a view tensor", "Grad strides do not match")

@@ -44,107 +44,74 @@ def truncated_loss(
 ) -> Tensor:
     """The sum of the chunks' losses, whose backward pass gives `parameters` the truncated gradient.
 
-    The gradient is worked out at once, in the parameters' types; what is returned holds it and no graph of a chunk, and
-    may be scaled, accumulated and averaged over processes like any loss. Parameters that no loss depends on get none.
+    With `last`, the gradient is worked out at once, in the parameters' types; what is returned holds it and no graph of
+    a chunk, and may be scaled, accumulated and averaged over processes like any loss. Parameters that no loss depends
+    on get none.
 
     Args:
         read: a piece and the state before it (None: the first) to its share of the loss and the state after it. States
             are tensors in tuples, lists and dictionaries.
         pieces: the chunks of a window, in order.
         parameters: those that are to get a gradient; leaves that require one.
-        last: k, chunks that a loss reaches back over, its own among them. None: all.
+        last: k, chunks that a loss reaches back over, its own among them. None: all, by autograd as ever.
     """
+    state: Any = None
+    losses: list[Tensor] = []
+    if last is None or not torch.is_grad_enabled():
+        for piece in pieces:
+            loss, state = read(piece, state)
+            losses.append(loss)
+        return torch.stack(losses).sum()
     kept: deque[_Chunk] = deque()
-    gradients: dict[int, Tensor] = {}
-    state, total = None, None
-    for number, piece in enumerate(pieces):
+    gradients: dict[int, Tensor] = {}  # by the number of the parameter
+    for number, piece in enumerate(pieces, 1):
         entering: list[Tensor] = []
+        leaving: list[Tensor] = []
         state = map_tensors(lambda x, found=entering: _leaf(x, found), state)  # type: ignore[misc]
         loss, state = read(piece, state)
-        total = loss.detach() if total is None else total + loss.detach()
-        if not torch.is_grad_enabled():
-            continue
-        leaving: list[Tensor] = []
-        map_tensors(lambda x, found=leaving: _listed(x, found), state)  # type: ignore[misc]
+        map_tensors(leaving.append, state)  # type: ignore[arg-type]
         kept.append(_Chunk(entering, leaving, loss))
-        if last is not None:
-            end = number + 1 == len(pieces)
-            _reach_back(kept, parameters, gradients, None if end else last)
-            if len(kept) == last:
-                kept.popleft()
-    if last is None:
-        _sweep(kept, parameters, gradients)
-    assert total is not None
-    reached = [number for number in range(len(parameters)) if number in gradients]
-    return _WithGradients.apply(
-        total, *[parameters[number] for number in reached], *[gradients[number] for number in reached]
-    )
+        _reach_back(kept, parameters, gradients, 1 if number == len(pieces) else last)
+        losses.append(loss.detach())
+        if len(kept) == last:
+            kept.popleft()
+    reached = [parameters[number] for number in gradients]
+    return _WithGradients.apply(torch.stack(losses).sum(), *reached, *gradients.values())
 
 
 def _reach_back(
-    kept: Sequence[_Chunk], parameters: Sequence[Tensor], gradients: dict[int, Tensor], last: int | None
+    kept: Sequence[_Chunk], parameters: Sequence[Tensor], gradients: dict[int, Tensor], last: int
 ) -> None:
-    """Adds the gradient of the newest chunk's loss by everything in the chunks that are kept; `last` None: no loss will
-    follow."""
-    newest = kept[-1]
-    outputs, cotangents = [newest.loss], [torch.ones_like(newest.loss)]
-    for back, chunk in enumerate(reversed(kept)):
-        keep = last is not None and back + 1 < last  # the next loss reaches this chunk too
-        found = _pulled(outputs, cotangents, chunk, parameters, gradients, keep)
-        if back + 1 == len(kept):
+    """Adds the gradient of the newest chunk's loss by everything in the chunks that are kept.
+
+    Args:
+        last: k, of which the next loss reaches the newest k − 1 again, whose graphs stay; 1: no loss follows.
+    """
+    outputs, cotangents = [kept[-1].loss], [torch.ones_like(kept[-1].loss)]
+    newest_first = list(reversed(kept))
+    for back, chunk in enumerate(newest_first, 1):
+        leaves = [x for x in chunk.entering if x.requires_grad]
+        with torch.autocast(outputs[0].device.type, enabled=False):  # as outside of the training step
+            found = torch.autograd.grad(
+                outputs, [*parameters, *leaves], cotangents, retain_graph=back < last, allow_unused=True
+            )
+        for number, gradient in enumerate(found[: len(parameters)]):
+            if gradient is not None:
+                gradients[number] = gradients[number] + gradient if number in gradients else gradient
+        if back == len(newest_first):
             return
-        before = kept[len(kept) - 2 - back].leaving
-        pairs = [(x, g) for x, g in zip(before, found, strict=True) if g is not None and x.requires_grad]
+        of_leaves = iter(found[len(parameters) :])
+        handed_on = zip(newest_first[back].leaving, chunk.entering, strict=True)
+        pairs = [(x, g) for x, leaf in handed_on if leaf.requires_grad and (g := next(of_leaves)) is not None]
         if not pairs:
             return
         outputs, cotangents = [x for x, _ in pairs], [g for _, g in pairs]
-
-
-def _sweep(kept: deque[_Chunk], parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
-    """Adds the gradient of all losses in one pass from the last chunk to the first; their graphs go on the way."""
-    found: list[Tensor | None] = []
-    while kept:
-        chunk = kept.pop()
-        pairs = [
-            (x, g)
-            for x, g in zip(chunk.leaving, found or [None] * len(chunk.leaving), strict=True)
-            if g is not None and x.requires_grad
-        ]
-        outputs = [chunk.loss, *(x for x, _ in pairs)]
-        found = _pulled(
-            outputs, [torch.ones_like(chunk.loss), *(g for _, g in pairs)], chunk, parameters, gradients, False
-        )
-
-
-def _pulled(
-    outputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    chunk: _Chunk,
-    parameters: Sequence[Tensor],
-    gradients: dict[int, Tensor],
-    keep: bool,
-) -> list[Tensor | None]:
-    """Adds to `gradients` what cotangents of a chunk's outputs give the parameters, and returns what they give its
-    state."""
-    leaves = [x for x in chunk.entering if x.requires_grad]
-    with torch.autocast(outputs[0].device.type, enabled=False):  # as outside of the training step
-        found = torch.autograd.grad(outputs, [*parameters, *leaves], cotangents, retain_graph=keep, allow_unused=True)
-    for number, gradient in enumerate(found[: len(parameters)]):
-        if gradient is not None:
-            gradients[number] = gradients[number] + gradient if number in gradients else gradient
-    rest = iter(found[len(parameters) :])
-    return [next(rest) if x.requires_grad else None for x in chunk.entering]
 
 
 def _leaf(x: Tensor, found: list[Tensor]) -> Tensor:
     leaf = x.detach().requires_grad_(x.requires_grad)
     found.append(leaf)
     return leaf
-
-
-def _listed(x: Tensor, found: list[Tensor]) -> Tensor:
-    found.append(x)
-    return x
 
 
 class _WithGradients(torch.autograd.Function):
