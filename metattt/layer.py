@@ -31,6 +31,9 @@ class TTTLayer(PlannedLayer):
     y_t = f(q_t; W_t)                    # then norm, gate and output projection
     ```
 
+    Tasks with an erase view p (Comba, RWKV-7) have `kᵀ(p W − v)` in the place of the gradient. Learners without weights
+    (attention, MesaNet) keep data in the place of W, and read it by a `scan` of their own.
+
     Args:
         dim: model width D.
         num_heads: heads H, each with a learner of its own; D must be a multiple.
@@ -39,7 +42,8 @@ class TTTLayer(PlannedLayer):
         learner: the hidden state, and how it predicts.
         optimizer: how a gradient moves it, and which weights a query reads.
         output_norm: of the predictions, before the output projection: true is LayerNorm over D, `rms` RMSNorm over D,
-            `head_rms` and `head_layer` RMSNorm and LayerNorm of every head by itself.
+            `head_rms` RMSNorm of every head by itself, with one scale `[d]` for all heads, `head_layer` LayerNorm of
+            every head, with a scale and an offset `[D]`.
         norm_eps: ε of this norm, added to the mean square; None: 1e-6 for LayerNorm over D, 1e-5 for the others.
         norm_eps_scale: `head_dim` multiplies ε by the width d of a head: the norm of predictions for q/√d with ε is the
             norm of predictions for q with d ε, so layers have this that are published with queries of q/√d.

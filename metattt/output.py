@@ -78,11 +78,25 @@ def make_gate(kind: bool | str, rank: int | str | None, dim: int, head_dim: int)
     return nn.Sequential(projection(dim, inner, False), projection(inner, dim, True))
 
 
+NORMS = {
+    HeadRMSNorm: ("RMSNorm_h", "of each head, one learned scale of d numbers for all heads"),
+    HeadLayerNorm: ("LN_h", "of each head, learned scales and offsets of D numbers"),
+    nn.RMSNorm: ("RMSNorm", "over D"),
+    nn.LayerNorm: ("LN", "over D"),
+}
+"""Norms of the predictions: symbol, and what it is of."""
+
+
+def norm_in_words(norm: nn.Module) -> str:
+    """What the symbol of a norm of the predictions stands for."""
+    symbol, words = NORMS.get(type(norm), (type(norm).__name__, "of the user's own"))
+    return f"{symbol}: {words}" + (f", ε = {norm.eps:g}" if hasattr(norm, "eps") else "")
+
+
 def in_symbols(layer_norm: nn.Module | None, gate: nn.Module | None, function: str, y: str) -> str:
     """The norm and the gate of `y`, as equations have them."""
     if layer_norm is not None:
-        known = {"HeadRMSNorm": "RMSNorm_h", "HeadLayerNorm": "LN_h", "RMSNorm": "RMSNorm", "LayerNorm": "LN"}
-        y = f"{known.get(type(layer_norm).__name__, type(layer_norm).__name__)}({y})"
+        y = f"{NORMS.get(type(layer_norm), (type(layer_norm).__name__,))[0]}({y})"
     if gate is None:
         return y
     shown = {"gelu": "gelu_tanh", "silu": "silu", "sigmoid": "σ"}[function]

@@ -14,7 +14,7 @@ from metattt.inner.planning import explain
 from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
-from metattt.output import in_symbols
+from metattt.output import in_symbols, norm_in_words
 from metattt.state import State
 from metattt.tasks.base import Task
 
@@ -70,7 +70,7 @@ def _of_layer(layer: TTTLayer, lender: Task | None = None) -> list[Section]:
         Section("learner", [*_said(learner, Learner), *_weights(learner)]),
         *([Section("optimizer", update)] if update else []),
         Section("read", _read(layer)),
-        Section("output", [_output(layer)]),
+        Section("output", _output(layer)),
         Section("computed", _computed(layer)),
     ]
 
@@ -314,11 +314,12 @@ def _read(layer: TTTLayer) -> list[str]:
     return [line] if known else [line, _last_commit(rule)]
 
 
-def _output(layer: TTTLayer) -> str:
+def _output(layer: TTTLayer) -> list[str]:
     y = in_symbols(layer.norm, layer.gate, layer.gate_function, "z_t")
     if isinstance(layer.out, nn.Linear):
         y = f"θO {f'({y})' if '∘' in y else y}" + (" + b_O" if layer.out.bias is not None else "")
-    return f"y_t = {y}" + ("" if layer.num_heads == 1 else f", z_t of the {layer.num_heads} heads side by side")
+    line = f"y_t = {y}" + ("" if layer.num_heads == 1 else f", z_t of the {layer.num_heads} heads side by side")
+    return [line, *([] if layer.norm is None else [norm_in_words(layer.norm)])]
 
 
 def _computed(layer: TTTLayer) -> list[str]:

@@ -23,12 +23,12 @@ from metattt.tasks.base import Views
 
 @register(group="learner", name="recurrent_ridge")
 class RecurrentRidge(NonParametric, takes=("residual", "norm")):
-    """`f_t(q) = G_t (H_t + Λ)⁻¹ q` with `G_t = γ_t G_{t−1} + β_t v_t k_tᵀ`, `H_t = γ_t H_{t−1} + β_t k_t k_tᵀ`: the
-    minimum over maps of `½ Σ_s ζ_ts ‖W k_s − v_s‖² + ½ tr(W Λ Wᵀ)`, `ζ_ts = β_s Π_{s<r≤t} γ_r` (MesaNet, arXiv
-    2506.05233).
+    """`f_t(q) = q (H_t + Λ)⁻¹ B_t` with `H_t = γ_t H_{t−1} + β_t k_tᵀ k_t`, `B_t = γ_t B_{t−1} + β_t k_tᵀ v_t` (k, v
+    and q are rows): the minimum over maps of `½ Σ_s ζ_ts ‖k_s W − v_s‖² + ½ tr(Wᵀ Λ W)`, `ζ_ts = β_s Π_{s<r≤t} γ_r`
+    (MesaNet, arXiv 2506.05233).
 
     Λ is a learned diagonal for each head, `softplus(θ) + ridge_floor`. The gates γ (`keep`) and β (`write`) are the
-    rule's. The state is G and H: 2 d² numbers a head, whatever was read.
+    rule's. The state is H and B: 2 d² numbers a head, whatever was read.
 
     Queries of a chunk are solved together, by conjugate gradients from 0: H_t is not formed, but applied to a vector of
     each token by products of the chunk's matrices. Every token takes `iterations` steps. One stops before, for good,
@@ -67,11 +67,11 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
 
     def equations(self) -> list[str]:
         exactly = self.solver == "exact"
-        how = "solved exactly" if exactly else f"by {self.iterations} steps of conjugate gradients"
+        how = "solved exactly" if exactly else f"by {self.iterations} steps of conjugate gradients from 0"
         return [
-            f"f(q_t) = {self._in_symbols('G_t (H_t + Λ)⁻¹ q_t')}, {how}",
-            "H_t = keep_t H_{t−1} + write_t k_t k_tᵀ, G_t = keep_t G_{t−1} + write_t v_t k_tᵀ",
-            f"Λ = softplus(λ) + {self.ridge_floor:g} of each head and channel",
+            f"f(q_t) = {self._in_symbols('q_t (H_t + Λ)⁻¹ B_t')}, {how}",
+            "H_t = keep_t H_{t−1} + write_t k_tᵀ k_t, B_t = keep_t B_{t−1} + write_t k_tᵀ v_t",
+            f"Λ = softplus(λ) + {self.ridge_floor:g} of each head and channel; {self.ridge:g} at the start",
         ]
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
@@ -79,7 +79,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         return {"ridge": Weight((d_in,), value=start + math.log(-math.expm1(-start)), fast=False)}
 
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
-        """Predictions `[B, H, T, d]`, and `gram` = H `[B, H, d, d]` and `moment` = Gᵀ `[B, H, d, d_v]`."""
+        """Predictions `[B, H, T, d]`, and `gram` = H `[B, H, d, d]` and `moment` = B `[B, H, d, d_v]`."""
         batch, heads, _, width = views.k.shape
         with exact(views.k.device.type):
             ridge = F.softplus(self.slow["ridge"].to(gates.write.dtype)).unsqueeze(1) + self.ridge_floor  # [H, 1, d]
@@ -98,7 +98,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         return y, {"gram": gram, "moment": moment}
 
     def _answer(self, part: Chunk, mix: Tensor, gram: Tensor, moment: Tensor, ridge: Tensor) -> Tensor:
-        """`G_t (H_t + Λ)⁻¹ q_t` of a chunk's tokens, `[B, H, c, d]`, from G and H before it."""
+        """`q_t (H_t + Λ)⁻¹ B_t` of a chunk's tokens, `[B, H, c, d]`, from H and B before it."""
         if self.solver == "exact":
             outer = part.k.unsqueeze(-1) * part.k.unsqueeze(-2)  # [B, H, c, d, d]
             full = part.kept[..., None, None] * gram.unsqueeze(2) + (mix @ outer.flatten(3)).unflatten(

@@ -43,7 +43,8 @@ class Gates(NamedTuple):
 
 
 class InnerOptimizer(Component, ABC):
-    """A linear update rule: subclasses define `build` and `gates`. Rules that act once per mini-batch: `BlockRule`.
+    """A linear update rule: subclasses define `build` and `gates`. Rules that act once per mini-batch are
+    `BlockRule`s (`metattt/optimizers/block.py`), with other defaults.
 
     Args:
         mini_batch_size: b, tokens per commit of the weights.

@@ -179,7 +179,7 @@ class BlockMomentum(BlockRule):
     def equations(self) -> list[str]:
         *eta, step = super().equations()
         if self.per_weight:
-            eta = ["η_s = softplus(θ_η x_s + c_η), θ and c of each head and weight"]
+            eta = [f"η_s = softplus(θ_η x_s + c_η), θ and c of each head and weight; {self.scale:g} at the start"]
             step = step.replace("Σ_s G_s", "Σ_s η_s G_s")
         momentum, decay = (
             "" if gate == "none" else f"{symbol}_j " for symbol, gate in (("β", self.momentum), ("α", self.decay))
@@ -201,7 +201,8 @@ class BlockMomentum(BlockRule):
         if gate.source not in SHARING:
             return [line.replace(f"{symbol}_t", f"{symbol}_j") for line in gate.equations(symbol)]
         logit, words = f"θ_{symbol} x_s + c_{symbol}", SHARING[gate.source]
-        return [f"{symbol}_j = {f'σ(mean_s({logit}))' if self.pool == 'logits' else f'mean_s σ({logit})'}, {words}"]
+        value = f"σ(mean_s({logit}))" if self.pool == "logits" else f"mean_s σ({logit})"
+        return [f"{symbol}_j = {value}, {words}; {gate.initial:g} at the start"]
 
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
         gates, state = super().gates(x, state, ctx)

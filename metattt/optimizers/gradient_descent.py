@@ -66,7 +66,7 @@ class StepSize(InnerOptimizer):
             return [] if self.scale == 1 else [f"η_t = {self.scale:g}"]
         factor = "" if self.base_lr == 1 else f"{self.base_lr:g} "
         value = f"{factor}σ(θ_η x_t + c_η){'/d' if self.lr_scale == 'head_dim' else ''}"
-        return [f"η_t = {value}, {SHARING[self.lr]}"]
+        return [f"η_t = {value}, {SHARING[self.lr]}; c = 0 at the start"]
 
 
 CORNER = 4.0  # first τ by the c of its corner at 0

@@ -138,13 +138,14 @@ class Gate(nn.Module):
     def equations(self, symbol: str) -> list[str]:
         """The gate in symbols, if there is one."""
         learned = f"{symbol}_t = σ(θ_{symbol} x_t + c_{symbol})"
+        start = f"{self.initial:g} at the start"
         known = {
             "none": [],
             "constant": [f"{symbol}_t = {self.initial:g}"],
             "softplus": [f"{symbol}_t = exp(−A softplus(θ_{symbol} x_t + c_{symbol})), θ, c and A of each head"],
             "mamba2": [f"{symbol}_t = exp(−Δ_t a), Δ_t = softplus(θ_Δ x_t + c_Δ), θ, c and a of each head"],
             "retnet": [f"{symbol}_t = 1 − 2^(−5−h) in head h = 0…{self.num_heads - 1}"],
-            **{sharing: [f"{learned}, {words}"] for sharing, words in SHARING.items()},
+            **{sharing: [f"{learned}, {words}; {start}"] for sharing, words in SHARING.items()},
         }
         return known.get(self.source, [f"{symbol}_t: {self.source}, of the token"])
 

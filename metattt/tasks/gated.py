@@ -25,9 +25,8 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
             σ(θ x) (Gated DeltaNet-2, arXiv 2605.22791).
         erase_scale: times e; 2 allows negative eigenvalues (arXiv 2411.12537).
         write: the gate w: `none` (1) or `per_channel`, σ(θ x).
-        correction: `q − d p` in the place of q, d learned per head from this value on (Comba: 1, or 0.02 for small
-            models);
-            null: q.
+        correction: `q − g p` in the place of q, g learned per head from this value on (Comba: 1, or 0.02 for small
+            models); null: q.
 
     Raises:
         MetaTTTError: a value that is not allowed.
@@ -60,10 +59,10 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
             ]
         scale = "" if self.erase_scale == 1 else f"{self.erase_scale:g} "
         if self.erase != "none":
-            gate = "e = σ(c_e) of each head" if self.erase == "constant" else "e = σ(θ_e x_t)"
+            gate = "e = σ(c_e) of each head, c_e = 1 at the start" if self.erase == "constant" else "e = σ(θ_e x_t)"
             lines.append(f"p_t = {scale}{'e k_t' if self.erase == 'constant' else 'e ∘ k_t'}, {gate}")
         if self.correction is not None:
-            lines.append(f"q_t ← q_t − g {'k_t' if self.erase == 'none' else 'p_t'}, g learned for each head")
+            lines.append(f"q_t ← q_t − g {'k_t' if self.erase == 'none' else 'p_t'}, g learned for each head, {self.correction:g} at the start")
         return lines
 
     def views(
