@@ -17,8 +17,9 @@ A mini-batch of b tokens begins at the committed weights W_a. For its tokens t, 
 
 After token b of a mini-batch it is committed: `W_a ← W_t`. A rule that acts once per mini-batch (`BlockRule` in
 `metattt/optimizers/block.py`) sums `U_j = −Σ_s η_s G_s` over it instead and makes W_a of the sum, as Titans does:
-`S_j = β_j S_{j−1} + U_j`, `W_j = α_j W_{j−1} + S_j`. A rule may also take several steps on each mini-batch. The forms (`metattt.inner.forms`) compute what is said here for a chunk
-of tokens; how many of them are run together, and with which of them kept for a backward pass, never changes a result.
+`S_j = β_j S_{j−1} + U_j`, `W_j = α_j W_{j−1} + S_j`. A rule may also take several steps on each mini-batch.
+The forms (`metattt.inner.forms`) compute this for a chunk of tokens. How many tokens are run together, and which of
+them are kept for a backward pass, never changes a result.
 """
 
 from __future__ import annotations

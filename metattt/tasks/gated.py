@@ -62,7 +62,8 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
             gate = "e = σ(c_e) of each head, c_e = 1 at the start" if self.erase == "constant" else "e = σ(θ_e x_t)"
             lines.append(f"p_t = {scale}{'e k_t' if self.erase == 'constant' else 'e ∘ k_t'}, {gate}")
         if self.correction is not None:
-            lines.append(f"q_t ← q_t − g {'k_t' if self.erase == 'none' else 'p_t'}, g learned for each head, {self.correction:g} at the start")
+            erased = "k_t" if self.erase == "none" else "p_t"
+            lines.append(f"q_t ← q_t − g {erased}, g learned for each head, {self.correction:g} at the start")
         return lines
 
     def views(
