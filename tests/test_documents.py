@@ -24,7 +24,7 @@ from metattt.composition.choices import groups
 from metattt.composition.compose import compose
 from metattt.testing import LearnerConformance, OptimizerConformance, TaskConformance
 
-PROGRAMS = {"pip", "python3", "pytest", "python", "ruff", "mypy", "mkdocs", ".", "eval", "cd"}
+PROGRAMS = {"pip", "python3", "pytest", "python", "ruff", "mypy", "mkdocs", ".", "eval", "cd", "git"}
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,21 @@
-"""What MkDocs does not do by itself: pages made from the code, and links to files beside the documentation.
+"""What MkDocs does not do by itself: pages made from the code, links to files beside the documentation, and formulas.
 
 The pages link to `../results/...`, `../examples/...` and `../metattt/...` as they lie in the repository. Such a file
-becomes a page of the site (or an asset), and the link is bent to it.
+becomes a page of the site (or an asset), and the link is changed to lead to it. Formulas become MathML, which browsers
+show without a script. The address of the repository is that of pyproject.toml.
 """
 
 from __future__ import annotations
 
+import html
 import re
 import sys
+import tomllib
 from pathlib import Path
 from posixpath import normpath, relpath
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +25,32 @@ import configuration  # noqa: E402  (beside this file, which MkDocs loads by its
 
 OUTSIDE = ("results", "examples", "metattt")
 LINK = re.compile(r"\]\(((?:\.\./)+(?:" + "|".join(OUTSIDE) + r")/[^)#\s]+)")
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """Takes the address of the repository from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.repo_url, config.repo_name = project["urls"]["Repository"], project["name"]
+    return config
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Formulas as MathML."""
+    return FORMULA.sub(formula, content)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """The plugin `offline` fetches a stand-in for workers from the network; ours is a file of the site."""
+    own = relpath("assets/file_worker.js", str(Path(page.file.dest_uri).parent))
+    return output.replace("https://unpkg.com/iframe-worker/shim", own)
+
+
+def formula(match: re.Match[str]) -> str:
+    display = "block" if match[1] == "div" else "inline"
+    made = convert(html.unescape(match[2]).strip(), display=display)
+    return f'<div class="formula">{made}</div>' if display == "block" else made
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -41,19 +71,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Bends the links out of `docs`; what lies beside a page that came from there keeps its own."""
+    """Changes links out of `docs` to the pages made of their files; a generated page keeps links to its neighbours."""
     own = Path(page.file.src_uri).parent
 
-    def bent(match: re.Match[str]) -> str:
+    def changed(match: re.Match[str]) -> str:
         base = own if page.file.generated_by else Path("docs") / own
         source = normpath(f"{base}/{match[1]}")
         return f"]({relpath(site_uri(source), own)}" if (ROOT / source).is_file() else match[0]
 
-    return LINK.sub(bent, markdown)
+    return LINK.sub(changed, markdown)
 
 
 def site_uri(source: str) -> str:
-    """Where a file of the repository stands in the site: text that is not Markdown becomes a page that shows it."""
+    """The place of a file of the repository in the site: text that is not Markdown becomes a page that shows it."""
     name = source.replace("README.md", "readme.md")
     return name if name.endswith((".md", ".png", ".svg")) else f"{name}.md"
 

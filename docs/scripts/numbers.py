@@ -7,7 +7,8 @@ column scales it. Of a result in Markdown, `<!-- results/cpu/kills.md :: text wi
 with the number in the place of the braces. A number has the decimals that the writer gave it.
 
 `python docs/scripts/numbers.py` brings every number up to its file and says which have changed. A number with a unit of
-measure that has no mark is refused, unless `docs/scripts/unmarked.txt` says why it is no measurement.
+measure that has no mark is refused, unless `docs/scripts/unmarked.txt` says why it is no measurement. Whole tables are
+better generated: what stands between `<!-- generated: name -->` and `<!-- end -->` is what `blocks.py` makes from `results/`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent))  # tests load this file by its path
+from blocks import BLOCKS
+
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = Path(__file__).with_name("unmarked.txt")
 GENERATED = ("docs/layers.md",)  # written by layers.py, from what was measured
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
+GENERATED_PART = re.compile(r"(?<=<!-- generated: )(\w+)( -->\n)(.*?)(?=<!-- end -->\n)", re.DOTALL)
 MARK = re.compile(r"<!-- (results/\S+) :: ([^>]+?) -->(" + NUMBER + ")?")
 UNIT = (
     r"(?:ms|µs|ns|s|seconds?|minutes?|[kMG]i?B|bytes|%|×|times|GFLOPs?|TFLOPs?|GFLOP/s|TFLOP/s|tokens/s|GB/s|nats?"
@@ -75,7 +80,10 @@ def value_of(file: str, where: str, written: str, root: Path = ROOT) -> str:
 
 
 def checked(text: str, root: Path = ROOT) -> Iterator[str]:
-    """What is wrong with the marks of a page."""
+    """What is wrong with the marks and the generated parts of a page."""
+    for part in GENERATED_PART.finditer(text):
+        if BLOCKS[part[1]]() != part[3]:
+            yield f"the part `{part[1]}` is not what is in results/"
     for mark in MARK.finditer(text):
         if mark[3] is None:
             yield f"{mark[0]} has no number after it"
@@ -91,6 +99,7 @@ def checked(text: str, root: Path = ROOT) -> Iterator[str]:
 
 def unmarked(page: str, text: str, allowed: list[tuple[str, str]]) -> Iterator[str]:
     """Numbers with a unit, in the text or in the head of their column, that no mark stands before."""
+    text = GENERATED_PART.sub("", text)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^(?:    .*\n)+", "", text, flags=re.MULTILINE)  # formulas
     text = re.sub(r"`[^`\n]*`", "``", MARK.sub("", text))
@@ -136,13 +145,13 @@ def main() -> int:
             return mark[0][: mark.start(3) - mark.start()] + value_of(mark[1], mark[2], mark[3]) if mark[3] else mark[0]
 
         try:
-            new = MARK.sub(renewed, text)
+            new = MARK.sub(renewed, GENERATED_PART.sub(lambda part: part[1] + part[2] + BLOCKS[part[1]](), text))
         except Stale as error:
             print(f"{page.relative_to(ROOT)}: {error}")
             wrong += 1
             continue
         for problem in checked(text):
-            print(f"{page.relative_to(ROOT)}: {problem}")
+            print(f"{page.relative_to(ROOT)}: was out of date: {problem}")
         if new != text:
             page.write_text(new, encoding="utf-8")
         for problem in unmarked(str(page.relative_to(ROOT)), new, allowances()):
