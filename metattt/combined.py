@@ -140,13 +140,33 @@ class Combined(SequenceLayer):
         one, first = self.first(x, state.first, packing=packing, donate_state=donate_state)
         given = one if self.how == "serial" else x
         two, second = self.second(given, state.second, packing=packing, donate_state=donate_state)
+        return self._together(one, two), CombinedState(first, second)
+
+    def answer(self, x: Tensor, state: CombinedState, packing: Packing | None = None) -> Tensor:
+        """See `SequenceLayer.answer`: both layers answer."""
+        layers: tuple[Any, Any] = (self.first, self.second)
+        before = []
+        for layer, one in zip(layers, state, strict=True):
+            if one is not None:
+                layer.check_state(x, one)
+            before.append(layer.start(x, packing) if one is None else one)
+        if self.out is None:
+            one = layers[0].answer(x, before[0], packing)
+            return self._together(one, layers[1].answer(one if self.how == "serial" else x, before[1], packing))
+        found, projected = [], layers[0].task.project(x)
+        for layer, own in zip(layers, before, strict=True):
+            ctx = layer.call(x, own, packing).ctx
+            views, gates, *_ = layer.tokens(x, own, ctx, projected)
+            found.append(layer.output(x, layer.answers(views, gates, own, ctx)))
+        return self.out(found[0] + self._by_head(x, found[1]))
+
+    def _together(self, one: Tensor, two: Tensor) -> Tensor:
+        """The output from those of both layers."""
         if self.how == "serial":
-            y = two
-        elif self.norms is not None:
-            y = rms_norm(self.norms[0], one) * torch.sigmoid(rms_norm(self.norms[1], two))  # type: ignore[arg-type]
-        else:
-            y = one + two
-        return y, CombinedState(first, second)
+            return two
+        if self.norms is not None:
+            return rms_norm(self.norms[0], one) * torch.sigmoid(rms_norm(self.norms[1], two))  # type: ignore[arg-type]
+        return one + two
 
     def _shared(
         self, x: Tensor, state: CombinedState, packing: Packing | None, donate_state: bool
@@ -164,7 +184,7 @@ class Combined(SequenceLayer):
                 layer.check_state(x, before)
             call = layer.call(x, before, packing, donate_state)
             views, gates, *carried = layer.tokens(x, before, call.ctx, projected)
-            y, after = layer.learn(views, gates, before, call, carried)
+            y, after = layer.inner_loop(views, gates, before, call, carried)
             found.append((layer.output(x, y), after))
         (one, first), (two, second) = found
         return self.out(one + self._by_head(x, two)), CombinedState(first, second)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from metattt.component import unchanged_on_error
 from metattt.errors import MetaTTTError
+from metattt.inner.final import read_only
 from metattt.inner.packing import Call, Packing
 from metattt.inner.tokens import Tokens, fitted
 from metattt.learners.base import NonParametric
@@ -103,7 +104,7 @@ class TTTLayer(PlannedLayer):
         """What the three parts make of the tokens; see `SequenceLayer.run`."""
         call = self.call(x, state, packing, donate_state)
         views, gates, *carried = self.tokens(x, state, call.ctx)
-        y, state = self.learn(views, gates, state, call, carried)
+        y, state = self.inner_loop(views, gates, state, call, carried)
         return self.output(x, y), state
 
     def tokens(
@@ -131,7 +132,7 @@ class TTTLayer(PlannedLayer):
             self.check_carried(state, task_state, rule_state)
         return views, gates, task_state, rule_state
 
-    def learn(
+    def inner_loop(
         self, views: Views, gates: Gates | DataGates, state: State, call: Call, carried: Sequence[Tensors] = ({}, {})
     ) -> tuple[Tensor, State]:
         """Learns the tokens and answers their queries: `[B, H, T, d]`, and the state after them, with what the task and
@@ -143,6 +144,18 @@ class TTTLayer(PlannedLayer):
         alone = views if views.weight is None else views._replace(weight=None)  # which is in η
         tokens = Tokens(alone, cast(Gates, gates))
         return self.inner.run(tokens, state._replace(task=task, optimizer=rule), call)
+
+    def answer(self, x: Tensor, state: State, packing: Packing | None = None) -> Tensor:
+        """What the hidden state answers to tokens that it does not learn; see `SequenceLayer.answer`."""
+        ctx = self.call(x, state, packing).ctx
+        views, gates, *_ = self.tokens(x, state, ctx)
+        return self.output(x, self.answers(views, gates, state, ctx))
+
+    def answers(self, views: Views, gates: Gates | DataGates, state: State, ctx: Context) -> Tensor:
+        """The same for queries of all heads, `[B, H, T, d]`."""
+        if isinstance(self.learner, NonParametric):
+            return self.learner.read(views, state.learner, ctx, cast(DataGates, gates))
+        return read_only(self.inner, views.q, state, cast(Gates, gates).eta.dtype)
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """The outputs `[B, T, D]`: the predictions `y` `[B, H, T, d]` of all heads after the norm, the gate of the

@@ -61,6 +61,54 @@ class SequenceLayer(Declared, ABC):
             MetaTTTError: shapes or flags that do not fit, a state of another layer or batch size, or NaN in `x`
                 (checked on CPU, if `refuse_nan`).
         """
+        sorted_already = packing is not None
+        x, state, packing = self._taken(x, state, mask, reset, packing)
+        y, state = self.run(x, state, packing, donate_state)
+        if packing is not None:
+            y = packing.blank(y) if sorted_already else packing.restore(packing.blank(y))
+        return y, state
+
+    def learn(self, x: Tensor, state: Any = None, *, mask: Tensor | None = None, reset: Tensor | None = None) -> Any:
+        """The state after tokens that are learned and not answered; arguments and errors as of a call."""
+        return self(x, state, mask=mask, reset=reset)[1]
+
+    def read(self, x: Tensor, state: Any, *, mask: Tensor | None = None) -> Tensor:
+        """Outputs for tokens that are not learned: each is answered by what `state` has learned, and the state stays.
+
+        `learn` and `read` in any order take a call apart. With `optimizer.read=previous`, a mini-batch that is first
+        read and then learned has the outputs of a call; with `inclusive`, each token that is learned and then read
+        would, had it not moved on what the layer knows of places and neighbours (RoPE, convolutions).
+
+        Args:
+            x: `[B, T, D]`, the tokens that would come next; convolutions see those before them.
+            state: what `learn`, or a call, has returned.
+            mask: `[B, T]` bool, True for real tokens; outputs of padding are 0.
+
+        Returns:
+            Outputs `[B, T, D]`.
+
+        Raises:
+            MetaTTTError: as a call; or a layer that cannot read without learning, and why.
+        """
+        x, state, packing = self._taken(x, state, mask, None, None)
+        y = self.answer(x, state, packing)
+        return y if packing is None else packing.restore(packing.blank(y))
+
+    def answer(self, x: Tensor, state: Any, packing: Packing | None = None) -> Tensor:
+        """Outputs `[B, T, D]` of tokens that are not learned; arguments as of `run`.
+
+        Raises:
+            MetaTTTError: the layer cannot.
+        """
+        raise MetaTTTError(
+            f"{type(self).__name__} is one recurrence that takes in every token that it answers: it cannot read without "
+            "learning; choose a layer with a learner, e.g. layer=ttt_linear"
+        )
+
+    def _taken(
+        self, x: Tensor, state: Any, mask: Tensor | None, reset: Tensor | None, packing: Packing | None
+    ) -> tuple[Tensor, Any, Packing | None]:
+        """The tokens with padding last, the state before them, and where padding and documents are."""
         if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
             raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
         sorted_already = packing is not None
@@ -72,13 +120,9 @@ class SequenceLayer(Declared, ABC):
         if self.refuse_nan:
             check_finite(x)
         if state is None:
-            state = self.start(x, packing)
-        else:
-            self.check_state(x, state)
-        y, state = self.run(x, state, packing, donate_state)
-        if packing is not None:
-            y = packing.blank(y) if sorted_already else packing.restore(packing.blank(y))
-        return y, state
+            return x, self.start(x, packing), packing
+        self.check_state(x, state)
+        return x, state, packing
 
     @abstractmethod
     def run(

@@ -1,10 +1,11 @@
-"""Reading with the weights at the end of a call (`optimizer.read=final`): learn from all tokens first, then answer all
-queries."""
+"""Reading apart from learning: with the weights at the end of a call (`optimizer.read=final`), where all tokens are
+learned first and then all queries answered, and with those of a state, where nothing is learned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from metattt.errors import MetaTTTError
@@ -13,6 +14,7 @@ from metattt.inner.parts import Parts
 from metattt.inner.tokens import Block, Tokens
 from metattt.memory import Memory, choose, newest
 from metattt.optimizers.base import InnerOptimizer
+from metattt.state import State
 
 
 def steps(
@@ -66,6 +68,33 @@ def predictions(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Bl
     y, _ = in_groups(loop, tokens, memory, blocks, True)
     assert y is not None
     return y
+
+
+def read_only(loop: Parts, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
+    """Queries `[B, H, T, d]` answered by what a state has learned: the last commit where the rule reads commits, else
+    the newest weights.
+
+    Args:
+        dtype: of the weights, at least fp32.
+
+    Raises:
+        MetaTTTError: a learner that looks at whole mini-batches, inside of one.
+    """
+    rule, size = loop.rule, loop.rule.mini_batch_size
+    mixes = loop.learner.mixes_tokens
+    if mixes and state.phase != 0:
+        raise MetaTTTError(
+            f"{type(loop.learner).__name__} answers the tokens of a mini-batch together, and the state stands inside of "
+            f"one of optimizer.mini_batch_size={size} tokens: read where a mini-batch begins"
+        )
+    memory = state.weights or loop.start(q.shape[0], dtype)
+    commits = rule.read in ("previous", "committed")
+    with torch.autocast(q.device.type, enabled=False):  # as `plainly`
+        weights = memory["commit"] if commits else rule.current(memory, state.pos % size)
+        slow = {name: value.to(dtype) for name, value in loop.learner.slow.items()}
+        loop = loop._replace(matmul_dtype=q.dtype, slow=slow)
+        parts = q.to(dtype).split(size, dim=2) if mixes else [q.to(dtype)]
+        return torch.cat([loop.predict(weights, part) for part in parts], dim=2)
 
 
 def _permuted(x: Tensor, order: Tensor) -> Tensor:

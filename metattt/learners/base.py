@@ -168,6 +168,14 @@ class NonParametric(Learner):
         documents. `gates` are those of the rule, in fp32 or wider, and inert at padding.
         """
 
+    def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
+        """Predictions `[B, H, T, d]` for the queries from the data of `state` alone; nothing of `views` is learned.
+
+        This one is for a learner that gives padding the answer that its query has, and takes nothing in from it.
+        """
+        unlearned = ctx._replace(valid=ctx.positions < 0)  # nowhere
+        return self.scan(views, state, unlearned, gates.masked(unlearned.valid))[0]
+
     def _wrapped(self, q: Tensor, y: Tensor) -> Tensor:
         """`wrap` of predictions y for the queries q."""
         return self.wrap(FastWeights({}, dict(self.slow.items()), y.dtype), q, y)

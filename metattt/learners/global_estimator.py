@@ -62,6 +62,13 @@ class GlobalEstimator(NonParametric, takes=()):
             f"κ(q, k) = {kernel}",
         ]
 
+    def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
+        """Refused: see `scan`."""
+        raise MetaTTTError(
+            "learner=global_estimator answers from all tokens of one call: it cannot read apart from learning "
+            "(causal attention is layer=attention)"
+        )
+
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
         """Predictions `[B, H, T, d]`, and the number of tokens seen, `[B]`: a call with a state is refused by it."""
         if state or ctx.first is not None:

@@ -105,6 +105,24 @@ class KernelEstimator(NonParametric):
         y = self.estimate(q, k, v, self.visible(document, count, past, q.device))
         return self.finished(y, q), {"k": k, "v": v} | ({} if document is None else {"document": document})
 
+    def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
+        """See `NonParametric.read`.
+
+        Raises:
+            MetaTTTError: there is no data.
+        """
+        if not state and not self.learn_init:
+            raise MetaTTTError(f"{type(self).__name__} averages what it has learned, and that is nothing yet: learn first")
+        k, v, q = views[:3]
+        k, v = (state[name].to(q.dtype) if state else x[:, :, :0] for name, x in (("k", k), ("v", v)))
+        visible = torch.ones(q.shape[0], q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        if "position" in state:
+            visible = Window(self.window or 1, self.sinks).visible(ctx.positions, state["position"])
+        elif "document" in state:
+            document = state["document"]
+            visible = visible & (document == document.max(1, keepdim=True).values).unsqueeze(1)
+        return self.finished(self.estimate(q, k, v, visible.unsqueeze(1)), q)
+
     def finished(self, y: Tensor, q: Tensor) -> Tensor:
         """Predictions from averages `y` `[B, H, T, d]`: with the constant, the norm and the queries `q`."""
         return self._wrapped(q, y + self.slow["bias"].unsqueeze(1) if self.with_bias else y)

@@ -77,6 +77,21 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         after = {"k": data, "solved": solved, "factor": factor} | ({} if document is None else {"document": document})
         return self._wrapped(q, y), after
 
+    def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
+        """See `NonParametric.read`; from no data, 0."""
+        accum_dtype = torch.promote_types(views.k.dtype, torch.float32)
+        with torch.autocast(views.k.device.type, enabled=False):
+            q = views.q.to(accum_dtype)
+            if not state:
+                return self._wrapped(views.q, torch.zeros_like(views.v, dtype=accum_dtype))
+            document, count = state.get("document"), q.shape[2]
+            if document is not None:
+                document = torch.cat([document, document.max(1, keepdim=True).values.expand(-1, count)], dim=1)
+            data = torch.cat([state["k"], q], dim=2)
+            asked = self._kernel(q, data, document, data.shape[2] - count)[..., :-count].mT
+            y = torch.linalg.solve_triangular(state["factor"], asked, upper=False).mT @ state["solved"]
+        return self._wrapped(views.q, y)
+
     def _grow(self, new: Tensor, v: Tensor, identity: Tensor, state: Tensors) -> tuple[Tensor, Tensor]:
         """L and Z with the rows of the new tokens: `L = [[L₁, 0], [M, N]]`, `M = κ₂₁L₁⁻ᵀ`, `NNᵀ = κ₂₂ + λI − MMᵀ`."""
         past = new.shape[3] - new.shape[2]

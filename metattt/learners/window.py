@@ -91,6 +91,15 @@ class Window:
             y = torch.cat([y, self._chunks(estimate, q, new, first, ctx.positions, plain)], dim=2)
         return y, self._kept(new, first, past, ctx)
 
+    def visible(self, positions: Tensor, data: Tensor) -> Tensor:
+        """`[B, T, S]`: which tokens at positions `data` `[B, S]` of one document a query at `positions` `[B, T]`
+        sees."""
+        place, position = positions.unsqueeze(-1), data.unsqueeze(-2)
+        near = position > place - self.size
+        if self.sinks:
+            near = near | (position < self.sinks)
+        return (position > EMPTY) & (position <= place) & near
+
     def _carried(self, state: Tensors, new: Data) -> tuple[Data, Data]:
         """The sinks, and the last tokens before the call."""
         if not state:
@@ -111,12 +120,7 @@ class Window:
     def _seen(self, positions: Tensor, document: Tensor, data: Data, real: bool = False) -> Tensor:
         """`[B, 1, T, S]`: which data the queries see; the last T places of `data` are their own tokens. `real`: there
         is no padding among them."""
-        place, of = positions.unsqueeze(-1), document.unsqueeze(-1)
-        position = data.position.unsqueeze(-2)
-        near = position > place - self.size
-        if self.sinks:
-            near = near | (position < self.sinks)
-        seen = (data.document.unsqueeze(-2) == of) & (position > EMPTY) & (position <= place) & near
+        seen = (data.document.unsqueeze(-2) == document.unsqueeze(-1)) & self.visible(positions, data.position)
         if real:
             return seen.unsqueeze(1)
         # A padded query sees its own token, so that its (unused) average is finite.

@@ -210,7 +210,7 @@ def _answers(layer: TTTLayer, x: Tensor) -> Tensor:
         state = layer.start(x)
         call = layer.call(x, state)
         views, gates, _, _ = layer.tokens(x, state, call.ctx)
-        return layer.learn(views, gates, state, call)[0]
+        return layer.inner_loop(views, gates, state, call)[0]
 
 
 # -- into the region where processes have different heads, and out of it -----------------------------------------------

@@ -65,7 +65,7 @@ class Scan:
         taken, projected = self._tails(layer, x, call.ctx)
         views, gates, *carried = layer.tokens(x, state._replace(task=taken), call.ctx, projected)
         views, weights = self._weights(layer, views, gates, state, call)
-        y, after = layer.learn(views, gates, state._replace(weights=weights), call, carried)
+        y, after = layer.inner_loop(views, gates, state._replace(weights=weights), call, carried)
         return layer.output(x, y), after
 
     def _tails(self, layer: TTTLayer, x: Tensor, ctx: Context) -> tuple[Tensors, tuple[Tensor, ...] | None]:
@@ -93,7 +93,7 @@ class Scan:
 
 def left_by(layer: TTTLayer, views: Views, gates: Gates, state: State, call: Call) -> Memory:
     """The weights after a segment that begins at `state`."""
-    return layer.learn(views, gates, state, call)[1].weights
+    return layer.inner_loop(views, gates, state, call)[1].weights
 
 
 def kept(gates: Gates, ctx: Context) -> Tensor:

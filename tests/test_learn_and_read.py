@@ -1,0 +1,187 @@
+"""Tokens that are learned and not answered, and tokens that are answered and not learned: `layer.learn`, `layer.read`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import metattt
+from metattt.catalog.known_layers import known_layers
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+
+B = 4  # tokens of a mini-batch
+SMALL = ("atlas", "lact", "lact_block", "titans", "ttt_linear", "ttt_mlp", "nested_transformer", "nested_ttt", "ttt3r")
+RECURRENCES = ("longhorn", "mamba", "mamba2_mixer")
+WHOLE_CALL = ("self_attention", "linear_attention_image", "linear_attention_elu_image")
+
+
+def build(name: str, *overrides: str) -> Any:
+    size = [f"optimizer.mini_batch_size={B}"] if name in SMALL else []
+    return metattt.build(f"layer={name}", "dim=16", "num_heads=2", *size, *overrides, seed=0).double()
+
+
+def reading(*reads: str) -> list[str]:
+    found = {name: build(name) for name in known_layers() if name not in WHOLE_CALL}
+    return [name for name, one in found.items() if isinstance(one, TTTLayer) and one.optimizer.read in reads]
+
+
+def tokens(count: int, grad: bool = False) -> Tensor:
+    x = torch.randn(2, count, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x.requires_grad_(grad)
+
+
+def by_mini_batches(layer: Any, x: Tensor) -> Tensor:
+    """Each mini-batch is read, then learned."""
+    state, found = None, []
+    for part in x.split(B, dim=1):
+        found.append(layer.read(part, state))
+        state = layer.learn(part, state)
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("name", reading("previous"))
+def test_read_then_learned_is_a_call(name: str) -> None:
+    """`read=previous`: outputs and every derivative."""
+    layer, derivatives = build(name), []
+    for call in (lambda x: layer(x)[0], lambda x: by_mini_batches(layer, x)):
+        layer.zero_grad()
+        x = tokens(3 * B, grad=True)
+        y = call(x)
+        y.square().sum().backward()
+        derivatives.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for found, wanted in zip(*reversed(derivatives), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in reading("inclusive") if not name.startswith("log_linear")])
+def test_learned_then_read_is_a_call(name: str) -> None:
+    """`read=inclusive`: token t is answered by what was learned up to it. (By its views, as places and convolutions move
+    on.)"""
+    wide = ["learner.window=64"] if name == "window_attention" else []  # else the oldest token leaves it
+    layer, x = build(name, *wide), tokens(2 * B + 3)
+    with torch.no_grad():
+        start = layer.start(x)
+        call = layer.call(x, start)
+        views, gates, *carried = layer.tokens(x, start, call.ctx)
+        expected, _ = layer.inner_loop(views, gates, start, call, carried)
+        for t in (1, B, B + 2, 2 * B + 3):
+            state = layer.learn(x[:, :t])
+            own, of_token = (
+                type(given)(*(None if x is None else x[:, :, t - 1 : t] for x in given)) for given in (views, gates)
+            )
+            ctx = layer.call(x[:, :1], state).ctx
+            found = layer.answers(own, of_token, state, ctx)
+            torch.testing.assert_close(found, expected[:, :, t - 1 : t], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["log_linear_mamba2", "log_linear_gated_delta_net", "mesa_net"])
+def test_reading_is_learning_with_a_weight_of_zero(name: str) -> None:
+    layer, x, asked = build(name), tokens(7), tokens(1)
+    state = layer.learn(x)
+    ctx = layer.call(asked, state).ctx
+    views, gates, *_ = layer.tokens(asked, state, ctx)
+    inert = gates._replace(write=torch.zeros_like(gates.write), keep=torch.ones_like(gates.keep))
+    expected, _ = layer.learner.scan(views, state.learner, ctx, inert)
+    torch.testing.assert_close(layer.answers(views, gates, state, ctx), expected)
+
+
+def test_a_window_moves_on_with_the_place() -> None:
+    """A query three tokens behind the last one sees as many fewer of them; sinks stay."""
+    layer = build("window_attention", "learner.window=4", "learner.sinks=1", "task.rope=none")
+    x, asked = tokens(9), tokens(3)
+    found = layer.read(asked, layer.learn(x))
+    task = layer.task.views(asked, {}, layer.call(asked, layer.start(asked)).ctx)[0].q
+    k, v = (getattr(layer.task.views(x, {}, layer.call(x, layer.start(x)).ctx)[0], name) for name in "kv")
+    for place in range(3):
+        seen = [0, *range(9 + place - 3, 9)]
+        y = torch.nn.functional.scaled_dot_product_attention(task[:, :, place : place + 1], k[:, :, seen], v[:, :, seen])
+        torch.testing.assert_close(found[:, place : place + 1], layer.output(asked[:, place : place + 1], y))
+
+
+@pytest.mark.parametrize("name", ["attention", "window_attention", "nearest"])
+def test_an_average_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(MetaTTTError, match="learn first"):
+        build(name).read(tokens(3), None)
+
+
+@pytest.mark.parametrize("name", reading("committed"))
+def test_tokens_of_an_open_mini_batch_read_the_last_commit(name: str) -> None:
+    layer = build(name, f"optimizer.mini_batch_size={B}")
+    x = tokens(3 * B)
+    expected = layer(x)[0]
+    state = layer.learn(x[:, : 2 * B])
+    torch.testing.assert_close(layer.read(x[:, 2 * B : -1], state), expected[:, 2 * B : -1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "titans", "window_attention", "mesa_net", "lact_block", "titans_mag"])
+def test_padding_and_the_state(name: str) -> None:
+    """Padding changes no answer, and reading no state."""
+    layer, x, asked = build(name), tokens(2 * B + 1), tokens(B + 2)
+    state = layer.learn(x)
+    before = [one.clone() for one in tensors(state)]
+    mask = torch.ones(2, B + 2, dtype=torch.bool)
+    mask[0, 1] = mask[1, 3:] = False
+    found = layer.read(asked, state, mask=mask)
+    assert found[~mask].eq(0).all()
+    for one in range(2):
+        alone = layer.read(asked[one : one + 1, mask[one]], part(state, one))
+        torch.testing.assert_close(found[one, mask[one]], alone[0], rtol=1e-10, atol=1e-12)
+    for now, then in zip(tensors(state), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("name", ["titans_mag", "titans_mal", "lact_block"])
+def test_layers_of_two(name: str) -> None:
+    """Both read. Beside the answers of one, the output depends on what the other has learned."""
+    layer, x, asked = build(name), tokens(2 * B), tokens(B)
+    state = layer.learn(x)
+    plain = layer.read(asked, state)
+    for which in ("first", "second"):
+        other = layer.learn(x.flip(1))
+        assert not torch.allclose(layer.read(asked, state._replace(**{which: getattr(other, which)})), plain)
+    if name == "titans_mal":
+        one = layer.first.read(asked, state.first)
+        torch.testing.assert_close(plain, layer.second.read(one, state.second))
+
+
+def test_what_was_learned_is_read() -> None:
+    """A linear layer that has learned pairs answers with their values; in any order of calls."""
+    layer, x = build("ttt_linear"), tokens(2 * B)
+    whole = layer.learn(x)
+    halves = layer.learn(x[:, B + 1 :], layer.learn(x[:, : B + 1]))
+    for a, b in zip(tensors(whole), tensors(halves), strict=True):
+        torch.testing.assert_close(a, b)
+    asked = tokens(3)
+    assert not torch.allclose(layer.read(asked, whole), layer.read(asked, None))
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_recurrence_says_why_not(name: str) -> None:
+    layer = build(name)
+    with pytest.raises(MetaTTTError, match="cannot read without learning"):
+        layer.read(tokens(3), layer.learn(tokens(4)))
+
+
+@pytest.mark.parametrize("name", WHOLE_CALL)
+def test_a_layer_without_a_state_says_why_not(name: str) -> None:
+    layer = build(name)
+    with pytest.raises(MetaTTTError, match="cannot read apart from learning"):
+        layer.read(tokens(3), None)
+
+
+def test_a_learner_that_mixes_tokens_is_read_where_a_mini_batch_begins() -> None:
+    layer = build("nested_transformer")
+    with pytest.raises(MetaTTTError, match="read where a mini-batch begins"):
+        layer.read(tokens(3), layer.learn(tokens(B + 1)))
+
+
+def tensors(state: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, Tensor)]
+
+
+def part(state: Any, one: int) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda x: x[one : one + 1], state)
