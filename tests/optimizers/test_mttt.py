@@ -15,7 +15,7 @@ from metattt.models import mttt_from_published
 from metattt.models.mttt import to_ours
 from metattt.testing.specimen import cotangent, gradients
 
-GOLDEN: Any = np.load(Path(__file__).parent / "golden" / "mttt_layer.npz")
+GOLDEN: Any = np.load(Path(__file__).parents[1] / "golden" / "mttt_layer.npz")
 STEPS = {"mlp1": 1, "mlp4": 4, "lin": 1}
 SIZES = ("dim=32", "num_heads=4")
 

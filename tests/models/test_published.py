@@ -26,7 +26,7 @@ from metattt.models import LanguageModel, from_published, to_published
 from metattt.models.published_config import build_empty
 from metattt.training.checkpoint_files import write_run
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("linear_mamba", "linear_transformer", "mlp_mamba", "mlp_transformer")
 NOT_CAUSAL = {
     "mttt_linear",
