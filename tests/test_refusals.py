@@ -36,6 +36,7 @@ from metattt.optimizers import (
     Momentum,
     Sign,
     StateGated,
+    WholeSequence,
 )
 from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.tasks import DecodedReconstruction, Reconstruction
@@ -78,6 +79,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: GradientDescent(max_norm=0.0), "optimizer.max_norm=0.0"),
     (lambda: GradientDescent(max_norm=float("inf")), "positive and finite"),
     (lambda: GradientDescent(base_lr=float("nan")), "must be finite"),
+    (lambda: Sign(base_lr=float("inf")), "must be finite"),
+    (lambda: WholeSequence(base_lr=float("-inf")), "must be finite"),
     (lambda: MirrorDescent(retention="l2"), "optimizer.retention"),
     (lambda: MirrorDescent(q=1.5), "optimizer.q=1.5"),
     (lambda: MirrorDescent(mass=0.0), "optimizer.mass=0.0"),

@@ -99,15 +99,6 @@ def test_selected_sequences_go_on(kind: str, name: str) -> None:
     torch.testing.assert_close(call(x[index], state.select(index))[0], call(x, state)[0][index])
 
 
-@pytest.mark.parametrize("kind", MADE)
-def test_detached_states_and_their_size(kind: str) -> None:
-    _, state, _ = MADE[kind]("ttt_linear")
-    assert any(tensor.requires_grad for tensor in tensors(state))
-    detached = state.detach()
-    assert type(detached) is type(state) and not any(tensor.requires_grad for tensor in tensors(detached))
-    assert 0 < state.nbytes == detached.nbytes <= sum(tensor.nbytes for tensor in tensors(state))
-
-
 def test_the_state_of_a_model_of_other_layers() -> None:
     class Recurrent(torch.nn.GRU):
         def forward(self, x: Tensor, state: Any = None, mask: Any = None, reset: Any = None) -> Any:  # type: ignore[override]
