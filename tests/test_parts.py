@@ -19,7 +19,6 @@ from metattt.composition.compose import load_components
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, NestedTTT, Weight
-from metattt.mixers import Mixer
 from metattt.optimizers import (
     Adam,
     BlockMomentum,
@@ -66,14 +65,6 @@ def test_a_layer_prints_what_it_is() -> None:
         assert part in text
     text = repr(metattt.build("layer=titans", "dim=16", "num_heads=2"))
     assert "(momentum_gate): Gate('per_head')" in text
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_every_known_layer_prints(name: str) -> None:
-    built = metattt.build(f"layer={name}", "dim=16", "num_heads=2")
-    one = repr(built).startswith("TTTLayer(\n  dim=16, num_heads=2, form=")
-    mixer = isinstance(built, Mixer) and repr(built).startswith(f"{type(built).__name__}(\n  dim=16")
-    assert one or mixer or repr(built).startswith("Combined(\n  dim=16, how=")
 
 
 def test_settings_of_a_part_of_ones_own() -> None:

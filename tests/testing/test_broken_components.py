@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from metattt.composition.compose import compose
-from metattt.errors import MetaTTTError
 from metattt.learners import (
     MLP,
     FastWeights,
@@ -339,12 +338,6 @@ def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("pass") == len(LAWS) and "FAIL" not in out
 
 
-def test_check_tells_what_does_not_apply(capsys: pytest.CaptureFixture[str]) -> None:
-    check(compose("layer=attention", "dim=8", "num_heads=2", job="check"))
-    out = capsys.readouterr().out
-    assert out.count("does not apply") == 4 and out.count("pass") == len(LAWS) - 4
-
-
 def test_check_ends_with_code_1_on_a_broken_law(capsys: pytest.CaptureFixture[str]) -> None:
     target = f"{Foresight.__module__}.{Foresight.__qualname__}"
     with pytest.raises(SystemExit) as end:
@@ -360,8 +353,3 @@ def test_check_ends_with_code_1_on_a_broken_law(capsys: pytest.CaptureFixture[st
         )
     assert end.value.code == 1
     assert "FAIL" in capsys.readouterr().out
-
-
-def test_a_layer_that_cannot_be_built_is_an_error() -> None:
-    with pytest.raises(MetaTTTError, match="does not divide"):
-        check(compose("dim=10", "num_heads=4", job="check"))
