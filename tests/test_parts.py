@@ -67,22 +67,6 @@ def test_a_layer_prints_what_it_is() -> None:
     assert "(momentum_gate): Gate('per_head')" in text
 
 
-def test_settings_of_a_part_of_ones_own() -> None:
-    class Mine(Linear):
-        def __init__(
-            self, depth: int = 3, name: str = "a", tensor: Tensor | None = None, scales: tuple[float, ...] = (1.0,)
-        ):
-            super().__init__(bias=False)
-
-    assert Mine().extra_repr() == ""
-    assert Mine(4, tensor=torch.ones(2), name="b", scales=(2.0,)).extra_repr() == "depth=4, name='b'"
-    assert Linear(False).extra_repr() == "bias=False"
-    for part in (copy.copy(Linear(False)), copy.deepcopy(Linear(False)), pickle.loads(pickle.dumps(Linear(False)))):
-        assert part.extra_repr() == "bias=False"
-    with pytest.raises(TypeError, match="bais"):
-        Linear(bais=False)  # type: ignore[call-arg]
-
-
 # -- built once, or not at all -----------------------------------------------------------------------------------------
 
 

@@ -44,15 +44,6 @@ def tensors(state: Any) -> list[Tensor]:
     return found
 
 
-@every_state
-def test_a_saved_state_goes_on(kind: str, name: str, tmp_path: Path) -> None:
-    call, state, x = MADE[kind](name)
-    torch.save(state.detach(), tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert type(loaded) is type(state)
-    assert torch.equal(call(x, loaded)[0], call(x, state)[0])
-
-
 def test_another_process_reads_it(tmp_path: Path) -> None:
     states = [made("ttt_mlp")[1] for made in MADE.values()]
     torch.save([state.detach() for state in states], tmp_path / "states.pt")

@@ -21,6 +21,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_fused.py::test_no_kernel_is_taken_for_what_it_does_not_compute": (),
     "inner/test_causality.py::test_what_a_known_layer": SOME_LAYERS,
     "test_empty.py": SOME_LAYERS,
+    "test_layer_table.py::test_laws": SOME_LAYERS,
     "test_fused.py::test_equals_the_dual_form": ("-decay-100", "-plain-3"),
     "test_generation.py::test_prompts_of_different_lengths": SOME_LAYERS,
     "models/test_published.py::test_prefill": ("[ttt_mlp-",),

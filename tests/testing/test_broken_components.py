@@ -85,16 +85,6 @@ class AnchorDependent(GradientDescent):
         return gates._replace(eta=gates.eta * (1 if self.anchor == "minibatch" else 0.9)), state
 
 
-class CountsPadding(GradientDescent):
-    """A step size that decays with the number of tokens, padding included."""
-
-    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
-        gates, state = super().gates(x, state, ctx)
-        before = state.get("count", x.new_zeros(x.shape[0]))
-        count = before.unsqueeze(1) + torch.arange(x.shape[1])
-        return gates._replace(eta=gates.eta / (1 + count).unsqueeze(1)), {"count": before + x.shape[1]}
-
-
 class TokenShift(Reconstruction):
     """The training view is that of the token before, with switches for what it forgets."""
 
@@ -203,7 +193,6 @@ BROKEN = [
     ("splits", CallPositions),
     ("causality", lambda: Foresight(4)),
     ("limits", lambda: AnchorDependent(4)),
-    ("masks", lambda: CountsPadding(4)),
     ("masks", lambda: TokenShift(minds_padding=False, minds_documents=True)),
     ("packing", lambda: TokenShift(minds_padding=True, minds_documents=False)),
     ("round_trips", Unsaved),
@@ -341,15 +330,6 @@ def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_ends_with_code_1_on_a_broken_law(capsys: pytest.CaptureFixture[str]) -> None:
     target = f"{Foresight.__module__}.{Foresight.__qualname__}"
     with pytest.raises(SystemExit) as end:
-        check(
-            compose(
-                "optimizer=custom",
-                f"optimizer._target_={target}",
-                "optimizer.mini_batch_size=3",
-                "dim=8",
-                "num_heads=2",
-                job="check",
-            )
-        )
+        check(compose("optimizer=custom", f"optimizer._target_={target}", *SMALL, job="check"))
     assert end.value.code == 1
     assert "FAIL" in capsys.readouterr().out
