@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import GlobalEstimator, Learner, Linear, Transformer
-from metattt.optimizers import Append, GradientDescent, InnerOptimizer, Momentum, Sign
+from metattt.optimizers import Append, ChannelDecay, GradientDescent, InnerOptimizer, Momentum, Preconditioned, Sign
 from metattt.registry import PARAMETERS, REGISTERED
 from metattt.tasks import Reconstruction
 
@@ -308,6 +308,35 @@ def test_a_drawn_composition_equals_the_oracle(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(len(STRATA), 6 * len(STRATA)))
 def test_another_drawn_composition_equals_the_oracle(seed: int) -> None:
     check(seed)
+
+
+# -- more tokens than are computed together ----------------------------------------------------------------------------
+
+LONG: dict[str, tuple[str, Callable[[], InnerOptimizer]]] = {
+    "channels": ("rwkv7", lambda: ChannelDecay(rank=2)),
+    "channels, factors of steps": ("gated", lambda: ChannelDecay(rank=2)),
+    "preconditioned": ("reconstruction", Preconditioned),
+    "solved": ("reconstruction", lambda: Momentum(1, "online", momentum="none", decay="per_head", gradient_at="decayed")),
+    "pairs": ("pairs", lambda: Momentum(1, "online", momentum="none", decay="per_head")),
+    "windows": ("window", lambda: Momentum(1, "online", decay="per_head")),
+    "dual": ("reconstruction", lambda: GradientDescent(200, token_steps="shared")),
+}
+
+
+@pytest.mark.parametrize("outer", ["exact", "first_order"])
+@pytest.mark.parametrize("name", LONG)
+def test_more_tokens_than_a_chunk(name: str, outer: Any) -> None:
+    task, rule = LONG[name]
+    torch.manual_seed(0)
+    learner = Linear(bias=False, residual=False, norm=False, step_scale={"w1": 0.7} if "factors" in name else None)
+    views = kind("task", task)() if task == "rwkv7" else kind("task", task)(normalize_qk=True)
+    layer = TTTLayer(8, 2, views, learner, rule(), outer=outer).double()
+    calls = [Call(torch.randn(1, length, 8, dtype=torch.float64, requires_grad=True)) for length in (70, 69)]
+    found, expected = run(layer, calls), outputs(layer, calls)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    ours, theirs = gradients(layer, calls, found), gradients(layer, calls, expected)
+    floor = 1e-3 * max(float(g.abs().max()) for g in theirs.values())
+    assert max(distance(ours[key], theirs[key], floor) for key in theirs) < 1e-7
 
 
 # -- what draws have found ---------------------------------------------------------------------------------------------
