@@ -89,8 +89,11 @@ class TestTransformer(Gently):
 
 class TestNestedTTT(Gently):
     dim, num_heads = 4, 1
-    inner = partial(TTTLayer, num_heads=1, task=Reconstruction(), learner=Linear(), optimizer=GradientDescent(2))
-    make = staticmethod(lambda: NestedTTT(TestNestedTTT.inner))
+
+    @staticmethod
+    def make() -> Learner:
+        parts = {"task": Reconstruction(), "learner": Linear(), "optimizer": GradientDescent(2)}
+        return NestedTTT(partial(TTTLayer, num_heads=1, **parts))
 
 
 class TestReconstruction(TaskConformance):
