@@ -141,8 +141,7 @@ def mamba2(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """`h_t = exp(−Δ_t a) h_{t−1} + Δ_t k_tᵀ v_t`, `Δ = softplus(θ x + c)`."""
     q, k, v = views(p, x, num_heads)
     step = F.softplus(gate(p, "decay_gate.", x))
-    rate = p["optimizer.decay_gate.log_rate"].exp().view(1, -1, 1)
-    return output(p, x, decayed_sums(q, k, v, step, torch.exp(-step * rate)))
+    return output(p, x, decayed_sums(q, k, v, step, softplus_decay(p, "decay_gate.", x)))
 
 
 def softplus_decay(p: Parameters, name: str, x: Tensor) -> Tensor:
@@ -151,28 +150,35 @@ def softplus_decay(p: Parameters, name: str, x: Tensor) -> Tensor:
     return torch.exp(-rate * F.softplus(gate(p, name, x)))
 
 
-def delta_rule(p: Parameters, x: Tensor, num_heads: int, keep: Tensor | None) -> Tensor:
-    """`S_t = α_t S_{t−1} − β_t k_tᵀ (k_t α_t S_{t−1} − v_t)`, `y_t = q_t S_t`, with q and k of unit length."""
-    q, k, v = views(p, x, num_heads)
-    q, k = (F.silu(z) / F.silu(z).norm(dim=-1, keepdim=True) for z in (q, k))
-    beta = torch.sigmoid(gate(p, "lr_", x))
-    state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+def unit(z: Tensor) -> Tensor:
+    return z / z.norm(dim=-1, keepdim=True)
+
+
+def rule(
+    q: Tensor, k: Tensor, v: Tensor, erase: Tensor, remove: Tensor, decay: Tensor, eta: Tensor, decayed: bool = True
+) -> list[Tensor]:
+    """`S_t = Diag(a_t) S_{t−1} − η_t (remove_tᵀ (erase_t S') − k_tᵀ v_t)`, S' after its decay or before, `y_t = q_t S_t`."""
+    state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
     rows = []
     for t in range(q.shape[2]):
-        if keep is not None:
-            state = spread(keep[:, :, t], state) * state
-        error = times(k[:, :, t], state) - v[:, :, t]
-        state = state - spread(beta[:, :, t], state) * outer(k[:, :, t], error)
+        kept = decay[:, :, t].unsqueeze(-1) * state
+        made = times(erase[:, :, t], kept if decayed else state)
+        change = outer(remove[:, :, t], made) - outer(k[:, :, t], v[:, :, t])
+        state = kept - spread(eta[:, :, t], state) * change
         rows.append(times(q[:, :, t], state))
-    return output(p, x, rows)
+    return rows
 
 
-def delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
-    return delta_rule(p, x, num_heads, None)
+def delta_net(p: Parameters, x: Tensor, num_heads: int, b: int, decays: bool = False) -> Tensor:
+    """`S_t = α_t S_{t−1} − β_t k_tᵀ (k_t α_t S_{t−1} − v_t)`, with q and k of unit length; α = 1 without decays."""
+    q, k, v = views(p, x, num_heads)
+    q, k = unit(F.silu(q)), unit(F.silu(k))
+    keep = softplus_decay(p, "decay_gate.", x).unsqueeze(-1).expand_as(k) if decays else torch.ones_like(k)
+    return output(p, x, rule(q, k, v, k, k, keep, torch.sigmoid(gate(p, "lr_", x))))
 
 
 def gated_delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
-    return delta_rule(p, x, num_heads, softplus_decay(p, "decay_gate.", x))
+    return delta_net(p, x, num_heads, b, decays=True)
 
 
 # -- TTT-Linear and TTT-MLP --------------------------------------------------------------------------------------------
@@ -272,7 +278,7 @@ def titans(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     β_j and 1 − α_j are sigmoids of the chunk's mean. Token t reads after ⌊(t+1)/b⌋ chunks.
     """
     q, k, v = views(p, x, num_heads)
-    q, k = (z / z.norm(dim=-1, keepdim=True) for z in (q, k))
+    q, k = unit(q), unit(k)
     lr = torch.sigmoid(gate(p, "lr_", x))
     momentum, keep = gate(p, "momentum_gate.", x), gate(p, "decay_gate.", x)
     start = now = weights_of(p, x.shape[0])
@@ -317,7 +323,7 @@ def lact(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     their norm in W0.
     """
     q, k, v = views(p, x, num_heads)
-    q, k = (F.silu(z) / F.silu(z).norm(dim=-1, keepdim=True) for z in (q, k))
+    q, k = unit(F.silu(q)), unit(F.silu(k))
     return output(p, x, lact_rows(p, x, (q, k, v), num_heads, b, MUON))
 
 

@@ -18,8 +18,10 @@ from layer_references import (
     output,
     polar_factor,
     residual_norm,
+    rule,
     spread,
     times,
+    unit,
     views,
     weights_of,
 )
@@ -43,10 +45,6 @@ ROWS = [
 SMALL = {"atlas": ["optimizer.mini_batch_size=4", "task.window=3"], "gla": ["optimizer.rank=3"]}
 
 
-def unit(z: Tensor) -> Tensor:
-    return z / z.norm(dim=-1, keepdim=True)
-
-
 def low_rank(p: Parameters, x: Tensor, num_heads: int, between: object = None) -> Tensor:
     """`z = f(x) + c` for every channel, `[B, H, T, d]`."""
     hidden = x @ p["optimizer.down"].T if "optimizer.down" in p else x
@@ -60,27 +58,12 @@ def softplus_decay(p: Parameters, x: Tensor, num_heads: int) -> Tensor:
     return torch.exp(-rate * F.softplus(low_rank(p, x, num_heads)))
 
 
-def rule(
-    q: Tensor, k: Tensor, v: Tensor, erase: Tensor, remove: Tensor, decay: Tensor, eta: Tensor, decayed: bool
-) -> list[Tensor]:
-    """`S_t = Diag(a_t) S_{t−1} − η_t (remove_tᵀ (erase_t S') − k_tᵀ v_t)`, S' after its decay or before, `y_t = q_t S_t`."""
-    state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
-    rows = []
-    for t in range(q.shape[2]):
-        kept = decay[:, :, t].unsqueeze(-1) * state
-        made = times(erase[:, :, t], kept if decayed else state)
-        change = outer(remove[:, :, t], made) - outer(k[:, :, t], v[:, :, t])
-        state = kept - spread(eta[:, :, t], state) * change
-        rows.append(times(q[:, :, t], state))
-    return rows
-
-
 def gla(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """`S_t = Diag(a_t) S_{t−1} + k_tᵀ v_t`, `a = σ(z)^(1/16)`, z of a projection of low rank (arXiv 2312.06635)."""
     q, k, v = views(p, x, num_heads)
     decay = torch.sigmoid(low_rank(p, x, num_heads)) ** (1 / 16)
     none = torch.zeros_like(k)
-    return output(p, x, rule(q, k, v, none, none, decay, torch.ones_like(k[..., 0]), True))
+    return output(p, x, rule(q, k, v, none, none, decay, torch.ones_like(k[..., 0])))
 
 
 def hgrn2(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
@@ -88,14 +71,14 @@ def hgrn2(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     q, v = (heads_of(x @ p[f"task.{name}.weight"].T, num_heads) for name in ("q", "v"))
     forget = torch.sigmoid(low_rank(p, x, num_heads))
     none = torch.zeros_like(forget)
-    return output(p, x, rule(F.silu(q), 1 - forget, v, none, none, forget, torch.ones_like(q[..., 0]), True))
+    return output(p, x, rule(F.silu(q), 1 - forget, v, none, none, forget, torch.ones_like(q[..., 0])))
 
 
 def kda(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """`S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ` (arXiv 2510.26692, Eq. 1)."""
     q, k, v = views(p, x, num_heads)
     q, k = unit(F.silu(q)), unit(F.silu(k))
-    return output(p, x, rule(q, k, v, k, k, softplus_decay(p, x, num_heads), torch.sigmoid(gate(p, "lr_", x)), True))
+    return output(p, x, rule(q, k, v, k, k, softplus_decay(p, x, num_heads), torch.sigmoid(gate(p, "lr_", x))))
 
 
 def gated_delta_net2(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
@@ -106,7 +89,7 @@ def gated_delta_net2(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor
         torch.sigmoid(heads_of(x @ p[f"task.{name}_gate.weight"].T, num_heads)) for name in ("erase", "write")
     )
     one = torch.ones_like(k[..., 0])
-    return output(p, x, rule(q, k, write * v, erase * k, k, softplus_decay(p, x, num_heads), one, True))
+    return output(p, x, rule(q, k, write * v, erase * k, k, softplus_decay(p, x, num_heads), one))
 
 
 def comba(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
@@ -137,13 +120,7 @@ def delta_gradient(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     q, k = unit(F.silu(q)), unit(F.silu(k))
     eta = torch.sigmoid(gate(p, "lr_", x))
     eta = eta / (1 + eta)
-    state = torch.zeros_like(outer(k[:, :, 0], v[:, :, 0]))
-    rows = []
-    for t in range(x.shape[1]):
-        made, step = times(k[:, :, t], state), spread(eta[:, :, t], state)
-        state = state - step * outer(k[:, :, t], made) - step * outer(k[:, :, t], made - v[:, :, t])
-        rows.append(times(q[:, :, t], state))
-    return output(p, x, rows)
+    return output(p, x, rule(q, k, v, k, 2 * k, torch.ones_like(k), eta))
 
 
 def preconditioned_delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
@@ -159,13 +136,7 @@ def preconditioned_delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -
         factors.append(1.5 ** (-distance / (1 + distance.abs())))
     written = k * torch.stack(factors, 2)
     keep = decay_of_heads(p, "decay_gate.", x).unsqueeze(-1).expand_as(k)
-    beta, state, rows = torch.sigmoid(gate(p, "lr_", x)), torch.zeros_like(outer(k[:, :, 0], v[:, :, 0])), []
-    for t in range(x.shape[1]):
-        state = keep[:, :, t].unsqueeze(-1) * state
-        error = v[:, :, t] - times(k[:, :, t], state)
-        state = state + spread(beta[:, :, t], state) * outer(written[:, :, t], error)
-        rows.append(times(q[:, :, t], state))
-    return output(p, x, rows)
+    return output(p, x, rule(q, written, v, k, written, keep, torch.sigmoid(gate(p, "lr_", x))))
 
 
 def products(p: Parameters, x: Tensor, num_heads: int, keep: Tensor | None, count: int = 2) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from layer_references import Parameters, gate, outer, output, spread, times, views
+from layer_references import Parameters, gate, outer, output, softplus_decay, spread, times, unit, views
 from torch import Tensor
 
 ROWS = ["mesa_net", "log_linear_mamba2", "log_linear_gated_delta_net"]
@@ -17,15 +17,11 @@ SMALL = {
 NOT_APPLICABLE = {(row, "forms") for row in ROWS}  # they have one
 
 
-def unit(z: Tensor) -> Tensor:
-    return F.silu(z) / F.silu(z).norm(dim=-1, keepdim=True)
-
-
 def mesa_net(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """`G_t = γ_t G_{t−1} + β_t v_t k_tᵀ`, `H_t = γ_t H_{t−1} + β_t k_t k_tᵀ`, `o_t = G_t (H_t + Λ)⁻¹ q_t`,
     `Λ = softplus(θ) + 1/4`."""
     q, k, v = views(p, x, num_heads)
-    q, k = unit(q), unit(k)
+    q, k = unit(F.silu(q)), unit(F.silu(k))
     beta, gamma = (torch.sigmoid(gate(p, name, x)) for name in ("write_gate.", "decay_gate."))
     ridge = torch.diag_embed(F.softplus(p["learner.slow.ridge"]) + 0.25)
     g = h = q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1])
@@ -81,20 +77,14 @@ def log_linear(
     return rows
 
 
-def mamba2_decay(p: Parameters, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Δ and `exp(−Δ a)`."""
-    step = F.softplus(gate(p, "decay_gate.", x))
-    return step, torch.exp(-step * p["optimizer.decay_gate.log_rate"].exp().view(1, -1, 1))
-
-
 def log_linear_mamba2(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
-    step, keep = mamba2_decay(p, x)
+    step, keep = F.softplus(gate(p, "decay_gate.", x)), softplus_decay(p, "decay_gate.", x)
     return output(p, x, log_linear(*views(p, x, num_heads), step, keep, read_weights(p, x), delta=False))
 
 
 def log_linear_gated_delta_net(p: Parameters, x: Tensor, num_heads: int, b: int) -> Tensor:
     """`S_t = α_t (I − β_t k_tᵀ k_t) S_{t−1} + β_t k_tᵀ v_t`."""
     q, k, v = views(p, x, num_heads)
-    _, keep = mamba2_decay(p, x)
+    keep = softplus_decay(p, "decay_gate.", x)
     write = torch.sigmoid(gate(p, "write_gate.", x))
-    return output(p, x, log_linear(unit(q), unit(k), v, write, keep, read_weights(p, x), delta=True))
+    return output(p, x, log_linear(unit(F.silu(q)), unit(F.silu(k)), v, write, keep, read_weights(p, x), delta=True))

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from layer_references import Parameters, gate, gradient, outer, output, residual_norm, spread, times, views, weights_of
+from layer_references import (
+    Parameters,
+    gate,
+    gradient,
+    outer,
+    output,
+    residual_norm,
+    spread,
+    times,
+    unit,
+    views,
+    weights_of,
+)
 from torch import Tensor
 
 ROWS = ["moneta", "yaad", "memora", "ttt3r"]
 SMALL = {row: ["optimizer.mini_batch_size=4"] for row in ROWS}
 EPS = 1e-6  # of √(x² + ε) for |x|
-
-
-def unit(x: Tensor) -> Tensor:
-    return x / x.norm(dim=-1, keepdim=True)
 
 
 def memory(p: Parameters, w: Parameters, x: Tensor) -> Tensor:

@@ -442,8 +442,8 @@ def polar(x: Tensor, schedule: str) -> Tensor:
 
 
 def mass(s: SimpleNamespace, x: Tensor) -> float:
-    """What the weights of a simplex sum to."""
-    return s.mass * math.sqrt(x.shape[-2] if s.simplex == "output" and x.ndim == 4 else x[0].numel())
+    """What the weights of a simplex sum to; the taps of a convolution are matrices."""
+    return s.mass * math.sqrt(x.shape[-2] if s.simplex == "output" and x.ndim > 3 else x[0].numel())
 
 
 def mirror(s: SimpleNamespace, x: Tensor) -> Tensor:
@@ -452,6 +452,6 @@ def mirror(s: SimpleNamespace, x: Tensor) -> Tensor:
         size = (x.square() + 1e-6).flatten(1).pow(s.q / 2).sum(1).pow((s.q - 2) / s.q)
         return x / size.view(-1, *(1,) * (x.ndim - 1))
     if s.retention == "softmax":
-        by_output = s.simplex == "output" and x.ndim == 4
+        by_output = s.simplex == "output" and x.ndim > 3
         return mass(s, x) * (x.softmax(-2) if by_output else x.flatten(1).softmax(1).view_as(x))
     return torch.sigmoid(x) if s.retention == "sigmoid" else x.sign() * (x.abs() - s.threshold).clamp(min=0)

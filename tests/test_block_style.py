@@ -13,8 +13,6 @@ from torch import Tensor
 import metattt
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
-from metattt.testing import LAWS, Specimen
-from metattt.testing.report import specimen_of
 from metattt.testing.specimen import Run, compare, cotangent, gradients
 
 SIZE = ("dim=8", "num_heads=2")
@@ -75,35 +73,6 @@ def test_published_blocks(row: str) -> None:
     assert all(g.any() for g in expected.grads.values())
 
 
-PUBLISHED = ["gated_delta_net", "delta_product", "kda", "mesa_net", "omega_net"]  # a task each, and a row with a rule of its own
-
-
-@pytest.mark.parametrize("law", ["splits", "masks", "packing", "causality", "round_trips"])
-@pytest.mark.parametrize("row", PUBLISHED)
-def test_laws_of_published_blocks(row: str, law: str) -> None:
-    specimen: Specimen = specimen_of(compose(f"layer={row}", *SIZE, job="check"))
-    assert LAWS[law].worst_error(specimen) <= LAWS[law].bound
-
-
-@pytest.mark.parametrize("kind", ["rms", "head_rms", "head_layer"])
-def test_norms_are_those_of_torch(kind: str) -> None:
-    norm = (f"layer.output_norm={kind}", "layer.norm_eps=null", "layer.norm_eps_scale=none")
-    layer = moved(metattt.build("layer=linear_attention", *SIZE, *norm, "layer.gate=sigmoid"))
-    y = torch.randn(3, 5, 8, dtype=torch.float64)
-    weight, bias = layer.norm.weight, getattr(layer.norm, "bias", None)
-    expected = {
-        "rms": lambda: F.rms_norm(y, (8,), weight, EPS),
-        "head_rms": lambda: F.rms_norm(y.unflatten(-1, (2, 4)), (4,), weight, EPS).flatten(-2),
-        "head_layer": lambda: F.group_norm(y.flatten(0, 1), 2, weight, bias, EPS).view_as(y),
-    }[kind]()
-    torch.testing.assert_close(layer.norm(y), expected, rtol=0, atol=1e-12)
-    x = torch.randn(1, 1, 8, dtype=torch.float64)  # of one token: linear attention answers (q·k) v
-    q, k, v = (heads_of(x @ getattr(layer.task, name).weight.T, 2) for name in ("q", "k", "v"))
-    answer = ((q * k).sum(-1, keepdim=True) * v).transpose(1, 2).flatten(2)
-    expected = layer.out(layer.norm(answer) * torch.sigmoid(x @ layer.gate.weight.T))
-    torch.testing.assert_close(layer(x)[0], expected, rtol=0, atol=1e-12)
-
-
 NORMS = {  # ε of the published model, and the factor of its queries: 1/√4 or none
     "linear_attention": (FLA_EPS, 0.5), "linear_attention_elu": (FLA_EPS, 0.5), "retnet": (FLA_EPS, 0.5),
     "gla": (FLA_EPS, 0.5), "delta_net": (FLA_EPS, 0.5), "gated_delta_net": (FLA_EPS, 0.5), "kda": (FLA_EPS, 0.5),
@@ -143,30 +112,6 @@ def test_plain_takes_the_block_away_and_what_is_given_stays() -> None:
     block = compose("model.blocks=[kda,ttt_linear]", "block_style=plain", "model.blocks.kda.layer.gate=silu", *SIZE)
     first, second = (block.model.blocks.layers[name] for name in block.model.blocks.pattern)
     assert (first.gate, first.output_norm, second.gate) == ("silu", True, False)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["layer=mamba", "block_style=plain"], "block_style=plain sets nothing of this layer"),
-        (["layer=kda", "layer.gate=false"], "layer.gate_rank=head_dim is of a gate"),
-        (["layer=kda", "layer.gate_rank=0"], "layer.gate_rank=0"),
-        (["layer=kda", "layer.output_norm=batch"], "layer.output_norm=batch is not allowed: it must be true .LayerNorm., false or one of"),
-        (["layer=kda", "layer.norm_eps=0"], "layer.norm_eps=0.0 is not allowed: it must be positive"),
-        (["layer=kda", "layer.norm_eps_scale=d"], "layer.norm_eps_scale=d. is not allowed: choose one of head_dim"),
-        (["layer=delta_net", "task.views=shared_qk"], "set task.views=separate, or task.short_conv=null"),
-        (["layer=delta_net", "task.short_conv=0"], "task.short_conv=0"),
-    ],
-)
-def test_refusals(overrides: list[str], message: str) -> None:
-    with pytest.raises(MetaTTTError, match=message):
-        metattt.build(*overrides, *SIZE)
-
-
-@pytest.mark.parametrize("model", ["mamba_backbone", "transformer_backbone"])
-def test_backbones_of_the_ttt_paper_take_published_rows(model: str) -> None:
-    cfg = compose(f"model={model}", "layer=kda", "task=reconstruction", *SIZE)
-    assert cfg.task.short_conv is None and cfg.layer.gate_rank is None
 
 
 def test_decays_begin_as_those_of_mamba2() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -51,6 +52,11 @@ def imports(package: Path, types: str = "/") -> dict[str, set[str]]:
     return graph
 
 
+@cache
+def of_the_package() -> dict[str, set[str]]:
+    return imports(PACKAGE, INNER)
+
+
 def part(module: str) -> str:
     """`metattt.inner.loop` -> `inner`; the package itself -> `metattt`."""
     return module.split(".")[1] if "." in module else module
@@ -75,12 +81,12 @@ def table() -> dict[str, list[str]]:
 
 
 def test_no_circle_of_modules() -> None:
-    assert circle(imports(PACKAGE, INNER)) == []
+    assert circle(of_the_package()) == []
 
 
 def test_no_circle_of_folders() -> None:
     folders: dict[str, set[str]] = {}
-    for module, used in imports(PACKAGE, INNER).items():
+    for module, used in of_the_package().items():
         folders.setdefault(part(module), set()).update({part(one) for one in used} - {part(module)})
     assert circle(folders) == []
 
@@ -97,7 +103,7 @@ def test_every_part_has_a_row() -> None:
 def test_arrows_are_those_of_the_table() -> None:
     listed = table()
     strangers = []
-    for module, used in sorted(imports(PACKAGE, INNER).items()):
+    for module, used in sorted(of_the_package().items()):
         allowed = {f"metattt.{one}" for one in (part(module), *listed.get(part(module), ())) if one != "metattt"}
         strangers += [
             f"{module} imports {one}"

@@ -37,34 +37,11 @@ NOT_APPLICABLE = {
     ),  # a call answers at its end
     *((row, "forms") for row in ("attention", "window_attention", "nearest", "kernel_ridge")),  # they have one
 }
-ONE_CALL = [
-    "self_attention",
-    "linear_attention_image",
-    "linear_attention_elu_image",
-]  # a call is a set of tokens, without state
+ONE_CALL = ["self_attention", "linear_attention_image", "linear_attention_elu_image"]  # a call is a set, without state
 SEQUENTIAL = [
-    *(
-        "linear_attention",
-        "linear_attention_elu",
-        "retnet",
-        "mamba2",
-        "delta_net",
-        "gated_delta_net",
-        "ttt_linear",
-        "ttt_mlp",
-    ),
-    *(
-        "titans",
-        "lact",
-        "attention",
-        "window_attention",
-        "nearest",
-        "kernel_ridge",
-        "mttt_linear",
-        "mttt_mlp",
-        "nested_transformer",
-        "nested_ttt",
-    ),
+    *("linear_attention", "linear_attention_elu", "retnet", "mamba2", "delta_net", "gated_delta_net", "ttt_linear", "ttt_mlp"),
+    *("titans", "lact", "attention", "window_attention", "nearest", "kernel_ridge", "mttt_linear", "mttt_mlp"),
+    *("nested_transformer", "nested_ttt"),
 ]
 FAMILIES = [import_module(file.stem) for file in sorted(Path(__file__).parent.glob("layer_references_*.py"))]
 """Plain loops of more rows, a file a family: `ROWS` names them, `SMALL`, `NO_GRADIENT` and `NOT_APPLICABLE` add to those

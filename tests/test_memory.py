@@ -9,24 +9,6 @@ from metattt import memory
 from metattt.layer import TTTLayer
 from metattt.optimizers.block import BlockRule
 
-W = {"w1": torch.full((2, 3, 4, 5), 7.0)}
-SOME = torch.tensor([True, False])
-
-
-def test_what_absent_slots_stand_for() -> None:
-    assert memory.content({"commit": W}, "weights") is W and memory.content({"anchor": W}, "weights") is W
-    assert memory.content({"commit": W}, "update") is None
-    chosen = memory.choose(SOME, {"commit": W}, {"commit": W, "update": W, "weights": W}, ["update", "weights"])
-    assert torch.equal(chosen["weights"]["w1"], W["w1"])
-    assert (chosen["update"]["w1"][0] == 0).all() and (chosen["update"]["w1"][1] == 7).all()
-
-
-def test_a_fresh_sequence_holds_copies_of_the_start() -> None:
-    start = [("w1", torch.ones(3, 4, 5))]
-    made = memory.at_start(("commit", "weights", "update"), start, 2, torch.float64)
-    assert made.keys() == {"commit"} and made["commit"]["w1"].shape == (2, 3, 4, 5)
-    assert memory.at_start(("weights", "momentum"), start, 2, torch.float64).keys() == {"weights"}
-
 
 def test_a_counter_is_a_number_for_each_head() -> None:
     """A state whose counters have the shape of their weight, as they once had, goes on to the same."""

@@ -44,15 +44,6 @@ def tensors(state: Any) -> list[Tensor]:
     return found
 
 
-@every_state
-def test_a_saved_state_goes_on(kind: str, name: str, tmp_path: Path) -> None:
-    call, state, x = MADE[kind](name)
-    torch.save(state.detach(), tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert type(loaded) is type(state)
-    assert torch.equal(call(x, loaded)[0], call(x, state)[0])
-
-
 def test_another_process_reads_it(tmp_path: Path) -> None:
     states = [made("ttt_mlp")[1] for made in MADE.values()]
     torch.save([state.detach() for state in states], tmp_path / "states.pt")
@@ -97,15 +88,6 @@ def test_selected_sequences_go_on(kind: str, name: str) -> None:
     call, state, x = MADE[kind](name)
     index = torch.tensor([2, 0, 2])
     torch.testing.assert_close(call(x[index], state.select(index))[0], call(x, state)[0][index])
-
-
-@pytest.mark.parametrize("kind", MADE)
-def test_detached_states_and_their_size(kind: str) -> None:
-    _, state, _ = MADE[kind]("ttt_linear")
-    assert any(tensor.requires_grad for tensor in tensors(state))
-    detached = state.detach()
-    assert type(detached) is type(state) and not any(tensor.requires_grad for tensor in tensors(detached))
-    assert 0 < state.nbytes == detached.nbytes <= sum(tensor.nbytes for tensor in tensors(state))
 
 
 def test_the_state_of_a_model_of_other_layers() -> None:

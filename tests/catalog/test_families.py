@@ -18,7 +18,7 @@ from metattt.catalog.layer_measures import Operations, examine, write_down
 from metattt.cli import main
 from metattt.errors import MetaTTTError
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "layers.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "layers.md"
 SIZE = ("dim=8", "num_heads=2")
 ROW = "# @package _global_\n# Mine\n{line}defaults:\n  - delta_net\n  - _self_\n"
 

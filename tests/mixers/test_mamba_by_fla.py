@@ -82,24 +82,27 @@ def test_a_layer_in_16_bits_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CALLS == [80, 40]  # once to see whether they agree, and the call
 
 
-@pytest.mark.parametrize("length", [1, 15])
-def test_few_tokens_are_not_worth_a_launch(length: int) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        layer()(torch.randn(1, length, 16))
-    assert not CALLS
+RESET = torch.zeros(2, 40, dtype=torch.bool)
+RESET[0, 7] = True
 
 
-def test_full_precision_stays_full_precision() -> None:
-    layer()(torch.randn(1, 40, 16))
-    layer().double()(torch.randn(1, 40, 16, dtype=torch.float64))
-    assert not CALLS
-
-
-def test_documents_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset = torch.zeros(2, 40, dtype=torch.bool)
-    reset[0, 7] = True
-    with torch.autocast("cpu", torch.bfloat16):
-        layer()(torch.randn(2, 40, 16), reset=reset)
+@pytest.mark.parametrize(
+    ("length", "cast", "device", "options"),
+    [
+        (1, True, "cpu", {}),
+        (15, True, "cpu", {}),
+        (40, False, "cpu", {}),
+        (40, True, "cuda", {}),
+        (40, True, "cpu", {"reset": RESET}),
+    ],
+    ids=["a token", "few tokens", "full precision", "another device", "documents"],
+)
+def test_where_they_are_not_taken(
+    length: int, cast: bool, device: str, options: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_fla, "DEVICES", (device,))
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        layer()(torch.randn(2, length, 16), **options)
     assert not CALLS
 
 
@@ -109,13 +112,6 @@ def test_padding_leaves_the_memory_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     ours, plain = both(monkeypatch, mask=mask)
     for one, other in zip(ours, plain, strict=True):
         assert (one - other).abs().max() <= 0.03 * other.abs().max()
-
-
-def test_not_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_fla, "DEVICES", ("cuda",))
-    with torch.autocast("cpu", torch.bfloat16):
-        layer()(torch.randn(1, 40, 16))
-    assert not CALLS
 
 
 def scaled(*given: Any, scale: float, **options: Any) -> Any:

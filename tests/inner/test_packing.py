@@ -126,23 +126,6 @@ def test_a_model_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(planned) == 1
 
 
-def test_a_reset_on_padding_belongs_to_the_next_token_of_a_model() -> None:
-    """Documents must not bleed into each other where the start of one is marked on padding."""
-    torch.manual_seed(0)
-    cfg = compose(
-        "preset=tiny", "layer=ttt_linear", "dim=16", "num_heads=2", "model.num_layers=2", job="language_model"
-    )
-    model = instantiate_model(cfg).double()
-    ids = torch.randint(256, (1, 9))
-    mask = torch.tensor([[True, True, True, False, True, True, True, True, True]])
-    reset = torch.zeros_like(mask)
-    reset[0, 3] = True
-    with torch.no_grad():
-        found = model(ids, mask=mask, reset=reset)
-        apart = torch.cat([model(ids[:, :3]), model(ids[:, 4:])], dim=1)
-    assert torch.allclose(found[mask], apart[0], rtol=1e-9, atol=1e-10)
-
-
 def test_token_steps_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     token_steps = GradientDescent.token_steps

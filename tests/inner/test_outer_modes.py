@@ -7,25 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from oracle import Call, outputs
 from saved import SavedBytes
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from metattt.composition.compose import build
 from metattt.errors import MetaTTTError
 from metattt.inner import execution
 from metattt.inner.plan import Plan
 from metattt.layer import TTTLayer
 from metattt.learners import MLP, KernelEstimator, Learner, Linear, Transformer
-from metattt.optimizers import Append, GradientDescent, InnerOptimizer, Momentum, StateGated, WholeSequence
+from metattt.optimizers import Append, GradientDescent, InnerOptimizer, StateGated
 from metattt.optimizers.block import BlockMomentum
-from metattt.state import State
 from metattt.tasks import Reconstruction
 from metattt.testing import LAWS, Specimen
-from metattt.testing.specimen import Run, compare, cotangent, distance, gradient_distance, gradients, randomize, run
+from metattt.testing.specimen import cotangent, distance, randomize
 
 BOUND = 1e-9  # relative, float64
 DIM, HEADS = 8, 2
@@ -44,108 +41,6 @@ def descent(**settings: Any) -> GradientDescent:
 
 def tokens(length: int = 11, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(2, length, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def observed(layer: TTTLayer, x: Tensor) -> tuple[Any, Any]:
-    start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
-    return layer.tokens(x, start, layer.call(x, start).ctx)[:2]
-
-
-def plain(layer: TTTLayer, x: Tensor, *, online: bool, first_order: bool = True) -> Run:
-    """`W_t = W_{t−1} − η_t sg[∇ℓ_t]` of a linear map with norm, gradients at the last commit or at W_{t−1}."""
-    x = x.detach().requires_grad_()
-    (k, v, q, *_), gates = observed(layer, x)
-    learner, slow = layer.learner, dict(layer.learner.slow)
-
-    def f(w: Tensor, b: Tensor, z: Tensor) -> Tensor:
-        h = (z.unsqueeze(-2) @ w).squeeze(-2) + b
-        if not slow:
-            return h
-        return z + F.layer_norm(h, h.shape[-1:], eps=1e-6) * slow["norm_scale"] + slow["norm_bias"]
-
-    weights = [learner.init[name].unsqueeze(0).expand(len(x), *learner.init[name].shape) for name in ("w1", "b1")]
-    at, rows = weights, []
-    for t in range(x.shape[1]):
-        point = [w.view_as(w) if w.requires_grad else w.detach().requires_grad_() for w in (weights if online else at)]
-        loss = 0.5 * (f(*point, k[:, :, t]) - v[:, :, t]).square().sum()
-        found = torch.autograd.grad(loss, point, create_graph=True)
-        eta = gates.eta[:, :, t]
-        steps = (g.detach() if first_order else g for g in found)
-        weights = [w - eta.view(*eta.shape, *(1,) * (w.ndim - 2)) * g for w, g in zip(weights, steps, strict=True)]
-        rows.append(f(*weights, q[:, :, t]))
-        if (t + 1) % layer.optimizer.mini_batch_size == 0:
-            at = weights
-    y = layer.out(layer.norm(torch.stack(rows, 1).flatten(2)))  # type: ignore[misc]
-    return Run(y.detach(), None, gradients(layer, x, (y * cotangent(y)).sum()))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("form", ["primal", "dual"])
-@pytest.mark.parametrize("outer", ["exact", "first_order"])
-def test_first_order_against_a_loop_with_detach(form: str, outer: str) -> None:
-    layer = make(Linear(), descent(), form=form, outer=outer)
-    expected = plain(layer, tokens(), online=False, first_order=outer == "first_order")
-    for cuts in ((), (1, 3, 6)):
-        assert compare(run(layer, tokens(), cuts, grads=True), expected) < BOUND
-    grouped = make(Linear(), descent(), form=form, outer=outer, group_size=1)
-    assert compare(run(grouped, tokens(), grads=True), expected) < BOUND
-
-
-@pytest.mark.parametrize("form", ["primal", "auto"])
-def test_first_order_of_an_online_rule(form: str) -> None:
-    layer = make(
-        Linear(residual=False, norm=False), descent(anchor="online", mini_batch_size=16), form=form, outer="first_order"
-    )
-    assert layer.plan.form == ("primal" if form == "primal" else "solved")
-    assert compare(run(layer, tokens(), grads=True), plain(layer, tokens(), online=True)) < BOUND
-
-
-RULES: dict[str, Any] = {
-    "token steps": lambda: descent(token_steps="per_head"),
-    "clipped": lambda: descent(max_norm=0.05),
-    "momentum": lambda: Momentum(4, base_lr=0.3, lr_scale="none", decay="per_head", decay_to_init=True),
-    "exclusive": lambda: descent(read="exclusive"),
-    "previous": lambda: descent(read="previous", steps=2),
-    "final": lambda: WholeSequence(steps=3, base_lr=4.0),
-    "muon": lambda: BlockMomentum(4, orthogonalize=True, base_lr=0.3),
-    "state gated": lambda: StateGated(4, base_lr=0.3, lr_scale="none", read="previous"),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_first_order_is_the_same_function_in_every_form(rule: str) -> None:
-    found = {}
-    for form in ("primal", "dual", "summed"):
-        try:
-            layer = make(
-                MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form=form, outer="first_order"
-            )  # type: ignore[call-arg]
-        except MetaTTTError:
-            assert form == "summed"
-            continue
-        found[form] = run(layer, tokens(), grads=True)
-    exact = run(
-        make(MLP(step_scale=0.5) if rule != "muon" else MLP(), RULES[rule](), form="primal"), tokens(), grads=True
-    )  # type: ignore[call-arg]
-    assert len(found) == (3 if rule in ("previous", "final", "muon", "state gated") else 2)
-    for one in found.values():
-        assert compare(one, found["primal"]) < BOUND
-    torch.testing.assert_close(found["primal"].y, exact.y)
-    assert gradient_distance(found["primal"].grads, exact.grads) > 1e-3  # another gradient, the same outputs
-
-
-def test_first_order_of_a_learner_that_mixes_tokens() -> None:
-    layers = [
-        make(Transformer(num_heads=2), descent(read=read), outer="first_order") for read in ("inclusive", "previous")
-    ]
-    names = [name for name, p in layers[0].named_parameters() if p.requires_grad]
-    found = []
-    for layer in layers:  # the weights that a mini-batch leaves, by both ways of taking gradients
-        left = layer(tokens(4))[1].weights["commit"]
-        total = sum((w * cotangent(w)).sum() for w in left.values())
-        grads = torch.autograd.grad(total, list(layer.parameters()), allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
-        found.append(dict(zip(names, grads, strict=True)))
-    for name in names:
-        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-9, atol=1e-12)
 
 
 def test_norms_of_gradients_are_constants_too() -> None:
@@ -193,13 +88,6 @@ def test_other_mistakes() -> None:
     layer = make(Linear(), descent())
     with pytest.raises(MetaTTTError, match=r"layer\.outer=second is not allowed"):
         layer.outer = "second"  # type: ignore[assignment]
-
-
-def test_overrides() -> None:
-    layer = build("layer=ttt_linear", "layer.outer=first_order", "dim=8", "num_heads=2")
-    assert "outer='first_order'" in repr(layer)
-    with pytest.raises(MetaTTTError, match=r"layer\.outer"):
-        build("layer=ttt_linear", "layer.outer=frist_order")
 
 
 # -- derivatives of other kinds ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "third_party_learner"
 KINDS = (".py", ".yaml", ".cpp", ".h", ".typed")  # of files that the wheel needs
 

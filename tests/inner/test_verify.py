@@ -4,7 +4,6 @@ change."""
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
-from metattt.learners import MLP, FastWeights, Learner, Linear
+from metattt.learners import MLP, Learner, Linear
 from metattt.optimizers import GradientDescent, InnerOptimizer
 from metattt.tasks import Reconstruction, Task
 from metattt.testing.specimen import compare, run
@@ -56,16 +55,6 @@ class WhileTraining(Reconstruction):
         return super().loss(prediction, v) * (1 if self.training else 2)
 
 
-class Bent(Linear):
-    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(w, x))
-
-
-class BentMLP(MLP):
-    def wrap(self, w: FastWeights, x: Tensor, y: Tensor) -> Tensor:
-        return 0.5 * super().wrap(w, x, y)
-
-
 def plain() -> Learner:
     return Linear(residual=False, norm=False)
 
@@ -100,22 +89,6 @@ def test_a_loss_of_ones_own(loss: str, learner: str) -> None:
     assert any(LOSSES[loss].__name__ in why for why in layer.plan.reasons.values())
     for mode in (True, False):
         assert compare(run(layer.train(mode), x(), grads=True), run(oracle.train(mode), x(), grads=True)) < BOUND
-
-
-@pytest.mark.parametrize("kind", ["linear", "mlp", "online"])
-def test_a_learner_with_a_forward_of_its_own(kind: str) -> None:
-    def learner() -> Learner:
-        return {"linear": Bent(), "mlp": BentMLP(), "online": Bent(residual=False, norm=False)}[kind]
-
-    optimizer = rule("online linear" if kind == "online" else kind)
-    layer, oracle = (
-        made(Reconstruction(), learner(), optimizer),
-        made(Reconstruction(), learner(), copy.deepcopy(rule(kind)), "primal"),
-    )
-    if kind == "online":
-        oracle = made(Reconstruction(), learner(), rule("online linear"), "primal")
-    assert layer.form == layer.plan.form == "dual"
-    assert compare(run(layer, x(), grads=True), run(oracle, x(), grads=True)) < BOUND
 
 
 def test_what_is_squared_error_by_itself_is_taken() -> None:
@@ -172,18 +145,6 @@ def test_parts_cannot_be_replaced() -> None:
             setattr(layer, name, other)
 
 
-def test_a_refused_constructor_leaves_its_parts_free() -> None:
-    task, learner, optimizer = Reconstruction(rope="mini_batch"), Linear(), GradientDescent(4)
-    with pytest.raises(MetaTTTError, match="head width 3 is odd"):
-        TTTLayer(6, 2, task, learner, optimizer)
-    with pytest.raises(MetaTTTError, match="summed"):
-        TTTLayer(8, 2, task, learner, optimizer, form="summed")
-    layer = TTTLayer(8, 2, task, learner, optimizer)
-    with pytest.raises(MetaTTTError, match="already belongs to a layer"):
-        TTTLayer(8, 2, task, Linear(), GradientDescent(4))
-    assert layer(torch.randn(1, 5, 8))[0].shape == (1, 5, 8)
-
-
 def test_replicas_and_copies_run_their_own_parts() -> None:
     """What `nn.DataParallel` and `copy.copy` make."""
     layer = made(Reconstruction(), MLP(), GradientDescent(4))
@@ -202,59 +163,7 @@ def test_replicas_and_copies_run_their_own_parts() -> None:
     assert deep.inner.learner is deep.learner is not layer.learner
 
 
-@pytest.mark.parametrize("form", ["auto", "dual", "primal"])
-def test_many_threads_share_a_layer(form: str) -> None:
-    """Recomputation puts parameters into copies of the parts, where no other thread finds them."""
-    layer = made(Reconstruction("shared_qk"), MLP(), GradientDescent(4, token_steps="shared"), form)
-    layer.group_size = 1
-    given = [torch.randn(1, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    parameters = list(layer.parameters())
-
-    def once(tokens: Tensor) -> list[Tensor]:
-        y, _ = layer(tokens)
-        return [y, *torch.autograd.grad(y.square().sum(), parameters, allow_unused=True, materialize_grads=True)]
-
-    expected = [once(tokens) for tokens in given]
-    failures: list[BaseException] = []
-
-    def work(i: int) -> None:
-        try:
-            for _ in range(4):
-                for found, wanted in zip(once(given[i]), expected[i], strict=True):
-                    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-13)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
-
-
 # -- a state that a user holds is the user's ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("read", ["inclusive", "previous"])
-@pytest.mark.parametrize("anchor", ["minibatch", "batch", "online"])
-def test_a_state_shares_no_memory_with_parameters(anchor: str, read: str) -> None:
-    layer = made(Reconstruction(), Linear(), GradientDescent(8, anchor, read))  # type: ignore[arg-type]
-    kept = {name: value.clone() for name, value in layer.named_parameters()}
-    with torch.no_grad():
-        _, state = layer(x(3))
-        layer(x(5), state)
-        for weights in state.weights.values():
-            for value in weights.values():
-                value.add_(1)
-    assert all(torch.equal(value, kept[name]) for name, value in layer.named_parameters())
-    with torch.no_grad():
-        _, state = layer(x(3))
-        state = state.detach()
-        held = [value.clone() for weights in state.weights.values() for value in weights.values()]
-        for parameter in layer.parameters():  # an optimizer's step between two pieces of a sequence
-            parameter.add_(1)
-        assert all(map(torch.equal, held, (value for weights in state.weights.values() for value in weights.values())))
 
 
 def test_a_loss_of_ones_own_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:

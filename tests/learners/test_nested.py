@@ -1,0 +1,73 @@
+"""SwiGLU, convolutions, kernel ridge regression, nested learners and further tasks: the laws, and plain references in
+float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from metattt.composition.compose import build
+from metattt.layer import TTTLayer
+from metattt.learners import Linear, NestedTTT
+from metattt.optimizers import GradientDescent
+from metattt.tasks import Reconstruction
+from metattt.testing.specimen import cotangent, gradient_distance, gradients, randomize
+
+
+def inner_layer(**options: object) -> Callable[..., TTTLayer]:
+    return partial(
+        TTTLayer, num_heads=1, task=Reconstruction(), learner=Linear(), optimizer=GradientDescent(2), **options
+    )
+
+
+# -- the same learners written out, and the loop over mini-batches around them -----------------------------------------
+
+
+def test_three_levels_of_learning() -> None:
+    """Splits, causality and all gradients of a layer in a layer in a layer; all sequences at once or one after the
+    other."""
+
+    def middle() -> Callable[..., TTTLayer]:
+        return partial(
+            TTTLayer,
+            num_heads=1,
+            task=Reconstruction(),
+            learner=NestedTTT(inner_layer()),
+            optimizer=GradientDescent(3, read="previous"),
+        )
+
+    def layer(group_size: int | None) -> TTTLayer:
+        torch.manual_seed(0)
+        made = TTTLayer(
+            4, 1, Reconstruction(), NestedTTT(middle()), GradientDescent(4, read="previous"), group_size=group_size
+        ).double()
+        randomize(made)
+        return made
+
+    x = torch.randn(2, 9, 4, dtype=torch.float64, requires_grad=True)
+    results = []
+    for made in (layer(None), layer(0)):
+        y = made(x)[0]
+        found = gradients(made, x, (y * cotangent(y)).sum())
+        assert all(found[name].any() for name in found if name.endswith(("w1", "out/weight")))
+        results.append(found)
+        first, state = made(x[:, :6])
+        assert torch.allclose(torch.cat([first, made(x[:, 6:], state)[0]], dim=1), y, rtol=1e-9, atol=1e-12)
+        (leak,) = torch.autograd.grad(made(x)[0][:, 5].sum(), x)
+        assert leak[:, :6].any() and not leak[:, 6:].any()
+    assert gradient_distance(results[1], results[0]) < 1e-9
+
+
+def test_a_module_and_deeper_nesting_from_the_command_line() -> None:
+    module = build(
+        "learner=module",
+        "learner.module._target_=torch.nn.Linear",
+        "learner.module._args_=[4,4]",
+        "dim=8",
+        "num_heads=2",
+    )
+    assert module.form == "dual"
+    deeper = ("learner@learner.layer.learner=nested_ttt", "learner.layer.optimizer.read=previous")
+    assert build("layer=nested_ttt", *deeper, "dim=8", "num_heads=2").form == "summed"

@@ -1,0 +1,117 @@
+"""Which weights of a learner are fast, and steps of their own size for each, of modules and learners of one's own. (Those of
+the package: `test_drawn_compositions`.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from metattt.composition.compose import build
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.learners import MLP, FastWeights, Learner, Linear, ModuleLearner, Weight
+from metattt.optimizers import GradientDescent
+from metattt.tasks import Reconstruction
+from metattt.testing.specimen import compare, randomize, run
+
+BOUND = 1e-9  # relative, float64
+DIM, HEADS = 8, 2
+
+
+def make(learner: Learner, form: str = "auto", **rule: Any) -> TTTLayer:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"mini_batch_size": 4, "lr_scale": "none", "base_lr": 0.2} | rule
+    layer = TTTLayer(DIM, HEADS, Reconstruction(), learner, GradientDescent(**settings), form=form).double()
+    randomize(layer)
+    return layer
+
+
+def tokens(length: int = 11) -> Tensor:
+    return torch.randn(2, length, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+class Apart(nn.Module):
+    """A module that does with its matrix what no primitive does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.eye(4) / 2), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.matrix_exp(self.weight) + self.shift
+
+
+def test_any_module() -> None:
+    options: dict[str, Any] = {"trainable": ["2/weight", "2/bias"], "step_scale": {"2/weight": 0.5}}
+    layers = [make(ModuleLearner(net(), **options), form) for form in ("primal", "dual")]
+    assert set(layers[0].learner.init) == {"2/weight", "2/bias"}
+    assert set(layers[0].learner.slow) == {"0/weight", "0/bias"}
+    assert compare(*[run(layer, tokens(), grads=True) for layer in layers]) < BOUND
+    by_depth = make(ModuleLearner(net(), step_scale=0.1)).learner  # type: ignore[call-arg]
+    assert by_depth.step_scales == {"0/weight": 0.1, "0/bias": 0.1}
+    apart = [make(ModuleLearner(Apart(), trainable=["shift"]), form) for form in ("primal", "auto")]  # type: ignore[call-arg]
+    assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
+    apart = [
+        make(ModuleLearner(Apart(), step_scale={"weight": 0.1}), form, read="previous") for form in ("primal", "summed")
+    ]  # type: ignore[call-arg]
+    assert compare(*[run(layer, tokens(), grads=True) for layer in apart]) < BOUND
+
+
+class Own(Learner):
+    """A user's learner, whose constructor knows nothing of either setting."""
+
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.width = width
+
+    def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
+        return {
+            "up": Weight((d_in, self.width)),
+            "down": Weight((self.width, d_out)),
+            "mean": Weight((d_out,), fast=False),
+        }
+
+    def forward(self, w: FastWeights, x: Tensor) -> Tensor:
+        return w.bias(w.linear(torch.tanh(w.linear(x, "up")), "down"), "mean")
+
+
+def test_a_learner_of_ones_own() -> None:
+    layers = [make(Own(5, trainable=["down", "mean"], step_scale={"mean": 0.1}), form) for form in ("primal", "dual")]  # type: ignore[call-arg]
+    assert (set(layers[0].learner.init), set(layers[0].learner.slow)) == ({"down", "mean"}, {"up"})
+    assert compare(*[run(layer, tokens(), grads=True) for layer in layers]) < BOUND
+    assert "trainable=['down', 'mean']" in repr(layers[0].learner)
+    with pytest.raises(MetaTTTError, match="names of Own's weights show none: give factors by name, of up, down"):
+        make(Own(step_scale=0.5))  # type: ignore[call-arg]
+
+
+def test_slow_weights_are_trained_by_the_outer_loop() -> None:
+    layer = make(MLP(trainable=["w2", "b2"], learn_init=False))  # type: ignore[call-arg]
+    layer(tokens())[0].sum().backward()
+    assert layer.learner.slow["w1"].grad is not None
+    assert layer.learner.init["w2"].grad is None
+
+
+def test_kernels_leave_both_alone() -> None:
+    for options in ({"trainable": ["w1"]}, {"step_scale": {"w1": 0.5}}):
+        layer = make(Linear(**options))
+        assert layer.form == "dual"
+        with pytest.raises(MetaTTTError, match=r"layer\.form=fused has no kernel"):
+            make(Linear(**options), "fused")
+    assert make(Linear()).form == "fused"
+    assert make(Linear(step_scale={"w1": 1.0})).form == "fused"  # type: ignore[call-arg]
+
+
+def test_overrides() -> None:
+    size = ("dim=8", "num_heads=2")
+    layer = build("layer=ttt_mlp", *size, "learner.trainable=[w2,b2]", "learner.step_scale={w2: 0.5}")
+    assert (list(layer.learner.init), layer.learner.step_scales) == (["w2", "b2"], {"w2": 0.5})
+    assert build("layer=ttt_mlp", *size, "learner.step_scale=0.5").learner.step_scales == {"w1": 0.5, "b1": 0.5}
+    assert build("layer=lact", *size, "learner.trainable=[w1]").learner.init.keys() == {"w1"}

@@ -1,0 +1,73 @@
+"""A window over data: every query, however the sequence is cut, masked and packed, against attention over all data
+with a mask that is written out; and grouped-query heads against heads that are copied."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import metattt
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.learners import KernelEstimator
+from metattt.optimizers import Append
+from metattt.tasks import Reconstruction
+from metattt.testing.specimen import randomize
+
+DIM, HEADS = 8, 4
+
+
+def make(window: int | None, sinks: int = 0, kernel: str = "exponential", kv_heads: int | None = None) -> TTTLayer:
+    task = Reconstruction(rope="full", kv_heads=kv_heads)
+    layer = TTTLayer(DIM, HEADS, task, KernelEstimator(kernel, neighbours=2, window=window, sinks=sinks), Append())  # type: ignore[arg-type]
+    layer.double()
+    randomize(layer)
+    return layer
+
+
+def in_pieces(
+    layer: TTTLayer, x: Tensor, cuts: list[int], mask: Tensor | None = None, reset: Tensor | None = None
+) -> Tensor:
+    state, rows = None, []
+    for start, end in pairwise([0, *cuts, x.shape[1]]):
+        some = [None if flag is None else flag[:, start:end] for flag in (mask, reset)]
+        y, state = layer(x[:, start:end], state, mask=some[0], reset=some[1])
+        rows.append(y)
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_the_state_stops_growing_at_the_window(sinks: int) -> None:
+    layer, state, sizes = make(6, sinks), None, []
+    for _ in range(40):
+        _, state = layer(torch.randn(2, 1, DIM, dtype=torch.float64), state)
+        sizes.append(state.nbytes)
+    assert len(set(sizes[5:])) == 1 and sizes[0] < sizes[5]
+    assert state is not None and state.learner["k"].shape[2] == sinks + 5
+    longer = layer(torch.randn(2, 40, DIM, dtype=torch.float64))[1]
+    assert longer.nbytes == sizes[-1]
+
+
+def test_grouped_heads_keep_fewer_keys() -> None:
+    states = [make(None, kv_heads=g)(torch.randn(1, 16, DIM, dtype=torch.float64))[1] for g in (None, 2, 1)]
+    sizes = [state.learner["k"].nbytes for state in states]
+    assert sizes == [sizes[0], sizes[0] // 2, sizes[0] // 4]
+
+
+def test_a_state_of_another_window_is_refused() -> None:
+    x = torch.randn(2, 12, DIM, dtype=torch.float64)
+    wide, narrow, full = make(8), make(4), make(None)
+    for layer, state in ((narrow, wide(x)[1]), (narrow, full(x)[1]), (full, narrow(x)[1])):
+        with pytest.raises(MetaTTTError, match="the state is from another layer"):
+            layer(x, state)
+
+
+def test_autocast_keeps_positions() -> None:
+    layer = metattt.build("layer=window_attention", "learner.window=4", "learner.sinks=1", "dim=8", "num_heads=4")
+    x = torch.randn(2, 13, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = in_pieces(layer, x, [6, 7])
+    torch.testing.assert_close(found.float(), layer(x)[0], rtol=0.05, atol=0.05)

@@ -1,0 +1,165 @@
+"""The generalised delta rule `W_t = Diag(a_t) W_{t−1} − η_t (b_tᵀ (p_t W') − k_tᵀ v_t)`, with n pairs a token, of tasks and
+rules of one's own; decays of 0 among them. (Those of the package: `test_drawn_compositions`.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.errors import MetaTTTError
+from metattt.layer import TTTLayer
+from metattt.learners import MLP, KernelRidge, Linear
+from metattt.optimizers import Append, GradientDescent, Momentum
+from metattt.optimizers.base import Gates
+from metattt.state import Context, Tensors
+from metattt.tasks import Reconstruction, WindowViews
+from metattt.tasks.base import Views
+from metattt.testing import LAWS
+from metattt.testing.specimen import Specimen
+
+DIM, HEADS = 8, 2
+LINEAR = {"residual": False, "norm": False, "bias": False}
+
+
+class Generalised(Reconstruction):
+    """Views with an erase view, another direction of erasing, and several pairs, each by a projection of its own."""
+
+    def __init__(self, erase: bool = True, direction: bool = False, pairs: int = 0, loss: Any = "squared"):
+        super().__init__(loss=loss)
+        self.erase, self.direction, self.pairs = erase, direction, pairs
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        many = max(1, self.pairs)
+        self.more = nn.ParameterDict(
+            {name: nn.Parameter(0.5 * torch.randn(dim, many * dim)) for name in ("k", "v", "p", "b")}
+        )
+
+    def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> tuple[Views, Tensors]:
+        plain, state = super().views(x, state, ctx)
+
+        def made(name: str) -> Tensor:
+            view = (x @ self.more[name]).unflatten(-1, (max(1, self.pairs), self.num_heads, -1)).permute(0, 3, 1, 2, 4)
+            return view if self.pairs else view.squeeze(3)
+
+        p, b = made("p") if self.erase else None, made("b") if self.direction else None
+        return Views(made("k"), made("v"), plain.q, p, b), state
+
+
+class ByChannel(GradientDescent):
+    """A decay for every input channel: of 1, of exactly 0, and between."""
+
+    def __init__(self, gradient_at: Any = "decayed", read: Any = "inclusive", sharp: float = 1.0):
+        super().__init__(1, "online", read, lr_scale="none")
+        self.gradient_at, self.sharp = gradient_at, sharp
+
+    def build(self, dim: int, num_heads: int, head_dim: int) -> None:
+        super().build(dim, num_heads, head_dim)
+        self.gate = nn.Parameter(torch.randn(dim, dim))
+
+    def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+        gates, state = super().gates(x, state, ctx)
+        with torch.autocast(x.device.type, enabled=False):
+            logit = x @ self.gate * self.sharp
+        decay = -F.relu(logit).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        decay = torch.where(decay < -3 * self.sharp, -torch.inf, decay)
+        return gates._replace(decay=decay), state
+
+
+def build(task: Any, rule: Any) -> TTTLayer:
+    return TTTLayer(DIM, HEADS, task, Linear(**LINEAR), rule).double()
+
+
+def online() -> GradientDescent:
+    return GradientDescent(1, "online", lr_scale="none")
+
+
+RULES = {
+    "decayed": lambda: Momentum(1, "online", lr_scale="none", momentum="none", decay="per_head", gradient_at="decayed"),
+    "channels": ByChannel,
+    "channels before": lambda: ByChannel("previous"),
+}
+TASKS = {"direction": lambda: Generalised(direction=True), "pairs that erase": lambda: Generalised(direction=True, pairs=2)}
+
+
+@pytest.mark.parametrize("law", ["forms", "splits", "causality", "masks", "packing", "round_trips", "derivatives"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("task", TASKS)
+def test_laws(task: str, rule: str, law: str) -> None:
+    spec = Specimen(lambda: Linear(**LINEAR), TASKS[task], RULES[rule], DIM, HEADS, {})
+    assert LAWS[law].worst_error(spec) <= LAWS[law].bound
+
+
+@pytest.mark.parametrize("rate", [1e-4, 0.5, 0.999, 1.0])
+def test_long_decays_in_fp32(rate: float) -> None:
+    """4,096 tokens in fp32 against fp64: what a decay of 1e-4 a token leaves is as exact as what none leaves."""
+
+    class Fixed(ByChannel):
+        def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates, Tensors]:
+            gates, state = GradientDescent.gates(self, x, state, ctx)
+            channels = torch.linspace(rate, 1, self.gate.shape[0] // self.num_heads, dtype=x.dtype).log()
+            return gates._replace(decay=channels.expand(*gates.eta.shape, -1)), state
+
+    layer = build(Reconstruction(normalize_qk=True), Fixed())
+    x = torch.randn(1, 4096, DIM, dtype=torch.float64)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        found = layer.float()(x.float())[0]
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < 2e-6, error
+
+
+def refused(what: str, *parts: Any, **options: Any) -> None:
+    with pytest.raises(MetaTTTError, match=what):
+        TTTLayer(DIM, HEADS, *parts, **options)(torch.randn(1, 5, DIM))
+
+
+def test_refusals() -> None:
+    """What cannot be computed is said when tokens come, in one line, and never left out."""
+    refused("needs a linear learner", Generalised(), MLP(), online())
+    refused("needs a linear learner", Generalised(), MLP(), online(), form="primal")
+    refused("needs a linear learner", Generalised(), Linear(**LINEAR), GradientDescent(4))
+    refused("needs a linear learner", Generalised(loss="huber"), Linear(**LINEAR), online())
+    refused("no meaning for a bias", Generalised(), Linear(residual=False, norm=False), online())
+    refused("a loss that erases", Generalised(loss="dot"), Linear(**LINEAR), online())
+    refused("one after the other", Generalised(erase=False, pairs=2), MLP(), online())
+    refused("one after the other", Generalised(erase=False, pairs=2), Linear(**LINEAR), Momentum(1, "online"))
+    refused(
+        "no token steps", Generalised(erase=False, pairs=2), Linear(**LINEAR), GradientDescent(4, token_steps="shared")
+    )
+    refused("no look-ahead", WindowViews(), Linear(**LINEAR), Momentum(1, "online", nesterov=True))
+    refused("keeps its data", Generalised(), KernelRidge(), Append())
+
+
+def test_views_that_do_not_fit() -> None:
+    class Changed(Reconstruction):
+        def __init__(self, **changes: Any):
+            super().__init__()
+            self.changes_of = changes
+
+        def views(self, x: Tensor, state: Tensors, ctx: Context, **given: Any) -> tuple[Views, Tensors]:
+            views, state = super().views(x, state, ctx)
+            return views._replace(**{name: change(views) for name, change in self.changes_of.items()}), state
+
+    for what, name, change in (
+        ("the view erase_key has shape", "erase_key", lambda views: views.k[..., :2]),
+        ("the view erase_direction has shape", "erase_direction", lambda views: views.k[:, :1]),
+        ("the pairs' weight has shape", "weight", lambda views: views.k),
+        ("for tokens with several pairs", "weight", lambda views: views.k[..., 0]),
+    ):
+        refused(what, Changed(**{name: change}), Linear(**LINEAR), online())
+
+
+def test_narrow_types() -> None:
+    """Under autocast the views are rounded, the weights and the decays are not."""
+    layer = build(Reconstruction(normalize_qk=True), ByChannel()).float()
+    x = torch.randn(2, 70, DIM)
+    expected = layer(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(x)
+    assert state.weights["weights"]["w1"].dtype == torch.float32
+    assert ((y - expected).norm() / expected.norm()).item() < 0.02
