@@ -505,7 +505,7 @@ def test_a_trained_model_generates_and_is_evaluated(
 
 def test_the_documentation() -> None:
     """Its Python runs, and its commands compose."""
-    text = (Path(__file__).resolve().parent.parent / "docs" / "end_to_end.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "end_to_end.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "end_to_end"}
     for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         exec(compile(block, "end_to_end.md", "exec"), names)

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from compiled import SHARED_LIMIT, Compiled, compiled
+from compiled import SHARED_LIMIT
+from compiled_kernels import both_passes
 
 from metattt.kernels.triton.device import OPERANDS, SIZES, WIDTHS
 from metattt.kernels.ttt_mlp.on_gpu import TTTMLPOnGPU
@@ -24,29 +25,6 @@ def process() -> Iterator[ProcessPoolExecutor]:
             os.environ.pop("TRITON_INTERPRET", None)
             made.submit(int).result()
         yield made
-
-
-def both_passes(d: int, b: int, name: str, per_sm: int) -> list[Compiled]:
-    """The kernels of a forward and a backward pass over 1,027 tokens of four heads, with biases and token steps."""
-    from metattt.kernels.ttt_mlp.backward import backward
-    from metattt.kernels.ttt_mlp.forward import empty_weights, forward, slots
-
-    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    dtype = getattr(torch, name)
-    q = tensor(1, 1027, 4, d, dtype=dtype)
-    weights = (tensor(4, d, 4 * d), tensor(4, 4 * d), tensor(4, 4 * d, d), tensor(4, d))
-    tokens, norm = (q, q, q, tensor(1, 1027, 4), tensor(4, b)), (tensor(4, d), tensor(4, d))
-    ahead, back = (config(kernel, d, b, dtype, per_sm) for kernel in ("forward", "backward"))
-    final = empty_weights(weights, (1, 4))
-    kept = empty_weights(weights, (slots(q, None, b, 16), 4))
-
-    def launch() -> None:
-        forward(*tokens, weights, *norm, None, b, 16, ahead)
-        backward(*tokens, *norm, None, b, 16, final, kept, q, final, final, ahead, back)
-
-    return compiled(launch)
 
 
 def refused(d: int, b: int, dtype: torch.dtype) -> bool:

@@ -18,7 +18,7 @@ from metattt.kernels.triton.device import SHARED_MEMORY, SIZES, WIDTHS
 from metattt.kernels.ttt_linear import tuning
 from metattt.kernels.ttt_linear.on_gpu import TTTLinearOnGPU
 
-SCRIPT = Path(__file__).with_name("shared_memory_of_ttt_linear.py")
+SCRIPT = Path(__file__).parent.with_name("shared_memory_of_ttt_linear.py")
 
 
 def told_by(*words: str | Path) -> list[str]:

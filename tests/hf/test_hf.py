@@ -35,7 +35,7 @@ from metattt.errors import MetaTTTError
 from metattt.generation.text import generate_text
 from metattt.hf import MetaTTTCache, MetaTTTConfig, MetaTTTForCausalLM, to_transformers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["hello wörld", "a", "def read(text):\n    return"]
 TOKENS = 12
 
