@@ -131,7 +131,8 @@ SHARED: list[dict[str, Any]] = [
     {"b": 16, "documents": (5, 34, 16), "dtype": HALF, "segment": 1},
 ]  # fmt: skip
 CASES = [
-    *(Case(op, form, **case) for op in OPERATIONS for form in ("walk", "chain") for case in SHARED),
+    *(Case(op, form, **case) for op in OPERATIONS for form in ("walk", "chain") for case in SHARED
+      if (op, form) != ("ttt_mlp", "chain") or case.get("d", 32) in (32, 64)),  # of other widths it is never taken
     # What one form of the forward pass saves, either form of the backward pass reads.
     Case("ttt_linear", "walk-chain", batch=2, heads=2),
     Case("ttt_linear", "chain-walk", batch=2, heads=2),
@@ -143,7 +144,7 @@ CASES = [
     Case("ttt_mlp", "walk", 70, 64, uses="outputs", tile=64),
     Case("ttt_mlp", "walk", 36, 16, 64, dtype=HALF, tile=64),
     Case("ttt_mlp", "walk", 18, 16, 48),
-]
+]  # fmt: skip
 if DEVICE == "cuda":
     CASES += [case._replace(dtype=torch.float16) for case in CASES if case.dtype == HALF]
 
