@@ -20,9 +20,9 @@ import torch
 import triton
 from compiled import SHARED_LIMIT, Compiled, compiled
 from shared_memory_of_ttt_linear import launches
-from test_ttt_mlp_compiled import both_passes
 
 from metattt.kernels.ttt_linear import tuning
+from metattt.kernels.ttt_mlp.tuning import config
 
 SHAPES = {"ttt_linear": ((32, 16), (64, 16), (128, 16), (64, 64)), "ttt_mlp": ((32, 16), (64, 16), (128, 16))}
 FORMS = ("walk", "chain")
@@ -35,6 +35,29 @@ def linear(d: int, b: int, form: str) -> list[Compiled]:
         return compiled(partial(launches, d, b, torch.bfloat16))
     finally:
         tuning.Call.form = chosen  # type: ignore[method-assign]
+
+
+def both_passes(d: int, b: int, name: str, per_sm: int) -> list[Compiled]:
+    """The kernels of a forward and a backward pass over 1,027 tokens of four heads, with biases and token steps."""
+    from metattt.kernels.ttt_mlp.backward import backward
+    from metattt.kernels.ttt_mlp.forward import empty_weights, forward, slots
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    dtype = getattr(torch, name)
+    q = tensor(1, 1027, 4, d, dtype=dtype)
+    weights = (tensor(4, d, 4 * d), tensor(4, 4 * d), tensor(4, 4 * d, d), tensor(4, d))
+    tokens, norm = (q, q, q, tensor(1, 1027, 4), tensor(4, b)), (tensor(4, d), tensor(4, d))
+    ahead, back = (config(kernel, d, b, dtype, per_sm) for kernel in ("forward", "backward"))
+    final = empty_weights(weights, (1, 4))
+    kept = empty_weights(weights, (slots(q, None, b, 16), 4))
+
+    def launch() -> None:
+        forward(*tokens, weights, *norm, None, b, 16, ahead)
+        backward(*tokens, *norm, None, b, 16, final, kept, q, final, final, ahead, back)
+
+    return compiled(launch)
 
 
 def mlp(d: int, b: int, form: str) -> list[Compiled]:

@@ -67,19 +67,24 @@ def allocated(launch: Callable[[], None]) -> list[tuple[str, int, int]]:
     return found
 
 
+def of_shape(width: int, size: int, dtype: str, form: tuning.Form) -> list[tuple[str, int, int]]:
+    """As `allocated`, for both passes in a form."""
+    chosen = tuning.Call.form
+    tuning.Call.form = lambda call, direction, segment: form  # type: ignore[method-assign]
+    try:
+        return allocated(lambda: launches(width, size, getattr(torch, dtype)))
+    finally:
+        tuning.Call.form = chosen  # type: ignore[method-assign]
+
+
 def main(wanted: list[str]) -> None:
-    types = ("float32", "bfloat16")
-    every = [",".join(map(str, each)) for each in itertools.product(WIDTHS, SIZES, types, tuning.FORMS)]
-    for each in wanted or every:
+    shapes = itertools.product(WIDTHS, SIZES, ("float32", "bfloat16"), tuning.FORMS)
+    for each in wanted or [",".join(map(str, shape)) for shape in shapes]:
         width, size, dtype, form = each.split(",")
-        tuning.Call.form = lambda call, direction, segment, form=form: form  # type: ignore[method-assign]
-        kind = getattr(torch, dtype)
-        bound = tuning.shared_bytes(int(width), int(size), kind.itemsize, form)  # type: ignore[arg-type]
-        for name, warps, shared in allocated(lambda kind=kind, d=int(width), b=int(size): launches(d, b, kind)):
-            print(
-                f"triton {triton.__version__} d {width} b {size} {dtype} {form} {name} {warps} {shared} {bound}",
-                flush=True,
-            )
+        bound = tuning.shared_bytes(int(width), int(size), getattr(torch, dtype).itemsize, form)  # type: ignore[arg-type]
+        for name, warps, shared in of_shape(int(width), int(size), dtype, form):  # type: ignore[arg-type]
+            said = f"triton {triton.__version__} d {width} b {size} {dtype} {form} {name} {warps} {shared} {bound}"
+            print(said, flush=True)
 
 
 if __name__ == "__main__":

@@ -298,41 +298,49 @@ def layer_of(learner: Learner, optimizer: InnerOptimizer | None = None, **option
     return TTTLayer(8, 2, Reconstruction(), learner, optimizer or GradientDescent(4), **options)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_nan_in_x(value: float) -> None:
-    x = torch.randn(2, 5, 8)
-    x[1, 3, 2] = value
-    refused(lambda: layer_of(Linear())(x), "NaN")
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    mask[1, 3] = False
-    y, _ = layer_of(Linear())(x, mask=mask)  # at padding it may be anything
-    assert y.isfinite().all()
+def call(x: Tensor, **given: Any) -> tuple[Tensor, Any]:
+    return layer_of(Linear())(x, **given)
 
 
-@pytest.mark.parametrize("heads", [0, -2])
-def test_num_heads_that_are_none(heads: int) -> None:
-    refused(lambda: TTTLayer(8, heads, Reconstruction(), Linear(), GradientDescent()), f"num_heads={heads}", "at least 1")
+X = torch.zeros(2, 5, 8)
+FLAGS = torch.ones(2, 5, dtype=torch.bool)
+MISTAKES: list[tuple[Callable[[], object], tuple[str, ...]]] = [
+    *((lambda value=value: call(X + value), ("NaN",)) for value in (float("nan"), float("inf"), -float("inf"))),
+    *((lambda x=x: call(x), (str(list(x.shape)), "[B, T, 8]")) for x in (X[0], X[..., 1:], X[:, :0], X[..., None])),
+    *((lambda name=name, flags=flags: call(X, **{name: flags}), (name, "torch.bool", "[2, 5]"))
+      for name in ("mask", "reset") for flags in (FLAGS.float(), FLAGS.long(), FLAGS[:, 1:], FLAGS[0])),
+    (lambda: call(X, state=layer_of(Linear())(X[:1])[1]), ("1 sequences", "holds 2")),
+    *((lambda heads=heads: TTTLayer(8, heads, Reconstruction(), Linear(), GradientDescent()), (f"num_heads={heads}", "at least 1"))
+      for heads in (0, -2)),
+    (lambda: TTTLayer(8, 3, Reconstruction(), Linear(), GradientDescent()), ("num_heads=3", "dim=8", "1, 2, 4, 8")),
+    (lambda: TTTLayer(6, 2, Reconstruction(rope="full"), Linear(), GradientDescent(4)), ("3", "task.rope=none")),
+    (lambda: layer_of(Linear(), form="duel"), ("duel", "layer.form=dual")),
+    (lambda: layer_of(Linear(), group_size=-1), ("group_size=-1",)),
+    (lambda: layer_of(Linear(), Append()), ("Linear", "optimizer=minibatch")),
+    (lambda: layer_of(KernelEstimator(), GradientDescent(4)), ("KernelEstimator", "optimizer=append")),
+    (lambda: MLP(depth=0), ("depth=0",)),
+    (lambda: MLP(activation="gelu_tan"), ("gelu_tan", "Did you mean learner.activation=gelu_tanh?")),
+    (lambda: KernelEstimator("expnential"), ("expnential", "exponential")),
+    (lambda: KernelEstimator("nearest", neighbours=0), ("neighbours=0",)),
+    (lambda: GradientDescent(0), ("mini_batch_size=0",)),
+    (lambda: GradientDescent(4, "minibach"), ("minibach", "minibatch")),
+    (lambda: GradientDescent(4, read="previos"), ("previos", "previous")),
+    (lambda: GradientDescent(4, compute_chunk=0), ("compute_chunk=0",)),
+    *((lambda read=read: GradientDescent(4, read=read, steps=2), ("steps=2", f"read={read}", "previous"))
+      for read in ("inclusive", "exclusive")),
+    (lambda: Reconstruction(loss="square"), ("square", "squared")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", [3, 5])
-def test_num_heads_that_do_not_divide_dim(heads: int) -> None:
-    refused(
-        lambda: TTTLayer(8, heads, Reconstruction(), Linear(), GradientDescent()),
-        f"num_heads={heads}",
-        "dim=8",
-        "1, 2, 4, 8",
-    )
+@pytest.mark.parametrize(("make", "words"), MISTAKES, ids=lambda given: "-".join(given) if isinstance(given, tuple) else "")
+def test_what_is_not_allowed(make: Callable[[], object], words: tuple[str, ...]) -> None:
+    refused(make, *words)
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 7), (2, 0, 8), (2, 5, 8, 1)])
-def test_shape_of_x(shape: tuple[int, ...]) -> None:
-    refused(lambda: layer_of(Linear())(torch.zeros(shape)), str(list(shape)), "[B, T, 8]")
-
-
-def test_state_of_another_batch() -> None:
-    layer = layer_of(Linear())
-    _, state = layer(torch.randn(3, 5, 8))
-    refused(lambda: layer(torch.randn(2, 5, 8), state), "3 sequences", "holds 2")
+def test_padding_may_be_anything() -> None:
+    x, mask = torch.randn(2, 5, 8), FLAGS.clone()
+    x[1, 3, 2], mask[1, 3] = float("nan"), False
+    assert call(x, mask=mask)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -485,11 +493,6 @@ def test_final_reads_of_packed_documents() -> None:
     refused(lambda: layer(torch.randn(2, 8, 8), reset=reset), "reset", "read=final")
 
 
-@pytest.mark.parametrize("read", ["inclusive", "exclusive"])
-def test_steps_that_would_show_the_future(read: Any) -> None:
-    refused(lambda: GradientDescent(4, read=read, steps=2), "steps=2", f"read={read}", "previous")
-
-
 def test_parts_belong_to_one_layer() -> None:
     task, learner, optimizer = Reconstruction(), Linear(), GradientDescent(4)
     TTTLayer(8, 2, task, learner, optimizer)
@@ -502,33 +505,6 @@ def test_parts_without_parameters_belong_to_one_layer_too() -> None:
     rule = GradientDescent(4, lr="constant")
     layer_of(Linear(), rule)
     refused(lambda: layer_of(Linear(), rule), "GradientDescent", "already belongs")
-
-
-def test_learners_and_rules_that_do_not_fit() -> None:
-    refused(lambda: layer_of(Linear(), Append()), "Linear", "optimizer=minibatch")
-    refused(lambda: layer_of(KernelEstimator(), GradientDescent(4)), "KernelEstimator", "optimizer=append")
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: MLP(depth=0), ("depth=0",)),
-        (lambda: MLP(activation="gelu_tan"), ("gelu_tan", "Did you mean learner.activation=gelu_tanh?")),
-        (lambda: KernelEstimator("expnential"), ("expnential", "exponential")),  # type: ignore[arg-type]
-        (lambda: KernelEstimator("nearest", neighbours=0), ("neighbours=0",)),
-        (lambda: KernelEstimator(bandwidth=0.0), ("bandwidth=0.0",)),
-        (lambda: GradientDescent(0), ("mini_batch_size=0",)),
-        (lambda: GradientDescent(4, compute_chunk=0), ("compute_chunk=0",)),
-        (lambda: GradientDescent(4, "minibach"), ("minibach", "minibatch")),  # type: ignore[arg-type]
-        (lambda: GradientDescent(4, read="previos"), ("previos", "previous")),  # type: ignore[arg-type]
-        (lambda: Reconstruction(loss="square"), ("square", "squared")),  # type: ignore[arg-type]
-        (lambda: TTTLayer(6, 2, Reconstruction(rope="full"), Linear(), GradientDescent(4)), ("3", "task.rope=none")),
-        (lambda: layer_of(Linear(), form="duel"), ("duel", "layer.form=dual")),
-        (lambda: layer_of(Linear(), group_size=-1), ("group_size=-1",)),
-    ],
-)
-def test_values_that_are_not_allowed(make: Callable[[], object], words: tuple[str, ...]) -> None:
-    refused(make, *words)
 
 
 def test_a_layer_in_a_model_survives_to_and_pickle(tmp_path: Any) -> None:

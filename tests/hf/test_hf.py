@@ -20,7 +20,6 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -35,7 +34,7 @@ from metattt.errors import MetaTTTError
 from metattt.generation.text import generate_text
 from metattt.hf import MetaTTTCache, MetaTTTConfig, MetaTTTForCausalLM, to_transformers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["hello wörld", "a", "def read(text):\n    return"]
 TOKENS = 12
 
@@ -268,12 +267,6 @@ def test_masks_of_other_kinds(model: MetaTTTForCausalLM, hidden: float) -> None:
     for additive in (torch.zeros(2, 9).masked_fill(~mask, hidden), torch.zeros(2, 9)):
         with pytest.raises(MetaTTTError, match="attention_mask is additive"):
             model(ids, attention_mask=additive)
-
-
-def test_many_sequences_of_one_prompt(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
-    given = tokenizer(PROMPTS[:1], return_tensors="pt")
-    found = model.generate(**given, max_new_tokens=9, num_beams=3, num_return_sequences=3)
-    assert found.shape[0] == 3 and len({tuple(row.tolist()) for row in found}) == 3
 
 
 def test_a_conversation_goes_on_from_the_cache(model: MetaTTTForCausalLM, tokenizer: Any) -> None:
@@ -547,7 +540,3 @@ def test_weights_in_several_files(exported: Path, tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(MetaTTTError, match="parts that are not there"):
         metattt.load_model(tmp_path)
-
-
-def test_the_version_of_transformers_is_one_we_know() -> None:
-    assert int(transformers.__version__.partition(".")[0]) >= 5

@@ -219,9 +219,18 @@ def test_dual_is_primal(shape: str, rule: str) -> None:
         assert compare(run(spec.make(form="summed"), x, [6], grads=True), oracle) < 1e-9
 
 
-@pytest.mark.parametrize("module", [Unsupported, Unbatched])
-def test_other_forms_take_what_dual_refuses(module: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Unsupported, "'inner/weight' is used by .*matrix_exp"),
+        (Unbatched, "'layer/weight' is used by linear on something that is not a batch of tokens"),
+    ],
+)
+def test_other_forms_take_what_dual_refuses(module: Callable[[], nn.Module], message: str) -> None:
+    """By the weight and the operation that uses it."""
     assert specimen(module, RULES["token_steps"]).make().form == "primal"
+    with pytest.raises(MetaTTTError, match=message):
+        specimen(module, RULES["token_steps"]).make(form="dual")
     spec = specimen(module, RULES["previous"])
     x = spec.tokens()
     assert spec.make().form == "summed"
@@ -292,18 +301,6 @@ def test_outer_gradients_equal_a_token_loop_of_the_module() -> None:
     found_grads = torch.autograd.grad((layer(x)[0][0] * target).sum(), list(layer.parameters()))
     for a, b in zip(found_grads, expected, strict=True):
         assert (a - b).abs().max() <= 1e-9 * b.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Unsupported, "'inner/weight' is used by .*matrix_exp"),
-        (Unbatched, "'layer/weight' is used by linear on something that is not a batch of tokens"),
-    ],
-)
-def test_dual_is_refused_by_weight_and_operation(module: Callable[[], nn.Module], message: str) -> None:
-    with pytest.raises(MetaTTTError, match=message):
-        specimen(module, RULES["token_steps"]).make(form="dual")
 
 
 class Mixes(nn.Module):

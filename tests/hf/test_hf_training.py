@@ -291,7 +291,7 @@ def test_the_models_own_push_to_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_documentation_shows_runs(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
-    text = (Path(__file__).resolve().parent.parent / "docs" / "hugging_face.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "hugging_face.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4
     monkeypatch.chdir(tmp_path)

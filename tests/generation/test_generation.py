@@ -79,6 +79,7 @@ def test_draws_follow_the_filtered_distribution() -> None:
         ({"temperature": 0.5}, probabilities**2),
         ({"top_k": 3}, torch.tensor([0.4, 0.3, 0.2, 0])),
         ({"top_p": 0.65}, torch.tensor([0.4, 0.3, 0, 0])),
+        ({"top_p": 0.01}, torch.tensor([1.0, 0, 0, 0])),
         ({"temperature": 2.0, "top_k": 2, "top_p": 0.9}, torch.tensor([0.4, 0.3, 0, 0]).sqrt()),
     ):
         drawn = sample(logits, generator=generator, **settings)  # type: ignore[arg-type]

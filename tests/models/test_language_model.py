@@ -6,8 +6,7 @@ from torch import Tensor
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
-from metattt.errors import MetaTTTError
-from metattt.generation.sampling import generate, sample
+from metattt.generation.sampling import generate
 from metattt.models.language_model import LanguageModel
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
@@ -63,13 +62,6 @@ def test_packed_documents_equal_the_documents_apart() -> None:
     torch.testing.assert_close(model(ids, reset=reset), apart, **TOLERANCE)
 
 
-def test_logits_do_not_depend_on_later_tokens() -> None:
-    model, ids = make(), tokens(1, 20)
-    other = ids.clone()
-    other[:, 12:] = (other[:, 12:] + 1) % 31
-    torch.testing.assert_close(model(ids)[:, :12], model(other)[:, :12], rtol=0, atol=0)
-
-
 def test_tied_head_and_optional_convolution() -> None:
     tied, untied = make(), make("ttt_linear", "model.tie_embeddings=false")
     assert tied.head.weight is tied.embedding.weight
@@ -77,24 +69,6 @@ def test_tied_head_and_optional_convolution() -> None:
     without = make("ttt_linear", "model.pre_conv=false")
     assert without.blocks[0].conv is None
     assert without.step(tokens(1, 4))[1].tails == (None, None)
-
-
-def test_greedy_generation_equals_full_forwards() -> None:
-    model, ids = make(), tokens(1, 19)
-    drawn = torch.stack(list(generate(model, ids, 12, temperature=0)), 1)
-    grown = ids
-    for _ in range(12):
-        grown = torch.cat([grown, model(grown)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(drawn, grown[:, 19:])
-
-
-def test_prompts_of_different_lengths_are_continued_as_if_alone() -> None:
-    model, ids = make(), tokens(2, 19)
-    mask = torch.ones(2, 19, dtype=torch.bool)
-    mask[1, :6] = False
-    together = torch.stack(list(generate(model, ids, 8, temperature=0, mask=mask)), 1)
-    alone = torch.stack(list(generate(model, ids[1:, 6:], 8, temperature=0)), 1)
-    assert torch.equal(together[1:], alone)
 
 
 def test_every_new_token_is_one_step() -> None:
@@ -110,30 +84,3 @@ def test_seed_and_stop() -> None:
     assert first == second and len(first) == 30
     stopped = [int(t) for t in generate(model, ids, 30, seed=3, stop=[first[4]])]
     assert stopped == first[: first.index(first[4]) + 1]
-
-
-def test_sampling_filters() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(400, -1)
-    generator = torch.Generator().manual_seed(0)
-    assert set(sample(logits, top_k=2, generator=generator).tolist()) == {0, 1}
-    assert set(sample(logits, top_p=0.75, generator=generator).tolist()) == {0, 1}
-    assert set(sample(logits, top_p=0.01, generator=generator).tolist()) == {0}
-    assert set(sample(logits, generator=generator).tolist()) == {0, 1, 2, 3}
-    assert set(sample(logits, temperature=0).tolist()) == {0}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_p": 1.5}, "top_p=1.5"),
-    ],
-)
-def test_bad_sampling_settings_are_refused(settings: dict[str, float], message: str) -> None:
-    with pytest.raises(MetaTTTError, match=message):
-        generate(make(), tokens(1, 3), 4, **settings)  # type: ignore[arg-type]
-    with pytest.raises(MetaTTTError, match="prompts are token ids"):
-        generate(make(), torch.zeros(1, 0, dtype=torch.long), 4)
-    with pytest.raises(MetaTTTError, match="num_layers=0"):
-        make("ttt_linear", "model.num_layers=0")

@@ -1,0 +1,222 @@
+"""The Triton operations against their equations in float64: outputs, final states and every gradient.
+
+On a GPU the cases run there, in bf16 too; elsewhere in Triton's interpreter, which `conftest.py` chooses before Triton is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from operation_cases import CASES, DEVICE, OPERATIONS, TOKENS, Case, Given, draw, laid_out, launches, with_gradients
+
+from metattt.errors import MetaTTTError
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖; NaN is infinitely wrong."""
+    assert found.shape == expected.shape
+    difference = (found.double() - expected).norm() / (expected.norm() or 1.0)
+    return float(difference.detach().nan_to_num(torch.inf))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_states_and_gradients(case: Case) -> None:
+    operation, (given, state) = OPERATIONS[case.op], draw(case)
+    expected = with_gradients(operation.naive, given, state, case)
+    with launches(case):
+        narrow = None if state is None else tuple(None if w is None else w.float() for w in state)
+        found = with_gradients(operation.run, laid_out(given, case), narrow, case)
+    assert found["o"].dtype == case.dtype and found.keys() == expected.keys()
+    errors = {name: relative(found[name], x) for name, x in expected.items()}
+    assert {name: error for name, error in errors.items() if error > operation.tolerance[case.dtype]} == {}
+
+
+def test_the_cases_differ() -> None:
+    assert len(set(map(str, CASES))) == len(CASES)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_oracle_takes_gradient_steps_on_the_inner_loss(op: str) -> None:
+    """The oracle's first mini-batch, from autograd of the inner loss itself, one gradient per token."""
+    case = Case(op, heads=2)
+    given, operation = draw(case)[0], OPERATIONS[op]
+    o, final = operation.naive(**given, output_final_state=True)
+    w = {name: given[name] for name in operation.weights}
+    updates: Given = {name: torch.zeros_like(x) for name, x in w.items()}
+
+    def predict(x: Tensor, w: Given) -> Tensor:  # [H, d]
+        z = x
+        for at in range(0, len(w), 2):
+            matrix, bias = list(w.values())[at : at + 2]
+            z = torch.einsum("hi,hio->ho", F.gelu(z, approximate="tanh") if at else z, matrix) + bias
+        return x + given["norm_scale"] * F.layer_norm(z, z.shape[-1:], eps=1e-6) + given["norm_bias"]
+
+    for t in range(case.b):
+        q, k, v, eta = (given[name][0, t] for name in TOKENS)
+        leaves = {name: x.detach().requires_grad_() for name, x in w.items()}
+        loss = 0.5 * (predict(k, leaves) - v).square().sum(-1)
+        found = torch.autograd.grad((eta * loss).sum(), list(leaves.values()))
+        updates = {name: x - g for (name, x), g in zip(updates.items(), found, strict=True)}
+        steps = {name: (given["tau"][:, t].view(-1, *[1] * (x.ndim - 1)), x) for name, x in updates.items()}
+        torch.testing.assert_close(o[0, t], predict(q, {name: w[name] + tau * x for name, (tau, x) in steps.items()}))
+    assert relative(final[0][0], w[operation.weights[0]]) > 0.1  # the steps matter
+
+
+@pytest.mark.parametrize(
+    ("d", "bias", "tau"), [(32, True, "shared"), (64, True, "heads"), (96, False, "heads"), (128, True, "shared")]
+)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_decoding_goes_on_from_places_of_their_own(op: str, d: int, bias: bool, tau: str) -> None:
+    """Sequences that were read to different places, token by token over the end of a mini-batch."""
+    b, starts, count = 8, (0, 3, 6, 7), 4
+    case = Case(op, length=12, b=b, d=d, batch=4, heads=2 if d == 32 else 1, bias=bias, tau=tau)
+    operation, (given, _) = OPERATIONS[op], draw(case)
+
+    def read(n: int, first: int, last: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        tokens = {name: given[name][n : n + 1, :last] for name in TOKENS}
+        o, state = operation.naive(**(given | tokens), mini_batch_size=b, output_final_state=True)
+        return o[:, first:], state
+
+    def joined(states: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
+        """Without the parts of a bias that is not there, which are zero or None."""
+        parts = zip(*states, strict=True)
+        return [torch.cat(x).float().contiguous() if bias or not at % 2 else None for at, x in enumerate(parts)]
+
+    state, outputs = joined([read(n, 0, start)[1] for n, start in enumerate(starts)]), []
+    norm, steps = [given[name].float() for name in ("norm_scale", "norm_bias")], given["tau"].float()
+    for j in range(count):
+        places = torch.tensor(starts, device=DEVICE) + j
+        token = [given[name][torch.arange(4), places].float() for name in TOKENS]
+        with launches(case):
+            outputs.append(operation.decode(*token, *state, *norm, tau=steps, phase=places % b))
+    expected = [read(n, start, start + count) for n, start in enumerate(starts)]
+    errors = [relative(torch.stack(outputs, 1), torch.cat([o for o, _ in expected]))]
+    errors += [relative(x, y.double()) for x, y in zip(state, joined([s for _, s in expected]), strict=True) if x is not None]
+    assert len(errors) == 1 + len(operation.weights) * (1 + bias) and max(errors) < 1e-5
+
+
+# -- what torch and its users rely on ----------------------------------------------------------------------------------
+
+
+def small(op: str, **changes: Any) -> Given:
+    case = Case(op, **{"length": 35, "heads": 2} | changes)
+    return {name: None if x is None else x.requires_grad_() for name, x in laid_out(draw(case)[0], case).items()}
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_operators_pass_the_checks_of_torch(op: str) -> None:
+    """Schema, fake implementations and autograd registration, as `torch.compile` relies on them."""
+    operators, names = torch.ops.metattt, OPERATIONS[op].weights
+    forward, backward, decode = (getattr(operators, op + part) for part in ("", "_backward", "_decode"))
+    given = small(op, length=20)
+    views = [given[name].transpose(1, 2) for name in ("k", "v", "q", "eta")]
+    rest = (None, None, given["tau"], given["norm_scale"], given["norm_bias"])
+    weights = [given[name] for name in names]
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(forward.default, (*views, *rest, weights, 16, 1, True, True, None, "cuda"), test_utils=tests)
+    o, *made = (x.detach().to(DEVICE) for x in forward(*views, *rest, weights, 16, 1, True, True, None, "cuda"))
+    saved = [None if x is None else x.detach() for x in (*views, *rest)]
+    weights = [x.detach() for x in weights]
+    arguments = (o, [None] * 2 * len(names), made, *saved, weights, 16, 1, None, "cuda")
+    torch.library.opcheck(backward.default, arguments, test_utils=tests)
+    token = [given[name].detach()[:, 0].contiguous() for name in TOKENS]
+    states = [torch.zeros_like(x)[None] for x in weights * 2]
+    phase = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    arguments = (*token, states[: len(names)], states[len(names) :], *saved[7:], saved[6], phase, 16)
+    torch.library.opcheck(decode.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_compiled_as_one_graph(op: str) -> None:
+    given = small(op)
+
+    def loss(**given: Any) -> Tensor:
+        o, final = OPERATIONS[op].run(**given, output_final_state=True)
+        return o.square().sum() + final[0].square().sum()
+
+    eager, traced = (
+        torch.autograd.grad(call(**given), list(given.values()))
+        for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager"))
+    )
+    assert max(relative(x, y.double()) for x, y in zip(traced, eager, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_without_gradients_and_with_two(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inference computes the same and keeps nothing for a backward pass, which gives the same bits every time; derivatives of it are
+    refused."""
+    given, run = small(op), OPERATIONS[op].run
+    kept: list[int] = []
+    kernel = type(OPERATIONS[op].kernel)
+    forward = kernel.forward
+
+    def counting(self: Any, call: Any) -> Any:
+        results = forward(self, call)
+        kept.append(sum(x.numel() for x in results[2]))
+        return results
+
+    monkeypatch.setattr(kernel, "forward", counting)
+    with torch.no_grad():
+        inference, nothing = run(**given)
+    assert nothing is None and kept == [0]
+    training, _ = run(**given)
+    assert torch.equal(inference, training)
+    first, again = (torch.autograd.grad(training.square().sum(), given["q"], create_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    with pytest.raises(MetaTTTError, match=rf"{op}_backward.*layer\.form=dual"):
+        first.square().sum().backward()
+
+
+def half(name: str) -> Callable[[Given], Tensor]:
+    """Of an argument, along its last dimension."""
+    return lambda given: given[name][..., : given[name].shape[-1] // 2].detach()
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    *((op, {"mini_batch_size": 12, "tau": None}, {}, "mini-batches of 12 tokens") for op in OPERATIONS),
+    *((op, {}, {"d": 24}, "head width 24") for op in OPERATIONS),
+    *((op, {name: half(name)}, {}, f"{name} has shape") for op in OPERATIONS for name in ("k", "eta", "tau", "norm_scale", "norm_bias")),
+    *((op, {name: half(name)}, {}, f"{name} has shape") for op, one in OPERATIONS.items() for name in one.weights),
+    *((op, {"k": lambda given: given["k"].double()}, {}, "one type") for op in OPERATIONS),
+    *((op, {"eta": lambda given: given["eta"].half()}, {}, "eta is torch.float16") for op in OPERATIONS),
+    *((op, {"cu_seqlens": torch.tensor([0, 35])}, {"batch": 2}, "B = 1") for op in OPERATIONS),
+    ("ttt_linear", {"k": lambda given: given["k"].mT.contiguous().mT}, {}, "last must be 1"),
+    ("ttt_linear", {"mini_batch_size": 64}, {"d": 128, "b": 64}, "294,912 bytes of shared memory.* has 232,448.*mini_batch_size=32"),
+    ("ttt_mlp", {"b1": None}, {}, "b1 and b2"),
+    ("ttt_mlp", {"initial_state": (None, None)}, {}, r"expected \(w1, b1, w2, b2\)"),
+]  # fmt: skip
+REFUSED_TOKENS: list[tuple[str, dict[str, Any], str]] = [
+    *((op, {"phase": torch.zeros(3, dtype=torch.int64)}, "phase has shape") for op in OPERATIONS),
+    *((op, {f"update_{one.weights[0]}": half(f"update_{one.weights[0]}")}, "update_w1? has shape") for op, one in OPERATIONS.items()),
+    *((op, {one.weights[0]: half("q")}, "w1? has shape") for op, one in OPERATIONS.items()),
+]
+
+
+def refused(call: Callable[..., Any], given: Given, changes: dict[str, Any], message: str) -> None:
+    changed = given | {key: value(given) if callable(value) else value for key, value in changes.items()}
+    with pytest.raises(MetaTTTError, match=message) as caught:
+        call(**changed)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("op", "changes", "sizes", "message"), REFUSED)
+def test_errors_say_what_is_wrong(op: str, changes: dict[str, Any], sizes: dict[str, Any], message: str) -> None:
+    refused(OPERATIONS[op].run, small(op, **sizes), changes, message)
+
+
+@pytest.mark.parametrize(("op", "changes", "message"), REFUSED_TOKENS)
+def test_errors_of_decoding(op: str, changes: dict[str, Any], message: str) -> None:
+    given, names = small(op), OPERATIONS[op].weights
+    given |= {name: given[name][:, 0] for name in TOKENS} | {name: given[name][None] for name in names}
+    given |= {f"update_{name}": torch.zeros_like(given[name]) for name in names} | {"phase": torch.zeros(1, dtype=torch.int64)}
+    refused(OPERATIONS[op].decode, given, changes, message)
