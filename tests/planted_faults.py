@@ -9,28 +9,36 @@ The faults are in `tests/planted/*.yaml`, by name:
     old     text that stands there once
     new     what takes its place
     was     the same three for an older commit, where they differ; `none` where it has no such place
-    hints   words in the paths of the test files that are asked first
+    hints   words in the paths of the test files that are asked first, each with `::` and an expression of `pytest -k`
 
-Each fault goes into a copy of the tree in a temporary folder, whose tests run with one thread until one fails: files that
+Each fault goes into a copy of the tree in a temporary folder, whose tests run with one thread until one fails: those that
 the hints fit, then (with `--rest`) all others of the tier. It counts as found by a test that fails with it and passes
-without it. Files that cannot be imported, and tests that compare the text of sources, do not count.
+without it; the latter is asked for all faults together at the end, and corrects what was printed. Files that cannot be
+imported, and tests that compare the text of sources, do not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import importlib
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import pytest
 import yaml
+
+os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1")  # read by what is imported next, once for all runs
+for heavy in ("torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch", "transformers", "hydra"):
+    importlib.import_module(heavy)
 
 HERE = Path(__file__).resolve().parent
 OF_SOURCES = ("documents", "imports", "installation", "families", "experiments")  # these compare texts, or run everything
@@ -82,61 +90,74 @@ class Suite:
     """
 
     def __init__(self, tree: Path, tier: str, work: Path):
-        self.tree, self.tier, self.work = tree, tier, work
-        self.broken: list[str] = []  # tests that fail without any fault
-        self.clean = self.copy("clean")
-        self.files = sorted(str(one.relative_to(tree)) for one in (tree / "tests").rglob("test_*.py"))
-        self.files = [one for one in self.files if not any(word in one for word in OF_SOURCES)]
-
-    def copy(self, name: str) -> Path:
-        """A new copy of the tree."""
-        target = self.work / name
+        self.work, self.clean, self.tier = work, work / "clean", tier
+        self.broken: set[str] = set()  # tests that fail without any fault
         skipped = shutil.ignore_patterns(".git", "runs", "shared", ".*cache")
-        shutil.copytree(self.tree, target, symlinks=True, ignore=skipped)
-        return target
+        shutil.copytree(tree, self.clean, symlinks=True, ignore=skipped)
+        compileall.compile_dir(self.clean / "metattt", quiet=2)
+        files = sorted(str(one.relative_to(self.clean)) for one in (self.clean / "tests").rglob("test_*.py"))
+        self.files = [one for one in files if not any(word in one for word in OF_SOURCES)]
 
-    def run(self, tree: Path, tests: Sequence[str]) -> tuple[str | None, float]:
-        """The first test that fails, and the seconds it took; `timeout` where none ended."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        command += ["--no-header", "--tb=no", "-rfE", *(["-m", ""] if self.tier == "all" else [])]
-        command += [word for test in self.broken for word in ("--deselect", test)]
-        threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "COLUMNS": "400", "PYTHONDONTWRITEBYTECODE": "1"}
-        began = time.monotonic()
-        process = subprocess.Popen(
-            [*command, *tests], cwd=tree, env=os.environ | threads, text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        try:
-            output = process.communicate(timeout=LONGEST)[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
-            return "timeout", time.monotonic() - began
-        found = re.findall(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", output, flags=re.MULTILINE)
-        if not found and process.returncode not in (0, 5):  # 5: nothing was selected
-            found = [f"crash of pytest: {(output.strip().splitlines() or [''])[-1]}"]
-        return (found[0] if found else None), time.monotonic() - began
+    def run(self, tree: Path, tests: Sequence[str], chosen: str = "", every: bool = False) -> list[str]:
+        """The first test that fails (or all of them) of test files, or of those among them that `chosen` fits."""
+        words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no", "-rfE", *tests]
+        words += [*([] if every else ["-x"]), *(["-m", ""] if self.tier == "all" else [])]
+        words += [*(["-k", chosen] if chosen else []), *(f"--deselect={test}" for test in self.broken)]
+        with tempfile.TemporaryFile("w+") as output:
+            child = os.fork()  # what all runs import is there already
+            if not child:
+                _pytest(tree, words, output.fileno())
+            began = time.monotonic()
+            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                if time.monotonic() - began > LONGEST:
+                    os.killpg(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    return ["timeout"]
+                time.sleep(0.2)
+            output.seek(0)
+            text = output.read()
+        found = re.findall(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", text, flags=re.MULTILINE)
+        if not found and os.waitstatus_to_exitcode(ended[1]) not in (0, 5):  # 5: nothing was selected
+            return [f"crash of pytest: {(text.strip().splitlines() or [''])[-1]}"]
+        return found
 
-    def find(self, name: str, edit: Edit, groups: Sequence[Sequence[str]]) -> str:
-        """Which test finds a fault, among groups of test files that are asked one after the other."""
-        tree = self.copy(name)
+    def find(self, name: str, edit: Edit, asked: Sequence[tuple[str, Sequence[str]]]) -> str:
+        """Which test finds a fault, of expressions and files that are asked one after the other; empty: none."""
+        tree = self.work / name
+        shutil.copytree(self.clean, tree, symlinks=True)
         edit.apply(tree)
         try:
-            for tests in filter(None, groups):
-                while (failed := self.run(tree, tests)[0]) is not None:
-                    if "::" not in failed:
-                        print(f"{name}: {failed} in {' '.join(tests)}", file=sys.stderr, flush=True)
-                        break  # no test of ours said it
-                    if self.run(self.clean, [failed])[0] is None:
-                        return failed.removeprefix("tests/")
-                    self.broken.append(failed)
+            for chosen, files in asked:
+                for failed in self.run(tree, files, chosen):
+                    if "::" in failed:
+                        return failed
+                    print(f"{name}: {failed} ({' '.join(files)})", file=sys.stderr, flush=True)  # no test said it
             return ""
         finally:
             shutil.rmtree(tree)
 
-    def hinted(self, words: Sequence[str]) -> list[str]:
-        """The files that words fit, in the order of the words."""
-        return list(dict.fromkeys(one for word in words for one in self.files if word in one))
+    def hinted(self, hints: Sequence[str]) -> list[tuple[str, list[str]]]:
+        """Expressions and the files that words fit, in the order of the hints."""
+        pairs = [hint.partition("::")[::2] for hint in hints]
+        found = [(chosen, [file for file in self.files if word in file]) for word, chosen in pairs]
+        return [(chosen, files) for chosen, files in found if files]
+
+
+def _pytest(tree: Path, words: Sequence[str], output: int) -> NoReturn:
+    """Runs pytest in this process, which is another one's child, and ends it."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(tree), COLUMNS="400")
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(one for one in sys.path if Path(one) != HERE)]
+    code = 3
+    try:
+        code = int(pytest.main(list(words)))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def rows() -> Iterator[tuple[str, dict[str, str]]]:
@@ -174,26 +195,40 @@ def main() -> int:
     known = faults()
     if unknown := [name for name in chosen.names if name not in known]:
         parser.error(f"no faults of these names: {', '.join(unknown)}")
-    tree, missing = chosen.tree.resolve(), 0
+    tree, missing, found = chosen.tree.resolve(), 0, dict[str, str]()
+
+    def tell(name: str, text: str) -> None:
+        print(f"{name} · {text}", flush=True)
+        if chosen.column:
+            write(name, chosen.column, text.removeprefix("found by ").replace("|", "/"))
+
     with tempfile.TemporaryDirectory(prefix="planted-") as work:
         suite = None if chosen.check else Suite(tree, chosen.tier, Path(work))
+
+        def look(name: str, edit: Edit) -> None:
+            assert suite is not None
+            asked = [("", chosen.tests)] if chosen.tests else suite.hinted(known[name]["hints"])
+            asked += [("", [one]) for one in suite.files] if chosen.rest else []
+            found[name] = suite.find(name, edit, asked)
+            tell(name, f"found by {found[name].removeprefix('tests/')}" if found[name] else "not found")
+
         for name in chosen.names or known:
-            fault = known[name]
-            edit = edit_for(fault, tree)
+            edit = edit_for(known[name], tree)
             if edit is None:
-                gone = fault.get("was") == "none"
+                gone = known[name].get("was") == "none"
                 missing += not gone
-                found = "no such place" if gone else "the old text does not stand there once"
-            elif suite is None:
-                continue
-            else:
-                asked = chosen.tests or suite.hinted(fault["hints"])
-                rest = [one for one in suite.files if one not in asked] if chosen.rest else []
-                test = suite.find(name, edit, [asked, rest])
-                found = f"found by {test}" if test else "not found"
-            print(f"{name} · {found}", flush=True)
-            if chosen.column:
-                write(name, chosen.column, found.removeprefix("found by ").replace("|", "/"))
+                tell(name, "no such place" if gone else "the old text does not stand there once")
+            elif suite is not None:
+                look(name, edit)
+        while suite is not None and (tests := sorted(set(found.values()) - {""})):
+            bad = set(suite.run(suite.clean, tests, every=True)) & set(tests)  # they fail without a fault as well
+            if not bad:
+                break
+            suite.broken |= bad
+            for name in [name for name, test in found.items() if test in bad]:
+                edit = edit_for(known[name], tree)
+                assert edit is not None
+                look(name, edit)
     return 1 if missing else 0
 
 
