@@ -14,6 +14,7 @@ from metattt.inner.recompute import recompute
 from metattt.learners import MLP, Convolution
 from metattt.learners.fast_weights import FastWeights
 from metattt.models import LanguageModel
+from metattt.modules import affine
 from metattt.optimizers import GradientDescent
 from metattt.state import tensors_of
 from metattt.tasks import Reconstruction
@@ -77,6 +78,14 @@ def test_a_convolution_of_an_even_width_is_padded_as_torch_pads() -> None:
     for head in range(2):
         hidden = F.gelu(conv(x[0, head].unsqueeze(1), head, 1), approximate="tanh")
         torch.testing.assert_close(found[0, head], conv(hidden, head, 2).squeeze(1))
+
+
+def test_gates_of_tokens_in_sixteen_bits_are_computed_in_thirty_two() -> None:
+    """`gates_in_sixteen_bits`"""
+    x, weight, bias = torch.randn(2, 5, 64).bfloat16(), torch.randn(3, 64), torch.randn(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = affine(x, weight, bias)
+    torch.testing.assert_close(found, F.linear(x.float(), weight, bias))
 
 
 def test_generation_leaves_the_state_that_it_goes_on_from() -> None:
