@@ -245,7 +245,7 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
 
 def test_hydra_is_pinned_where_its_words_are_parsed() -> None:
     pinned = [one for one in requires("metattt") or [] if one.startswith("hydra-core")]
-    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert '"hydra-core>=1.3,<1.4"' in text and pinned
 
 

@@ -277,7 +277,7 @@ def test_help_of_a_plug_in_and_of_a_folder(tmp_path: Path) -> None:
         "assert not {'torch', 'hydra', 'waves'} & set(sys.modules)\n"
         "assert main(['train', '--config-dir', 'mine', 'layer=bent', '--help']) == 0"
     )
-    paths = os.pathsep.join((str(tmp_path), str(Path(__file__).resolve().parent.parent)))
+    paths = os.pathsep.join((str(tmp_path), str(Path(__file__).resolve().parents[2])))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
     )

@@ -309,7 +309,7 @@ def test_a_block_that_is_no_layer() -> None:
 
 def test_the_documentation() -> None:
     """Its Python runs, and its commands compose."""
-    text = (Path(__file__).resolve().parent.parent / "docs" / "stacks.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "stacks.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "stacks"}
     for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         exec(compile(block, "stacks.md", "exec"), names)

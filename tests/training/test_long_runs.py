@@ -1,6 +1,6 @@
 """Long runs at constant memory: training steps and generated tokens leave nothing behind.
 
-`python tests/test_long_runs.py 2000 20000` takes the figures of so many steps and tokens.
+`python tests/training/test_long_runs.py 2000 20000` takes the figures of so many steps and tokens.
 """
 
 import csv
