@@ -79,7 +79,7 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "test_hf_training.py": ("test_trainer_trains", "test_padding"),
     "training/test_loggers.py": (),
     "training/test_long_runs.py": (),
-    "composition/test_overrides.py::test_suggestions": ("LR=0.1", "layer=lin", "num_layers=3"),
+    "composition/test_mistakes.py::test_suggestions": ("LR=0.1", "layer=lin", "num_layers=3"),
     "test_parts.py::test_every_known_layer_prints": SOME_LAYERS,
     "data/test_prepare.py": ("test_a_split_without_documents", "test_the_shards_hold"),
     "test_published.py::test_presets_have_the_published_numbers_of_parameters": ("[125m]",),

@@ -19,7 +19,8 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps with TTT-Linear, never stopped. It is looked at, and copied to be changed."""
     torch.set_num_threads(1)
     run = tmp_path_factory.mktemp("finished") / "run"
-    settings = ("layer=ttt_linear", "optimizer.mini_batch_size=8", "training.lr=5e-3", "trainer.max_steps=8")
+    size = ("dim=16", "data.context_length=32", "data.batch_size=4", "layer=ttt_linear", "optimizer.mini_batch_size=8")
+    settings = ("training.lr=5e-3", "trainer.max_steps=8")
     kept = ("callbacks.checkpoint.every_steps=3", "callbacks.checkpoint.best=null", "trainer.val_check_interval=2")
-    assert train(tiny(corpus, run, *settings, *kept)) == 0
+    assert train(tiny(corpus, run, *size, *settings, *kept)) == 0
     return run
