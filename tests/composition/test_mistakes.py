@@ -169,8 +169,8 @@ def test_messages_say_the_way(typed: str, expected: str) -> None:
     ],
 )
 def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None:
-    """Words of Hydra are parsed here. They change with a release, and then these fail: "raised while composing config", "Error locating target", "Error in
-    call to target" with an unexpected or missing argument, "full_key"."""
+    """Words of Hydra are parsed here. They change with a release, and then these fail: "raised while composing config",
+    "Error locating target", "Error in call to target" with an unexpected or missing argument, "full_key"."""
     with pytest.raises(MetaTTTError) as caught:
         build(*overrides.split(), "dim=16", "num_heads=2")
     assert expected in str(caught.value) and str(caught.value).count("\n") <= 1
