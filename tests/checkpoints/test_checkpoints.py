@@ -25,6 +25,7 @@ from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.io import digest
 from metattt.registry import REGISTERED, VERSIONS, register
+from metattt.training.resume import resumed
 from metattt.training.train import train
 
 TINY = (
@@ -247,6 +248,16 @@ def test_what_is_given_counts_even_at_its_default(run: Path, copy: Path, overrid
     changed(copy, lambda record: record["config"]["training"].update(lr=0.001))
     with pytest.raises(MetaTTTError, match="would change the run"):
         train(compose(f"resume={copy}", f"data.path={run / 'after'}", "trainer.max_steps=4", override))
+
+
+@pytest.mark.parametrize("given", ["trainer.devices=1", "trainer.max_steps=320"])
+def test_an_explicit_value_counts_though_it_is_the_default(given: str, run: Path) -> None:
+    saved = OmegaConf.create(OmegaConf.to_container(compose("trainer.devices=2", "trainer.max_steps=8")))
+    cfg, _ = resumed(compose(f"resume={run / 'run'}", given), saved)  # type: ignore[arg-type]
+    key, _, value = given.partition("=")
+    assert str(OmegaConf.select(cfg, key)) == value
+    other = "max_steps" if "devices" in given else "devices"
+    assert cfg.trainer[other] == {"max_steps": 8, "devices": 2}[other]
 
 
 def test_a_default_choice_is_compared_too(copy: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from rich.console import Console
+from runs_for_tests import TINY, column
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -27,40 +28,21 @@ from metattt.training.step_statistics import Pace
 from metattt.training.text_module import TextJob, printable
 from metattt.training.train import train
 
-TINY = (
-    "dim=8", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.accelerator=cpu",
-    "layer=linear_attention", "trainer.log_every_n_steps=1",
-)  # fmt: skip
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    return tmp_path / "a.txt"
-
-
-def rows(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
 
 def test_a_line_shows_a_validation_once_and_the_log_has_speed_and_gradients(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    settings = (*TINY, f"data.path={text}", f"output_dir={run}", "trainer.max_steps=8", "trainer.val_check_interval=4")
-    assert (
-        train(compose(*settings, "trainer.accumulate_grad_batches=2", "sample=false", "trainer.gradient_clip_val=1e-9"))
-        == 0
-    )
+    small = [one for one in TINY if "progress" not in one]
+    settings = ("trainer.val_check_interval=4", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=1e-9")
+    assert train(compose(*small, *settings, f"data.path={corpus}", f"output_dir={run}", "trainer.max_steps=8")) == 0
     output = capsys.readouterr()
     lines = [line for line in output.err.splitlines() if line.startswith("step ")]
     assert [line.count("validation") for line in lines] == [0, 0, 0, 0, 1, 0, 0, 0]
     assert "validation bits/byte (step 4)" in lines[4] and "ms/step" not in lines[0] and "ms/step" in lines[1]
     assert "sample" not in output.out
-    steps = [row for row in rows(run) if row["train/loss"]]
-    assert all(float(row["gradient_norm"]) > 1e-3 for row in steps)  # before clipping
-    assert [bool(row["tokens_per_second"]) for row in steps] == [False] + 7 * [True]
+    assert all(norm > 1e-3 for norm in column(run, "gradient_norm").values())  # before clipping
+    assert list(column(run, "tokens_per_second")) == list(range(2, 9))
 
 
 def test_the_time_of_a_step_is_without_validation_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,13 +66,6 @@ def test_the_time_of_a_step_is_without_validation_and_the_first_step(monkeypatch
     assert pace.seconds is None
 
 
-def test_progress_on_a_terminal_names_the_step_of_the_validation() -> None:
-    bar = Progress()
-    bar.validated = 40
-    trainer: Any = SimpleNamespace(callback_metrics={"validation/bits_per_byte": torch.tensor(2.0)})
-    assert bar.get_metrics(trainer, None) == {"validation bits/byte (step 40)": "2.000"}  # type: ignore[arg-type]
-
-
 def test_the_bar_shows_speed_and_time_left_and_does_not_ask_the_device_at_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -104,15 +79,15 @@ def test_the_bar_shows_speed_and_time_left_and_does_not_ask_the_device_at_every_
             return super().item()
 
     bar = Progress()
+    bar.validated = 40
     bar.pace.durations.append(0.5)
     known = {"train/loss": torch.tensor(1.5), "tokens_per_second": torch.tensor(12345.6)}
-    trainer: Any = SimpleNamespace(
-        callback_metrics={name: value.as_subclass(Metric) for name, value in known.items()},
-        max_steps=100,
-        global_step=40,
-    )
+    metrics = {name: value.as_subclass(Metric) for name, value in known.items()}
+    metrics["validation/bits_per_byte"] = torch.tensor(2.0)
+    trainer: Any = SimpleNamespace(callback_metrics=metrics, max_steps=100, global_step=40)
     shown = bar.get_metrics(trainer, None)  # type: ignore[arg-type]
-    assert shown == {"loss": "1.500", "tokens/s": "12,346", "left": "30 s"}
+    told = {"loss": "1.500", "validation bits/byte (step 40)": "2.000", "tokens/s": "12,346", "left": "30 s"}
+    assert shown == told
     now += 0.4
     trainer.global_step = 41
     assert bar.get_metrics(trainer, None) == shown and asked == 2  # type: ignore[arg-type]
@@ -121,10 +96,8 @@ def test_the_bar_shows_speed_and_time_left_and_does_not_ask_the_device_at_every_
 
 
 def test_a_sample_cannot_steer_the_terminal() -> None:
-    assert (
-        printable(b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode())
-        == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
-    )
+    given = b"a\x1b[31m\x07\x00\r\n\tz\xff\x7f" + "é\u202e\x9b".encode()
+    assert printable(given) == "a\\x1b[31m\\x07\\x00\\r\n\tz\ufffd\\x7fé\\u202e\\x9b"
 
 
 class Sum(torch.nn.Module):
@@ -159,10 +132,9 @@ def test_a_sample_of_a_compiled_model_compiles_nothing(capsys: pytest.CaptureFix
 
 
 def test_a_second_evaluation_keeps_the_files_of_the_first(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    assert train(compose(*TINY, f"data.path={text}", f"output_dir={run}", "trainer.max_steps=1", "sample=false")) == 0
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
     evaluate(compose(f"checkpoint={run}", "device=cpu", job="eval"))
     first = {file: file.read_bytes() for file in (run / "eval").iterdir()}
     (run / "eval" / "by_position-3.csv").write_text("of a program that is still running")
@@ -189,9 +161,10 @@ def test_the_warm_up_of_an_inner_learning_rate_keeps_its_sign(base_lr: float) ->
 
 
 @pytest.mark.slow
-def test_the_warm_up_compiles_once() -> None:
+@pytest.mark.parametrize("lr", ["per_head", "constant"])
+def test_the_warm_up_compiles_once(lr: str) -> None:
     warmup, compiler = InnerWarmup(), CompileCounter()
-    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.mini_batch_size=4")
+    layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.mini_batch_size=4", f"optimizer.lr={lr}")
     compiled, x, found = torch.compile(layer, backend=compiler), torch.randn(1, 4, 8), []
     module: Any = SimpleNamespace(modules=layer.modules, recipe=SimpleNamespace(warmup_steps=lambda steps: 4))
     trainer: Any = SimpleNamespace(global_step=0, estimated_stepping_batches=8)
@@ -208,6 +181,8 @@ def test_the_warm_up_compiles_once() -> None:
 
 def test_an_inner_learning_rate_of_zero_has_no_warm_up() -> None:
     layer = build("layer=ttt_linear", "dim=8", "num_heads=2", "optimizer.base_lr=0")
+    with pytest.raises(MetaTTTError, match=r"start=0\.0 is not allowed"):
+        InnerWarmup(0.0)
     with pytest.raises(MetaTTTError, match=r"base_lr=0: leave it out"):
         InnerWarmup().on_fit_start(SimpleNamespace(), SimpleNamespace(modules=layer.modules))  # type: ignore[arg-type]
 

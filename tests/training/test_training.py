@@ -1,8 +1,5 @@
-"""Training through the command's own function: files, resuming, Ctrl-C, checkpoints, evaluation, generation, the
-baseline."""
+"""A run from its beginning to what is made of it: files, more steps, evaluation, generation, the baseline, the picture."""
 
-import csv
-import json
 import math
 import os
 import signal
@@ -11,139 +8,47 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
+from runs_for_tests import TINY, after_step, column, log, steps, tiny
 
-from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
-from metattt.data.text import TextData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.measures.ngram import NGram
-from metattt.metrics_file import CLOCK
-from metattt.training.callbacks import LossCurve
 from metattt.training.checkpoint_files import write_run
 from metattt.training.picture import plot
 from metattt.training.recipes import AdamW
 from metattt.training.train import train
 
-TINY = (
-    "dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=32", "data.batch_size=4", "trainer.accelerator=cpu",
-    "training.lr=5e-3", "trainer.log_every_n_steps=1", "optimizer.mini_batch_size=8",
-)  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    for index in range(20):
-        words = ["alpha", "beta", "gamma", "delta"][index % 4 :] * 12
-        (folder / f"{index}.txt").write_text(f"document {index}\n" + " ".join(words))
-    return folder
-
-
-def tiny(corpus: Path, folder: Path, *overrides: str) -> DictConfig:
-    return compose(*TINY, f"data.path={corpus}", f"output_dir={folder}", *overrides)
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return read_checkpoint(run)["state_dict"]
-
-
-def log(run: Path) -> list[dict[str, str]]:
-    """Without the columns of the machine, which no two runs share."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return [{name: value for name, value in row.items() if name not in CLOCK} for row in csv.DictReader(file)]
-
-
-@pytest.fixture(scope="module")
-def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps, never stopped."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-    assert train(tiny(corpus, folder, "trainer.max_steps=8")) == 0
-    return folder
-
-
-def test_a_run_leaves_its_files_and_prints_the_comparison(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_leaves_its_files_learns_and_prints_the_comparison(
+    corpus: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=4")) == 0
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {
-        "checkpoints",
-        "metrics.csv",
-        "loss_curve.png",
-        "run.yaml",
-    }
+    shown = [one for one in TINY if "progress" not in one and one != "sample=false"]
+    settings = (f"data.path={corpus}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4", "trainer.val_check_interval=1")
+    assert train(compose(*shown, *settings)) == 0
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"checkpoints", "metrics.csv", "loss_curve.png", "run.yaml"}
     assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
-    rows = log(tmp_path / "run")
-    assert (
-        sum(bool(row["train/loss"]) for row in rows) == 4
-        and sum(bool(row["validation/bits_per_byte"]) for row in rows) == 4
-    )
+    for name in ("train/loss", "validation/bits_per_byte"):
+        assert list(column(tmp_path / "run", name)) == [1, 2, 3, 4]
     output = capsys.readouterr()
-    for words in (
-        "order-2 byte model",
-        "model / order-2",
-        "parameters",
-        "4 steps of 128 tokens",
-        "checkpoints/step-00000004",
-        "sample",
-    ):
+    for words in ("order-2 byte model", "model / order-2", "parameters", "4 steps of 32 tokens", "checkpoints/step-00000004", "sample"):
         assert words in output.out
     assert len(output.err.splitlines()) <= 12  # not a terminal: a line now and then, no bar
-
-
-def test_loss_falls(finished: Path) -> None:
-    losses = [float(row["train/loss"]) for row in log(finished) if row["train/loss"]]
-    assert losses[-1] < losses[0] - 0.3
+    losses = column(finished, "train/loss")
+    assert losses[8] < losses[1] - 0.3
 
 
 def test_a_signal_that_is_ignored_stays_ignored(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        stop_at(2, monkeypatch)
+        after_step(monkeypatch, 2, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         assert train(tiny(corpus, tmp_path / "run", "trainer.max_steps=3")) == 0
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends Ctrl-C while a step is under way."""
-    original = LossCurve.on_train_batch_end
-
-    def interrupting(self, trainer, *rest):  # type: ignore[no-untyped-def]
-        original(self, trainer, *rest)
-        if trainer.global_step == step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(LossCurve, "on_train_batch_end", interrupting)
-
-
-@pytest.mark.parametrize("step", [1, 4, 7])
-def test_ctrl_c_saves_and_resume_is_as_if_nothing_had_happened(
-    corpus: Path,
-    finished: Path,
-    tmp_path: Path,
-    step: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = tmp_path / "run"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # of a shell's command in the background it is ignored
-    with monkeypatch.context() as patch:
-        stop_at(step, patch)
-        assert train(tiny(corpus, run, "trainer.max_steps=8")) == 130
-    assert f"metattt train resume={run}" in capsys.readouterr().out
-    assert read_checkpoint(run)["global_step"] == step
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert train(compose(f"resume={run}")) == 0
-    expected = weights(finished)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
-    assert log(run) == log(finished)
 
 
 def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) -> None:
@@ -151,22 +56,11 @@ def test_a_finished_run_goes_on_with_more_steps(corpus: Path, tmp_path: Path) ->
     assert train(tiny(corpus, run, "trainer.max_steps=2", "trainer.accumulate_grad_batches=2")) == 0
     with pytest.raises(MetaTTTError, match=r"complete at step 2.*trainer\.max_steps"):
         train(compose(f"resume={run}"))
-    with pytest.raises(MetaTTTError, match="dim=64 would change the run"):
-        train(compose(f"resume={run}", "dim=64", "trainer.max_steps=4"))
     repeated = (*TINY, f"data.path={corpus}")  # what the run has already may be said again
     last = run / "checkpoints" / "step-00000002"
     assert train(compose(f"resume={last}", "trainer.max_steps=5", "+trainer.min_steps=1", *repeated)) == 0
     assert read_checkpoint(run)["metattt"]["config"]["trainer"]["min_steps"] == 1
-    assert read_checkpoint(run)["global_step"] == 5
-    assert [int(row["step"]) for row in log(run) if row["train/loss"]] == [1, 2, 3, 4, 5]
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(MetaTTTError, match=r"the loss is nan.*\nlower training\.lr") as error:
-        train(
-            tiny(corpus, tmp_path / "run", "training.lr=1e30", "trainer.max_steps=8", "trainer.gradient_clip_val=null")
-        )
-    assert len(str(error.value).splitlines()) <= 2
+    assert list(column(run, "train/loss")) == [1, 2, 3, 4, 5] and steps(run)[0] == 5
 
 
 def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_path: Path) -> None:
@@ -200,24 +94,16 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_
             use()
 
 
-def test_a_checkpoint_holds_plain_data_only(finished: Path) -> None:
-    content = json.loads((find_checkpoint(finished) / "checkpoint.json").read_text())
-    assert content["config"]["dim"] == 16 and not list(find_checkpoint(finished).glob("*.p*t*"))
-    model, config = load_model(finished)
-    assert config.model.num_layers == 1 and not model.training
-
-
 def test_eval_agrees_with_the_validation_of_the_run(
     finished: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scores = evaluate(compose(f"checkpoint={finished}", "device=cpu", job="eval"))["finished"]
+    scores = evaluate(compose(f"checkpoint={finished}", "device=cpu", f"output_dir={tmp_path}", job="eval"))["run"]
     assert math.isclose(scores.bits_per_byte, float(log(finished)[-1]["validation/bits_per_byte"]), rel_tol=1e-5)
     assert math.isclose(scores.perplexity, math.exp(scores.loss)) and "bits per byte" in capsys.readouterr().out
     (tmp_path / "mine.txt").write_text("my own text " * 30)
-    own = evaluate(
-        compose(f"checkpoint={finished}", f"data.path={tmp_path}", "split=all", "data.context_length=16", job="eval")
-    )
-    assert own["finished"].tokens == 361 // 17 * 16
+    words = (f"checkpoint={finished}", f"data.path={tmp_path}", "split=all", "data.context_length=20")
+    own = evaluate(compose(*words, f"output_dir={tmp_path}", job="eval"))
+    assert own["run"].tokens == 361 // 21 * 20
     with pytest.raises(MetaTTTError, match=r"there is no test text: set data\.test_fraction=0\.1"):
         evaluate(compose(f"checkpoint={finished}", "split=test", job="eval"))
     with pytest.raises(MetaTTTError, match="checkpoint="):
@@ -227,29 +113,14 @@ def test_eval_agrees_with_the_validation_of_the_run(
 def test_generate_streams_the_continuation(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for _ in range(2):
-        generate(
-            compose(
-                f"checkpoint={finished}",
-                "prompt=alpha",
-                "max_new_tokens=20",
-                "temperature=0",
-                "device=cpu",
-                job="generate",
-            )
-        )
+        words = (f"checkpoint={finished}", "prompt=alpha", "max_new_tokens=20", "temperature=0", "device=cpu")
+        generate(compose(*words, job="generate"))
         output = capsys.readouterr()
         texts.append(output.out)
         assert output.out.startswith("alpha") and "tokens/s" in output.err
     assert texts[0] == texts[1]
     with pytest.raises(MetaTTTError, match="max_new_tokens"):
         generate(compose(f"checkpoint={finished}", "max_new_tokens=many", job="generate"))
-
-
-def test_vocabulary_and_recipe_are_checked(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(MetaTTTError, match=r"set model\.vocab_size=257"):
-        train(tiny(corpus, tmp_path, "model.vocab_size=256"))
-    with pytest.raises(MetaTTTError, match=r"training\.lr=0"):
-        train(tiny(corpus, tmp_path, "training.lr=0"))
 
 
 def test_learning_rate_schedule() -> None:
@@ -292,6 +163,9 @@ def test_the_baseline_equals_a_brute_force_count() -> None:
         for t in range(1, len(window)):
             expected = -math.log(brute_force(stream, window[max(0, t - 2) : t], window[t], vocab))
             assert math.isclose(nats[row, t - 1], expected, rel_tol=1e-12)
+    sizes = np.array([1, 2, 1, 3, 0])  # bytes of the tokens
+    bits = nats.sum() / math.log(2) / sizes[validation[:, 1:]].sum()
+    assert math.isclose(NGram(vocab).fit(train).bits_per_byte(validation, sizes), bits, rel_tol=1e-12)
 
 
 def test_counts_that_are_listed_are_those_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,12 +195,7 @@ def test_the_picture_shows_the_inner_losses_where_there_are_any(
 
     monkeypatch.setattr("metattt.training.callbacks.plot", noted)
     size = ["optimizer.mini_batch_size=8"] if layer == "ttt_linear" else []
-    overrides = [o for o in TINY if not o.startswith("optimizer.")] + size
-    cfg = compose(
-        *overrides, f"layer={layer}", f"data.path={corpus}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=1",
-        "sample=false",
-    )  # fmt: skip
-    assert train(cfg) == 0
+    assert train(tiny(corpus, tmp_path / "run", f"layer={layer}", *size, "trainer.max_steps=1")) == 0
     *_, baselines, path, _, _, inner = drawn[-1]
     assert set(baselines) == {"order-2 byte model", "order-3 byte model"}  # type: ignore[call-overload]
     assert (inner is None) == (panels == 1)
@@ -337,16 +206,6 @@ def test_the_picture_shows_the_inner_losses_where_there_are_any(
     with open(path, "rb") as file:  # type: ignore[call-overload]
         header = file.read(24)
     assert header.startswith(b"\x89PNG") and (int.from_bytes(header[16:20], "big") > 1000) == (panels == 2)
-
-
-def test_the_baseline_is_a_distribution_and_beats_shorter_contexts(corpus: Path) -> None:
-    data = TextData(str(corpus), context_length=32)
-    train, validation, sizes = data.windows("train"), data.windows("validation"), data.tokenizer.token_bytes.numpy()
-    bits = [NGram(257, order).fit(train).bits_per_byte(validation, sizes) for order in (0, 1, 2)]
-    assert bits[0] > bits[1] > bits[2] > 0
-    every = np.array([[1, 2, token] for token in range(5)])
-    total = np.exp(-NGram(5).fit(np.array([[0, 1, 2, 3, 1, 2, 0]])).nats(every)[:, 1]).sum()
-    assert math.isclose(total, 1, rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["model.final_norm.weight", "model.blocks.0.layer_norm.weight"])

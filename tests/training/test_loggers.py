@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from runs_for_tests import TINY, column, write_corpus
 
 from metattt.cli import main
 from metattt.composition.compose import compose
@@ -20,28 +20,25 @@ from metattt.measures.flops import flops_per_window
 from metattt.training import step_statistics
 from metattt.training.train import train
 
-TINY = (
-    "dim=8", "num_heads=2", "model.num_layers=1", "data.context_length=16", "data.batch_size=2", "trainer.accelerator=cpu",
-    "layer=linear_attention", "data.validation_max_bytes=300", "sample=false", "callbacks.progress=null", "callbacks.loss_curve=null",
-    "trainer.log_every_n_steps=1", "trainer.val_check_interval=2", "data.path=a.txt", "output_dir=run",
+SETTINGS = (
+    *TINY, "data.path=texts", "output_dir=run", "~callbacks.loss_curve", "trainer.val_check_interval=2",
 )  # fmt: skip
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    write_corpus(tmp_path / "texts")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def logged(column: str) -> dict[int, float]:
-    with Path("run/metrics.csv").open(newline="") as file:
-        return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row.get(column)}
+def logged(name: str) -> dict[int, float]:
+    return column(Path("run"), name)
 
 
 def stop_and_go_on(*overrides: str) -> None:
     """Four steps, and four more."""
-    assert main(["train", *TINY, *overrides, "trainer.max_steps=4"]) == 0
+    assert main(["train", *SETTINGS, *overrides, "trainer.max_steps=4"]) == 0
     assert main(["train", "resume=run", "trainer.max_steps=8"]) == 0
 
 
@@ -51,9 +48,9 @@ def test_tensorboard(here: Path) -> None:
     stop_and_go_on("logger=tensorboard")
     events = EventAccumulator("run/tensorboard")
     events.Reload()
-    for column in ("train/loss", "validation/loss", "gradient_norm"):
-        found = {event.step: event.value for event in events.Scalars(column)}
-        assert found == pytest.approx(logged(column), rel=1e-6) and max(found) == 8
+    for name in ("train/loss", "validation/loss", "gradient_norm"):
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx(logged(name), rel=1e-6) and max(found) == 8
 
 
 def records(file: Path) -> list[bytes]:
@@ -88,10 +85,8 @@ def test_wandb_offline(here: Path) -> None:
             if "train/loss" in row:
                 found[row["trainer/global_step"]] = row["train/loss"]
     assert found == pytest.approx(logged("train/loss"), rel=1e-6) and max(found) == 8
-    assert (
-        main(["train", *TINY, "logger=wandb", "logger.wandb.offline=true", "trainer.max_steps=2", "overwrite=true"])
-        == 0
-    )
+    anew = ["logger=wandb", "logger.wandb.offline=true", "trainer.max_steps=2", "overwrite=true"]
+    assert main(["train", *SETTINGS, *anew]) == 0
     assert OmegaConf.load("run/run.yaml").logger.wandb.id != name  # begun anew is another run
 
 
@@ -107,19 +102,8 @@ def test_mlflow(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert found == pytest.approx(logged("train/loss"), rel=1e-6) and max(found) == 8
     assert run.data.params["dim"] == "8" and run.info.run_name == "linear_attention"
-    assert (
-        main(
-            [
-                "train",
-                *TINY,
-                "output_dir=other",
-                "trainer.max_steps=1",
-                "logger=mlflow",
-                "logger.mlflow.tracking_uri=nobody://x",
-            ]
-        )
-        == 2
-    )
+    wrong = ["output_dir=other", "trainer.max_steps=1", "logger=mlflow", "logger.mlflow.tracking_uri=nobody://x"]
+    assert main(["train", *SETTINGS, *wrong]) == 2
     assert "error: " in (said := capsys.readouterr().err) and "logger.mlflow" in said and "Traceback" not in said
 
 
@@ -130,7 +114,7 @@ def test_without_the_extra(
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
-    assert main(["train", *TINY, f"logger={library}", "trainer.max_steps=1"]) == 2
+    assert main(["train", *SETTINGS, f"logger={library}", "trainer.max_steps=1"]) == 2
     line = f"error: logger={library} needs {library}, which is not installed: pip install 'metattt[loggers]'\n"
     assert capsys.readouterr().err.endswith(line)
 
@@ -139,43 +123,36 @@ def test_without_the_extra(
 def test_wandb_without_a_login(here: Path) -> None:
     code = "import os, sys; os.environ |= {'HOME': os.getcwd(), 'NETRC': os.getcwd() + '/none'}\n"
     code += "[os.environ.pop(name, None) for name in ('WANDB_API_KEY', 'WANDB_MODE')]\n"
-    code += f"from metattt.cli import main; sys.exit(main(['train', *{TINY!r}, 'logger=wandb', 'trainer.max_steps=1']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
-    assert (
-        done.returncode == 2
-        and "error: logger=wandb cannot begin" in done.stderr
-        and "logger.wandb.offline=true" in done.stderr
-    )
-    assert "Traceback" not in done.stderr
+    code += f"from metattt.cli import main; sys.exit(main(['train', *{SETTINGS!r}, 'logger=wandb', 'trainer.max_steps=1']))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "error: logger=wandb cannot begin" in done.stderr and "logger.wandb.offline=true" in done.stderr
 
 
 def test_a_profiler_writes_to_the_folder_of_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *TINY, "trainer.max_steps=2", "trainer.profiler=simple"]) == 0
+    assert main(["train", *SETTINGS, "trainer.max_steps=2", "trainer.profiler=simple"]) == 0
     assert "profile     run/fit-profile.txt" in capsys.readouterr().out
     assert "run_training_batch" in Path("run/fit-profile.txt").read_text()
-    assert main(["train", *TINY, "output_dir=other", "trainer.profiler=nobody"]) == 2
+    assert main(["train", *SETTINGS, "output_dir=other", "trainer.profiler=nobody"]) == 2
     assert "advanced" in (said := capsys.readouterr().err) and "Traceback" not in said
 
 
 def test_figures_of_merit(here: Path) -> None:
-    assert train(compose(*TINY, "trainer.max_steps=6", "trainer.accumulate_grad_batches=2")) == 0
+    assert train(compose(*SETTINGS, "trainer.max_steps=6", "trainer.accumulate_grad_batches=2")) == 0
     rate, tflops = logged("tokens_per_second"), logged("model_tflops_per_second")
-    per_token = 3 * flops_per_window(empty("layer=linear_attention"), 16) / 16
+    per_token = 3 * flops_per_window(empty("layer=linear_attention", "model.ffn_dim=16"), 16) / 16
     assert min(tflops) == 2 and max(tflops) == 6
     for step, value in tflops.items():
         assert value == pytest.approx(rate[step] * per_token / 1e12, rel=1e-5)
-    assert (
-        all(0.05 < value < 100 for value in logged("peak_memory_gib").values()) and len(logged("peak_memory_gib")) == 6
-    )
+    memory = logged("peak_memory_gib")
+    assert len(memory) == 6 and all(0.05 < value < 100 for value in memory.values())
 
 
 def empty(*overrides: str) -> Any:
     with torch.device("meta"):
-        return instantiate_model(
-            compose("dim=8", "num_heads=2", "model.num_layers=1", *overrides, job="language_model")
-        )
+        cfg = compose("dim=8", "num_heads=2", "model.num_layers=1", *overrides, job="language_model")
+        return instantiate_model(cfg)
 
 
 def test_operations_of_a_window() -> None:

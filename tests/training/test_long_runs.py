@@ -1,6 +1,6 @@
 """Long runs at constant memory: training steps and generated tokens leave nothing behind.
 
-`python tests/test_long_runs.py 2000 20000` takes the figures of so many steps and tokens.
+`python tests/training/test_long_runs.py 2000 20000` takes the figures of so many steps and tokens.
 """
 
 import csv
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from runs_for_tests import write_corpus
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -81,9 +82,7 @@ def train_for(steps: int, monkeypatch: pytest.MonkeyPatch, folder: Path, *leaks:
     from metattt.training.callbacks import LossCurve
     from metattt.training.train import train
 
-    (folder / "text").mkdir()
-    for index in range(20):
-        (folder / "text" / f"{index}.txt").write_text(f"document {index}\n" + "alpha beta gamma delta " * 30)
+    write_corpus(folder / "text")
     original, figures, times, last = LossCurve.on_train_batch_end, [], [], [time.process_time()]
 
     def watched(self: Any, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
@@ -105,9 +104,7 @@ def train_for(steps: int, monkeypatch: pytest.MonkeyPatch, folder: Path, *leaks:
 def generate_for(count: int, layer: str) -> list[Figures]:
     """Generates and looks at the process on the way."""
     torch.manual_seed(0)
-    model = instantiate_model(
-        compose("preset=tiny", "dim=32", "num_heads=2", "model.num_layers=2", f"layer={layer}")
-    ).eval()
+    model = instantiate_model(compose("preset=tiny", "dim=32", "num_heads=2", "model.num_layers=2", f"layer={layer}")).eval()
     text, figures, times = Continuation(ByteTokenizer(), ["no such text, but the beginning"]), [], []
     last = time.process_time()
     for index, token in enumerate(generate(model, torch.tensor([[256, 65]]), count, seed=0), start=1):
@@ -168,14 +165,10 @@ def test_text_of_many_tokens_takes_time_in_proportion() -> None:
 
 def show(title: str, unit: str, figures: list[Figures]) -> None:
     """A table as Markdown."""
-    print(
-        f"\n## {title}\n\n| {unit} | resident (MB) | files | tensors | objects | ms of the processor per {unit[:-1]}, least |"
-    )
-    print("|---:|---:|---:|---:|---:|---:|")
+    each = f"ms of the processor per {unit[:-1]}, least"
+    print(f"\n## {title}\n\n| {unit} | resident (MB) | files | tensors | objects | {each} |\n|---:|---:|---:|---:|---:|---:|")
     for one in figures:
-        print(
-            f"| {one.done:,} | {one.resident:.1f} | {one.files} | {one.tensors} | {one.objects:,} | {one.milliseconds:.2f} |"
-        )
+        print(f"| {one.done:,} | {one.resident:.1f} | {one.files} | {one.tensors} | {one.objects:,} | {one.milliseconds:.2f} |")
     print(f"\nGrows: {', '.join(complaints(figures)) or 'nothing'}.", flush=True)
 
 

@@ -45,7 +45,7 @@ class Run:
         script = folder / "script.py"
         script.write_text(SLOW_STEP.format(step=step, marker=str(self.marker), what=what))
         arguments = ["train", *TINY.split(), f"data.path={folder / 'text.txt'}", f"output_dir={self.folder}", *overrides]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         self.process = Program(str(script), *arguments, folder=folder, environment=environment)
         self.errors = self.process.err
 

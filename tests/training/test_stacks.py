@@ -3,17 +3,15 @@ layer has: state, conversion, generation, masks and reset."""
 
 from __future__ import annotations
 
-import re
-import shlex
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from processes_for_tests import two_processes
+from runs_for_tests import write_corpus
 from torch import Tensor
 
 import metattt
@@ -80,11 +78,8 @@ def test_entries_have_settings_of_their_own() -> None:
     assert [layer.num_heads for layer in layers] == [2, 2, 8, 2]
     assert [layer.optimizer.mini_batch_size for layer in layers] == [16, 4, 1, 16]  # type: ignore[union-attr]
     assert [layer.group_size for layer in layers] == [2, 2, 0, 2]
-    assert (
-        layers[0].learner.extra_repr()
-        == layers[1].learner.extra_repr()
-        != metattt.build("layer=ttt_mlp").learner.extra_repr()
-    )  # type: ignore[operator, union-attr]
+    shown = [layer.learner.extra_repr() for layer in (*layers[:2], metattt.build("layer=ttt_mlp"))]  # type: ignore[operator, union-attr]
+    assert shown[0] == shown[1] != shown[2]
 
 
 def test_update_periods_by_depth() -> None:
@@ -113,16 +108,11 @@ def test_from_python() -> None:
     model = LanguageModel(31, 16, 5, blocks=[mlp, window])
     kinds = [type(block.layer.learner).__name__ for block in model.blocks]  # type: ignore[union-attr]
     assert kinds == ["MLP", "KernelEstimator", "MLP", "KernelEstimator", "MLP"]
-    for wrong in (
-        {},
-        {"layer": mlp, "blocks": [mlp]},
-        {"blocks": []},
-        {"blocks": "ttt_mlp"},
-        {"blocks": [mlp()]},
-        {"blocks": [mlp] * 6},
-    ):
+    for wrong in ({}, {"layer": mlp, "blocks": [mlp]}, *({"blocks": one} for one in ([], "ttt_mlp", [mlp()], [mlp] * 6))):
         with pytest.raises(MetaTTTError):
             LanguageModel(31, 16, 5, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(MetaTTTError, match="the layer of block 0 is a int: it must be a torch"):
+        LanguageModel(31, 16, 1, blocks=[lambda: 3])
 
 
 def test_the_name_of_a_run_and_the_parts_that_it_has_not() -> None:
@@ -166,7 +156,7 @@ def test_what_is_refused(overrides: str) -> None:
 # -- what blocks keep --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cuts", [[19, 20, 21], [1, 2, 3, 4, 5], [7, 8, 31], list(range(1, 41))])
+@pytest.mark.parametrize("cuts", [[7, 8, 31], list(range(1, 41))])
 def test_any_split_gives_the_logits_of_one_call(cuts: list[int]) -> None:
     model, ids = make(*HYBRID), tokens(2, 41)
     state, pieces = None, []
@@ -223,9 +213,7 @@ def test_an_exported_stack() -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus, a run of four steps (`whole`), and the same gone on with from its second step (`resumed`)."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "corpus").mkdir()
-    for index in range(10):
-        (folder / "corpus" / f"{index}.txt").write_text(f"document {index}\n" + "alpha beta gamma delta " * 20)
+    write_corpus(folder / "corpus")
     settings = (f"data.path={folder / 'corpus'}", f"output_dir={folder / 'whole'}", "trainer.max_steps=4")
     assert train(compose(*TINY, *settings, "callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.keep=5")) == 0
     shutil.copytree(folder / "whole", folder / "resumed")
@@ -302,27 +290,8 @@ def test_a_damaged_pattern_allocates_nothing(tmp_path: Path, key: str, value: ob
     assert str(error.value).count("\n") <= 1
 
 
-def test_a_block_that_is_no_layer() -> None:
-    with pytest.raises(MetaTTTError, match="the layer of block 0 is a int: it must be a torch"):
-        LanguageModel(31, 16, 1, blocks=[lambda: 3])
-
-
-def test_the_documentation() -> None:
-    """Its Python runs, and its commands compose."""
-    text = (Path(__file__).resolve().parent.parent / "docs" / "stacks.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {"__name__": "stacks"}
-    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
-        exec(compile(block, "stacks.md", "exec"), names)
-    assert names["model"](torch.randint(257, (1, 5))).shape == (1, 5, 257)
-    assert names["layer"](torch.randn(1, 5, 64))[0].shape == (1, 5, 64)
-    commands = re.findall(r"^metattt train (.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
-    assert len(commands) == 9
-    for command in commands:
-        assert compose(*shlex.split(command, comments=True)).model.num_layers >= 2
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "time_parallel"])
+@pytest.mark.parametrize("strategy", ["fsdp", "time_parallel"])
 def test_two_processes_train_as_one(runs: Path, tmp_path: Path, strategy: str) -> None:
     """Each with half of the windows, or with half of the time of all."""
     settings = (f"data.path={runs / 'corpus'}", f"output_dir={tmp_path / 'run'}", "trainer.max_steps=4")

@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from metattt.data.documents import read_documents
+from metattt.data.documents import find_files, read_documents
+from metattt.data.sources import is_local
 from metattt.data.text import ByteTokenizer, TextData
 from metattt.data.windows import ShuffledBatches
 from metattt.errors import MetaTTTError
@@ -287,3 +288,30 @@ def test_parquet_with_flipped_bits_is_one_line_or_text(tmp_path: Path) -> None:
 def test_numbers_without_a_meaning_are_refused(settings: dict[str, int]) -> None:
     name, value = next(iter(settings.items()))
     assert f"data.{name}={value} is not allowed" in refused(None, **settings)
+
+
+def test_shards_without_data_shards(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(MetaTTTError, match="holds shards of metattt prepare, not text: add data=shards"):
+        find_files(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.jsonl.gz", "json"), ("a.txt.zst", "text"), ("a.gz", "text"), ("a.csv", "csv"), ("a.png", None)],
+)
+def test_a_format_that_is_read_another_way(name: str, kind: str | None, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(MetaTTTError) as caught:
+        find_files(str(tmp_path / name), "source")
+    way = f"metattt prepare source={kind} dataset_files={tmp_path / name} "
+    assert (way in str(caught.value)) == (kind is not None) and str(caught.value).count("\n") <= 1
+
+
+def test_a_path_is_not_asked_for_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for path in ("data/typo", "./typo", "/typo", "~/typo", "typo.txt", "typo.jsonl.gz", "a/b/c", "data", "typo/"):
+        assert is_local(path), path
+    for name in ("allenai/c4", "imdb", "teknium/OpenHermes-2.5"):
+        assert not is_local(name), name

@@ -1,0 +1,235 @@
+"""Composition: what layers, overrides, files of one's own and seeds make; the working directory does not matter."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compositions_for_tests import remembering
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from metattt import build
+from metattt.composition import compose as composition
+from metattt.composition.announced import announced
+from metattt.composition.compose import compose
+from metattt.composition.overrides import quote_free_text
+from metattt.errors import MetaTTTError
+
+SMALL = ("dim=16", "num_heads=2")
+
+
+def test_layers_choose_the_parts_and_overrides_win() -> None:
+    cfg = compose("layer=ttt_mlp", job="build")
+    assert cfg.learner._target_.endswith("MLP") and cfg.optimizer.base_lr == 0.1 and cfg.layer.gate
+    cfg = compose("layer=ttt_mlp", "learner=linear", "optimizer.base_lr=0.5", "layer.gate=false", job="build")
+    assert cfg.learner._target_.endswith("Linear") and cfg.optimizer.base_lr == 0.5 and not cfg.layer.gate
+    assert cfg.layer.learner == cfg.learner
+    assert compose("preset=null") == compose("experiment=null") == compose()
+    assert compose("layer=mamba", "dim=9").dim == compose("model.blocks=[mamba]", "dim=9").dim == 9  # it has no heads
+    assert compose().name == "ttt_linear" and compose("experiment=digits_pixel").name == "mttt_mlp"
+    assert "name" not in compose(job="build")
+
+
+def test_a_layer_is_drawn_from_the_global_generator_or_by_a_seed() -> None:
+    def drawn(*overrides: str, **named: Any) -> torch.Tensor:
+        return torch.cat([p.flatten() for p in build(*SMALL, *overrides, **named).parameters()])
+
+    torch.manual_seed(3)
+    one, two = drawn(), drawn()
+    assert not torch.equal(one, two)
+    torch.manual_seed(3)
+    assert torch.equal(drawn(), one) and torch.equal(drawn("seed=null"), two)
+    generator = torch.get_rng_state()
+    assert torch.equal(drawn(seed=0), drawn("seed=0")) and not torch.equal(drawn("seed=0"), drawn("seed=1"))
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_layer_by_keywords() -> None:
+    named: dict[str, Any] = {"learner.trainable": ["w2", "b2"], "learner.step_scale": {"w2": 0.5}}
+    named |= {"optimizer.base_lr": 1e-5, "optimizer.max_norm": None}
+    one = build("ttt_mlp", dim=16, num_heads=2, seed=0, **{"layer.gate": False} | named)
+    texts = ("layer=ttt_mlp", "dim=16", "num_heads=2", "seed=0", "layer.gate=false", "optimizer.max_norm=null")
+    other = build(*texts, "learner.trainable=[w2,b2]", "learner.step_scale={w2: 0.5}", "optimizer.base_lr=1e-5")
+    a, b = one.state_dict(), other.state_dict()
+    assert repr(one) == repr(other) and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert repr(build(layer="ttt_mlp", learner="linear")) == repr(build("layer=ttt_mlp", "learner=linear"))
+
+
+def test_a_row_of_the_paper_is_an_experiment() -> None:
+    """In a process of its own: here, other tests import the rows."""
+    words = ["train", "experiment=books_4k/ttt_mlp_350m", "--cfg", "job"]
+    done = subprocess.run([sys.executable, "-P", "-m", "metattt.cli", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    cfg = OmegaConf.create(done.stdout)
+    assert (cfg.data.context_length, cfg.trainer.max_steps) == (4096, 13500)
+
+
+def test_working_directory_does_not_matter(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compose(job="build")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "build.yaml").write_text("dim: 7\n")
+    monkeypatch.chdir(tmp_path)
+    assert compose(job="build") == before
+
+
+def test_composes_inside_another_hydra_application() -> None:
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_module("metattt.configs", version_base="1.3"):
+        outer = GlobalHydra.instance().hydra
+        compose(job="build")
+        assert GlobalHydra.instance().hydra is outer
+
+
+TEXTS = (
+    "def f(x):", "", "a=b", "it's", '"', "'", "\\", "a\\'b", "two\nlines\t", "[1]", "1", "true", "${x}", "\\${x} '", "${",
+    "a, b", "  x ", "é",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_free_text_is_taken_as_written(text: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    value = OverridesParser.create().parse_overrides([quote_free_text(f"prompt={text}")])[0].value()
+    cfg = OmegaConf.create({"prompt": "???"})
+    OmegaConf.update(cfg, "prompt", value)
+    assert cfg.prompt == text
+
+
+def test_overrides_that_are_not_text_are_left_alone() -> None:
+    for override in ("checkpoint=null", "prompt='quoted'", "data.path=['a',b]", "data.path=[]", "learner.depth=3", "~prompt", "prompt"):
+        assert quote_free_text(override) == override
+    assert quote_free_text("checkpoint=/a=b/x.ckpt") == "checkpoint='/a=b/x.ckpt'"
+    assert quote_free_text("checkpoint=[/a=b/x, c d]") == "checkpoint=['/a=b/x','c d']"
+    assert quote_free_text("checkpoint=/a=b/x,'c, d'", sweep=True) == "checkpoint='/a=b/x','c, d'"
+    assert quote_free_text("checkpoint=glob(*)", sweep=True) == "checkpoint=glob(*)"
+
+
+def test_attention_is_softmax_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other layers that have names are compared with references of their own (`layer_references`)."""
+    layer, seen = build("layer=attention", *SMALL).double(), []
+    views = layer.task.views
+    monkeypatch.setattr(layer.task, "views", lambda *given: seen.append(views(*given)) or seen[-1])
+    layer.norm, layer.out = None, torch.nn.Identity()
+    y, _ = layer(torch.randn(2, 37, 16, dtype=torch.float64))
+    k, v, q = seen[0][0][:3]  # [B, H, T, d]
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(y.unflatten(2, (2, 8)).transpose(1, 2), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_what_packages_announce_is_read_again_when_one_comes_or_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a notebook installs one: the folders of `sys.path` say that something is new."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = announced("metattt.configs")
+    assert announced("metattt.configs") is before
+    info = tmp_path / "another-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[metattt.configs]\nanother = another.configs\n")
+    assert {entry.value for entry in announced("metattt.configs")} == {entry.value for entry in before} | {"another.configs"}
+    shutil.rmtree(info)
+    assert announced("metattt.configs") == before
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "nowhere")])
+    assert announced("metattt.configs") == before
+
+
+def test_what_tests_remember_is_what_hydra_composes() -> None:
+    """See `compositions_for_tests`: the same text, types and refusals, and nobody sees what another has changed."""
+    compose("layer=ttt_mlp")  # what can be composed is known
+    hydra, asked = composition._compose.plain, []  # type: ignore[attr-defined]
+
+    def counted(overrides: list[str], job: str) -> tuple[DictConfig, DictConfig]:
+        asked.append(overrides)
+        return hydra(overrides, job)
+
+    remembered = remembering(counted)
+    for folder in ("/a", "runs/b c"):
+        overrides = ["layer=ttt_mlp", f"output_dir='{folder}'", "data.path='/d/e.txt'", "trainer.max_steps=3"]
+        found, expected = remembered(overrides, "train"), hydra(overrides, "train")
+        assert found == expected and OmegaConf.to_yaml(found[0]) == OmegaConf.to_yaml(expected[0])
+        assert OmegaConf.is_struct(found[0]) == OmegaConf.is_struct(expected[0])
+        assert OmegaConf.get_type(found[0], "layer") == OmegaConf.get_type(expected[0], "layer")
+        found[0].dim = 3
+    assert len(asked) == 1
+    twice = ["data.path='/a'", "data.path=['/a','/b']"]
+    assert remembered(twice, "train") == hydra(twice, "train")
+    for overrides in (["data=digits", "data.path='/a'"], ["output_dir='a'", "trainer.nothing=3"]):
+        said = []
+        for compose_ in (remembered, hydra):
+            with pytest.raises(HydraException) as error:
+                compose_(overrides, "train")
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("given", [[], ["learner=linear"], ["optimizer.decay=softplus"], ["layer.gate=false"]])
+def test_a_custom_part_has_no_keys_of_the_layers_own(given: list[str]) -> None:
+    """`layer=kda` sets lr, decay and rank of its rule; `optimizer=custom` sets nothing but what is given."""
+    rule = ["optimizer=custom", "optimizer._target_=metattt.optimizers.Momentum"]
+    cfg = compose("layer=kda", *rule, *given, job="build")
+    named = {one.partition("=")[0].removeprefix("optimizer.") for one in given if one.startswith("optimizer.")}
+    assert set(cfg.optimizer) == {"_target_"} | named
+    assert cfg.task.short_conv == 4 and cfg.layer.output_norm == "head_rms"  # the layer's other settings stay
+
+
+def test_a_layer_may_choose_a_custom_part_and_set_it(tmp_path: Path) -> None:
+    (tmp_path / "layer").mkdir()
+    text = "# @package _global_\ndefaults:\n  - base/ttt_layer@layer\n  - override /optimizer: custom\n  - _self_\n"
+    (tmp_path / "layer" / "mine.yaml").write_text(text + "optimizer:\n  _target_: a.B\n  rank: 3\n")
+    cfg = compose(f"hydra.searchpath=[file://{tmp_path}]", "layer=mine", job="build")
+    assert dict(cfg.optimizer) == {"_target_": "a.B", "rank": 3}
+
+
+def test_a_choice_that_is_stored_and_in_no_file() -> None:
+    store = ConfigStore.instance()
+    store.store(group="learner", name="stored", node={"defaults": ["mlp", "_self_"], "expansion": 8.0})
+    try:
+        assert compose("learner=stored").learner.expansion == 8.0
+        with pytest.raises(MetaTTTError, match="`storde` is not a choice of learner"):
+            compose("learner=storde")
+    finally:
+        del store.repo["learner"]
+
+
+def test_null_leaves_an_entry_out(tmp_path: Path) -> None:
+    default = compose()
+    cfg = compose("callbacks.progress=null", "logger.csv=null")
+    assert set(cfg.callbacks) == set(default.callbacks) - {"progress"} and not cfg.logger
+    assert cfg.given == ["callbacks.progress=null", "logger.csv=null"]
+    assert "logger" not in compose("logger=null") and "callbacks" not in compose("callbacks=null")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "quiet.yaml").write_text("# @package _global_\ncallbacks:\n  loss_curve: null\nlogger:\n  csv: null\n")
+    cfg = compose("experiment=quiet", f"hydra.searchpath=[{tmp_path}]")
+    assert set(cfg.callbacks) == set(default.callbacks) - {"loss_curve"} and not cfg.logger
+
+
+def test_several_loggers_at_once() -> None:
+    assert set(compose("logger=[tensorboard,wandb,mlflow]").logger) == {"csv", "tensorboard", "wandb", "mlflow"}
+
+
+def test_a_class_beside_the_user(tmp_path: Path) -> None:
+    (tmp_path / "beside_me.py").write_text(
+        "from metattt.learners import Learner, Weight\n"
+        "class X(Learner):\n"
+        "    def weights(self, d_in, d_out):\n        return {'w': Weight((d_in, d_out))}\n"
+        "    def forward(self, w, x):\n        return w.linear(x, 'w')\n"
+    )
+    code = (  # as the installed command: its folder comes first on the path, not the working directory
+        "import sys; from metattt.cli import main; import metattt.testing\n"
+        "sys.path = [entry for entry in sys.path if entry]\n"
+        "from metattt.composition.compose import instantiate_layer\n"
+        "metattt.testing.check = lambda cfg: print(instantiate_layer(cfg).learner)\n"
+        "sys.exit(main(['check', 'learner=custom', 'learner._target_=beside_me.X', 'dim=8', 'num_heads=2']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

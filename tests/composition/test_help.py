@@ -1,0 +1,203 @@
+"""What the command line shows: help, configurations, what Hydra tells, completion in a shell."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from metattt.cli import COMMANDS, main
+from metattt.composition.aliases import NOT_SET_THERE
+from metattt.composition.choices import groups
+from metattt.composition.compose import compose
+from metattt.errors import MetaTTTError
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_configuration_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"configs/{command}.yaml" in out and all(group in out for group in groups(command))
+    assert main([command, "--cfg"]) == 0
+    assert OmegaConf.create(capsys.readouterr().out) == compose(job=command)
+
+
+def test_help_is_fast() -> None:
+    code = "import sys; from metattt.cli import main; main(['--help']); main(['train', '--help'])\n"
+    code += "assert 'torch' not in sys.modules and 'hydra' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("job", "given"),
+    [
+        ("train", []),
+        ("train", ["layer=delta_product"]),
+        ("train", ["layer=ttt_mlp", "learner=swiglu", "trainer=fsdp", "training=muon"]),
+        ("train", ["layer=titans_mag", "callbacks=inner_warmup", "logger=wandb"]),
+        ("train", ["model=ttt_e2e", "data=shards"]),
+        ("train", ["layer=gated_delta_net", "block_style=plain", "preset=125m"]),
+        ("train", ["experiment=digits_pixel"]),
+        ("train", ["experiment=table1/linear_attention"]),
+        ("check", ["layer=longhorn"]),
+        ("bench", ["layer=ttt_mlp"]),
+    ],
+)
+def test_help_lists_the_keys_of_what_is_chosen(job: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them, with the values that the command would take: Hydra is asked."""
+    assert main([job, *given, "--help"]) == 0
+    listed = re.findall(r"^    ([\w.]+)=(.*?)(?:  .*)?$", capsys.readouterr().out, re.MULTILINE)
+    expected: dict[str, Any] = {}
+
+    def read(text: str) -> Any:
+        try:
+            return float(text)
+        except ValueError:
+            return yaml.safe_load(text)
+
+    def flatten(node: Any, prefix: str) -> None:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            name = f"{prefix}.{key}"
+            if isinstance(value, dict) and value:
+                flatten(value, name)
+            elif name not in NOT_SET_THERE and not key.startswith("_"):
+                expected[name] = value
+
+    cfg = OmegaConf.to_container(compose(*given, job=job))
+    assert isinstance(cfg, dict)
+    for group in groups(job):
+        flatten(cfg.get(group), group)
+    assert {key: read(value) for key, value in listed} == expected
+
+
+def test_help_of_a_plug_in_and_of_a_folder(tmp_path: Path) -> None:
+    learner = tmp_path / "waves" / "configs" / "learner"
+    learner.mkdir(parents=True)
+    (tmp_path / "waves" / "__init__.py").write_text(
+        "from metattt.learners import Linear\nfrom metattt.registry import register\n\n\n"
+        "@register('learner', 'wave')\nclass Wave(Linear):\n    def __init__(self, bends: int = 3):\n        pass\n"
+    )
+    (learner / "wave.yaml").write_text("# Waves\ndefaults:\n  - /schema/learner/wave@_here_\n")
+    (tmp_path / "mine" / "layer").mkdir(parents=True)
+    text = "# @package _global_\n# Of mine\ndefaults:\n  - delta_net\n  - override /learner: wave\n  - _self_\nlearner:\n  bends: 5\n"
+    (tmp_path / "mine" / "layer" / "bent.yaml").write_text(text)
+    info = tmp_path / "waves-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: waves\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[metattt.components]\nw = waves\n[metattt.configs]\nw = waves.configs\n")
+    code = (
+        "import sys; from metattt.cli import main\n"
+        "assert main(['train', '--config-dir', 'mine', '--help']) == 0\n"
+        "assert not {'torch', 'hydra', 'waves'} & set(sys.modules)\n"
+        "assert main(['train', '--config-dir', 'mine', 'layer=bent', '--help']) == 0"
+    )
+    paths = os.pathsep.join((str(tmp_path), str(Path(__file__).resolve().parents[2])))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for expected in (" Of mine", " Waves", "learner.bends=5", "optimizer.lr_scale=none", "layer.output_norm=head_rms"):
+        assert expected in done.stdout
+
+
+@pytest.mark.parametrize("flags", [["--cfg"], ["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
+def test_cfg_prints_what_would_be_run(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *flags, "layer=ttt_mlp", "dim=32"]) == 0
+    shown = OmegaConf.create(capsys.readouterr().out)
+    assert shown == compose("layer=ttt_mlp", "dim=32") and shown.data._get_node("seed")._is_interpolation()
+    assert main(["train", "dim=32", *flags, "--resolve"]) == 0
+    assert "${" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my files" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /learner: mlp\n  - _self_\ndim: 48\n"
+    (tmp_path / "my files" / "experiment" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "my files"
+
+
+@pytest.mark.parametrize("form", ["[{0}]", "[file://{0}]", "[my files]"])
+def test_files_of_ones_own(mine: Path, form: str) -> None:
+    cfg = compose("experiment=mine", f"hydra.searchpath={form.format(mine)}")
+    assert cfg.dim == 48 and cfg.learner._target_.endswith("MLP") and "hydra" not in cfg
+    with pytest.raises(MetaTTTError, match="`bais` is not a field of learner"):
+        compose("experiment=mine", f"hydra.searchpath={form.format(mine)}", "learner.bais=1")
+
+
+def test_a_folder_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine / "learner").mkdir()
+    (mine / "learner" / "wide.yaml").write_text("# A wide one\ndefaults:\n  - mlp\n  - _self_\nexpansion: 8.0\n")
+    for folder in ("my files", str(mine)):
+        for flags in (["--config-dir", folder], [f"--config-dir={folder}"], ["-cd", folder]):
+            assert main(["train", *flags, "experiment=mine", "dim=56", "--cfg", "job"]) == 0
+            shown = OmegaConf.create(capsys.readouterr().out)
+            assert shown.dim == 56 and shown.learner._target_.endswith("MLP")
+    assert main(["train", "--config-dir", "my files", "learner=wide", "--cfg", "job", "--package", "learner.expansion"]) == 0
+    assert capsys.readouterr().out == "8.0\n"
+    other = mine.parent / "a, 'b'"
+    (other / "experiment").mkdir(parents=True)
+    (other / "experiment" / "mine.yaml").write_text("# @package _global_\ndim: 40\n")
+    assert main(["train", "--config-dir", str(other), "hydra.searchpath=[my files]", "experiment=mine", "learner=wide", "--cfg"]) == 0
+    assert OmegaConf.create(capsys.readouterr().out).dim == 40
+    assert main(["train", "--config-dir", "my files", "experiment=mien"]) == 2
+    assert "Did you mean `experiment=mine`?" in capsys.readouterr().err
+
+
+def test_what_hydra_tells(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for what, expected in (("defaults", "experiment/mine "), ("defaults-tree", "  experiment: mine"), ("searchpath", "my files")):
+        assert main(["train", "--config-dir", "my files", "experiment=mine", "--info", what]) == 0
+        assert expected in capsys.readouterr().out
+    assert main(["train", "--cfg", "hydra"]) == 0
+    assert OmegaConf.create(capsys.readouterr().out).hydra.launcher._target_.endswith("BasicLauncher")
+    assert main(["train", "dim=8", "--cfg", "all", "-p", "dim"]) == 0
+    assert capsys.readouterr().out.strip() == "8"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("metattt tr", ["train"]),
+        ("metattt train layer=ttt_", ["layer=ttt_linear", "layer=ttt_mlp"]),
+        ("metattt train layer=ttt_mlp learner.exp", ["learner.expansion="]),
+        ("metattt train -m seed=0,1 trainer.max_st", ["trainer.max_steps="]),
+        ("metattt train --config-dir my_files experiment=mi", ["experiment=mine"]),
+        ("metattt nobody x", []),
+        ("metattt train --config-dir", None),
+    ],
+)
+def test_completion(
+    line: str, expected: list[str] | None, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine.rename(mine.parent / "my_files")
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=bash"]) == 0
+    assert expected is None or capsys.readouterr().out.split() == expected
+
+
+def test_the_script_of_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--shell-completion", "install=bash"]) == 0
+    script = capsys.readouterr().out
+    assert script.rstrip().endswith("-F hydra_bash_completion metattt")
+    (tmp_path / "metattt").write_text("#!/bin/sh\necho layer=ttt_linear layer=ttt_mlp\n")  # what it asks
+    (tmp_path / "metattt").chmod(0o755)
+    ask = "COMP_LINE='metattt train layer=' COMP_CWORD=2; hydra_bash_completion; echo ${COMPREPLY[@]}"
+    command = ["bash", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{ask}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "layer=ttt_linear layer=ttt_mlp", done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["layers"], ["train", "--cfg"]])
+def test_a_reader_that_goes_away_is_no_fault(words: list[str]) -> None:
+    """As `metattt ... | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "metattt.cli", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -1,0 +1,311 @@
+"""What a newcomer types: every suggestion that a message makes is itself accepted, a message is one or two lines, and none
+waits for torch."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_class
+
+from metattt import build
+from metattt.cli import main
+from metattt.composition import components
+from metattt.composition.aliases import KEYS
+from metattt.composition.compose import compose
+from metattt.composition.messages import known_keys
+from metattt.composition.signatures import Unreadable, constructor, registered
+from metattt.errors import MetaTTTError
+from metattt.registry import PARAMETERS, REGISTERED, register, version_of
+
+TYPICAL = [  # a mistake, and what it should have been
+    ("optimizer=momentum optimizer.token_steps=shared", "optimizer=minibatch optimizer.token_steps"),
+    ("optimizer.momentum=per_head", "optimizer=momentum optimizer.momentum"),
+    ("optimizer.sampling=sgd", "optimizer=whole optimizer.sampling"),
+    ("task.decoder_norm=true", "task=mttt task.decoder_norm"),
+    ("learner.neighbours=3", "learner=kernel_estimator learner.neighbours"),
+    ("learner.bais=true", "learner.bias"),
+    ("layer.learner.bias=false", "learner.bias"),
+    ("leaner=mlp", "learner"),
+    ("mini_batch_size=8", "optimizer.mini_batch_size"),
+    ("lr=0.1", "training.lr"),
+    ("LR=0.1", "training.lr"),
+    ("learning_rate=0.1", "training.lr"),
+    ("training.learning_rate=0.1", "training.lr"),
+    ("data.lr=0.1", "training.lr"),
+    ("optimizer.learning_rate=0.1", "optimizer.base_lr"),
+    ("optimizer.lr=0.1", "optimizer.base_lr=0.1"),
+    ("inner_lr=0.1", "optimizer.base_lr"),
+    ("steps=3", "trainer.max_steps"),
+    ("trainer.steps=3", "trainer.max_steps"),
+    ("batch_size=3", "data.batch_size"),
+    ("num_layers=3", "model.num_layers"),
+    ("n_layers=3", "model.num_layers"),
+    ("model=vision_transformer n_layers=3", "model.depth"),
+    ("d_model=32", "dim"),
+    ("model.hidden_size=32", "dim"),
+    ("n_heads=2", "num_heads"),
+    ("device=cpu", "trainer.accelerator"),
+    ("gpus=2", "trainer.devices"),
+    ("precision=bf16-mixed", "trainer.precision"),
+    ("seq_len=64", "data.context_length"),
+    ("ckpt=runs/x", "resume"),
+    ("trainer.limit_val_batchs=1", "trainer.limit_val_batches"),
+    ("callbacks.progress.line=3", "callbacks.progress.lines"),
+    ("layer=mlp", "learner=mlp"),
+    ("learner=ttt_mlp", "layer=ttt_mlp"),
+    ("model=ttt_linear", "layer=ttt_linear"),
+    ("training=adam", "training=adamw"),
+    ("preset=125", "preset=125m"),
+    ("layer=lin", "layer=linear_attention"),
+    ("learner=mpl", "learner=mlp"),
+    ("learner.depth=3", "learner=mlp learner.depth"),
+    ("+learner.bais=true", "learner.bias"),
+    ("~callbacks.progres", "callbacks.progress"),
+    ("optimizer.read=inclusiv", "optimizer.read=inclusive"),
+]
+
+
+@pytest.mark.parametrize(("typed", "expected"), TYPICAL)
+def test_suggestions_are_accepted(typed: str, expected: str) -> None:
+    overrides = typed.split()
+    with pytest.raises(MetaTTTError) as caught:
+        compose(*overrides)
+    assert str(caught.value).count("\n") <= 1
+    suggested = re.search(r"Did you mean `(.*?)`\?", str(caught.value))
+    assert suggested and suggested[1] == expected, caught.value
+    *words, last = suggested[1].split()
+    wrong = overrides[-1]
+    compose(*overrides[:-1], *words, f"~{last}" if wrong.startswith("~") else last if "=" in last else f"{last}={wrong.partition('=')[2]}")
+
+
+def test_the_table_of_names_points_at_keys_that_exist() -> None:
+    composed = [compose(job=job) for job in ("train", "eval", "generate", "prepare", "convert")]
+    composed.append(compose("layer=window_attention"))
+    composed.append(compose("model=vision_transformer", "data=images", "training=timm"))
+    known = {key for cfg in composed for key in known_keys(cfg).values()}
+    assert not set(KEYS) - known
+
+
+MESSAGES = {  # what is typed, and what the message says
+    "": {
+        "learning-rate=0.1": "",  # no word of Hydra's
+        "lr=1": "(`optimizer.base_lr` is that of the inner loop",
+        "steps=1": "(`optimizer.steps` is that of the inner loop",
+        "batch_size=1": "(`optimizer.mini_batch_size` is that of the inner loop",
+        "learner.bias": "write <key>=<value>",
+        "dim=(a": "cannot be read",
+        "=3": "cannot be read",
+    },
+    "values": {
+        "dim=wide": "`dim=wide` is not allowed: expected an integer.",
+        "seed=x": "`seed=x` is not allowed",
+        "learner=mlp learner.depth=many": "`learner.depth=many` is not allowed: expected an integer.",
+        "learner.bias=null": "`learner.bias=null` is not allowed: expected true or false.",
+        "optimizer.read=inclusiv": "previous, committed, block, final. Did you mean `optimizer.read=inclusive`?",
+        "optimizer.mini_batch_size=0": "optimizer.mini_batch_size=0 is not allowed: it must be at least 1",
+        "learner=mlp learner.expansion=-1": "learner.expansion=-1.0 is not allowed: it must be positive",
+        "num_heads=0": "num_heads=0 is not allowed: it must be at least 1",
+        "dim=100 num_heads=3": "num_heads=3 does not divide dim=100: choose num_heads from 1, 2, 4",
+        f"dim={10**15} num_heads=3": f"num_heads=3 does not divide dim={10**15}: choose num_heads from 1, 2, 4, 5",
+        "layer=titans_mag dim=10 num_heads=4": "num_heads=4 does not divide dim=10: choose num_heads from 1, 2, 5, 10",
+        "model.blocks=[mamba,attention] dim=9": "num_heads=4 does not divide dim=9",
+    },
+    "choices": {
+        "learner=mpl": "`mpl` is not a choice of learner. Did you mean `learner=mlp`?\nChoices: ",
+        "learner=null": "`learner=null` is not allowed: choose one of ",
+        "preset=125": "`preset=125` is not allowed: choose one of ",
+        "trainer=true": "`trainer=true` is not allowed: choose one of ",
+        "layer=[a,b]": "is not allowed: choose one of atlas",
+        "logger=[csv,nobody]": "choose one of csv, mlflow, tensorboard, wandb",
+        "optimizer=adamw": "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`",
+        "optimizer=sgd": "The outer one is `training=<adamw, muon, timm>`",
+        "layer=ttt_mlp optimizer=append": "the chosen optimizer has no `base_lr`",
+        "experiment=mine": "hydra.searchpath=[<folder>]",
+    },
+    "several values": {
+        "dim=1,2": 'add -m (--multirun) to run `metattt train` once for each. A list is written "dim=[1,2]"',
+        "layer=ttt_mlp,ttt_linear": "names several values: add -m (--multirun) to run `metattt train` once for each",
+        "trainer.max_steps=range(0,3)": "names several values: add -m (--multirun)",
+    },
+    "keys that are elsewhere": {
+        "learner.bais=1": "`bais` is not a field of learner. Did you mean `learner.bias`?",
+        "model.layer=attention": "layer=<name> chooses the layer of every block",
+        "+model.layer=attention": "layer=<name> chooses the layer of every block",
+        "model.dim=32": "dim=<value> sets it for the model and its layers",
+        "layer.learner=mlp": "learner=<name> chooses it",
+        "trainer.logger=false": "~logger leaves it out",
+        "preset=tiny model=vision_transformer": "sets `model.num_layers`, but the chosen model has no `num_layers`.\nLeave out preset=tiny",
+        "~model.vocab_size": "cannot be taken away",
+        "~callbacks callbacks.progress.lines=3": "`callbacks` is not a key of `metattt train`. It has: ",
+        "~data": "`~data` takes away what `metattt train` needs",
+        "callbacks.interrupt=null": "`interrupt` is not a field of callbacks",
+        "hydra.run.dir=x": "output_dir",
+        "+trainer.limit_val=1": "limit_val",
+    },
+}
+
+
+@pytest.mark.parametrize(("typed", "expected"), [pair for group in MESSAGES.values() for pair in group.items()])
+def test_messages_say_the_way(typed: str, expected: str) -> None:
+    with pytest.raises(MetaTTTError) as caught:
+        compose(*typed.split())
+    assert expected in str(caught.value) and str(caught.value).count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("layer=ttt_linear optimizer=append", "set optimizer=minibatch"),
+        ("learner=custom", "give learner._target_=package.Class"),
+        ("learner=custom learner._target_=nowhere.X", "`learner._target_=nowhere.X` cannot be imported: No module"),
+        ("learner=custom learner._target_=fractions.Fraction learner.x=1", "`x` is not a parameter of fractions.Fraction"),
+        ("learner._target_=fractions.Fraction", "is not a parameter of fractions.Fraction. Add learner=custom, which sets"),
+        ("learner=custom learner._target_=datetime.date", "datetime.date raised TypeError"),
+        ("learner=custom learner._target_=string.Formatter.format", "learner"),
+    ],
+)
+def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None:
+    """Words of Hydra are parsed here. They change with a release, and then these fail: "raised while composing config",
+    "Error locating target", "Error in call to target" with an unexpected or missing argument, "full_key"."""
+    with pytest.raises(MetaTTTError) as caught:
+        build(*overrides.split(), "dim=16", "num_heads=2")
+    assert expected in str(caught.value) and str(caught.value).count("\n") <= 1
+
+
+def test_hydra_is_pinned_where_its_words_are_parsed() -> None:
+    pinned = [one for one in requires("metattt") or [] if one.startswith("hydra-core")]
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"hydra-core>=1.3,<1.4"' in text and pinned
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("check learner.bais=1", "Did you mean `learner.bias`?"),
+        ("chekc", "Did you mean `metattt check`?"),
+        ("check --learner=mlp", "settings are given as learner=mlp, without dashes"),
+        ("eval checkpoint=x layer=attention", "the checkpoint says what it is"),
+        ("train learner=mpl --help", "Did you mean `learner=mlp`?"),
+        ("train --config-dir=x", "there is no folder x"),
+        ("train --config-path=x", "--config-dir <folder> adds files of your own"),
+        ("train --info=x", "argument --info/-i: invalid choice: 'x' (choose from 'all', 'config', 'defaults'"),
+        ("train --info defaults learner=mpl", "Did you mean `learner=mlp`?"),
+        ("train --resolve", "add --cfg job"),
+        ("train --lr", "lr=<value>"),
+        ("-sc install=nobody", "bash"),
+    ],
+)
+def test_exit_code_2_without_a_traceback(command: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and expected in captured.err
+    assert "Traceback" not in captured.err and captured.err.count("\n") <= 2
+
+
+def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: str, job: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("metattt.composition.compose.compose", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_mistake_does_not_wait_for_torch() -> None:
+    typed = ("train learner.bais=1", "train learner=mpl", "train dim=100 num_heads=3", "check lr=3", "train model.layer=x", "eval ckpt=x")
+    words = [one.split() for one in typed]
+    code = f"import sys; from metattt.cli import main; codes = [main(words) for words in {words}]; assert set(codes) == {{2}}, codes\n"
+    code += "main(['train', '--cfg'])\nassert not {'torch', 'lightning', 'timm'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_arguments_of_the_trainer_need_no_plus() -> None:
+    assert compose("trainer.limit_val_batches=1", "trainer.max_time=00:01:00:00").trainer.limit_val_batches == 1
+    assert compose("+trainer.limit_val_batches=1").trainer == compose("trainer.limit_val_batches=1").trainer
+    from lightning import Trainer
+
+    read = [one.name for one in constructor("lightning.pytorch.trainer.trainer", "Trainer")]
+    assert read == list(PARAMETERS["lightning.Trainer"]) == list(Trainer.__init__.__annotations__)[:-1]
+
+
+# -- constructors read from their source -------------------------------------------------------------------------------
+
+
+def _schemas() -> dict[tuple[str, str], dict[str, object]]:
+    stored = ConfigStore.instance().repo["schema"]
+    found = {}
+    for group in stored:
+        for name, entry in stored[group].items():
+            nodes = {key: entry.node._get_node(key) for key in entry.node}
+            found[group, name] = {
+                key: (repr(node._metadata.ref_type), node._metadata.optional, str(node)) for key, node in nodes.items()
+            }
+    return found
+
+
+def test_what_is_read_is_what_an_import_would_register() -> None:
+    for job in components.JOB_COMPONENTS:
+        components.load_components(components.COMPONENTS + components.JOB_COMPONENTS[job])
+    ours = {key: target for key, target in REGISTERED.items() if target.startswith("metattt.")}
+    read, parameters = _schemas(), dict(PARAMETERS)
+    for (group, name), target in ours.items():
+        register(group, name, version_of(group, name))(get_class(target))  # a version lasts beyond this test
+    imported = _schemas()
+    assert len(ours) > 30
+    for (group, name), target in ours.items():
+        assert read[group, f"{name}.yaml"] == imported[group, f"{name}.yaml"]
+        assert parameters[target] == PARAMETERS[target]
+
+
+MODULE = """
+from __future__ import annotations
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+import torch
+from metattt.registry import register
+if TYPE_CHECKING:
+    from nowhere import Unknown
+Kind = Literal["a", "b"]
+class Base:
+    def __init__(
+        self, kind: Kind | None = None, sizes: Sequence[int] = (1, 2), *, one: Unknown = None, module: torch.nn.Module | None = None
+    ): ...
+@register("learner", name="read_{0}")
+class Read(Base): ...
+"""
+
+
+def test_a_module_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "readable_part.py").write_text(MODULE + "raise RuntimeError('it was run')\n")
+    (found,) = registered("readable_part")
+    assert found[:3] == ("learner", "read_{0}", "readable_part.Read")
+    kind, sizes, one, module = found.parameters
+    assert kind.default is None and "'a', 'b'" in str(kind.annotation)
+    assert sizes.default == (1, 2)
+    assert one.kind is one.KEYWORD_ONLY and module.default is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "@register('learner', 'x')\nclass X(make_base()): ...\n",
+        "@register('learner', NAME)\nclass X:\n    def __init__(self): ...\n",
+        "@register('learner', 'x')\nclass X:\n    def __init__(self, n: int = sum(SIZES)): ...\n",
+        "@register('learner', 'x')\nclass X:\n    def __init__(self, n: int = SOMETHING): ...\n",
+        "from nowhere_at_all import Base\n@register('learner', 'x')\nclass X(Base): ...\n",
+        "from . import Base\n@register('learner', 'x')\nclass X(Base): ...\n",
+        "class X(",
+    ],
+)
+def test_what_cannot_be_read_is_left_to_an_import(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = f"unreadable_{abs(hash(text))}"
+    (tmp_path / f"{module}.py").write_text(text)
+    with pytest.raises(Unreadable):
+        list(registered(module))
