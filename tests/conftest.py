@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiers import is_left_out
+from tiers import about_nothing, is_left_out
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,9 +30,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what the first tier leaves out (`tiers`). Files with long tests come first, so that no worker is left alone
-    with them at the end."""
+    with them at the end.
+
+    Raises:
+        pytest.UsageError: all tests are run, and a line of `tiers` is about none of them, as after a new name.
+    """
+    every = config.args == config.getini("testpaths") and not config.option.markexpr
+    if every and (lost := about_nothing([item.nodeid for item in items])):
+        raise pytest.UsageError(f"tests/tiers.py has lines about tests that are not there: {lost}")
     for item in items:
         if is_left_out(item.nodeid):
             item.add_marker(pytest.mark.slow)
