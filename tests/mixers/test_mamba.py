@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mixer_references
@@ -14,6 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
 import metattt
+from metattt.cli import main
 from metattt.combined import Combined
 from metattt.errors import MetaTTTError
 from metattt.mixers import Longhorn, Mamba, Mamba2, Mixer
@@ -278,3 +280,14 @@ def test_nan_is_refused_where_nobody_looks_at_what_comes_out(name: str) -> None:
     assert layer(x, mask=padded)[0].isfinite().all()
     layer.refuse_nan = False
     assert layer(x)[0].isnan().any()
+
+
+def test_trained_and_resumed_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
+    sizes = ("dim=16", "num_heads=2", "model.num_layers=1", f"data.path={tmp_path / 'a.txt'}", "data.context_length=16")
+    run = (f"output_dir={tmp_path / 'run'}", "trainer.accelerator=cpu", "sample=false")
+    assert main(["train", "layer=mamba", *sizes, *run, "trainer.max_steps=2"]) == 0
+    assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=3"]) == 0
+    assert main(["generate", f"checkpoint={tmp_path / 'run'}", "prompt=a", "max_new_tokens=3", "device=cpu"]) == 0
+    assert main(["train", "layer=mamba", "learner=mlp", *sizes, *run]) == 2
+    assert "`learner=mlp` chooses nothing: this layer has no learner" in capsys.readouterr().err

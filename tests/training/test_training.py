@@ -1,5 +1,7 @@
 """A run from its beginning to what is made of it: files, more steps, evaluation, generation, the baseline, the picture."""
 
+import csv
+import json
 import math
 import os
 import signal
@@ -10,9 +12,11 @@ import pytest
 import torch
 from runs_for_tests import TINY, after_step, column, log, steps, tiny
 
+from metattt.checkpoints.files import find_checkpoint
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
+from metattt.data.text import TextData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
@@ -225,3 +229,26 @@ def test_curves_with_points_that_are_no_numbers_are_drawn(tmp_path: Path) -> Non
     for points in ([[1, math.nan]], [[1, 2.0], [2, math.nan], [3, math.inf], [4, 1.0]]):
         plot({"train": points, "validation": [[1, math.nan]]}, {"order-2": 3.0}, tmp_path / "a.png", "bits", "a run")
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_holds_plain_data_only(finished: Path) -> None:
+    checkpoint = find_checkpoint(finished)
+    content = json.loads((checkpoint / "checkpoint.json").read_text())
+    assert content["config"]["num_heads"] == 2 and not list(checkpoint.glob("*.p*t*"))
+
+
+def test_a_logger_of_lightning_in_the_place_of_ours(corpus: Path, tmp_path: Path) -> None:
+    own = (
+        "~logger.csv", "+logger.own._target_=lightning.pytorch.loggers.CSVLogger", f"+logger.own.save_dir={tmp_path}",
+        "+logger.own.name=x", "+logger.own.version=y", "trainer.max_steps=3",
+    )  # fmt: skip
+    assert train(tiny(corpus, tmp_path / "run", *own)) == 0
+    with (tmp_path / "x" / "y" / "metrics.csv").open(newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["train/loss"]] == ["1", "2", "3"]
+
+
+def test_longer_contexts_make_better_baselines(corpus: Path) -> None:
+    data = TextData(str(corpus), context_length=32)
+    parts, sizes = [data.windows(name) for name in ("train", "validation")], data.tokenizer.token_bytes.numpy()
+    bits = [NGram(257, order).fit(parts[0]).bits_per_byte(parts[1], sizes) for order in (0, 1, 2)]
+    assert bits[0] > bits[1] > bits[2] > 0
