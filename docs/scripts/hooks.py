@@ -43,8 +43,16 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """The plugin `offline` fetches a stand-in for workers from the network; ours is a file of the site."""
-    own = relpath("assets/file_worker.js", str(Path(page.file.dest_uri).parent))
-    return output.replace("https://unpkg.com/iframe-worker/shim", own)
+    return _own_worker(output, str(Path(page.file.dest_uri).parent))
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """The same for the page of what is not found."""
+    return _own_worker(output_content, ".")
+
+
+def _own_worker(output: str, folder: str) -> str:
+    return output.replace("https://unpkg.com/iframe-worker/shim", relpath("assets/file_worker.js", folder))
 
 
 def formula(match: re.Match[str]) -> str:
