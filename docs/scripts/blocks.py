@@ -58,6 +58,70 @@ def measured() -> str:
     )
 
 
+def inner() -> str:
+    """The inner operation in every form."""
+    rows = tables("results/cpu/inner.json")["Time"]
+    made = []
+    for learner, title in (("linear", "TTT-Linear"), ("mlp", "TTT-MLP")):
+        wanted = {"learner": learner, "pass": "training", "threads": 1}
+        times = [value(rows, wanted | {"way": way}, "ms, median") for way in ("fused", "dual", "published style")]
+        ratio = value(rows, wanted | {"way": "published style"}, "times fused, median")
+        made.append([title, *(milliseconds(time, 0) for time in times), f"{ratio:.1f}"])
+    return table(["learner", "fused", "dual", "published style", "published / fused, round by round"], made)
+
+
+def layers() -> str:
+    """Whole layers by length, as multiples of softmax attention's time."""
+    rows = tables("results/cpu/layer.json")["Times as long as torch attention"]
+    names = LAYERS | {"mamba2": "Mamba-2", "delta_net": "DeltaNet", "linear_attention": "linear attention"}
+    made = []
+    for layer in ("ttt_linear", "ttt_mlp", "delta_net", "gated_delta_net", "mamba2", "linear_attention"):
+        form = "fused" if layer.startswith("ttt") else "dual"
+        wanted = {"layer": layer, "form": form, "pass": "forward + backward"}
+        ratios = [value(rows, wanted | {"T": length}, "median") for length in (512, 1024, 2048, 4096)]
+        made.append([names[layer], *(f"{ratio:.2f}" for ratio in ratios)])
+    return table(["layer", "T = 512", "T = 1,024", "T = 2,048", "T = 4,096"], made)
+
+
+def decoding() -> str:
+    """One token of a model, beside the published style."""
+    rows = tables("results/cpu/decode.json")["Models"]
+    made = []
+    for layer in ("ttt_linear", "ttt_mlp", "attention"):
+        keys = [(tokens, way) for tokens in (64, 1024) for way in ("ours", "published style")]
+        times = [
+            value(rows, {"layer": layer, "way": way, "after tokens": tokens}, "ms per token, median") for tokens, way in keys
+        ]
+        made.append([(LAYERS | {"attention": "softmax attention"})[layer], *(milliseconds(time, 1) for time in times)])
+    head = ["layer", "after 64 tokens", "published style", "after 1,024 tokens", "published style"]
+    return table(head, made)
+
+
+def memory() -> str:
+    """Peak memory of the inner loop with and without recomputation."""
+    rows = tables("results/cpu/memory.json")["Peak memory"]
+    made = []
+    for layer in ("ttt_linear", "ttt_mlp"):
+        wanted = {"layer": layer, "part": "inner loop"}
+        ways = ("off", "on", "on, form=auto")
+        peaks = [value(rows, wanted | {"time checkpointing": way}, "peak MB") for way in ways]
+        made.append([LAYERS[layer], *(f"{peak:.0f} MB" for peak in peaks)])
+    return table(["layer", "everything stored", "groups recomputed", "groups and closed form"], made)
+
+
+def rules() -> str:
+    """The bare rules of linear learners in one process."""
+    found = tables("results/cpu/rules/layer.json")
+    made = []
+    for row in found["Time"]:
+        if row["pass"] == "forward + backward" and row["layer"] != "torch attention":
+            wanted = {"layer": row["layer"], "pass": row["pass"]}
+            ratio = value(found["Times as long as gated_delta_net"], wanted, "median")
+            times = [milliseconds(row[f"ms, {one}"], 0) for one in ("least", "median", "most")]
+            made.append([f"`{row['layer']}`", *times, "1" if ratio is None else f"{ratio:.2f}"])
+    return table(["layer", "min", "median", "max", "times `gated_delta_net`"], made)
+
+
 def tables(file: str) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = json.loads((ROOT / file).read_text(encoding="utf-8"))["tables"]
     return found
@@ -80,4 +144,5 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"stdlib": stdlib, "measured": measured}
+MADE = (stdlib, measured, inner, layers, decoding, memory, rules)
+BLOCKS: dict[str, Callable[[], str]] = {make.__name__: make for make in MADE}
