@@ -1,4 +1,4 @@
-"""`metattt bench`: the layer that the command line composed, checked against its oracle, then timed in every form.
+"""`metattt bench`: checks a composed layer against the reference implementation, then times it in every form.
 
 The repository's own benchmarks are scripts: `python benchmarks/speed.py`.
 """
@@ -26,7 +26,7 @@ from metattt.testing.specimen import compare, distance, randomize, run
 
 ORACLE = "primal"
 FLOAT64, FLOAT32 = 1e-8, 1e-3
-"""Relative errors, at most: between forms in float64, and of kernels, which compute in fp32."""
+"""Bounds of relative errors: of forms in float64, and of kernels, which compute in fp32."""
 
 
 def bench(cfg: DictConfig) -> None:
@@ -38,7 +38,7 @@ def bench(cfg: DictConfig) -> None:
 
     Raises:
         SystemExit: code 1, if forms differ: nothing is timed.
-        MetaTTTError: the configuration does not make a layer, or a setting that cannot be used.
+        MetaTTTError: the configuration does not make a layer, or a setting is not allowed.
     """
     for key in ("length", "batch", "rounds", "threads"):
         check_integer(key, cfg[key], most=2**24)
@@ -70,7 +70,8 @@ def bench(cfg: DictConfig) -> None:
 
 
 def forms_of(cfg: DictConfig) -> tuple[dict[str, SequenceLayer], dict[str, str]]:
-    """The layer in each of its forms, with the same parameters, the oracle first; and why the others are none."""
+    """The layer in each of its forms, with the same parameters, the reference first; and for other forms the reason why
+    they do not exist."""
     found: dict[str, SequenceLayer] = {}
     missing: dict[str, str] = {}
     layer: SequenceLayer = instantiate_layer(cfg)
@@ -85,7 +86,7 @@ def forms_of(cfg: DictConfig) -> tuple[dict[str, SequenceLayer], dict[str, str]]
             missing[form] = str(error).splitlines()[0]
     found = found or {getattr(layer, "form", "scan"): layer}
     first = next(iter(found.values()))
-    randomize(first)  # type: ignore[arg-type]  # initial values hide mistakes
+    randomize(first)  # type: ignore[arg-type]  # random parameters: initial values (zeros) hide errors
     for other in found.values():
         other.load_state_dict(first.state_dict())
     return found, missing
@@ -110,7 +111,7 @@ def checks(forms: Mapping[str, SequenceLayer], device: torch.device) -> dict[str
             found[f"{form} and {against}, outputs and gradients"] = compare(whole, expected), bound
         try:
             two = run(layer, here, [len(x[0]) - 5])  # type: ignore[arg-type]
-        except MetaTTTError:  # every call is a set of tokens of its own
+        except MetaTTTError:  # the layer carries no state between calls
             continue
         if getattr(getattr(layer, "optimizer", None), "read", None) != "final":
             found[f"{form}, one call and two, outputs"] = distance(two.y, whole.y), bound
@@ -146,7 +147,7 @@ def times(
         try:
             decode(layer, state)
             decoding[form] = partial(decode, layer, state)
-        except MetaTTTError:  # there is no state to go on from
+        except MetaTTTError:  # there is no state
             continue
     return {
         "forward": _in_turn({form: partial(forward, layer) for form, layer in forms.items()}, rounds),

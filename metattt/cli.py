@@ -1,8 +1,8 @@
 """The command line: `metattt <command> [overrides...]`.
 
 A command composes its configuration, `configs/<command>.yaml` with the overrides applied, and hands it to one function.
-What a user can get wrong ends with one or two lines on stderr and exit code 2, and so does what a library or a bug
-raises, with the name of a file that has the traceback. Ctrl-C that the job did not handle ends with 130.
+A user's mistake ends with one or two lines on stderr and exit code 2. So does an error of a library or a bug; its
+message names a file with the traceback. A Ctrl-C that the command does not handle ends with 130.
 """
 
 import difflib
@@ -72,7 +72,7 @@ NAMED = {"runs": ("folder", r"[^=-][^=]*")}
 """Commands whose first word may be a value alone: its key, and what it looks like."""
 
 MOVED = {"bench": ("speed.py layer", r"\w+"), "reproduce": ("claims.py", r".*")}
-"""What is a script of the repository now, and what the first word after the command looks like there."""
+"""Former commands that are scripts of the repository now, and the form of their first argument."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _main(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of our output went away, e.g. `metattt layers | head`
+    except BrokenPipeError:  # the reader of our output has closed, e.g. `metattt layers | head`
         pass
     except SystemExit as end:  # as rich says the same
         if not isinstance(end.__context__, BrokenPipeError):
@@ -136,13 +136,13 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _see_the_working_directory() -> None:
-    """Modules beside the user are found, as `python -m` finds them, but never in the place of one that is installed."""
+    """Makes modules of the current folder importable, as `python -m` does; installed modules take precedence."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 
 
 def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
-    """Runs a command, or shows what Hydra's options ask for; `composed` gets its configuration."""
+    """Runs a command, or prints what Hydra's options ask for; `composed` receives the configuration."""
     what, function = COMMANDS[command]
     if {"-h", "--help"} & set(words):
         from metattt.composition.help import help_of
@@ -162,7 +162,7 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
         return sweep(command, options.overrides)
     from metattt.composition.compose import compose
 
-    composed.append(compose(*options.overrides, job=command))  # a mistake shows before anything heavy is imported
+    composed.append(compose(*options.overrides, job=command))  # mistakes are found before heavy imports
     if options.cfg or options.info:
         show(options, command, composed[0])
         return 0
@@ -171,7 +171,7 @@ def _run(command: str, words: list[str], composed: "list[DictConfig]") -> int:
 
 
 def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
-    """The line for what neither a command nor the composition has a message for."""
+    """The message for an unexpected error."""
     if line := _fault_of_the_surroundings(error, command):
         return line
     frames = traceback.extract_tb(error.__traceback__)
@@ -186,8 +186,8 @@ def _explained(error: Exception, command: str, cfg: "DictConfig | None") -> str:
 
 
 def _spoken_of(text: str, cfg: "DictConfig | None") -> str:
-    """The override that a library's message speaks of by the name of its argument: one that was given, or an argument
-    of the Trainer whose name is no plain word."""
+    """The override for an argument that a library's message names: one that the user gave, or an argument of the
+    Trainer with an unmistakable name."""
     if cfg is None:
         return ""
     from omegaconf import OmegaConf
@@ -203,7 +203,7 @@ def _spoken_of(text: str, cfg: "DictConfig | None") -> str:
 
 
 def _written(error: Exception, cfg: "DictConfig | None") -> str:
-    """Writes the traceback to the run's folder, or a temporary one; where it is, in words."""
+    """Writes the traceback to the run's folder or a temporary one; returns a phrase that says where."""
     folder = None if cfg is None else cfg.get("output_dir")
     try:
         place = str(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
@@ -216,8 +216,8 @@ def _written(error: Exception, cfg: "DictConfig | None") -> str:
 
 
 def _fault_of_the_surroundings(error: Exception, command: str) -> str | None:
-    """The message for what is the user's to mend and may happen anywhere: a full disk, a file without rights, a key
-    taken away."""
+    """The message for errors that may happen anywhere and that the user can fix: a full disk, missing permissions, a
+    removed key."""
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, OSError) and error.strerror:

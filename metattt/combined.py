@@ -55,15 +55,16 @@ class Combined(SequenceLayer):
         how: see the table.
         shared: with `sum`, of two `TTTLayer`: q, k and v are projected once, by the task of the first layer, and the
             sum has one output projection, the first layer's (LaCT, arXiv 2505.23884, in its language models).
-        head_norm: with `shared`, RMSNorm of what each head of the second layer answers, with one learned scale `[d]`.
+        head_norm: with `shared`, RMSNorm of the predictions of each head of the second layer, with one learned scale
+            `[d]`.
         head_scale: with `shared`, multiply it by silu(θ x + c), a number per head and token.
-        group_size: of both layers; None leaves theirs.
+        group_size: of both layers; None keeps theirs.
 
     Raises:
-        MetaTTTError: layers of other widths or kinds, or switches that do not go together.
+        MetaTTTError: layers of other widths or kinds, or settings that exclude each other.
     """
 
-    refuse_nan = False  #: both layers look themselves
+    refuse_nan = False  #: both layers check their inputs
     first: nn.Module = setting()
     second: nn.Module = setting()
     how: Literal["sum", "gate", "serial"] = setting(default="sum")
@@ -126,7 +127,7 @@ class Combined(SequenceLayer):
         return CombinedState(None, None)
 
     def check_state(self, x: Tensor, state: Any) -> None:
-        """Looks at its kind: both layers look at theirs."""
+        """Checks the type of the state; both layers check theirs."""
         if not isinstance(state, CombinedState):
             kind = type(state).__name__
             raise MetaTTTError(f"the state is from another layer: it is a {kind}, expected a CombinedState, or None")
@@ -143,7 +144,7 @@ class Combined(SequenceLayer):
         return self._together(one, two), CombinedState(first, second)
 
     def answer(self, x: Tensor, state: CombinedState, packing: Packing | None = None) -> Tensor:
-        """See `SequenceLayer.answer`: both layers answer."""
+        """See `SequenceLayer.answer`; both layers are read."""
         layers: tuple[Any, Any] = (self.first, self.second)
         before = []
         for layer, one in zip(layers, state, strict=True):
@@ -190,7 +191,7 @@ class Combined(SequenceLayer):
         return self.out(one + self._by_head(x, two)), CombinedState(first, second)
 
     def _by_head(self, x: Tensor, y: Tensor) -> Tensor:
-        """The answers of the second layer's heads, `[B, T, D]`, normed and scaled."""
+        """The predictions of the second layer's heads, `[B, T, D]`, normalised and scaled."""
         if self.head_norm is None and self.head_scale is None:
             return y
         heads = y.unflatten(-1, (self.second.num_heads, -1))

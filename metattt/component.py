@@ -1,5 +1,5 @@
-"""What tasks, learners and inner optimizers have in common: made from declared settings, built once, for one layer, and
-printed by their settings."""
+"""The base of tasks, learners and inner optimizers. A component is made from declared settings and built once, for one
+layer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a torch module, each 
 class Component(Declared):
     """A module that a layer builds: its constructor takes settings, its `setup` creates parameters, once.
 
-    What it was made with (numbers, texts and None) is kept by name for `print(layer)`. What a layer finds out about its
-    components when it is built (which form is exact, which kernel computes them) rests on their settings: one that is
-    assigned later raises `changes`, and the layer asks again.
+    Its settings (numbers, strings and None) are kept by name for `print(layer)`. A layer plans its computation (exact
+    form, kernels) from the settings of its components. If a setting is assigned later, `changes` increases, and the
+    layer plans again.
     """
 
     belongs = False  #: a layer has claimed this component
@@ -46,7 +46,7 @@ class Component(Declared):
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Around `setup`: the part belongs to a layer after it, and is as it was before if it raises.
+        """A context around `setup`: afterwards the part belongs to a layer. If `setup` raises, the part is restored.
 
         Raises:
             MetaTTTError: the part already belongs to a layer.
@@ -72,12 +72,12 @@ class Component(Declared):
         if isinstance(value, nn.Module | nn.Parameter) and "_modules" not in self.__dict__:
             raise MetaTTTError(f"{kind.__name__}.__init__ sets {name!r} before super().__init__(): call that first")
         super().__setattr__(name, value)
-        # Both modes are looked at, and what is found holds for all values of parameters.
+        # the plan holds for training and evaluation mode, and for all values of parameters
         if self.belongs and name != "training" and not isinstance(value, (Tensor, nn.Module)):
             self.__dict__["changes"] = self.changes + 1
 
     def extra_repr(self) -> str:
-        """The settings that differ from the constructor's defaults, as one would write them."""
+        """The settings that differ from the constructor's defaults, as arguments in Python."""
         defaults = inspect.signature(type(self).__init__).parameters
         always = {name: getattr(self, name) for name, one in self._settings.items() if one.always}
         made = {name: value for name, value in self._made_with.items() if name not in always} | always
@@ -85,31 +85,32 @@ class Component(Declared):
         return ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
     def equations(self) -> list[str]:
-        """What the part computes, an equation a line, for `metattt layers layer=<name>`; a part without symbols of its
-        own says its name, its settings and what its docstring begins with.
+        """The equations of the part, one per line, for `metattt layers layer=<name>`. By default: its name, its
+        settings and the first paragraph of its docstring.
 
         The symbols: x_t is a token, k_t, v_t, q_t (and p_t, b_t) are its views, ℓ_t(W) is its loss, f(x; W) the
         learner, η_t, α_t, β_t, κ_t are the gates, a_t a decay for every channel, G_t the gradient, and W_t the weights
-        after the token (W_j: after mini-batch j). An optimizer that says nothing of W gets the recurrence of its gates.
+        after the token (W_j: after mini-batch j). If the lines of an optimizer do not mention W, the recurrence of its
+        gates is added.
         """
         summary = " ".join((type(self).__doc__ or "").strip().partition("\n\n")[0].split())
         settings = self.extra_repr()
         return [type(self).__name__ + (f"({settings})" if settings else "") + (f": {summary}" if summary else "")]
 
     def __copy__(self) -> Any:
-        """A part that shares the tensors, and whose own setup is none of the original's business."""
+        """A shallow copy: it shares the tensors, and can be set up independently."""
         copied = object.__new__(type(self))
         copied.__dict__.update(_snapshot(self))
         return copied
 
 
 def _base(kind: type) -> type:
-    """Task, Learner or InnerOptimizer, of whichever `kind` is one."""
+    """The base class of `kind`: Task, Learner or InnerOptimizer."""
     return kind.__mro__[kind.__mro__.index(Component) - 1]
 
 
 def _shadows(kind: type, name: str, value: Any) -> bool:
-    """Whether an attribute would take the place of a method or property of the base class (a function may)."""
+    """Whether an attribute would hide a method or property of the base class. A function may replace a method."""
     there = getattr(kind, name, None) if any(name in vars(one) for one in (_base(kind), Component, Declared)) else None
     unset = isinstance(there, property) and there.fset is None
     return unset or (callable(there) and (isinstance(value, nn.Module) or not callable(value)))
@@ -121,8 +122,8 @@ def _taken(kind: type, name: str) -> str:
 
 
 def says(part: Component, method: str = "equations", about: Iterable[str] = DESCRIBED) -> bool:
-    """Whether what a class says of its parts in `method` holds for this one: no subclass of it has changed one of the
-    methods that it is about."""
+    """Whether the equations in `method` hold for this object: no subclass has overridden a method that they
+    describe."""
     kinds = type(part).__mro__
     owner = next(kind for kind in kinds if method in vars(kind))
     below = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
@@ -132,10 +133,10 @@ def says(part: Component, method: str = "equations", about: Iterable[str] = DESC
 
 @contextmanager
 def unchanged_on_error(*parts: nn.Module) -> Iterator[None]:
-    """Around what builds `parts`: if it raises, they and the modules in them are as they were before.
+    """A context around code that builds `parts`: if it raises, the parts and their modules are restored.
 
     Raises:
-        MetaTTTError: a part whose constructor has left out that of its base class.
+        MetaTTTError: the constructor of a part does not call that of its base class.
     """
     for part in parts:
         if "_modules" not in vars(part):
@@ -155,7 +156,8 @@ def _snapshot(module: nn.Module) -> dict[str, Any]:
 
 
 def _shown(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that can be shown; none where they do not fit, which the constructor itself will say."""
+    """The arguments that can be shown. Empty if they do not fit the signature: then the constructor raises the
+    error."""
     try:
         given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
     except TypeError:

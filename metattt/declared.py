@@ -62,8 +62,8 @@ class Declared(nn.Module):
         """Sets the attributes that follow from the settings. The constructor calls it before it checks them."""
 
     def check_settings(self) -> None:
-        """Refuses values that are not allowed, or do not fit each other: asked by the constructor, and of a rule again
-        when one has been assigned.
+        """Checks the settings, alone and together. Called by the constructor, and again if a setting of a rule is
+        assigned.
 
         Raises:
             MetaTTTError: naming the value, and what is allowed.
@@ -73,7 +73,8 @@ class Declared(nn.Module):
                 one.check(self._key(one.alias or name), value)
 
     def create_modules(self) -> None:
-        """Creates the modules and parameters that need nothing but the settings, which have been checked."""
+        """Creates the modules and parameters that depend on the settings alone. The settings have been checked
+        before."""
 
     def _key(self, name: str) -> str:
         """The override that sets a setting."""

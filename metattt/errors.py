@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a user can make and mend, and its kind for numbers that are none."""
+"""The exception for invalid user input, a subclass for NaN and infinity, and checks of values."""
 
 import difflib
 import numbers
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
-"""Sizes of numbers that a setting may have beside 0: the inner loop computes with them in float32."""
+"""The range of absolute values that a setting may have besides 0: the inner loop computes with them in float32."""
 
 
 class MetaTTTError(ValueError):
@@ -18,11 +18,11 @@ class MetaTTTError(ValueError):
 
 
 class NotFinite(MetaTTTError):
-    """Numbers that are NaN or infinite where a result needs others."""
+    """NaN or infinity where finite numbers are needed."""
 
 
 def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:
-    """Refuses a value that is not among `allowed`; `key` is the override that sets it, such as `task.loss`."""
+    """Raises an error if a value is not among `allowed`; `key` is the override that sets it, such as `task.loss`."""
     allowed = list(allowed)
     if value not in allowed:
         near = difflib.get_close_matches(str(value), map(str, allowed), 1)
@@ -31,7 +31,7 @@ def check_choice(key: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def check_integer(key: str, value: object, least: int = 1, most: int = 2**63 - 1, advice: str = "") -> None:
-    """Refuses a value that is no integer from `least` to `most`; `key` is the override that sets it.
+    """Raises an error if a value is not an integer from `least` to `most`; `key` is the override that sets it.
 
     Args:
         advice: what else there is to say, for the end of the line.
@@ -53,7 +53,7 @@ def check_number(
     below: float | None = None,
     advice: str = "",
 ) -> None:
-    """Refuses a value that is no finite number in a range; `key` is the override that sets it.
+    """Raises an error if a value is not a finite number in a range; `key` is the override that sets it.
 
     Args:
         least, most: the range with its ends.
@@ -83,10 +83,10 @@ def check_number(
 
 
 def check_flag(key: str, value: object, words: Iterable[str] = (), advice: str = "") -> None:
-    """Refuses a value that is neither True nor False, nor one of `words`; `key` is the override that sets it.
+    """Raises an error if a value is not True, False or one of `words`; `key` is the override that sets it.
 
     Args:
-        advice: which of the words true stands for.
+        advice: which of the words true means.
     """
     if not isinstance(value, bool) and value not in (words := list(words)):
         allowed = f"true{advice}, false or one of {', '.join(words)}" if words else "true or false"
@@ -94,7 +94,7 @@ def check_flag(key: str, value: object, words: Iterable[str] = (), advice: str =
 
 
 def check_heads(dim: int, num_heads: int) -> None:
-    """Refuses a number of heads that does not divide the width of a layer."""
+    """Raises an error if the number of heads does not divide the width of a layer."""
     if dim % num_heads:
         divisors = ", ".join(str(n) for n in range(1, min(dim, 2**12) + 1) if dim % n == 0)
         raise MetaTTTError(f"num_heads={num_heads} does not divide dim={dim}: choose num_heads from {divisors}")

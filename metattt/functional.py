@@ -1,4 +1,4 @@
-"""A module with other values for its parameters and buffers, the module itself untouched: threads may share it.
+"""Calls a module with other values for its parameters and buffers, without changing it, so threads may share it.
 
 `torch.func.functional_call` puts the values into the module for the time of the call, where every other thread sees
 them.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 PLAIN = {NoneType, bool, int, float, str, set, OrderedDict, Tensor}
-"""Types of attributes that refer to no module. (Hooks stand in an `OrderedDict`.)"""
+"""Types of attributes that cannot refer to a module. (Hooks are in an `OrderedDict`.)"""
 
 
 def replica(module: M) -> M:
@@ -33,7 +33,8 @@ def replica(module: M) -> M:
 
 
 def with_values(module: M, values: Mapping[str, Tensor]) -> M:
-    """A replica with `values` for the parameters and buffers of these names, also where one has several names."""
+    """A copy of the module with `values` for the parameters and buffers of these names. A tensor may have several
+    names."""
     made = replica(module)
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     new = {id(tensor): values[name] for name, tensor in tensors if name in values}
@@ -67,7 +68,7 @@ def materialized(module: M) -> M:
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """`value` with every module in it replaced by its copy; `value` itself where there is none."""
+    """`value` with every module in it replaced by its copy; `value` itself if there is no module in it."""
     kind = type(value)
     if kind is list or kind is tuple:
         items = [_copied(item, made) for item in value]

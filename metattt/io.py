@@ -1,5 +1,5 @@
-"""Files on the disk: what anybody may have written is bounded before it is parsed, and never from outside its folder;
-what we write has a checksum and is there for good."""
+"""Reading and writing files safely: the size of a file is bounded before it is parsed, links may not leave the folder,
+and what we write has a checksum and survives a loss of power."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import xxhash
 
 from metattt.errors import MetaTTTError
 
-LONGEST = 256 * 2**20  # bytes of a text, at most
+LONGEST = 256 * 2**20  # the largest size of a text, bytes
 DEPTH = 20  # of nested lists and objects in a record of ours; real ones have three
 
 
@@ -23,16 +23,16 @@ def path_of(given: Any, key: str) -> Path:
     """The path that a user gives for a key, `~` written out.
 
     Raises:
-        MetaTTTError: it is no path: empty, as from a shell variable without a value, or `~` of nobody.
+        MetaTTTError: not a path: empty (as from an unset shell variable), or `~` of an unknown user.
     """
     if not isinstance(given, str) or not given.strip() or "\0" in given:
         raise MetaTTTError(
-            f"{key}={'' if given is None else given!s:.80} is no path: give the name of a file or folder"
+            f"{key}={'' if given is None else given!s:.80} is not a path: give the name of a file or folder"
         )
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
-        raise MetaTTTError(f"{key}={given} is no path: {error}") from error
+        raise MetaTTTError(f"{key}={given} is not a path: {error}") from error
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -50,12 +50,12 @@ def inside(folder: Path, name: str) -> Path:
     if file.is_symlink():
         home, leads = folder.resolve(), file.resolve().parent
         if leads != home and not (home.parent.name == "snapshots" and leads == home.parent.parent / "blobs"):
-            raise MetaTTTError(f"{file} is a link that leads out of its folder: put the file itself there")
+            raise MetaTTTError(f"{file} is a link to a file outside its folder: put the file itself there")
     return file
 
 
 def check_own(file: Path) -> None:
-    """Refuses what is no file, and a link out of its folder.
+    """Raises an error if this is not a file, or a link out of its folder.
 
     Raises:
         MetaTTTError: as `inside`; it is missing, or a folder or a pipe.
@@ -65,14 +65,14 @@ def check_own(file: Path) -> None:
 
 
 def read_text(file: Path, limit: int = LONGEST) -> str:
-    """The text of a file that is not too large.
+    """Reads a text file that is not too large.
 
     Args:
         file: a file; what it is called is not checked here.
         limit: bytes.
 
     Raises:
-        MetaTTTError: it is too large, no UTF-8, or cannot be read.
+        MetaTTTError: it is too large, not UTF-8, or cannot be read.
     """
     try:
         if not file.is_file():  # a pipe would never end
@@ -89,16 +89,16 @@ def read_text(file: Path, limit: int = LONGEST) -> str:
 
 
 def parse(text: str, name: str, depth: int = DEPTH, finite: bool = True) -> Any:
-    """What a JSON text says. Keys that occur twice and deep nesting are refused.
+    """Parses a JSON text. Keys that occur twice and deep nesting raise an error.
 
     Args:
         text: the text.
         name: where it is from, for messages.
         depth: of nested lists and objects, at most.
-        finite: NaN and infinity are refused as well.
+        finite: NaN and infinity raise an error, too.
 
     Raises:
-        MetaTTTError: it is not such a text.
+        MetaTTTError: the text is not valid.
     """
     if _depth(text) > depth:
         raise MetaTTTError(f"{name} is damaged: it is nested more than {depth} deep")
@@ -128,7 +128,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def read_object(file: Path, limit: int = LONGEST, depth: int = 64) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def read_object(file: Path, limit: int = LONGEST, depth: int = 64) -> dict[str, 
     """
     content = parse(read_text(inside(file.parent, file.name), limit), str(file), depth, finite=False)
     if not isinstance(content, dict):
-        raise MetaTTTError(f"{file} holds no configuration, but {type(content).__name__}")
+        raise MetaTTTError(f"{file} does not hold a configuration but {type(content).__name__}")
     return content
 
 
@@ -159,11 +159,11 @@ def checksum(file: Path) -> str:
 
 @contextmanager
 def replaced(file: Path) -> Iterator[Path]:
-    """The path of a new file, which takes the place of `file` when the block has written it: that is there as a whole
-    or not at all, whatever happens meanwhile, a loss of power included.
+    """A context that gives the path of a new file and moves it to `file` at the end: `file` is replaced completely or
+    not at all, even after a crash or a loss of power.
 
     Raises:
-        OSError: it cannot be written; what was there before still is.
+        OSError: it cannot be written; the old file is unchanged.
     """
     part = file.with_name(f"{file.name}.{os.getpid()}.part")  # another name in every process
     try:

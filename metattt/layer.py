@@ -32,8 +32,8 @@ class TTTLayer(PlannedLayer):
     y_t = f(q_t; W_t)                    # then norm, gate and output projection
     ```
 
-    Tasks with an erase view p (Comba, RWKV-7) have `kᵀ(p W − v)` in the place of the gradient. Learners without weights
-    (attention, MesaNet) keep data in the place of W, and read it by a `scan` of their own.
+    Tasks with an erase view p (Comba, RWKV-7) use `kᵀ(p W − v)` instead of the gradient. Learners without weights
+    (attention, MesaNet) keep data instead of W, and read it by their own `scan`.
 
     Args:
         dim: model width D.
@@ -55,7 +55,7 @@ class TTTLayer(PlannedLayer):
             uniform with the variance 2/(d_in + d_out), as in the Transformer, whose predictions have no norm: 0.02 is
             then too small for narrow models.
         form: how the inner loop is computed (`auto`, `fused`, `dual`, `summed`, `primal`); every form gives the same
-            result. `fused` takes a kernel or refuses; `auto` takes one where there is one, and `dual` elsewhere.
+            result. `fused` uses a kernel or raises an error; `auto` uses a kernel if there is one, otherwise `dual`.
         outer: what the outer loop differentiates. `exact`: everything, through the inner gradients G too.
             `first_order`: every G is a constant, as in first-order MAML (arXiv 1703.03400): no second-order graph; k, v
             and the task's parameters get no derivative from them, W0, the gates and the read keep theirs.
@@ -101,7 +101,7 @@ class TTTLayer(PlannedLayer):
     def run(
         self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False
     ) -> tuple[Tensor, State]:
-        """What the three parts make of the tokens; see `SequenceLayer.run`."""
+        """One call: `tokens`, the inner loop, `output`; see `SequenceLayer.run`."""
         call = self.call(x, state, packing, donate_state)
         views, gates, *carried = self.tokens(x, state, call.ctx)
         y, state = self.inner_loop(views, gates, state, call, carried)
@@ -110,7 +110,7 @@ class TTTLayer(PlannedLayer):
     def tokens(
         self, x: Tensor, state: State, ctx: Context, projected: tuple[Tensor, ...] | None = None
     ) -> tuple[Views, Gates, Tensors, Tensors]:
-        """What the layer learns of the tokens `x` `[B, T, D]`, before any of it is learned.
+        """Views and gates of the tokens `x` `[B, T, D]`; nothing is learned yet.
 
         Args:
             projected: what `task.project(x)` returns, where a caller has it already (see `Task.borrow`).
@@ -135,8 +135,8 @@ class TTTLayer(PlannedLayer):
     def inner_loop(
         self, views: Views, gates: Gates | DataGates, state: State, call: Call, carried: Sequence[Tensors] = ({}, {})
     ) -> tuple[Tensor, State]:
-        """Learns the tokens and answers their queries: `[B, H, T, d]`, and the state after them, with what the task and
-        the optimizer have `carried`."""
+        """Learns the tokens and reads their queries: predictions `[B, H, T, d]` and the new state, which includes what
+        the task and the optimizer have `carried`."""
         task, rule = carried
         if isinstance(self.learner, NonParametric):
             y, data = self.learner.scan(views, state.learner, call.ctx, gates.masked(call.ctx.valid))  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ class TTTLayer(PlannedLayer):
         return self.inner.run(tokens, state._replace(task=task, optimizer=rule), call)
 
     def answer(self, x: Tensor, state: State, packing: Packing | None = None) -> Tensor:
-        """What the hidden state answers to tokens that it does not learn; see `SequenceLayer.answer`."""
+        """Outputs for tokens that are not learned; see `SequenceLayer.answer`."""
         ctx = self.call(x, state, packing).ctx
         views, gates, *_ = self.tokens(x, state, ctx)
         return self.output(x, self.answers(views, gates, state, ctx))

@@ -1,4 +1,4 @@
-"""One process at a time in a folder: a lock that the kernel takes back when the process dies."""
+"""A lock for one process per folder; the operating system releases it when the process dies."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LOCK = ".metattt.lock"
 class FolderLock:
     """A folder that one process writes to at a time; a context manager.
 
-    The lock is on a small file in the folder, which says who holds it. It ends with `release` or with the process,
-    however it dies: a file that a dead process left is taken over.
+    The lock is on a small file in the folder, which names its holder. It ends with `release` or with the process,
+    however that ends; the file of a dead process is reused.
 
     Args:
         folder: the folder, which exists.
-        what: what the folder is for, in the words of the message: `a training run`.
+        what: the purpose of the folder, for the error message: `a training run`.
     """
 
     def __init__(self, folder: Path, what: str):
@@ -32,7 +32,7 @@ class FolderLock:
         self._lock = FileLock(self.file, mode=0o644, thread_local=False)
 
     def acquire(self) -> None:
-        """Takes the lock, and does not wait for it; nothing happens if this object has it already.
+        """Takes the lock without waiting; does nothing if this object has it already.
 
         Raises:
             MetaTTTError: another process (or object) has it: names both; or the folder cannot be written to.
@@ -56,7 +56,7 @@ class FolderLock:
             self.file.write_text(f"{os.getpid()} {socket.gethostname()} {self.what}\n")
 
     def release(self) -> None:
-        """Gives the lock back and removes its file; nothing happens if this object does not have it."""
+        """Releases the lock and removes its file; does nothing if this object does not have it."""
         if self._lock.is_locked:
             with suppress(OSError):  # the folder is gone or can no longer be written to; the lock ends all the same
                 self.file.unlink()  # while it is locked: whoever opened it before sees that it is gone, and tries again

@@ -1,9 +1,9 @@
 """What the inner loop remembers of every sequence: tensors by slot and by the name of a fast weight.
 
-| slot | what it holds | what it stands for where it is absent |
+| slot | what it holds | its value if it is absent |
 |---|---|---|
 | `commit`, `anchor`, `origin`, `dual` | W_a, W_g, W_0; A of mirror descent | (a rule that has it always carries it) |
-| `weights` | W_t | the newest weights that are there: nothing has moved since |
+| `weights` | W_t | the last commit: no step since then |
 | `update` | what the open mini-batch adds, before token steps | zeros: the mini-batch has just begun |
 | `momentum`, `second`, others of a rule's own | sums over mini-batches | zeros: there was none |
 | `age` | mini-batches that were committed, a number for each head | zero |
@@ -34,8 +34,7 @@ def newest(slots: Collection[str]) -> str:
 
 
 def at_start(slots: Iterable[str], init: Iterable[tuple[str, Tensor]], batch: int, dtype: torch.dtype) -> Memory:
-    """W0 `[B, H, *shape]` in every slot that a fresh sequence has, each a copy of its own: what is handed out is the
-    caller's."""
+    """W0 `[B, H, *shape]` in every slot of a fresh sequence, each a separate copy that the caller may keep."""
     held = [slot for slot in slots if slot in WEIGHTS and slot != "weights"]
     if "commit" not in held and "anchor" not in held:
         held.append("weights")
@@ -61,7 +60,7 @@ def zeros(slot: str, like: Tensors) -> Tensors:
 
 
 def content(memory: Memory, slot: str) -> Tensors | None:
-    """What a slot holds, or stands for where it is absent; None: zeros."""
+    """The value of a slot, also if it is absent; None: zeros."""
     return memory.get(slot, memory[newest(memory)] if slot == "weights" else None)
 
 

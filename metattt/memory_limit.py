@@ -1,4 +1,4 @@
-"""What this machine can hold: absurd sizes are refused before anything of them is made."""
+"""Checks sizes against the memory of this machine before tensors are made."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from metattt.errors import MetaTTTError
 
 
 def check_memory_limit(count: float, what: str, advice: str) -> None:
-    """Refuses tensors that this machine cannot hold, before they are made.
+    """Raises an error for tensors that this machine cannot hold, before they are made.
 
     Args:
-        count: of their numbers, at least, in float32.
-        what: has them: the message begins with it.
+        count: a lower bound of their numbers, in float32.
+        what: the owner of the tensors: the message begins with it.
         advice: the overrides that make it smaller.
 
     Raises:
@@ -33,7 +33,7 @@ def check_memory_limit(count: float, what: str, advice: str) -> None:
 
 @cache
 def memory() -> float:
-    """Bytes of memory that this machine has, or this process may use; infinite where the system does not tell."""
+    """Bytes of memory that this process may use; infinite if the system does not report it."""
     found = []
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
         found.append(float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))

@@ -9,13 +9,13 @@ STEP = "step"
 Row = dict[str, str]
 
 CLOCK = ("tokens_per_second", "images_per_second", "model_tflops_per_second", "peak_memory_gib")
-"""Columns of the machine, and not of the run: no two runs share them."""
+"""Columns about the machine: they differ between equal runs."""
 
 
 def read_rows(path: Path) -> tuple[list[Row], str]:
-    """The rows of a log that can be read, and what is wrong with the others: empty, or a reason.
+    """The readable rows of a log, and why the others are not readable (empty if all are).
 
-    A last line that a kill cut off is left out, and nothing is wrong with that.
+    A last line that was cut off by a kill is left out without a reason.
     """
     if not path.is_file():  # a folder, or a link that leads nowhere
         return [], "it is not a file"
@@ -33,7 +33,7 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
         if len(line) == len(columns) and row[STEP].isdecimal() and all(_is_number(value) for value in line):
             rows.append(row)
         else:
-            damage = damage or f"line {number} is no row of it"
+            damage = damage or f"line {number} is not a row of it"
     return rows, damage
 
 

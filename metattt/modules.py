@@ -31,7 +31,7 @@ def projection(dim: int, width: int, bias: bool) -> nn.Linear:
 
 
 def draw_xavier(*modules: nn.Module | None) -> None:
-    """Draws the weights of all linear maps in modules anew, as Glorot and Bengio do."""
+    """Initialises the weights of all linear maps in modules as Glorot and Bengio do."""
     for module in filter(None, modules):
         for linear in module.modules():
             if isinstance(linear, nn.Linear):
@@ -69,8 +69,8 @@ def exact(device: str) -> AbstractContextManager[object]:
 
 
 def made_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keeps what a function of plain values returns, where making it again for every token would take long; outside of
-    inference mode, so that later calls can be differentiated."""
+    """Caches the result of a function of plain values, computed outside of inference mode so that later calls can be
+    differentiated."""
 
     @cache
     def kept(*values: Any) -> Tensor:
@@ -189,7 +189,7 @@ def transformed() -> bool:
 
 
 def needs_probes() -> bool:
-    """Whether gradients inside the forward pass are `torch.func`'s to take.
+    """Whether gradients inside the forward pass must be taken by `torch.func`.
 
     `torch.func.vjp` does not run under saved-tensor hooks (any non-reentrant checkpoint, also a user's own), and
     `torch.autograd.grad` does not run under compile, inside functorch transforms or in inference mode. So each is used
@@ -199,7 +199,7 @@ def needs_probes() -> bool:
 
 
 def for_probes() -> AbstractContextManager[object]:
-    """Around `torch.func.vjp` and what it returns: in inference mode, torch 2.11 differentiates to zeros."""
+    """A context around `torch.func.vjp` and its result: in inference mode, the derivatives of torch 2.11 are zeros."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     outside = ExitStack()
@@ -209,11 +209,11 @@ def for_probes() -> AbstractContextManager[object]:
 
 
 def check_finite(x: Tensor) -> None:
-    """Refuses NaN and infinity, where looking is cheap and the values are at hand: on a CPU, and not in a transform
-    (whoever differentiates through us sees NaN in the result).
+    """Raises an error for NaN and infinity. Checked only where this is cheap: on a CPU, and not in a function transform
+    (then NaN appears in the result).
 
     Raises:
-        NotFinite: there is some.
+        NotFinite: `x` has such values.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling() or transformed():
         return

@@ -1,5 +1,4 @@
-"""Libraries that only some uses need. Each is in an extra of `pip install metattt`; an absent one is one line that
-names it."""
+"""Optional dependencies. Each is in an extra of `pip install metattt`; the error for a missing one names the extra."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ DISTRIBUTIONS = {
     "hydra_plugins.hydra_submitit_launcher": "hydra-submitit-launcher",
     "hydra_plugins.hydra_optuna_sweeper": "hydra-optuna-sweeper",
 }
-"""Names to install, where they are not those to import."""
+"""Names of distributions that differ from the names to import."""
 
 
 class MissingExtra(MetaTTTError, ImportError):
@@ -28,8 +27,8 @@ def need(library: str, *, extra: str, what: str) -> ModuleType:
 
     Args:
         library: name of the module, `timm` or `timm.data`.
-        extra: the extra of `pyproject.toml` that brings it.
-        what: what needs it: the message begins with it.
+        extra: the extra of `pyproject.toml` that installs it.
+        what: the feature that needs it: the message begins with it.
 
     Raises:
         MissingExtra: it is not installed, or a library that it needs itself is not.
@@ -38,14 +37,13 @@ def need(library: str, *, extra: str, what: str) -> ModuleType:
         return importlib.import_module(library)
     except ModuleNotFoundError as error:
         package = library if library in DISTRIBUTIONS else (error.name or library).partition(".")[0]
-        if _is_there(package):  # it is there, but not as it should be
+        if _is_there(package):  # installed, but broken
             raise
         raise MissingExtra(_line(package, extra, what)) from error
 
 
 def absence(library: str, *, extra: str, what: str) -> str | None:
-    """The line that `need` would raise, for what can be done without `library`; None if it is installed. Nothing is
-    imported."""
+    """The message that `need` would raise; None if `library` is installed. Nothing is imported."""
     return None if _is_there(library) else _line(library, extra, what)
 
 

@@ -1,4 +1,4 @@
-"""Output norm and output gate: what stands between the predictions of the heads and the output projection."""
+"""Output norm and output gate, applied between the predictions of the heads and the output projection."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """RMSNorm of every head's answer by itself, with one learned scale `[d]` for all heads: `[..., H d]` to the
-    same."""
+    """RMSNorm of each head's predictions, with one learned scale `[d]` for all heads: `[..., H d]` to the same."""
 
     def forward(self, y: Tensor) -> Tensor:
         heads = y.to(self.weight.dtype).unflatten(-1, (-1, self.weight.shape[0]))
@@ -32,8 +31,7 @@ class HeadRMSNorm(nn.RMSNorm):
 
 
 class HeadLayerNorm(nn.Module):
-    """LayerNorm of every head's answer by itself, with a scale and an offset of each feature (a group norm with H
-    groups).
+    """LayerNorm of each head's predictions, with a scale and an offset for each feature (a group norm with H groups).
 
     Args:
         dim: H d.

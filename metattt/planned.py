@@ -1,4 +1,4 @@
-"""A layer and its three parts: which go together, how the inner loop over them is computed, whose a state is."""
+"""A layer and its three parts: checks that they fit together, plans the inner loop, and checks states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from metattt.tasks.base import Task
 
 
 class PlannedLayer(SequenceLayer):
-    """What a `TTTLayer` knows of its parts, and refuses; see there for the settings."""
+    """The part of `TTTLayer` that checks and plans; its settings are documented there."""
 
     num_heads: int = setting()
     task: Task = setting()
@@ -68,7 +68,7 @@ class PlannedLayer(SequenceLayer):
 
     @property
     def plan(self) -> Plan:
-        """How the inner loop is computed; made anew when a setting of a part has been changed.
+        """How the inner loop is computed; made again if a setting of a part has changed.
 
         Raises:
             MetaTTTError: the parts, as they have been changed, cannot be combined exactly.
@@ -89,7 +89,7 @@ class PlannedLayer(SequenceLayer):
         learner, rule, width = self.learner, self.optimizer, self.task.input_dim
         if learner.step_scales and rule.scale_free:
             raise MetaTTTError(
-                f"learner.step_scale multiplies gradients, whose length {type(rule).__name__} does not look at: "
+                f"learner.step_scale multiplies gradients, whose length {type(rule).__name__} ignores: "
                 "set learner.step_scale=null"
             )
         with torch.inference_mode(False):  # the parts are looked at with derivatives
@@ -99,7 +99,7 @@ class PlannedLayer(SequenceLayer):
         return plan
 
     def _basis(self) -> tuple[object, ...]:
-        """What a plan rests on: settings, methods and hooks of the parts."""
+        """What a plan depends on: settings, methods and hooks of the parts."""
         task, learner = self.task, self.learner
         hooks = len(learner._forward_hooks) + len(learner._forward_pre_hooks)
         settings = task.changes, learner.changes, self.optimizer.changes, self.outer
@@ -115,7 +115,7 @@ class PlannedLayer(SequenceLayer):
                 raise MetaTTTError(
                     f"the state is from another layer: it carries {slot} {found}, this layer {plan.slots} {wanted}"
                 )
-        # Kernels are handed addresses: what they read there must be what they take it for.
+        # Kernels read memory directly, so types must be exact.
         accum_dtype = torch.promote_types(x.dtype, torch.float32)
         types = {w.dtype for slot, weights in state.weights.items() if slot != "pool" for w in weights.values()}
         if state.pos.dtype != torch.long or types - {accum_dtype}:
@@ -125,15 +125,15 @@ class PlannedLayer(SequenceLayer):
             )
         if state.phase is not None and (type(state.phase) is not int or state.phase < 0):
             raise MetaTTTError(
-                f"the state stands at token {state.phase!r} of a mini-batch: it must be an integer from 0 on, or None"
+                f"the state is at token {state.phase!r} of a mini-batch: it must be an integer from 0 on, or None"
             )
         if state.phase is not None and state.phase >= size:
-            raise MetaTTTError(f"the state is from another layer: it stands at token {state.phase} of {size}")
+            raise MetaTTTError(f"the state is from another layer: it is at token {state.phase} of {size}")
         if (len(state.weights) > 0) != self.learner.has_weights:
             raise MetaTTTError(f"the state is from another layer: this one's learner is {type(self.learner).__name__}")
 
     def check_carried(self, state: State, *found: Tensors) -> None:
-        """Refuses what a state has of the task and the optimizer, if it is not shaped as what they make of it, `found`.
+        """Checks that a state's entries of the task and the optimizer have the names and shapes of `found`.
 
         Raises:
             MetaTTTError: other names or shapes.

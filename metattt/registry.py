@@ -79,18 +79,18 @@ def version_of(group: str, name: str) -> int:
 
 
 def store(group: str, name: str, target: str, parameters: Sequence[inspect.Parameter]) -> None:
-    """What `register` does, for a class that need not be imported.
+    """As `register`, for a class that is not imported yet.
 
     Args:
         group, name: as for `register`.
         target: dotted path of the class.
-        parameters: those of its constructor, without `self`; annotations are types, not texts.
+        parameters: those of its constructor, without `self`; annotations are types, not strings.
 
     Raises:
         MetaTTTError: as `register`.
     """
     owner = REGISTERED.get((group, name), target)
-    if owner != target:  # the same class again is a notebook cell or module that was run twice: the newer one wins
+    if owner != target:  # the same class again: a notebook cell or module was run twice; the newer one is used
         raise MetaTTTError(f"{group}={name} is already registered by {owner}: give {target} another name")
     fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target))]
     allowed: dict[str, tuple[Any, ...]] = {}

@@ -1,5 +1,4 @@
-"""The base of all sequence layers: what one call of any of them takes, checks and gives back, around what it
-computes."""
+"""The base of all sequence layers: arguments, checks and results of a call."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from metattt.state import Context, State
 class SequenceLayer(Declared, ABC):
     """A layer that reads sequences and carries a state: `y, state = layer(x, state, mask=..., reset=...)`.
 
-    The base looks at the inputs, and moves padding to the end and back. A subclass implements `run`; it declares
+    The base checks the inputs, and moves padding to the end and back. A subclass implements `run`; it declares
     settings (`metattt.declared.Declared`) and makes its modules in `create_modules`, or writes an `__init__`.
     """
 
     _group = "layer"
     dim: int = setting()  #: model width D
     causal: ClassVar[bool]  #: whether no output depends on a later token
-    #: NaN in `x` is a mistake; False where somebody looks at what comes out (a training run at its loss)
+    #: raise an error for NaN in `x`; False if the caller checks outputs for NaN (a training run checks its loss)
     refuse_nan = True
     mini_batch_size = 1  #: b (tokens), which the context of a call tells
 
@@ -41,16 +40,15 @@ class SequenceLayer(Declared, ABC):
         packing: Packing | None = None,
         donate_state: bool = False,
     ) -> tuple[Tensor, Any]:
-        """Reads the tokens `x` and returns the outputs and the state to go on from.
+        """Reads the tokens `x`; returns the outputs and the state for the next call.
 
         Args:
             x: `[B, T, D]`.
             state: what the previous call returned; None at the start. Calls may cut a sequence anywhere.
-            mask: `[B, T]` bool, True for real tokens. Padding may stand anywhere and changes nothing; its outputs are
-                0.
-            reset: `[B, T]` bool, True where a packed document starts: the state begins anew.
-            packing: what `mask` and `reset` say, worked out once for many layers; then `x` is in its order, and so is
-                the output.
+            mask: `[B, T]` bool, True for real tokens. Padding may be anywhere and changes nothing; its outputs are 0.
+            reset: `[B, T]` bool, True at the first token of a packed document: the state starts again.
+            packing: the layout for `mask` and `reset`, computed once for many layers; then `x` and the output are in
+                its order.
             donate_state: the caller gives up `state`, and its weights may be written over (decoding without
                 derivatives).
 
@@ -69,15 +67,15 @@ class SequenceLayer(Declared, ABC):
         return y, state
 
     def learn(self, x: Tensor, state: Any = None, *, mask: Tensor | None = None, reset: Tensor | None = None) -> Any:
-        """The state after tokens that are learned and not answered; arguments and errors as of a call."""
+        """The state after tokens that are learned without reading; arguments and errors as of a call."""
         return self(x, state, mask=mask, reset=reset)[1]
 
     def read(self, x: Tensor, state: Any, *, mask: Tensor | None = None) -> Tensor:
-        """Outputs for tokens that are not learned: each is answered by what `state` has learned, and the state stays.
+        """Outputs for tokens that are not learned: all are read with `state`, which does not change.
 
-        `learn` and `read` in any order take a call apart. With `optimizer.read=previous`, a mini-batch that is first
-        read and then learned has the outputs of a call; with `inclusive`, each token that is learned and then read
-        would, had it not moved on what the layer knows of places and neighbours (RoPE, convolutions).
+        `learn` and `read` are the two halves of a call. With `optimizer.read=previous`, reading a mini-batch and then
+        learning it gives the outputs of a call. With `inclusive`, learning a token and then reading it does so only if
+        the layer does not use positions or earlier tokens (RoPE, convolutions).
 
         Args:
             x: `[B, T, D]`, the tokens that would come next; convolutions see those before them.
@@ -88,7 +86,7 @@ class SequenceLayer(Declared, ABC):
             Outputs `[B, T, D]`.
 
         Raises:
-            MetaTTTError: as a call; or a layer that cannot read without learning, and why.
+            MetaTTTError: as of a call; or the layer cannot read without learning.
         """
         x, state, packing = self._taken(x, state, mask, None, None)
         y = self.answer(x, state, packing)
@@ -98,10 +96,10 @@ class SequenceLayer(Declared, ABC):
         """Outputs `[B, T, D]` of tokens that are not learned; arguments as of `run`.
 
         Raises:
-            MetaTTTError: the layer cannot.
+            MetaTTTError: the layer cannot do this.
         """
         raise MetaTTTError(
-            f"{type(self).__name__} is one recurrence that takes in every token that it answers: it cannot read without "
+            f"{type(self).__name__} learns every token that it reads: it cannot read without "
             "learning; choose a layer with a learner, e.g. layer=ttt_linear"
         )
 
@@ -131,7 +129,7 @@ class SequenceLayer(Declared, ABC):
         """What the layer computes.
 
         Args:
-            x: `[B, T, D]`, 0 at padding, which stands behind the real tokens.
+            x: `[B, T, D]`, with padding after the real tokens, and 0 there.
             state: `start`, or what an earlier call has returned.
             packing, donate_state: as of `forward`.
 
@@ -145,7 +143,7 @@ class SequenceLayer(Declared, ABC):
         return State(pos, 0, {}, {}, {}, {})
 
     def check_state(self, x: Tensor, state: Any) -> None:
-        """Looks at a state that a caller has given with the tokens `x` `[B, T, D]`.
+        """Checks a state that a caller passed with the tokens `x` `[B, T, D]`.
 
         Raises:
             MetaTTTError: it is not of this layer, or of another number of sequences.
@@ -159,7 +157,7 @@ class SequenceLayer(Declared, ABC):
             )
 
     def call(self, x: Tensor, state: State, packing: Packing | None = None, donate_state: bool = False) -> Call:
-        """What is known of a call with the tokens `x` `[B, T, D]`."""
+        """What the layer knows about a call with the tokens `x` `[B, T, D]`."""
         count, size = x.shape[1], self.mini_batch_size
         if packing is not None:
             positions, after = packing.positions(state.pos)

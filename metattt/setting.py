@@ -19,7 +19,7 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Setting:
-    """One declared setting; `setting` says what the fields mean."""
+    """One declared setting; the fields are explained in `setting`."""
 
     default: Any = REQUIRED
     init: bool = True
@@ -36,8 +36,8 @@ class Setting:
     annotation: Any = Any
 
     def check(self, key: str, value: object) -> None:
-        """Refuses a value that the annotation and the range do not allow. Types of torch and containers are not
-        checked.
+        """Raises an error for a value that the annotation or the range does not allow. Types of torch and containers
+        are not checked.
 
         Args:
             key: the override that sets it, such as `task.loss`.
@@ -67,18 +67,19 @@ def setting(**options: Any) -> Any:
     """Declares a setting in the body of a component; its annotation says the type.
 
     Args:
-        default: its value where none is given; without one it must be given. A subclass changes the default by a plain
+        default: the default value; without one the setting is required. A subclass changes the default by a plain
             attribute of that name.
         init: the constructor takes it. False: a subclass sets it, or `setup` does.
-        fixed: `setup` makes use of it once: assigned later, it would do nothing, and is refused.
+        fixed: used once, by `setup`: assigning it later would do nothing, and raises an error.
         kw_only: the constructor takes it after the settings that subclasses add. It takes it by position, too, but
             type checkers can only be told that it is a keyword.
         always: a keyword of every subclass, also of one whose own `__init__` does not name it.
         alias: what the constructor and configurations call it, where that is the name of a method.
         least, most: the range of a number, with its ends. Integers are at least 1 where nothing else is said.
         above, below: ends that are not in the range, in their places.
-        advice: what else a message on the number says, at its end; or which of the words beside true and false true is.
-        among: the choices of a text, where the annotation does not list them.
+        advice: added to the end of an error message about the number; or, for words beside true and false, the meaning
+            of true.
+        among: the allowed strings, if the annotation does not list them.
     """
     return Setting(**options)
 
@@ -135,7 +136,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
-    """An annotation as a type, where it is a text, too; Any for one that is imported under TYPE_CHECKING only.
+    """An annotation as a type, also if it is a string; Any if it is imported under TYPE_CHECKING only.
 
     Args:
         names: those of the module.

@@ -44,8 +44,8 @@ class Context(NamedTuple):
 
 
 class DataGates(NamedTuple):
-    """Per-token numbers of a rule for data, each `[B, H or 1, T]`: token t comes in with weight `write_t` and
-    multiplies that of all tokens before it by `keep_t`.
+    """Per-token numbers of a rule for data, each `[B, H or 1, T]`: token t is stored with weight `write_t`, and the
+    weights of all earlier tokens are multiplied by `keep_t`.
 
     Attributes:
         write: weight of the token (β of MesaNet, Δ of Mamba-2).
@@ -66,7 +66,7 @@ class DataGates(NamedTuple):
 
 
 class State(NamedTuple):
-    """The hidden state of one layer for `B` sequences: hand it back to go on at the next token.
+    """The hidden state of one layer for `B` sequences: pass it to the next call to continue.
 
     Attributes:
         pos: `[B]` tokens read since the start of the document.
@@ -85,7 +85,7 @@ class State(NamedTuple):
     learner: Tensors
 
     def __repr__(self) -> str:
-        """What is there, without its numbers: names and shapes, a slot of the weights or a part a line."""
+        """Names and shapes without numbers, one line for each slot of the weights and each part."""
         slots = self.weights if isinstance(self.weights, Mapping) else {"": self.weights}
         held = {f"weights: {slot} -> ": x for slot, x in slots.items()}
         held |= {f"{name}: ": x for name in ("task", "optimizer", "learner") if (x := getattr(self, name)) != {}}
@@ -104,7 +104,7 @@ class State(NamedTuple):
         return move_tensors(self, *args, **kwargs)
 
     def detach(self) -> State:
-        """Cuts the graph: later losses no longer reach what was read so far."""
+        """Detaches the state: gradients of later losses do not reach earlier tokens."""
         return self.map(Tensor.detach)
 
     def select(self, index: Tensor) -> State:
@@ -120,8 +120,8 @@ class State(NamedTuple):
         """Writes the state to a file of safetensors: what was learned, apart from the model that learned it.
 
         Args:
-            path: the file; one that is there is replaced when all of the new one is on the disk.
-            model: the layer that it is of: `load` can then tell whether it gets the same one.
+            path: the file. An existing file is replaced after the new one is completely written.
+            model: the layer that it belongs to: then `load` can check that it gets the same one.
 
         Raises:
             MetaTTTError: the file cannot be written.
@@ -132,12 +132,12 @@ class State(NamedTuple):
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu", model: nn.Module | None = None) -> State:
-        """What `save` has written, bit for bit.
+        """Reads a file of `save`, bit for bit.
 
         Args:
             path: the file.
             device: where the tensors go.
-            model: the layer that is to go on from it; None: not compared.
+            model: the layer that will use it, compared with the one that saved it; None: not compared.
 
         Raises:
             MetaTTTError: a file that is damaged or holds something else, or a state of another model.

@@ -157,5 +157,5 @@ def test_kept_on_disk(tmp_path: Path) -> None:
     again, _ = load_model(tmp_path / "model")
     ids = torch.randint(11, (2, 9))
     assert torch.equal(again(ids), model(ids))
-    with pytest.raises(MetaTTTError, match="no published form: its layers are Combined"):
+    with pytest.raises(MetaTTTError, match="cannot be written as a published one: its layers are Combined"):
         PublishedConfig.of(model)

@@ -137,7 +137,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("layer=ttt_mlp learner.trainble=[w2]", "trainable"),
     ("layer=ttt_linear layer.outer=frist_order", "layer.outer"),
     # what stands around a rule
-    ("layer=mamba block_style=plain", "block_style=plain sets nothing of this layer"),
+    ("layer=mamba block_style=plain", "block_style=plain changes nothing in this layer"),
     ("layer=kda layer.gate=false", "layer.gate_rank=head_dim is of a gate"),
     ("layer=kda layer.gate_rank=0", "layer.gate_rank=0"),
     ("layer=kda layer.output_norm=batch", "layer.output_norm=batch is not allowed: it must be true"),

@@ -117,7 +117,7 @@ def _weights(learner: Learner) -> list[str]:
     if learner.init:
         still = not any(weight.requires_grad for weight in learner.init.values())
         zero = still and not any(bool(weight.any()) for weight in learner.init.values() if not weight.is_meta)
-        start = "W_0 = 0" if zero else "W_0 is kept as it was drawn" if still else "W_0 is learned"
+        start = "W_0 = 0" if zero else "W_0 keeps its random initial values" if still else "W_0 is learned"
         lines.append(f"W, in every head: {shapes(learner.init)}; {start}")
     if learner.slow:
         lines.append(f"slow weights, learned by the outer loop alone: {shapes(learner.slow)}")

@@ -37,7 +37,7 @@ def convert(cfg: DictConfig) -> None:
     found = read_weights(cfg.source, modules(cfg.trust))
     file, side = found.about.path, found.side
     if side == "ours" and not cfg.direction.startswith("to_"):
-        raise MetaTTTError(f"{file} is a checkpoint of ours: give direction=to_published or direction=to_jax")
+        raise MetaTTTError(f"{file} is already a MetaTTT checkpoint: set direction=to_published or direction=to_jax")
     if side != "ours" and cfg.direction not in ("auto", f"from_{side}"):
         raise MetaTTTError(f"{file} has the names of direction=from_{side}, not of direction={cfg.direction}")
     tokenizer = None if found.about.tokenizer == "bytes" else found.about.tokenizer  # bytes need no file

@@ -55,7 +55,7 @@ def find_checkpoint(path: str | Path, fall_back: bool = False) -> Path:
         return files[0]
     if files:
         several = ", ".join(file.name for file in files)
-        reason = f"which one? The folder {given} holds several: {several}. Name the file: {given}/<file>"
+        reason = f"several checkpoints: the folder {given} holds several: {several}. Name the file: {given}/<file>"
     else:
         reason = f"the folder {given} holds no {rolling.FOLDER}, and none of {', '.join(SUFFIXES)}"
     raise MetaTTTError(f"no checkpoint: {reason}")
@@ -114,10 +114,10 @@ def _read_index(file: Path) -> dict[str, Any]:
     """The tensors of several files of weights, from the index that names them."""
     names = read_object(file).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(part, str) for part in names.values()):
-        raise MetaTTTError(f"{file} names parts that are not there: no weight_map")
+        raise MetaTTTError(f"{file} has no weight_map, which names its parts")
     parts = [inside(file.parent, part) for part in sorted(set(names.values()))]
     if missing := [part.name for part in parts if not part.is_file() or part.name.endswith(".index.json")]:
-        raise MetaTTTError(f"{file} names parts that are not there: {', '.join(missing)}")
+        raise MetaTTTError(f"{file} names files that do not exist: {', '.join(missing)}")
     return {name: tensor for part in parts for name, tensor in read_content(part).items()}
 
 

@@ -91,7 +91,7 @@ def read_content(folder: Path) -> dict[str, Any]:
         raise MetaTTTError(f"{path} is damaged or was edited: it is not what was written (checksum)")
     files = content.get("files")
     if not isinstance(files, dict) or not isinstance(content.get("content"), dict):
-        raise MetaTTTError(f"{path} names no files: it is of another program")
+        raise MetaTTTError(f"{path} lists no files: another program wrote it")
     for name, about in files.items():
         check_own(file := inside(folder, name))
         expected = about.get("bytes") if isinstance(about, dict) else None

@@ -76,7 +76,7 @@ def read_state(path: str | Path, kind: type[S], device: torch.device | str, mode
         )
     if model is not None and (known := about.get("model")) != fingerprint(model):
         if known is None:
-            raise MetaTTTError(f"{file} does not say which model it is of: save it with state.save(path, model=model)")
+            raise MetaTTTError(f"{file} does not name its model: save it with state.save(path, model=model)")
         raise MetaTTTError(
             f"{file} was learned by another model, or with other weights: load that one, or leave out model="
         )

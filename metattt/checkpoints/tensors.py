@@ -82,7 +82,7 @@ def put_together(node: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tuple(put_together(one, tensors) for one in value)
     pairs = len(node) == 1 and mark == ITEMS and isinstance(value, list)
     if not pairs or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        raise MetaTTTError(f"`{mark}` is not what a checkpoint of ours holds")
+        raise MetaTTTError(f"`{mark}` is not allowed in a checkpoint")
     found = [(put_together(key, tensors), one) for key, one in value]
     if not all(isinstance(key, (*SCALARS, tuple)) for key, _ in found):
         raise MetaTTTError(f"`{ITEMS}` has a key that is none")

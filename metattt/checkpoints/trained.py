@@ -227,7 +227,7 @@ def check_shapes(found: Weights, complaint: str) -> None:
     except Exception as error:  # as many kinds as there are values that no layer can have
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MetaTTTError(
-            f"{found.about.path} has a configuration that makes no model ({reason:.200}): it is damaged"
+            f"{found.about.path} has a configuration that does not make a model ({reason:.200}): it is damaged"
         ) from error
     _compared(empty, found, complaint)
 
@@ -271,7 +271,7 @@ def _evaluation(file: Path, saved: Any) -> dict[str, Any] | None:
         case {"crop_pct": float() | int() as crop, "interpolation": how, **more} if not more:
             if 0.1 <= crop <= 1 and how in INTERPOLATIONS:
                 return dict(saved)
-    raise MetaTTTError(f"{file} has evaluation={str(saved)[:80]}, which is no way to resize and crop: it is damaged")
+    raise MetaTTTError(f"{file} has evaluation={str(saved)[:80]}, which does not describe how to resize and crop: it is damaged")
 
 
 def _theirs(file: Path, trust: Collection[str]) -> Trained:

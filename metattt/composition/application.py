@@ -65,7 +65,7 @@ def parse(words: Sequence[str], command: str) -> Namespace:
     if len(given) > 1:
         raise MetaTTTError(f"--{' and --'.join(given)} do not go together: give one of them")
     if (options.resolve or options.package) and not options.cfg:
-        raise MetaTTTError("--resolve and --package are about what --cfg shows: add --cfg job")
+        raise MetaTTTError("--resolve and --package change the output of --cfg: add --cfg job")
     if options.config_path or options.config_name or options.experimental_rerun:
         raise MetaTTTError(f"`metattt {command}` has its configuration; --config-dir <folder> adds files of your own")
     if options.config_dir is not None:

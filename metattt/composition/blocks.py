@@ -56,7 +56,7 @@ def _read_setting(override: str) -> Setting:
     if part not in OWN or key == "layer":
         guess = f" Did you mean `{KEY}.{owner}.{near}`?" if (near := nearest(part, OWN)) else ""
         allowed = ", ".join([OWN[0], *(f"{one}.<key>" for one in PARTS)])
-        raise MetaTTTError(f"`{override}` sets nothing of a block: it has {allowed}.{guess}")
+        raise MetaTTTError(f"`{override}` does not set anything in a block, which has {allowed}.{guess}")
     return Setting(owner, f"{mode}{key}{value or ''}", override)
 
 
@@ -82,7 +82,7 @@ def fill_blocks(
     pattern = OmegaConf.select(cfg, KEY) if isinstance(cfg.get("model"), DictConfig) else None
     if pattern is None:
         if settings:
-            needs = f"sets an entry of a pattern, and there is none: give {KEY}=[<layer>,<layer>,...]"
+            needs = f"sets an entry of a pattern, but there is no pattern: give {KEY}=[<layer>,<layer>,...]"
             raise MetaTTTError(f"`{settings[0].written}` {needs}")
         return None
     entries = read_pattern(OmegaConf.to_container(pattern) if OmegaConf.is_config(pattern) else pattern)

@@ -47,7 +47,7 @@ def load_components(packages: Iterable[str] = COMPONENTS) -> None:
         except Exception as error:  # whatever a module of others raises when imported
             owner = entry.dist.name if entry.dist else entry.name
             raise MetaTTTError(
-                f"{entry.value}, which the installed package {owner} announces, cannot be imported: {error}\n"
+                f"{entry.value}, an entry point of the installed package {owner}, cannot be imported: {error}\n"
                 f"Repair the package, or remove it: pip uninstall {owner}"
             ) from error
 

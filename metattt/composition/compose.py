@@ -69,8 +69,8 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
     for key, value in settings.items():
         if value is not None and not isinstance(value, str | numbers.Real | list | tuple | dict):
             raise MetaTTTError(
-                f"{key} is a {type(value).__name__}, which no override can be: give a name or a number, or put objects "
-                "together with metattt.TTTLayer"
+                f"{key} is a {type(value).__name__}, which cannot be an override: give a name or a number, or pass objects "
+                "to metattt.TTTLayer"
             )
         given.append(f"{key}={shown(value)}")
     cfg = compose(*given, job="build")
@@ -139,7 +139,7 @@ def _take_away(cfg: DictConfig, key: str, job: str) -> None:
     if not isinstance(node, DictConfig) or name not in node.keys():  # noqa: SIM118 (null is not `in` a node)
         raise MetaTTTError(not_a_field(node, key, job))
     if name in PARAMETERS.get(str(node.get("_target_")), ()):
-        raise MetaTTTError(f"`{key}` cannot be taken away: set it with {key}=<value>, or leave it as it is")
+        raise MetaTTTError(f"`{key}` cannot be removed: set it with {key}=<value>, or leave it as it is")
     with open_dict(node):
         del node[name]
 
@@ -186,7 +186,7 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
                 node[key] = settings[key]
     if style and not known:
         raise MetaTTTError(
-            f"block_style={name} sets nothing of this layer, which is published as a whole: leave it out, or choose "
+            f"block_style={name} changes nothing in this layer, which has no task, learner and optimizer: leave it out, or choose "
             "another layer"
         )
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from metattt.models.language_model import LanguageModel
 
 
-DAMAGED = "model.blocks is no composed pattern of layers: the configuration is damaged"
+DAMAGED = "model.blocks is not a composed pattern of layers: the configuration is damaged"
 
 
 def instantiate_part(cfg: DictConfig, key: str, **options: Any) -> Any:

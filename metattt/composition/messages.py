@@ -223,7 +223,7 @@ def explain_instantiation(error: BaseException, part: str) -> str:
     unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
     if unknown and isinstance(cause, TypeError):
         guess = nearest(unknown[1], _parameters(called[1]))
-        leave = f"Add {key}=custom, which sets nothing but what you give" if key in CUSTOM else ""
+        leave = f"Add {key}=custom, which has no settings except yours" if key in CUSTOM else ""
         hint = f"Did you mean `{key}.{guess}`?" if guess else leave or f"Leave it out with ~{key}.{unknown[1]}"
         return f"`{unknown[1]}` is not a parameter of {called[1]}. {hint}"
     frame = traceback.extract_tb(cause.__traceback__)[-1]

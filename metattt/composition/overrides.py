@@ -169,7 +169,7 @@ def _check(override: Override, job: str, opened: set[str]) -> None:
         )
     if override.type == OverrideType.DEL:
         if key in {*known, *keys_of(job)} - {*LEFT_OUT}:
-            needs = f"`~{key}` takes away what `metattt {job}` needs"
+            needs = f"`~{key}` removes what `metattt {job}` needs"
             raise MetaTTTError(f"{needs}: choose or set another with {key}=<value>")
         return
     if not key:

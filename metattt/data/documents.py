@@ -105,7 +105,7 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
         return [(file, root) for file in sorted(files)]
     given = [path] if isinstance(path, str) else path
     if not isinstance(given, Sequence) or not given:
-        raise MetaTTTError(f"{key}={path} is no path: give a file, a folder or a list of these")
+        raise MetaTTTError(f"{key}={path} is not a path: give a file, a folder or a list of these")
     roots = [path_of(one, key) for one in given]
     try:
         return [found for root in roots for found in _find(root, key)]
@@ -193,7 +193,7 @@ def _jsonl(file: Path, text_key: str) -> Iterator[str]:
                 )
             if place := half_a_character(text):
                 raise MetaTTTError(
-                    f"{file}:{number}: {text_key!r} holds half a pair of surrogates {place}: mend the line"
+                    f"{file}:{number}: {text_key!r} holds half a surrogate pair {place}: fix the line"
                 )
             yield text
 

@@ -100,7 +100,7 @@ def prepare(cfg: DictConfig) -> int:
         with _stopped_by_signals():
             manifest = _prepare(chosen, folder, console, library)
     except KeyboardInterrupt as stop:
-        console.print(f"stopped. To go on: the same command again, target={_shown(folder)}", markup=False)
+        console.print(f"stopped. To resume, run the same command again: target={_shown(folder)}", markup=False)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except MetaTTTError:
         raise
@@ -180,11 +180,11 @@ def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -
     if not os.path.lexists(folder):
         return None
     if not folder.is_dir():
-        raise MetaTTTError(f"target={folder} exists and is no folder: choose a new one")
+        raise MetaTTTError(f"target={folder} exists and is not a folder: choose a new one")
     manifest = read_manifest(folder)
     if manifest is None:
         if any(folder.iterdir()):
-            raise MetaTTTError(f"target={folder} exists and holds something else: choose a new folder")
+            raise MetaTTTError(f"target={folder} exists and holds other files: choose a new folder")
         return None
     before = {**manifest["settings"], "tokenizer": manifest["tokenizer"]}
     for key, value in {**said, "tokenizer": tokenizer}.items():

@@ -19,14 +19,14 @@ def check_source(source: Any, files: Any, key: str = "source") -> None:
         MetaTTTError: naming what is allowed.
     """
     if source is not None and not isinstance(source, Sequence):
-        raise MetaTTTError(f"{key}={source} is no path: give files or folders, or the name of a dataset")
+        raise MetaTTTError(f"{key}={source} is not a path: give files or folders, or the name of a dataset")
     for one in [source] if isinstance(source, str) else source or []:
         path_of(one, key)
     if files is None:
         return
     listed = [files] if isinstance(files, str) else files
     if not isinstance(listed, Sequence) or not all(isinstance(file, str) and file.strip() for file in listed):
-        raise MetaTTTError(f"dataset_files={files} is no list of paths")
+        raise MetaTTTError(f"dataset_files={files} is not a list of paths")
     if not isinstance(source, str):
         raise MetaTTTError(
             f"dataset_files={files} needs their format or a dataset: add source=json, text, parquet, csv, ..."

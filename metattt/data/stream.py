@@ -86,7 +86,7 @@ class Stream:
                     "set data.text_key="
                 )
             if half := half_a_character(text):
-                raise MetaTTTError(f"data.path={self.name} has a row with half a pair of surrogates {half}")
+                raise MetaTTTError(f"data.path={self.name} has a row with half a surrogate pair {half}")
             yield place, text.encode()
             place = after
 
@@ -275,7 +275,7 @@ class StreamData(WindowData):
             kind = next(filter(None, kinds), None)
             if kind is None:
                 raise MetaTTTError(
-                    f"data.path={name} has no format that is known: give one of {', '.join(FOREIGN)}, "
+                    f"data.path={name} has an unknown format: give one of {', '.join(FOREIGN)}, "
                     "or the format and the files: data.path=json data.files=<pattern>"
                 )
             name, files = kind, name if "://" in name else str(path_of(name, "data.path"))

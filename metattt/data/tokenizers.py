@@ -89,7 +89,7 @@ class ByteTokenizer(Tokenizer):
         try:
             data = text.encode(errors="surrogateescape") if isinstance(text, str) else text
         except UnicodeEncodeError as error:
-            raise MetaTTTError(f"a text holds half a pair of surrogates at character {error.start}") from error
+            raise MetaTTTError(f"a text holds half a surrogate pair at character {error.start}") from error
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
     def decode(self, ids: Sequence[int]) -> bytes:
@@ -124,7 +124,7 @@ class FileTokenizer(Tokenizer):
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
         if parsed["model"].get("dropout"):
-            raise MetaTTTError(f"tokenizer={name} draws lots (dropout): set model.dropout to null in it")
+            raise MetaTTTError(f"tokenizer={name} is random (dropout): set model.dropout to null in it")
         start, end = (_first(self.tokenizer, names) for names in (STARTS, ENDS))
         separator = end if start is None else start
         if separator is None:
@@ -211,7 +211,7 @@ def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | Fi
     else:
         tokenizer = ByteTokenizer()
     if tokenizer.identity != known:
-        raise MetaTTTError(f"{folder} has tokens of another tokenizer than it says: prepare the text again")
+        raise MetaTTTError(f"{folder} was prepared with another tokenizer than its manifest says: prepare the text again")
     return tokenizer
 
 
@@ -277,7 +277,7 @@ def _in_one_line(message: str) -> Iterator[None]:
         if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
             raise
         # half a character is not a str for the library
-        reason = "it holds half a pair of surrogates" if isinstance(error, TypeError) else first_line(error)
+        reason = "it holds half a surrogate pair" if isinstance(error, TypeError) else first_line(error)
         raise MetaTTTError(f"{message}: {reason}") from error
 
 

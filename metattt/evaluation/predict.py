@@ -136,7 +136,7 @@ def predict(cfg: DictConfig) -> list[Prediction]:
         raise MetaTTTError(
             f"{file} does not say how its images are resized and cropped: its data has no `evaluation` (data=images "
             "and\n"
-            "data=digits have one), or it is of an older release: go on with the run, resume=<run> "
+            "data=digits have one), or an older release wrote it: train the run further, resume=<run> "
             "trainer.max_steps=<more>"
         )
     data, pictures = _data(chosen, model, found.evaluation)

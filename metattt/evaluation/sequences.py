@@ -85,7 +85,7 @@ def score(model: Any, data: SequenceData, part: Part = "validation") -> Sequence
     for batch in track(data.loader(part), "sequences", console=Console(stderr=True), transient=True):
         found, labels = answers(model, *(one.to(device) for one in batch))
         if not found.isfinite().all():
-            raise MetaTTTError("the model's answers are not finite: its run diverged, or it is damaged")
+            raise MetaTTTError("the model's predictions are not finite: its run diverged, or it is damaged")
         loss, hit = losses_and_hits(found, labels)
         count += len(batch[0])
         losses.append(loss.double().cpu().view(len(batch[0]), -1))  # every sequence has as many questions

@@ -108,7 +108,7 @@ def read_prompts(chosen: GenerateSettings) -> list[str]:
     """
     check_integer("batch_size", chosen.batch_size, most=2**20)
     if chosen.prompt:
-        raise MetaTTTError("prompt= and prompts= are two ways to say what is continued: give one of them")
+        raise MetaTTTError("prompt= and prompts= exclude each other: give one of them")
     if chosen.output is not None and Path(chosen.output).expanduser().exists():
         raise MetaTTTError(f"output={chosen.output} exists: choose a new file")
     assert chosen.prompts is not None

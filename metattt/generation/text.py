@@ -89,11 +89,11 @@ def check_text(text: object, key: str) -> None:
         MetaTTTError: no text, or one with characters that stand for none, as from bytes that are not UTF-8.
     """
     if not isinstance(text, str):
-        raise MetaTTTError(f"{key}={text!r} is not allowed: it must be a text")
+        raise MetaTTTError(f"{key}={text!r} is not allowed: it must be a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise MetaTTTError(f"{key} has a character that is none at place {error.start}: give it in UTF-8") from error
+        raise MetaTTTError(f"{key} has an invalid character at index {error.start}: give it in UTF-8") from error
 
 
 def generate_text(

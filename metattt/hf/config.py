@@ -110,8 +110,8 @@ class MetaTTTConfig(PreTrainedConfig):
         for name, size in self._sizes().items():
             if getattr(self, name) != size:
                 raise MetaTTTError(
-                    f"config.json has {name}={getattr(self, name)!r:.40} and a model of {size}: they cannot be set "
-                    "apart; "
+                    f"config.json has {name}={getattr(self, name)!r:.40} and a model of {size}: they must "
+                    "agree; "
                     "export the model again, or call model.resize_token_embeddings"
                 )
 

@@ -142,7 +142,7 @@ def push(folder: Path, name: str, private: bool = True) -> str:
     except Exception as error:  # of the network, of the Hub, of an account: as many kinds as they have
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise MetaTTTError(
-            f"{folder} is written, but push_to_hub={name} cannot be done: {reason[:200]}\n"
+            f"{folder} is written, but push_to_hub={name} failed: {reason[:200]}\n"
             f"Log in with `hf auth login`, and then: hf upload {name} {folder}"
         ) from error
     return str(getattr(found, "commit_url", found))

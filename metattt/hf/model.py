@@ -124,7 +124,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
             if asked:
                 raise MetaTTTError(
                     f"{name} is not supported: a model of MetaTTT reads input_ids and returns logits; leave it out\n"
-                    "(prompt tuning of peft gives embeddings in the place of tokens: take LoRA)"
+                    "(prompt tuning of peft passes embeddings instead of tokens: use LoRA)"
                 )
         if input_ids is None:
             raise MetaTTTError("input_ids are not given: [B, T] token ids")
@@ -132,7 +132,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None and not isinstance(cache, MetaTTTCache):
             raise MetaTTTError(
                 f"past_key_values is a {type(cache).__name__}: give a MetaTTTCache of an earlier call, or None\n"
-                "(prefix tuning of peft gives keys and values, which no layer of MetaTTT looks up: take LoRA)"
+                "(prefix tuning of peft gives keys and values, which MetaTTT layers do not have: use LoRA)"
             )
         self._check_adapters()
         if use_cache is None:
@@ -144,7 +144,7 @@ class MetaTTTForCausalLM(PreTrainedModel, GenerationMixin):
         last_only = labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1
         if last_only and mask is not None and not mask.any(1).all():
             raise MetaTTTError(
-                "attention_mask has a row of padding alone, which no token can follow: leave out that prompt"
+                "attention_mask has a row without a real token: leave out that prompt"
             )
         donate = not torch.is_grad_enabled()
         logits, state = self.model.step(input_ids, state, mask, last_only=last_only, donate_state=donate)

@@ -1,4 +1,4 @@
-"""Whole mini-batches, and open ones while decoding, by the kernels that cover a combination."""
+"""Runs whole mini-batches, and open ones while decoding, by kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scan(
     padded: bool,
     donate_state: bool,
 ) -> tuple[Tensor, Memory]:
-    """The blocks one after the other, each by a kernel where one takes it and by the forms elsewhere.
+    """Runs the blocks one after the other: by a kernel if one accepts the block, otherwise by the forms.
 
     Args:
         padded: some columns are unfilled.
@@ -63,10 +63,10 @@ def scan(
 
 
 def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
-    """The first kernel that takes these whole mini-batches.
+    """The first kernel that accepts these whole mini-batches.
 
     Raises:
-        MetaTTTError: none does, and `layer.form=fused` was asked for.
+        MetaTTTError: no kernel does, and `layer.form=fused` is set.
     """
     device, reasons = given.tokens.views.k.device.type, []
     if given.tokens.generalised:
@@ -95,14 +95,14 @@ def kernel_of(plan: Plan, given: MiniBatches) -> Kernel | None:
 
 
 def _say(plan: Plan, form: str, device: str, why: str) -> None:
-    """The choice of a kernel in the debug log, once."""
+    """Writes the choice of a kernel to the debug log, once."""
     if not torch.compiler.is_compiling() and (form, device, why) not in plan.said:
         plan.said.add((form, device, why))
         log.debug("form=%s on %s: %s", form, device, why)
 
 
 def decoder_of(plan: Plan, given: MiniBatches) -> Kernel | None:
-    """The first kernel that takes these tokens of an open mini-batch."""
+    """The first kernel that accepts these tokens of an open mini-batch."""
     if transformed() or torch.compiler.is_compiling() or given.tokens.generalised:
         return None
     key = _decided_by(given)
@@ -114,8 +114,8 @@ def decoder_of(plan: Plan, given: MiniBatches) -> Kernel | None:
 
 
 def _decided_by(given: MiniBatches) -> tuple[object, ...]:
-    """What a kernel's `reason_not_decoded` may depend on: types, widths, gates and the device, but not the number of
-    tokens or sequences."""
+    """The key under which a kernel's `reason_not_decoded` is cached: types, widths, gates and the device, but not the
+    number of tokens or sequences."""
     k, (v, q, eta) = given.tokens.views.k, (given.tokens.views.v, given.tokens.views.q, given.tokens.gates.eta)
     types = [x.dtype for x in (k, v, q, eta, *given.weights.values(), *given.slow.values())]
     tau = None if given.tau is None else given.tau.dtype
@@ -124,7 +124,7 @@ def _decided_by(given: MiniBatches) -> tuple[object, ...]:
 
 
 def _reference(loop: Parts, given: MiniBatches) -> tuple[Tensor, Tensors]:
-    """What a kernel computes, by the dual form."""
+    """The reference of a kernel: the same mini-batches by the dual form."""
     blocks = [Block(given.size, 0, True, given.size)] * (given.tokens.views.k.shape[2] // given.size)
     rule = loop.rule.with_token_steps(given.tau)  # the tensor that the derivatives are wanted for
     y, memory = plainly(loop._replace(rule=rule), given.tokens, {"commit": given.weights}, blocks, True, given.slow)
@@ -133,7 +133,7 @@ def _reference(loop: Parts, given: MiniBatches) -> tuple[Tensor, Tensors]:
 
 
 def _open(block: Block, padded: bool) -> bool:
-    """Whether this is a part of one mini-batch of which all sequences fill every column."""
+    """Whether these columns are part of one mini-batch and filled in all sequences."""
     same = isinstance(block.phase, int) and isinstance(block.filled, int) and isinstance(block.commit, bool)
     return block.restart is None and (same or (isinstance(block.phase, Tensor) and not padded))
 

@@ -1,4 +1,4 @@
-"""Whether a layer sees the future: what its parts declare, and what a few tokens show."""
+"""Checks that a layer does not see the future: by what its parts declare, and by a test on a few tokens."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ PARTS = ("optimizer", "learner", "task")
 
 
 class Causality:
-    """Refuses layers that see the future, each kind of layer once."""
+    """Raises an error for layers that see the future; equal layers are tested once."""
 
     def __init__(self) -> None:
         self.known: set[tuple[object, ...]] = set()
 
     def check(self, layer: nn.Module, dim: int) -> None:
-        """One layer of a model that predicts the next token.
+        """Checks one layer of a model that predicts the next token.
 
         Args:
             layer: called as `y, state = layer(x, state, mask=..., reset=...)`.
             dim: D, width of its tokens.
 
         Raises:
-            MetaTTTError: an output depends on a later token: by what the layer's parts declare (`causal`), or on a
-                small input. That is left out for parameters without values (the meta device), and for a layer that
-                cannot run here (another device's kernels, a length of its own).
+            MetaTTTError: an output depends on a later token, by the declarations of the layer's parts (`causal`) or in
+                the test. The test is skipped if parameters have no values (meta device), or if the layer cannot run
+                here (kernels of another device, a fixed length).
         """
         reason = declared(layer)
         if reason is None and (kind := _kind(layer)) not in self.known:
             self.known.add(kind)
             if found_out(layer, dim):
                 reason = (
-                    f"{type(layer).__name__} changes its answers to earlier tokens when later ones change, though it "
+                    f"{type(layer).__name__} changes its outputs of earlier tokens when later ones change, though it "
                     "does not declare causal = False: mask the later tokens, or choose another layer"
                 )
         if reason is not None:
@@ -47,8 +47,7 @@ class Causality:
 
 
 def declared(layer: nn.Module) -> str | None:
-    """Why a layer says that it sees the future, with the override that mends it; None if it says nothing of the
-    kind."""
+    """Why a layer declares that it sees the future, with the override that fixes it; None if it does not."""
     for group in PARTS:
         part = getattr(layer, group, None)
         if part is None or getattr(part, "causal", True):
@@ -56,13 +55,13 @@ def declared(layer: nn.Module) -> str | None:
         name = type(part).__name__
         if group != "optimizer":
             return (
-                f"the {group} {name} answers from all tokens of a call: choose a causal layer, e.g. layer=attention "
+                f"the {group} {name} uses all tokens of a call for every output: choose a causal layer, e.g. layer=attention "
                 "(see metattt layers)"
             )
         given = inspect.signature(type(part)).parameters.get("read")
         mended = "optimizer=minibatch" if given is None else f"optimizer.read={_causal_read(given.default)}"
         return (
-            f"optimizer.read={part.read} ({name}) answers a token with weights that later tokens have trained: "
+            f"optimizer.read={part.read} ({name}) reads weights that later tokens have trained: "
             f"set {mended}, or choose a causal layer, e.g. layer=ttt_linear (see metattt layers)"
         )
     if not getattr(layer, "causal", True):
@@ -74,8 +73,8 @@ def declared(layer: nn.Module) -> str | None:
 
 
 def found_out(layer: nn.Module, dim: int) -> bool | None:
-    """Whether earlier outputs change with later tokens, on random ones; None: the layer does not run on a few tokens
-    here."""
+    """Whether earlier outputs change with later tokens, tested on random tokens; None if the layer cannot run on a few
+    tokens here."""
     if any(tensor.is_meta for tensor in _tensors(layer)):
         return None
     like = next((tensor for tensor in _tensors(layer) if tensor.is_floating_point()), torch.empty(0))
@@ -87,7 +86,7 @@ def found_out(layer: nn.Module, dim: int) -> bool | None:
         changed[row, cut:] = other[row, cut:]
     try:
         before, after = (_outputs(layer, tokens) for tokens in (x, changed))
-    except Exception:  # whatever a layer of others raises: it will be raised again where the layer is used
+    except Exception:  # a foreign layer may raise anything; it is raised again where the layer is used
         return None
     if not (before.isfinite().all() and after.isfinite().all()):
         return None
@@ -114,8 +113,8 @@ def _outputs(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def visible(parameter: Tensor) -> Tensor:
-    """A parameter, or small numbers in place of zeros, behind which a layer (an output projection, a gate) would
-    hide everything."""
+    """A parameter, or small numbers if it is all zeros: a zero output projection or gate would hide every
+    dependency."""
     if parameter.any():
         return parameter
     waves = torch.linspace(1, 50, parameter.numel(), dtype=parameter.dtype, device=parameter.device).sin()

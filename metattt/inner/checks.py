@@ -1,4 +1,4 @@
-"""What tokens and calls may not ask of the inner loop."""
+"""Checks of tokens and calls that the inner loop cannot compute."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from metattt.state import Context, State
 
 
 def check_tokens(parts: Parts, tokens: Tokens) -> None:
-    """Refuses views and gates that the parts cannot take together.
+    """Raises an error for views and gates that the parts cannot use together.
 
-    Asked when a layer is built, with what its parts give for one token, and in a call whose tokens have others: parts
-    of one's own may give something else then.
+    Called when a layer is built, with its parts' views and gates of one token, and again in a call with tokens of
+    another kind, because your own parts may return something else then.
 
     Raises:
         MetaTTTError: naming what to give, or to set, instead.
@@ -30,8 +30,8 @@ def check_tokens(parts: Parts, tokens: Tokens) -> None:
 
 
 def check_call(parts: Parts, tokens: Tokens, state: State, ctx: Context) -> None:
-    """`check_tokens`; and refuses padding, documents and places
-    that differ between sequences, where the read or the learner has no use for them.
+    """As `check_tokens`; also raises an error for padding, documents, and phases that differ between sequences, if the
+    read or the learner does not support them.
 
     Raises:
         MetaTTTError: naming what to give instead.
@@ -42,7 +42,7 @@ def check_call(parts: Parts, tokens: Tokens, state: State, ctx: Context) -> None
     kind, final = type(parts.learner).__name__, parts.rule.read == "final"
     if parts.plan.looks_ahead:
         raise MetaTTTError(
-            f"{kind} lets tokens look at later ones, and would let them look at padding: "
+            f"{kind} lets tokens see later ones, and would let them see padding: "
             "make it causal, or give sequences of one length"
         )
     if final and ctx.first is not None:
@@ -57,7 +57,8 @@ def check_call(parts: Parts, tokens: Tokens, state: State, ctx: Context) -> None
 
 
 def _check_generalised(parts: Parts, tokens: Tokens) -> None:
-    """Refuses what only a linear learner's online rule can take: its gradient is no longer that of the loss."""
+    """Raises an error for what only an online rule of a linear learner supports, because its gradient is not that of
+    the loss."""
     rule, task, learner, plan, decay = parts.rule, parts.task, parts.learner, parts.plan, tokens.gates.decay
     what = "an erase view" if decay is None else "decays for every channel"
     erase_view = tokens.views.erase_key is not None or tokens.views.erase_direction is not None
@@ -115,8 +116,7 @@ def _check_generalised(parts: Parts, tokens: Tokens) -> None:
 
 
 def say_cut(parts: Parts, phase: int | None, layout: ColumnLayout, count: int) -> None:
-    """Warns, once, of a `block` read whose mini-batches a call of `count` tokens cuts: what its queries see depends on
-    T."""
+    """Warns once if a call of `count` tokens cuts a mini-batch of a `block` read: then its outputs depend on T."""
     begun = phase == 0 or parts.plan.period is None
     whole = begun and (layout.phase == 0 or all(block.commit is True for block in layout.blocks))
     if whole or ("cut",) in parts.plan.said or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""What gates may look at inside the inner loop: the weights of the last commit, and what they make of the tokens."""
+"""What gates may depend on inside the inner loop: the weights of the last commit, and their predictions and losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPS = 1e-6  # a norm is √(‖·‖² + ε²): it has a derivative at 0
 
 
 class Committed:
-    """What `metattt.optimizers.committed.Committed` says, computed when it is asked for."""
+    """Implements `metattt.optimizers.committed.Committed`; every value is computed when it is first used."""
 
     def __init__(self, loop: Parts, weights: Tensors, tokens: Tokens):
         self.weights, self.k, self.v, self.q = weights, tokens.views.k, tokens.views.v, tokens.views.q
@@ -47,7 +47,7 @@ class Committed:
         return (squared + EPS**2).sqrt()
 
     def _one_by_one(self) -> Tensor:
-        """‖∇ℓ_t‖² by a backward pass per token, for learners whose tokens look at each other."""
+        """‖∇ℓ_t‖² by a backward pass per token, for learners that mix tokens."""
         loop, like = self._loop, self._tokens.gates.eta
         losses = loop.losses_by(self.weights, self.k, self.v)
         each = torch.eye(like.shape[2], dtype=like.dtype, device=like.device).unbind(0)
@@ -58,10 +58,10 @@ class Committed:
 
 
 def gated(loop: Parts, tokens: Tokens, commit: Tensors) -> Tokens:
-    """Tokens with the gates that the rule gives them in sight of the last commit.
+    """The tokens with the gates that the rule computes from the last commit.
 
     Raises:
-        MetaTTTError: the rule gives a gate that it does not give without, or the other way round.
+        MetaTTTError: `gates` and `gates_at` of the rule do not return the same gates.
     """
     given = tokens.gates
     found = loop.rule.gates_at(given, Committed(loop, commit, tokens))

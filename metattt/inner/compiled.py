@@ -1,11 +1,11 @@
-"""Mini-batches for `torch.compile`: one is compiled, and runs in a loop for all that are like it.
+"""Mini-batches for `torch.compile`: one is compiled, and runs in a loop for all equal ones.
 
 Written out, a sequence of T tokens is a graph of T/b mini-batches with an inner backward pass each, which takes minutes to
 compile and anew for every length. As the body of a `scan` a mini-batch is traced and compiled once, with its derivative.
 
-Inductor (torch 2.14) gives the memory of a loop's input away although the loop's result stands in it: gradients of
-what enters the loop were wrong by factors. So the loop is used only where that is forbidden, and where a graph may have
-the number of a step in it: after `allow`.
+Inductor (torch 2.14) reuses the memory of a loop's input although the loop's result is stored there; gradients of the
+loop's inputs were then wrong by large factors. So the loop is used only after `allow`, which forbids this reuse and
+lets a graph contain the number of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from metattt.memory import Memory, named
 
 @torch.compiler.assume_constant_result
 def allowed() -> bool:
-    """Whether the loop is right in this process."""
+    """Whether the loop computes correct gradients in this process."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
@@ -31,7 +31,7 @@ def allowed() -> bool:
 
 
 def allow() -> None:
-    """Lets this process take the loop: of the settings of `torch.compile`, it needs two."""
+    """Lets this process use the loop: changes two settings of `torch.compile`."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
@@ -39,7 +39,7 @@ def allow() -> None:
 
 
 def alike(blocks: Sequence[Block]) -> int:
-    """How many blocks after the first are like the second: whole mini-batches of one length and place."""
+    """How many blocks after the first equal the second: whole mini-batches of the same length and phase."""
     model = blocks[1] if len(blocks) > 1 else None
     if model is None or model.commit is not True or model.restart is not None or not isinstance(model.phase, int):
         return 0
@@ -52,9 +52,9 @@ def alike(blocks: Sequence[Block]) -> int:
 def in_a_loop(
     loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block], read: bool
 ) -> tuple[Tensor | None, Memory]:
-    """`metattt.inner.execution.plainly`, with the second mini-batch compiled for all that are like it.
+    """As `metattt.inner.execution.plainly`; the second mini-batch is compiled for all equal ones.
 
-    The first mini-batch runs apart: after it the memory has the slots that it keeps.
+    The first mini-batch runs by itself: only after it the memory has all its slots.
     """
     from metattt.inner.execution import plainly
 

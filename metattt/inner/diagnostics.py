@@ -1,4 +1,4 @@
-"""What is wrong with token ids of a call that has failed. Nothing here is asked while calls succeed."""
+"""Explains why a call failed on its token ids. Runs only after a call has failed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
 
 
 def require_ids(ids: object, vocab_size: int, name: str = "ids") -> None:
-    """Refuses what are no token ids.
+    """Raises an error if these are not token ids.
 
     Raises:
-        MetaTTTError: no tensor `[B, T]` of integers with T ≥ 1, or one with ids outside of the vocabulary.
+        MetaTTTError: not a tensor `[B, T]` of integers with T ≥ 1, or ids outside the vocabulary.
     """
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] == 0:
         shown = f"of shape {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"

@@ -1,9 +1,9 @@
-"""How consecutive mini-batches are run: where a derivative, autocast, a compiler, an exporter or a function transform
-asks for more than a plain loop.
+"""Runs consecutive mini-batches: chooses between a plain loop, recomputation, and what autocast, compilers, exporters
+and function transforms need.
 
-Derivatives reach what enters a group: tokens, weights, and the parameters of the parts. Where a part comes to another
-tensor that wants one (`captured`), nothing is recomputed: every mini-batch is stored, which is exact and takes as much
-memory as `layer.group_size=0`. The layer says so once, in the log.
+Recomputation passes derivatives to the inputs of a group: tokens, weights, and the parameters of the parts. If a part
+uses another tensor that requires a gradient (`captured`), every mini-batch is stored instead, which is exact and takes
+as much memory as `layer.group_size=0`. The layer logs this once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def in_groups(
         with torch.no_grad():
             return plainly(loop, tokens, memory, blocks, read)
     if size is None:
-        # (not under a checkpoint of somebody's: every gradient inside the forward pass would run it again)
+        # (not inside a checkpoint of the caller: every gradient in the forward pass would run it again)
         few = tokens.views.k.shape[2] <= STORED and saved_tensor_hooks(False) is None
         size = 0 if few else max(1, round(math.sqrt(len(blocks))))
     if size == 0:
@@ -68,7 +68,7 @@ def in_groups(
 
 
 def _differentiable(loop: Parts, tokens: Tokens, memory: Memory) -> bool:
-    """Whether the outer loop wants a derivative by anything here."""
+    """Whether any tensor here requires a gradient of the outer loop."""
     for x in tokens.tensors:
         if x is not None and x.requires_grad:
             return True
@@ -84,9 +84,9 @@ def plainly(
     read: bool,
     slow: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor | None, Memory]:
-    """`InnerLoop.mini_batches` with autocast off: `loop.matmul_dtype` says where rounding is allowed.
+    """`InnerLoop.mini_batches` with autocast off: `loop.matmul_dtype` is the type to which operands are rounded.
 
-    `slow` stands for the learner's slow weights, where these are not the module's own.
+    `slow` replaces the learner's slow weights, if given.
     """
     rule, dtype, given = loop.rule, tokens.gates.eta.dtype, loop.learner.slow if slow is None else slow
     if rule.has_token_steps and not torch.compiler.is_compiling():
@@ -124,11 +124,11 @@ def recomputed(
 
 
 def captured(loop: Parts, tokens: Tokens, memory: Memory, read: bool) -> list[str]:
-    """Names of tensors that a derivative must reach and recomputation would miss: those that the inner loop comes to by
-    a way of its own (a closure, a partial, what `views` made and `loss` uses), not as a token, weight or parameter.
+    """Names of tensors that require a gradient and that recomputation would miss: the inner loop uses them through a
+    closure, a partial, or a tensor made in `views`, not as a token, weight or parameter.
 
-    The graph of one token says so: it ends in leaves that are none of its inputs. The token completes a mini-batch,
-    since a read may look at commits alone.
+    They are found in the graph of one token, as leaves that are not its inputs. The token completes a mini-batch,
+    because a read may depend on commits only.
     """
     one = tokens.map(lambda x: x[:, :, :1])
     body, given, _ = _as_function(loop, one, memory, [Block(1, 0, True, 1)], read)

@@ -1,5 +1,4 @@
-"""The inner loop for `torch.export`, which records what a program calls and misses what automatic differentiation does
-inside it."""
+"""The inner loop for `torch.export`, which does not record the operations of automatic differentiation by itself."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from metattt.errors import MetaTTTError
 
 
 def inlined(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
-    """`body(*tensors)` as the operations that it comes to, those of its inner gradients among them.
+    """Runs `body(*tensors)` as a recorded graph that includes the operations of its inner gradients.
 
-    They are found on tensors without values, so `body` must reach what `torch.export` traces through `tensors` alone.
+    The graph is recorded with tensors without values, so `body` may use traced values only through `tensors`.
 
     Raises:
-        MetaTTTError: `strict=True`, where Python itself is traced, or sizes that are to stay open.
+        MetaTTTError: `strict=True`, which traces Python itself, or dynamic sizes.
     """
     if torch.compiler.is_dynamo_compiling():
         raise MetaTTTError("torch.export(strict=True) cannot trace the gradients inside a layer: use strict=False")
@@ -33,7 +32,7 @@ def inlined(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Ten
             "torch.export writes the loop over mini-batches out, for one batch size and length: "
             "leave both out of dynamic_shapes"
         )
-    with ExitStack() as stack:  # nothing here is the business of the export around us
+    with ExitStack() as stack:  # hidden from the export that surrounds this call
         stack.enter_context(_disable_current_modes())
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(_pop_mode_temporarily())
@@ -48,10 +47,10 @@ def inlined(body: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Ten
 
 
 def _clean(graph: GraphModule) -> None:
-    """Takes out what recording leaves behind: numbers that became constants, and cuts of results kept for a backward
-    pass.
+    """Removes leftovers of recording: numbers that became constants, and `detach` of results that are kept for a
+    backward pass.
 
-    (Whoever trains the exported program differentiates these results.)
+    (Training an exported program differentiates these results.)
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         node.replace_all_uses_with(node.args[0])

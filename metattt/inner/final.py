@@ -1,5 +1,5 @@
-"""Reading apart from learning: with the weights at the end of a call (`optimizer.read=final`), where all tokens are
-learned first and then all queries answered, and with those of a state, where nothing is learned."""
+"""Reading separately from learning: with the weights at the end of a call (`optimizer.read=final`: first all tokens are
+learned, then all queries are read), and with the weights of a state (nothing is learned)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def steps(
 
 
 def _again(rule: InnerOptimizer, memory: Memory, filled: Tensor) -> Memory:
-    """What the next pass begins with, from the memory after one: all weights are the newest. A mini-batch that the end
-    of the call cuts off, `filled` `[B]` tokens of it, is a commit of its pass."""
+    """The memory at the start of the next pass: all weights are the newest ones. A mini-batch with only `filled` `[B]`
+    tokens at the end of the call counts as committed."""
     after = memory
     if "update" in memory:
         committed = rule.commit(memory, filled)
@@ -60,8 +60,8 @@ def _again(rule: InnerOptimizer, memory: Memory, filled: Tensor) -> Memory:
 
 
 def predictions(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Block]) -> Tensor:
-    """All queries answered by one set of weights, in pieces that are recomputed in the backward pass: mini-batches
-    where their tokens see each other."""
+    """Predictions for all queries with one set of weights, in pieces that are recomputed in the backward pass; the
+    pieces are mini-batches if the learner mixes tokens."""
     count, size = tokens.views.q.shape[2], loop.rule.compute_chunk or 2048
     if not loop.learner.mixes_tokens:
         blocks = [Block(min(size, count - start), 0, False, 0) for start in range(0, count, size)]
@@ -71,14 +71,14 @@ def predictions(loop: Parts, tokens: Tokens, memory: Memory, blocks: Sequence[Bl
 
 
 def read_only(loop: Parts, q: Tensor, state: State, dtype: torch.dtype) -> Tensor:
-    """Queries `[B, H, T, d]` answered by what a state has learned: the last commit where the rule reads commits, else
-    the newest weights.
+    """Predictions for queries `[B, H, T, d]` with the weights of a state: the last commit if the rule reads commits,
+    else the newest weights.
 
     Args:
         dtype: of the weights, at least fp32.
 
     Raises:
-        MetaTTTError: a learner that looks at whole mini-batches, inside of one.
+        MetaTTTError: the learner mixes the tokens of a mini-batch, and the state is inside one.
     """
     rule, size = loop.rule, loop.rule.mini_batch_size
     mixes = loop.learner.mixes_tokens

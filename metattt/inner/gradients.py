@@ -1,4 +1,5 @@
-"""Gradients inside the forward pass, under whatever the caller has switched on."""
+"""Gradients inside the forward pass; they work under inference mode, autocast, checkpoints, compilers and function
+transforms."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ from metattt.state import State, Tensors
 
 
 class InnerLoop(Parts):
-    """The parts along a sequence: `run` a call, its `columns`, their `mini_batches`, one `mini_batch`; what it reads,
-    and how it is `learn`ed."""
+    """Runs the inner loop along a sequence: `run` is a call, `columns` its tokens in columns, `mini_batches` and
+    `mini_batch` their parts, `learn` the inner steps."""
 
     def run(self, tokens: Tokens, state: State, call: Call) -> tuple[Tensor, State]:
         """One call: lays the tokens out in mini-batches, runs them, and returns predictions `[B, H, T, d]` and the
@@ -54,7 +54,7 @@ class InnerLoop(Parts):
         Args:
             tokens: views and gates by token, padding last.
             state: before the call; its `weights` are empty at the start of a sequence.
-            call: what else is known of it.
+            call: positions, padding and documents of the call.
         """
         plan, memory, donated = self.plan, state.weights, call.donate_state
         count, size = tokens.views.q.shape[2], self.rule.mini_batch_size
@@ -120,7 +120,7 @@ class InnerLoop(Parts):
         return (None if not read else torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]), memory
 
     def mini_batch(self, tokens: Tokens, memory: Memory, block: Block) -> tuple[Tensor, Memory]:
-        """What the queries of a mini-batch, or of a part of one, read, and the memory after it."""
+        """Predictions for the queries of a mini-batch, or of a part of one, and the memory after it."""
         read, q = self.rule.read, tokens.views.q
         if read in ("inclusive", "exclusive") and self.rule.steps == 1:
             y, _, after = self.learn(tokens, memory, block, read)
@@ -140,8 +140,8 @@ class InnerLoop(Parts):
     def learn(
         self, tokens: Tokens, memory: Memory, block: Block, read: str | None = None
     ) -> tuple[Tensor | None, Memory, Memory]:
-        """The inner steps on one block: what queries see if `read` says which weights, the memory before the commit and
-        after it."""
+        """The inner steps on one block: predictions (if `read` names weights), the memory before the commit, and the
+        memory after it."""
         entering, rule, plan, y = memory, self.rule, self.plan, None
         steps = rule.steps if rule.read != "final" else 1
         in_common = self.task.together and plan.form in SHARE and tokens.in_common
@@ -171,7 +171,7 @@ class InnerLoop(Parts):
 
 
 def _only_complete(before: Memory, after: Memory, complete: bool | Tensor) -> Memory:
-    """What a mini-batch leaves behind that is replayed when it goes on, or has no token: nothing, until complete."""
+    """The memory after a mini-batch that is incomplete and will be replayed, or has no token: unchanged."""
     if isinstance(complete, bool):
         return after if complete else before
     left_out = {"update", *(("weights",) if "commit" in after else ())}  # the newest weights are the commit then

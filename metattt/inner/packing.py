@@ -1,4 +1,5 @@
-"""Where tokens go: padding to the end, and every sequence onto columns in which its mini-batches end at common columns.
+"""The layout of tokens: padding goes to the end, and sequences go onto columns on which their mini-batches end
+together.
 
 Token j of a sequence that has read `pos` tokens belongs to place `(pos + j) mod b` of its mini-batch. Where sequences
 differ in this phase, or documents start inside a sequence, tokens are laid out in *columns*: a document starts at a
@@ -7,7 +8,7 @@ multiple of b, a continued one at its phase, and unfilled columns change nothing
 The layout depends on the values of masks and positions. They are fetched from the device once, unless they are on the
 host
 already, the layout is computed on the host, and what tensors need of it goes back: no block of a sequence waits for the
-device. Flags that are on the host, and sequences that all stand at a known place, are never asked of the device. All
+device. Flags that are on the host, and phases that are known there, need no transfer. All
 layers of a model share one `Packing`.
 """
 
@@ -30,7 +31,7 @@ class ColumnLayout(NamedTuple):
 
     Attributes:
         blocks: what the scan walks over.
-        source: `[B, columns]` token at each column, T where there is none; None if columns are tokens.
+        source: `[B, columns]` token at each column, T if there is none; None if columns are tokens.
         column: `[B, T]` column of each token; None likewise.
         is_filled: `[B, columns]` filled columns; None if all are.
         phase: `pos mod b` after the call, None if it differs between sequences.
@@ -118,7 +119,7 @@ class Packing:
 
     @property
     def start(self) -> Tensor:
-        """`[B]` zeros: where fresh sequences stand, the same tensor for all layers."""
+        """`[B]` zeros: the position of fresh sequences, the same tensor for all layers."""
         if self._start is None:
             flags = self.valid if self.valid is not None else self.first
             assert flags is not None
@@ -129,7 +130,7 @@ class Packing:
         """`[B, T]` tokens since the start of the document, and `[B]` that number after the call; `pos` `[B]` were read
         before.
 
-        All layers of a model that hand in the same `pos` get the same tensors back.
+        Layers of a model that pass the same `pos` get the same tensors back.
         """
         if torch.compiler.is_compiling():
             return self._count(pos)
@@ -150,7 +151,7 @@ class Packing:
         return positions, torch.where(lengths > 0, positions.gather(1, last).squeeze(1) + 1, pos)
 
     def layout(self, ctx: Context, state: State, period: int | None, block: int) -> ColumnLayout:
-        """As `make_layout`, once for all layers that stand at the same `pos` and have the same mini-batches."""
+        """As `make_layout`, once for all layers with the same `pos` and the same mini-batches."""
         if torch.compiler.is_compiling():
             return make_layout(ctx, state, period, block)
         key = (id(state.pos), state.phase, period, block)
@@ -164,7 +165,7 @@ class Packing:
 
 
 class Call(NamedTuple):
-    """What a layer knows of one call beside its tokens and its state.
+    """What a layer knows about one call besides its tokens and its state.
 
     Attributes:
         ctx: positions of the tokens, padding and starts of documents.
@@ -180,7 +181,7 @@ class Call(NamedTuple):
 
 
 def check_flags(tokens: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
-    """Refuses flags that are not those of `tokens` `[B, T, ...]`.
+    """Checks that flags have the shape and type for `tokens` `[B, T, ...]`.
 
     Raises:
         MetaTTTError: flags of another type or shape.
@@ -233,7 +234,7 @@ def pack(mask: Tensor | None, reset: Tensor | None, device: torch.device) -> Pac
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """What the host has found out, on the device: neither waits for the other."""
+    """Copies a tensor of the host to the device without waiting."""
     return x.to(device, non_blocking=device.type == "cuda")
 
 
@@ -272,9 +273,9 @@ def make_layout(
     """The layout of one call.
 
     Args:
-        state: where sequences stand before the call.
-        period: tokens after which the rule repeats itself; None if it never looks at the phase.
-        block: tokens that the scan hands on together; equal to `period` if there is one.
+        state: the state before the call, with the positions of the sequences.
+        period: tokens after which the rule repeats itself; None if it does not depend on the phase.
+        block: tokens per step of the scan; equal to `period` if there is one.
         host: `ctx.valid` and `ctx.first` on the host, where they are at hand.
         open_: `[B]` columns before the first real token; None: its place in its mini-batch.
         lead: `[B]` column of index 0 in `ctx`; below `open_` where `ctx` begins with unfilled slots. None: the same.
@@ -299,7 +300,7 @@ def make_layout(
 def _padded(
     valid: Tensor, phase: int, period: int | None, block: int, plain: Sequence[Block], host: Host | None
 ) -> ColumnLayout:
-    """Sequences that stand at the same place, and end at different ones: columns are tokens."""
+    """Sequences that start at the same phase and end at different ones: columns are tokens."""
     seen = valid if torch.compiler.is_compiling() else valid.cpu() if host is None or host[0] is None else host[0]
     parts = seen.split([x.length for x in plain], dim=1)
     commits = [part[:, -1] for part in parts]
@@ -343,7 +344,7 @@ def _told_apart(
 
 
 def _single(ctx: Context, phase: Tensor, block: int) -> ColumnLayout:
-    """One token per sequence, each at a place of its own."""
+    """One token per sequence, at different phases."""
     seen = torch.ones_like(phase) if ctx.valid is None else ctx.valid[:, 0].long()
     return ColumnLayout(
         [Block(1, phase, (phase + seen == block) & (seen > 0), phase + seen)], None, None, ctx.valid, None

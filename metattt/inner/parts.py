@@ -1,4 +1,4 @@
-"""The three parts at work: what the forms and everything around the loop know of it."""
+"""The three parts in one call, with what the forms need of them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Parts(NamedTuple):
     slow: Tensors = {}  # noqa: RUF012 (nothing is written into it)
 
     def is_checked(self, tokens: Tokens, state: State, ctx: Context) -> bool:
-        """Whether a call is of a kind that `metattt.inner.checks` has no question about: tokens as before, all real, of
-        one document, at one place."""
+        """Whether a call needs no checks of `metattt.inner.checks`: tokens of a known kind, all real, of one document,
+        at one phase."""
         rule, alike = self.rule, ctx.valid is None and ctx.first is None and state.phase is not None
         known = tokens.kind in self.plan.checked and (rule.has_token_steps or rule.token_steps() is None)
         return alike and known and not torch.compiler.is_compiling()
 
     def start(self, batch: int, dtype: torch.dtype) -> Memory:
-        """What a fresh sequence carries: W0, or what the rule makes of it."""
+        """The memory of a fresh sequence: W0, or what the rule makes of it."""
         return self.rule.begin(at_start(self.plan.slots, self.learner.init.items(), batch, dtype))
 
     def mini_batches(
@@ -59,7 +59,7 @@ class Parts(NamedTuple):
     # -- at one set of weights per sequence ----------------------------------------------------------------------------
 
     def predict(self, weights: Tensors, q: Tensor) -> Tensor:
-        """Queries `[B, H, n, d]` answered by one set of weights per sequence."""
+        """Predictions for queries `[B, H, n, d]` with one set of weights per sequence."""
         return self.learner.predict(FastWeights(weights, self.slow, self.matmul_dtype), q)
 
     def losses(self, weights: FastWeights, k: Tensor, v: Tensor) -> Tensor:

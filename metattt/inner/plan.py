@@ -1,4 +1,4 @@
-"""How the inner loop of one layer is computed: found out when the layer is built, and looked up in every call."""
+"""The plan of the inner loop of one layer: made when the layer is built, used in every call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("metattt")
 
 
 class Kernel(Protocol):
-    """What the inner loop asks of a kernel; `metattt.kernels.base` says what each means."""
+    """The interface of a kernel, as the inner loop uses it; see `metattt.kernels.base`."""
 
     name: str
     device: str
@@ -39,31 +39,31 @@ class Kernel(Protocol):
 
 @dataclass
 class Plan:
-    """How the inner loop of one layer is computed. It rests on what the parts are now: a layer makes a new one when
-    they change.
+    """How the inner loop of one layer is computed. It depends on the settings of the parts; if they change, the layer
+    makes a new plan.
 
     Attributes:
-        form: how a chunk is computed that no kernel takes, of `metattt.inner.forms.FORMS`; nothing for a learner
-            without weights.
+        form: the form (`metattt.inner.forms.FORMS`) of chunks that no kernel accepts; empty for a learner without
+            weights.
         linear: the loss of an online rule of a linear learner, whose gradients are known in closed form: `squared`,
             `dot`, or nothing.
-        kernels: those that compute this combination; the first one that takes a call is used.
-        reasons: of the other kernels and of a solved form that does not hold, why.
-        strict: a call that no kernel takes is refused instead of computed as `dual`.
+        kernels: those that compute this combination; the first one that accepts a call is used.
+        reasons: why the other kernels, or the solved form, cannot be used, by name.
+        strict: a call that no kernel accepts raises an error instead of using `dual`.
         slots: names of the tensors carried for every fast weight.
         period: tokens after which the rule repeats itself; None: all tokens are alike to it.
-        block: tokens that the scan hands on together.
+        block: tokens per step of the scan.
         chunk: tokens per compute step; None: a whole block.
-        replays: an open mini-batch is carried as raw tokens, and run again when it goes on.
+        replays: an open mini-batch is stored as raw tokens, and recomputed by the next call.
         outer: what the outer loop differentiates: `exact` or `first_order` (`TTTLayer`).
         sees_weights: gates depend on the weights (`InnerOptimizer.gates_at`).
         looks_ahead: tokens of a mini-batch see later ones.
         weights: shapes `[H, *shape]` of the fast weights by name.
         shapes: output shapes of the learner's primitives by the shapes of the tokens, found out once.
-        checked: kinds of tokens (`Tokens.kind`) that are known to fit the parts.
-        beside: what recomputation would miss (`execution.captured`), by what a call has; looked at once.
-        decoders: the kernel that takes tokens of an open mini-batch, by what its answer depends on.
-        said: what has been told in the log, or by a warning, and is not told again.
+        checked: kinds of tokens (`Tokens.kind`) that have passed the checks.
+        beside: tensors that recomputation would miss (`execution.captured`), by the kind of a call; computed once.
+        decoders: the kernel for tokens of an open mini-batch, by the kind of the tokens.
+        said: messages that were logged, and are not repeated.
     """
 
     form: str
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def shown(self) -> str:
-        """The form as `layer.form` names it: `fused` where kernels are tried first, and `scan` for a learner without
+        """The form as `layer.form` names it: `fused` if kernels are tried first, `scan` for a learner without
         weights."""
         asked = "dual" if self.form in ("solved", "mixed") else self.form
         return "fused" if self.kernels else asked or "scan"
@@ -101,7 +101,7 @@ class Plan:
         return replace(self)  # with the same kernels, and what has been found out of the same parts
 
     def say_stored(self, beside: list[str]) -> None:
-        """Once, that mini-batches are stored because of tensors that recomputation would miss."""
+        """Warns once that mini-batches are stored because of tensors that recomputation would miss."""
         if ("stored",) not in self.said:
             self.said.add(("stored",))
             log.warning(

@@ -1,5 +1,5 @@
-"""Which form computes a combination of task, learner and inner optimizer, decided when a layer is built; what no form
-computes is refused here."""
+"""Chooses the form for a combination of task, learner and inner optimizer when a layer is built, and raises an error if
+no form computes it exactly."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_plan(
         settle(optimizer, num_heads, found)
     if outer != "exact" and not learner.has_weights:
         raise MetaTTTError(
-            f"layer.outer={outer} is about inner gradients, and {type(learner).__name__} has none: set "
+            f"layer.outer={outer} changes inner gradients, and {type(learner).__name__} has none: set "
             "layer.outer=exact"
         )
     if not learner.has_weights:
@@ -64,7 +64,7 @@ def make_plan(
                 if given and name not in learner.gates:
                     off = getattr(optimizer, "data_gates", {}).get(name, "another optimizer")
                     raise MetaTTTError(
-                        f"{type(learner).__name__} has no use for the {name} gate of its rule: set {off}"
+                        f"{type(learner).__name__} does not use the {name} gate of its rule: set {off}"
                     )
         if task.label_dim != dim // num_heads:
             raise MetaTTTError(
@@ -113,20 +113,20 @@ def make_plan(
 
 
 def tried(ask: Callable[[], T]) -> T | None:
-    """What a part gives for a random token, as far as it can be known when a layer is built; None if it cannot be
-    asked. (Whatever a part of one's own does with a lone token: every call is checked, too.)"""
+    """A part's result for a random token; None if the part cannot run when the layer is built. (Every call is checked,
+    too.)"""
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(Exception):
         return ask()
     return None
 
 
 def views_of(task: Task, dim: int, mini_batch_size: int) -> Views:
-    """What a task gives for one random token."""
+    """A task's views of one random token."""
     return task.views(*_token(task, dim), _context(mini_batch_size))[0]
 
 
 def gates_of(optimizer: InnerOptimizer, dim: int, num_heads: int, d_in: int) -> object:
-    """What a rule gives for one random token."""
+    """A rule's gates of one random token."""
     rule = materialized(optimizer)
     x, state = _token(rule, dim)
     k = torch.randn(1, num_heads, 1, d_in, generator=torch.Generator().manual_seed(1)).to(x.dtype)
@@ -148,8 +148,8 @@ def _context(mini_batch_size: int) -> Context:
 def covering(
     kernels: Sequence[Kernel], task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int
 ) -> tuple[list[Kernel], dict[str, str]]:
-    """The kernels that compute a combination, and of the others why they do not, by name. What they claim of it is
-    evaluated."""
+    """The kernels that compute a combination, and for the others the reason why not, by name. Their assumptions are
+    tested."""
     covered, reasons = [], {}
     for kernel in kernels:
         why = (
@@ -174,8 +174,8 @@ def explain(reasons: Mapping[str, str]) -> str:
 def solvable(
     task: Task, learner: Learner, optimizer: InnerOptimizer, num_heads: int, width: int
 ) -> tuple[str, str | None]:
-    """The loss (`squared`, `dot`) of an online rule that needs no loop, or nothing and why: a linear learner, every
-    gradient at the newest weights."""
+    """The loss (`squared`, `dot`) of an online rule of a linear learner that needs no loop over tokens, or an empty
+    string and the reason."""
     if learner.linear_map is None:
         return "", f"{type(learner).__name__} is not a linear map"
     if optimizer.accumulates or optimizer.steps != 1:
@@ -206,7 +206,7 @@ def _linear(
 
 
 def generic(learner: Learner, optimizer: InnerOptimizer) -> str | None:
-    """Why no fast path can be taken, whatever is computed; None where one can."""
+    """Why no kernel and no solved form can be used at all; None if they can."""
     if learner._forward_hooks or learner._forward_pre_hooks:  # which run when the learner is called
         return "the learner has forward hooks"
     if optimizer.state_dependent:
@@ -226,8 +226,8 @@ def choose_form(
 ) -> str:
     """The form a layer uses.
 
-    `auto` takes `fused` where a kernel covers the combination, else `dual` where every fast weight reaches only
-    primitives, else `summed` where the read needs no per-token weights, else `primal` if tokens do not mix.
+    `auto` is `fused` if a kernel covers the combination, else `dual` if fast weights are used by primitives only, else
+    `summed` if the read needs no per-token weights, else `primal` if tokens do not mix.
 
     Raises:
         MetaTTTError: the form cannot compute this combination exactly, or the learner mixes tokens without saying so.

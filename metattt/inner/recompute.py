@@ -1,4 +1,5 @@
-"""Recomputation through time: save what enters a group of mini-batches, run the group again in the backward pass.
+"""Recomputation through time: store the inputs of a group of mini-batches, and run the group again in the backward
+pass.
 
 `torch.utils.checkpoint` cannot hold an inner `autograd.grad`: each one would recompute the group. One
 `autograd.Function` per group costs two runs of it (three inside a user's own checkpoint) and can itself be
@@ -30,7 +31,7 @@ class _Recompute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.device = tensors[0].device
         ctx.random = random_state(ctx.device)
-        # Identity hooks: the inner gradients' own saved tensors are none of a surrounding checkpoint's business.
+        # Identity hooks hide the saved tensors of inner gradients from a surrounding checkpoint.
         with saved_tensors_hooks(lambda x: x, lambda x: x):
             outputs = body(*tensors)
         return tuple(output.view_as(output) for output in outputs)
@@ -67,7 +68,7 @@ def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def replay(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
-    """Runs a block with the random state of the forward pass, then goes on with the present one."""
+    """Runs a block with the random state of the forward pass, then restores the present one."""
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.set_rng_state(state[0])

@@ -1,5 +1,4 @@
-"""Learners whose tokens look at each other: the open mini-batch is carried as raw tokens, and run again when it goes
-on."""
+"""For learners that mix tokens: the open mini-batch is stored as raw tokens, and recomputed by the next call."""
 
 from __future__ import annotations
 

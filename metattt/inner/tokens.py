@@ -1,4 +1,4 @@
-"""What the inner loop reads and what it carries: the types that its forms, and the contract of kernels, name."""
+"""Types of the inner loop: tokens, blocks, and what a kernel receives."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ class Tokens(NamedTuple):
 
     @property
     def erases(self) -> bool:
-        """Whether what is erased is not what the gradient of the loss erases, or decays channel by channel."""
+        """Whether there is an erase view or a decay per channel."""
         return (
             self.views.erase_key is not None or self.views.erase_direction is not None or self.gates.decay is not None
         )
 
     @property
     def generalised(self) -> bool:
-        """Whether tokens have what only the generic forms know: an erase view, decays by channel, several pairs, labels
+        """Whether only the generic forms support these tokens: an erase view, decays per channel, several pairs, labels
         of another shape than keys."""
         return self.erases or self.views.k.ndim == 5 or self.views.k.shape != self.views.v.shape
 
@@ -178,8 +178,7 @@ class Block(NamedTuple):
 
 
 def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
-    """Blocks of `length` tokens that stand at the same place of their mini-batch in all sequences, and their place
-    after them."""
+    """Blocks of `length` tokens at the same phase in all sequences, and the phase after them."""
     blocks = []
     if phase != 0 and length > 0:
         size = min(block - phase, length)
@@ -197,7 +196,7 @@ def consecutive(length: int, phase: int, block: int) -> tuple[list[Block], int]:
 
 
 def joined(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks of a rule that looks at no phase together, up to `JOINED` tokens, as far as no document starts between."""
+    """Joins blocks of a rule without phase, up to `JOINED` tokens, if no document starts between them."""
     found: list[Block] = []
     for block in blocks:
         if found and block.restart is None and found[-1].length + block.length <= JOINED:
@@ -208,8 +207,7 @@ def joined(blocks: Sequence[Block]) -> list[Block]:
 
 
 class MiniBatches(NamedTuple):
-    """What a kernel reads: whole mini-batches of `b` tokens one after the other, from committed weights to committed
-    weights.
+    """The input of a kernel: consecutive whole mini-batches of `b` tokens, and the committed weights before them.
 
     Attributes:
         tokens: views `[B, H, n·b, d]` as the task made them (any floating type, any strides) and gates `[B, H, n·b]` in
@@ -243,9 +241,9 @@ def rated(factor: Tensor, weight_lr: Tensor | None, index: int) -> Tensor:
 def fitted(
     views: Views, gates: Gates | DataGates, learner: Learner, rule: InnerOptimizer, shape: tuple[int, ...]
 ) -> tuple[Views, Gates]:
-    """What the parts make of the tokens, with an entry for every sequence, head and token, `shape` `(B, H, T)`: a part
-    of a user's own may give one for all, or anything. Kernels are handed addresses, and read what the shapes say. Gates
-    are in fp32 or wider, and η holds the weight of each pair.
+    """Checks views and gates, and expands them to `shape` `(B, H, T)`: a user's part may return one value for all, or
+    anything, and kernels read memory by these shapes. Gates become fp32 or wider, and η includes the weight of each
+    pair.
 
     Raises:
         MetaTTTError: views that do not fit each other, or that the learner has no use for, gates of another kind, or a

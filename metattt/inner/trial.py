@@ -1,4 +1,5 @@
-"""What a task and a learner do with a few random tokens: whether tokens stand alone, and what a form can express."""
+"""Tests of a task and a learner on a few random tokens: whether the loss of a token depends on that token alone, and
+which form can express the learner."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from metattt.tasks.base import Task
 
 
 def looks_ahead(task: Task, learner: Learner, num_heads: int, d_in: int) -> bool:
-    """Whether a learner that mixes tokens lets them look at later ones."""
+    """Whether a learner that mixes tokens lets them see later ones."""
 
     def why() -> str | None:
         try:
@@ -39,8 +40,8 @@ def unsupported(task: Task, learner: Learner, num_heads: int, d_in: int) -> str 
 
 
 def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -> None:
-    """Refuses a learner or loss that looks at other tokens without declaring it, or at later ones: its gradients would
-    be wrong.
+    """Raises an error for a learner or loss that mixes tokens without declaring it, or sees later tokens: its gradients
+    would be wrong.
 
     Raises:
         MetaTTTError: `∂ℓ_s/∂k_r ≠ 0` for some `r ≠ s`, or `r > s` for a learner that declares `mixes_tokens`.
@@ -61,19 +62,19 @@ def check_token_local(task: Task, learner: Learner, num_heads: int, d_in: int) -
             grad[:, :, s] = 0
             if learner.mixes_tokens and grad[:, :, s:].abs().max() > 0:
                 raise MetaTTTError(
-                    f"{type(learner).__name__} lets tokens look at later ones: make it causal, or set "
+                    f"{type(learner).__name__} lets tokens see later ones: make it causal, or set "
                     "optimizer.read=block"
                 )
             if not learner.mixes_tokens and grad.abs().max() > 0:
                 raise MetaTTTError(
-                    f"{type(learner).__name__} lets tokens look at each other but does not say so: "
+                    f"{type(learner).__name__} lets tokens see each other but does not declare it: "
                     "set mixes_tokens = True on the class, or make forward act on each token alone"
                 )
 
 
 def check_alone(task: Task, learner: Learner, num_heads: int, d_in: int, whole: bool) -> None:
-    """Refuses a learner or loss that gives a token another loss, or other derivatives, in other company: a call may cut
-    batches and sequences anywhere.
+    """Raises an error if the loss of a token, or its derivatives, change with the other tokens and sequences of the
+    call: a call may cut batches and sequences anywhere.
 
     Args:
         whole: the learner always sees whole mini-batches, and only what it makes of the batch is compared.

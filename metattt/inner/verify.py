@@ -1,9 +1,9 @@
-"""What a fast path assumes of a task and of a learner, evaluated against the objects themselves.
+"""Tests what kernels and solved forms assume of a task and a learner.
 
-A solved or closed form is right for one loss and one function. Whether a task and a learner are these is not believed
-of a name, a class or a flag: both sides are computed on tiny random tensors in double precision, of several sizes and
-scales, in training and in evaluation mode. What a function reads besides its arguments (a parameter of its own) makes
-the claim void, since it may change.
+A solved or closed form is correct for one loss and one function. Names, classes and flags of a task and a learner are
+not trusted: both sides are computed on tiny random tensors in double precision, of several sizes and scales, in
+training and in evaluation mode. If a function depends on anything besides its arguments (its own parameter), the test
+fails, because that may change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOLERANCE = 1e-9
 CHECKED: WeakKeyDictionary[Component, dict[tuple[object, ...], tuple[tuple[object, ...], str | None]]] = (
     WeakKeyDictionary()
 )
-"""What was found of each part, with what it was found for."""
+"""Results of the tests by part, with the state of the part that was tested."""
 
 
 def squared_error(prediction: Tensor, v: Tensor) -> Tensor:
@@ -86,7 +86,8 @@ def other_function(learner: Learner, claimed: Function, num_heads: int, width: i
 
 
 def remembered(learner: Learner, task: Task, key: tuple[object, ...], find_out: Callable[[], str | None]) -> str | None:
-    """What `find_out` says of a learner and a task together, kept until one of them or of their methods changes."""
+    """The result of `find_out` for a learner and a task together, cached until one of them or of their methods
+    changes."""
     return _kept(learner, key, (id(task), task.changes, type(task).loss, *_methods(learner)), find_out)
 
 
@@ -98,7 +99,7 @@ def _methods(learner: Learner) -> tuple[object, ...]:
 def _kept(
     part: Component, key: tuple[object, ...], rests_on: tuple[object, ...], find_out: Callable[[], str | None]
 ) -> str | None:
-    """What `find_out` says, kept until the part or what the answer `rests_on` changes."""
+    """The result of `find_out`, cached until the part or what the result `rests_on` changes."""
     known, stamp = CHECKED.setdefault(part, {}), (part.changes, *rests_on)
     if key not in known or known[key][0] != stamp:
         known[key] = stamp, find_out()

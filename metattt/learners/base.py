@@ -32,10 +32,10 @@ class Learner(Component, ABC):
         norm: normalise the output per head, with a learnable affine.
         learn_init: train W0 in the outer loop. Otherwise W0 stays at its initial value.
 
-    Two more arguments are every learner's, also of one whose own `__init__` does not name them:
+    Every learner also takes these arguments, even if its own `__init__` does not name them:
 
-        trainable: names of the fast weights, the norm's affine among them; all others become slow, and the outer loop
-            trains them whatever `learn_init` says. None: as `weights` has it.
+        trainable: names of the fast weights (the norm's affine may be one); all others become slow and are trained by
+            the outer loop, even with `learn_init=False`. None: as declared in `weights`.
         step_scale: c, the factors of the fast weights' gradients: `W_t = W_{t−1} − η_t c_W ∇_W ℓ_t`. By name (others
             keep 1), or one number ρ: `ρ^(L−l)` for the weights of layer l of L, which leaves the last layer as it is.
 
@@ -43,10 +43,10 @@ class Learner(Component, ABC):
         MetaTTTError: a switch that is neither True nor False.
     """
 
-    #: True if `f` looks at more than one token (attention inside `f`): then the layer replays open mini-batches
+    #: True if `f` mixes tokens (attention inside `f`): then the layer recomputes open mini-batches
     mixes_tokens = False
     has_weights = True  #: False for learners whose state is the data itself (`NonParametric`)
-    causal = True  #: False for learners that answer a query from later tokens too
+    causal = True  #: False for learners whose predictions depend on later tokens
     takes_groups = False  #: True if k and v may have fewer heads than q (grouped-query heads); else each gets a copy
     streams = True  #: False if every call is a set of tokens of its own: no state is taken, and no reset
     _group = "learner"
@@ -66,7 +66,7 @@ class Learner(Component, ABC):
         self._begin()
 
     def _begin(self) -> None:
-        """No weights yet, and none that a copy of the unbuilt learner shares."""
+        """Starts without weights, so that copies of an unbuilt learner share none."""
         self._modules.update(init=nn.ParameterDict(), slow=nn.ParameterDict())
         self.__dict__.update(shapes={}, step_scales={})
 
@@ -128,7 +128,7 @@ class Learner(Component, ABC):
         return [f"f(x; W) = {self.wrapped(value) if plain else value}", *super().equations()]
 
     def wrapped(self, y: str, x: str = "x") -> str:
-        """What `wrap` does, in symbols."""
+        """The formula of `wrap`."""
         y = f"LN({y})" if self.norm else y
         return f"{x} + {y}" if self.residual else y
 
@@ -147,7 +147,7 @@ class NonParametric(Learner):
     """A learner whose state is the data itself: it reads the whole sequence and needs no update rule."""
 
     has_weights = False
-    #: those of `write`, `keep` and `levels` that `scan` uses: a rule that gives others is refused
+    #: which of `write`, `keep` and `levels` `scan` uses; a rule with others raises an error
     gates: ClassVar[frozenset[str]] = frozenset()
 
     def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
@@ -157,21 +157,21 @@ class NonParametric(Learner):
         return super().setup(num_heads, d_in, d_out)
 
     def weights(self, d_in: int, d_out: int) -> dict[str, Weight]:
-        """None, but for slow ones of a subclass."""
+        """No weights; a subclass may declare slow ones."""
         return {}
 
     @abstractmethod
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
-        """Predictions `[B, H, T, d]` for the queries, each from the data up to its own token, and the data to carry on.
+        """Predictions `[B, H, T, d]` for the queries, each from the data up to its own token, and the data for the next
+        call.
 
         `state` is empty at the start; padding comes last and must not be seen by any query (`ctx.valid`), nor may other
         documents. `gates` are those of the rule, in fp32 or wider, and inert at padding.
         """
 
     def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
-        """Predictions `[B, H, T, d]` for the queries from the data of `state` alone; nothing of `views` is learned.
-
-        This one is for a learner that gives padding the answer that its query has, and takes nothing in from it.
+        """Predictions `[B, H, T, d]` for the queries from the data of `state` alone; nothing of `views` is stored. This
+        default works for learners that ignore padding in the data but still compute predictions for its queries.
         """
         unlearned = ctx._replace(valid=ctx.positions < 0)  # nowhere
         return self.scan(views, state, unlearned, gates.masked(unlearned.valid))[0]

@@ -16,8 +16,8 @@ from metattt.tasks.base import Views
 class Chunk(NamedTuple):
     """Consecutive tokens of `S_t = keep_t S_{t−1} + write_t x_t`, whose sum is 0 before the first token of a document.
 
-    With S_0 the sum before the chunk, `S_t = kept_t S_0 + Σ_{s≤t} decay_ts write_s x_s`. All factors are products, none
-    is divided: they may be as small as they like, or 0.
+    With S_0 the sum before the chunk, `S_t = kept_t S_0 + Σ_{s≤t} decay_ts write_s x_s`. Factors are products, never
+    quotients: they may be arbitrarily small, or 0.
 
     Attributes:
         k, v, q: views `[B, H, c, d]`.
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 
     @property
     def mix(self) -> Tensor:
-        """What is left at token t of the weight with which token s is written: `[B, H or 1, c, c]`."""
+        """The decay from token s to token t: `[B, H or 1, c, c]`."""
         return self.decay * self.write.unsqueeze(-2)
 
 

@@ -2,7 +2,7 @@
 
 The same learner runs with plain weights (`FastWeights`), with weights that record what an update needs
 (`RecordingWeights`), and with weights that differ from token to token but are never materialised (`PerTokenWeights`).
-Which of these it is, the learner does not know.
+The code of the learner is the same for all of them.
 
 With `z = aW` for token s and `δ_s = ∂ℓ_s/∂z_s`, the gradient of ℓ_s is `a_sᵀδ_s` (arXiv 2407.04620, App. A). Recording
 keeps `a` and `δ`; reading replaces `q_t W_t` by `Σ_B rows_B(t) (q_t B) − Σ_s mix_ts (q_t·a_s) δ_s`. The same holds for
@@ -39,7 +39,7 @@ class FastWeights:
     Inputs `x` are `[B, H, T, ..., d]`: axes between `T` and `d` are positions inside one token.
     """
 
-    factored = False  #: True if the weights exist only inside the primitives, so that no other operation can use them
+    factored = False  #: True if only primitives can use the weights
 
     def __init__(self, fast: Weights, slow: Weights, matmul_dtype: torch.dtype):
         self._fast, self._slow, self._matmul_dtype = fast, slow, matmul_dtype
@@ -119,7 +119,7 @@ class WeightUse(NamedTuple):
 
 
 class RecordingWeights(FastWeights):
-    """Plain weights that remember, at each use, what a per-token gradient is made of.
+    """Plain weights that record each use: the inputs and outputs from which per-token gradients are computed.
 
     Args:
         probes: zeros added to the outputs in order, so that `torch.func.vjp` can ask for δ. None: the outputs
@@ -137,7 +137,7 @@ class RecordingWeights(FastWeights):
         self.outputs: list[Tensor] = []
 
     def _use(self, z: Tensor, use: WeightUse) -> Tensor:
-        """The output `z` of a primitive, kept with what it is made of if a weight of it is fast."""
+        """Records the output `z` of a primitive with its inputs, if one of its weights is fast."""
         weight = use.weight if use.weight in self._fast else None
         bias = use.bias if use.bias in self._fast else None
         if weight is None and bias is None:
@@ -180,7 +180,7 @@ class RecordingWeights(FastWeights):
 
 
 class Gradients(Protocol):
-    """What `PerTokenWeights` asks of the tokens' gradients G_s, for `mix` `[B, H, m, n]`."""
+    """The interface of the tokens' gradients G_s for `PerTokenWeights`; `mix` is `[B, H, m, n]`."""
 
     @property
     def paired(self) -> Collection[tuple[str, str, bool]]:

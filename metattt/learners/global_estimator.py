@@ -1,4 +1,4 @@
-"""A non-parametric learner that answers every query from all tokens of the call: the attention layers of vision
+"""A non-parametric learner whose predictions use all tokens of the call: the attention layers of vision
 transformers."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from metattt.tasks.base import Views
 
 @register(group="learner", name="global_estimator")
 class GlobalEstimator(NonParametric, takes=()):
-    """`f(q) = Σ_s κ(q, k_s) v_s / Z` over all tokens s of the call: not causal, and each call is a set of tokens of its
-    own.
+    """`f(q) = Σ_s κ(q, k_s) v_s / Z` over all tokens s of the call: not causal, and without state between calls.
 
     | kernel | Z | layer |
     |---|---|---|
@@ -70,7 +69,8 @@ class GlobalEstimator(NonParametric, takes=()):
         )
 
     def scan(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> tuple[Tensor, Tensors]:
-        """Predictions `[B, H, T, d]`, and the number of tokens seen, `[B]`: a call with a state is refused by it."""
+        """Predictions `[B, H, T, d]`, and the number of tokens seen, `[B]`, by which a later call with this state
+        raises an error."""
         if state or ctx.first is not None:
             raise MetaTTTError(
                 "learner=global_estimator answers from all tokens of one call: it takes no state and no reset= "
@@ -86,7 +86,7 @@ class GlobalEstimator(NonParametric, takes=()):
         if self.normalize:  # h cancels
             weights = k.mT @ v
             total = (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
-            if valid is not None:  # the answer to padding, whose query may be 0, is 0, and so are its derivatives
+            if valid is not None:  # predictions at padding, whose query may be 0, are 0, and so are their derivatives
                 total = torch.where(valid.mT, total, 1)
             return (q @ weights) / total, {"count": ctx.lengths}
         share = 1 / (ctx.lengths.clamp(min=1).to(k.dtype) * (k.shape[-1] if self.bandwidth is None else self.bandwidth))

@@ -1,4 +1,4 @@
-"""Non-parametric learners: the hidden state is the data, and a query is answered by an average over it."""
+"""Non-parametric learners: the hidden state is the data, and a prediction is an average over it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KernelEstimator(NonParametric):
     Args:
         kernel: `exponential` κ = exp(q·k / h), `gaussian` κ = exp(−‖q − k‖² / 2h), or `nearest`: the mean of the
             nearest labels.
-        bandwidth: h; None takes √d.
+        bandwidth: h; None uses √d.
         neighbours: how many labels `nearest` averages (tokens).
         window: a query sees the last `window` tokens, its own among them (sliding-window attention), and the state
             holds no more of them; None: all.
@@ -112,7 +112,7 @@ class KernelEstimator(NonParametric):
             MetaTTTError: there is no data.
         """
         if not state and not self.learn_init:
-            raise MetaTTTError(f"{type(self).__name__} averages what it has learned, and that is nothing yet: learn first")
+            raise MetaTTTError(f"{type(self).__name__} has learned nothing yet: call learn first")
         k, v, q = views[:3]
         k, v = (state[name].to(q.dtype) if state else x[:, :, :0] for name, x in (("k", k), ("v", v)))
         visible = torch.ones(q.shape[0], q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)

@@ -1,4 +1,4 @@
-"""Kernel ridge regression: the hidden state is the data, and a query is answered by the exact fit to it."""
+"""Kernel ridge regression: the hidden state is the data, and a prediction is the exact fit to it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
     `Σ_s ½‖f(k_s) − v_s‖² + ½λ‖f‖²`.
 
     A new token adds a row to the Cholesky factor L of `κ + λI`, and the factor of the first t tokens is the leading
-    block of L. So one factorisation answers the queries of all tokens: with `Z = L⁻¹V` and column t of
+    block of L. So one factorisation gives the predictions for all queries: with `Z = L⁻¹V` and column t of
     `C = L⁻¹κ(K, q)`, `f(q_t) = Σ_{s≤t} C_st Z_s`. With S tokens read, a token costs O(S²) and the state holds L, S²
     numbers a head.
 
     Args:
         kernel: `linear` κ = q·k, `gaussian` exp(−‖q − k‖² / 2h), or `exponential` exp(q·k / h).
         ridge: λ.
-        bandwidth: h; None takes √d.
+        bandwidth: h; None uses √d.
         residual, norm: use `x + LN(f(x))`.
 
     Raises:
@@ -78,7 +78,7 @@ class KernelRidge(NonParametric, takes=("residual", "norm")):
         return self._wrapped(q, y), after
 
     def read(self, views: Views, state: Tensors, ctx: Context, gates: DataGates) -> Tensor:
-        """See `NonParametric.read`; from no data, 0."""
+        """See `NonParametric.read`; without data, 0."""
         accum_dtype = torch.promote_types(views.k.dtype, torch.float32)
         with torch.autocast(views.k.device.type, enabled=False):
             q = views.q.to(accum_dtype)

@@ -19,7 +19,8 @@ from metattt.tasks.base import Views
 
 
 class ChunkMap(NamedTuple):
-    """What a chunk of tokens does to a linear memory S, `[B, H, ...]`: `o_t = to_past_t S_0 + Σ_s to_tokens_ts v_s`,
+    """The effect of a chunk of tokens on a linear memory S, `[B, H, ...]`: `o_t = to_past_t S_0 + Σ_s to_tokens_ts
+    v_s`,
     and `S_c = onward S_0 + Σ_s kept_sᵀ v_s` after it."""
 
     to_tokens: Tensor  # [B, H, c, c]
@@ -36,10 +37,10 @@ class LogLinear(NonParametric, takes=("residual", "norm")):
     (a Fenwick tree). Bucket 0 is the token itself, and for every bit ℓ − 1 that is set in t there is one of 2^(ℓ−1)
     tokens. With n levels the last holds all tokens that would be in it or in a later one: up to 2^(n−1) tokens this is
     the published model, and beyond them the far past shares one λ. The state is the memories of the n − 1 levels above
-    0, d² numbers each; λ (`levels`), write and keep gates are the rule's. Without `levels` there are two, λ = 1: plain
-    linear attention.
+    0, d² numbers each; λ (`levels`), write and keep gates come from the rule. Without `levels` there are two levels
+    with λ = 1: plain linear attention.
 
-    Every memory is moved by the same transitions, and a token t writes into that of level 0:
+    Every memory has the same transitions, and token t writes to level 0:
 
     | update | |
     |---|---|

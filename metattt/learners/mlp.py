@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
 }
 
-MAX_DEPTH = 1000  # more are a slip, and would take their time before they are found out
+MAX_DEPTH = 1000  # a larger depth is a mistake that would otherwise be noticed late
 
 
 @register(group="learner", name="mlp")

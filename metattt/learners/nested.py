@@ -1,4 +1,4 @@
-"""A sequence layer that learns, as the hidden state of another: learning to learn to learn."""
+"""A TTT layer as the hidden state of another layer."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class NestedTTT(ModuleLearner):
 
     def setup(self, num_heads: int, d_in: int, d_out: int) -> Learner:
         with unchanged_on_error(self):
-            # No recomputation inside: it does not go with torch.vmap, and the outer layer recomputes already.
+            # No recomputation inside: it does not work with torch.vmap, and the outer layer recomputes already.
             self.module = Outputs(self.layer(dim=d_in, group_size=0))
             return super().setup(num_heads, d_in, d_out)
 

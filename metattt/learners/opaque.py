@@ -1,4 +1,4 @@
-"""What stands for a raw fast weight where weights exist only inside the primitives."""
+"""The proxy of a raw fast weight while only primitives can use weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class UnsupportedOperation(MetaTTTError):
 
 
 class OpaqueWeight:
-    """Stands for a raw fast weight while recording: any operation on it is refused by the weight's name."""
+    """A proxy of a raw fast weight while recording: any operation on it raises an error that names the weight."""
 
     def __init__(self, name: str, value: Tensor):
         self._name, self.shape, self.ndim = name, value.shape, value.ndim

@@ -27,15 +27,15 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
     and q are rows): the minimum over maps of `½ Σ_s ζ_ts ‖k_s W − v_s‖² + ½ tr(Wᵀ Λ W)`, `ζ_ts = β_s Π_{s<r≤t} γ_r`
     (MesaNet, arXiv 2506.05233).
 
-    Λ is a learned diagonal for each head, `softplus(θ) + ridge_floor`. The gates γ (`keep`) and β (`write`) are the
-    rule's. The state is H and B: 2 d² numbers a head, whatever was read.
+    Λ is a learned diagonal for each head, `softplus(θ) + ridge_floor`. The gates γ (`keep`) and β (`write`) come from
+    the rule. The state is H and B: 2 d² numbers per head, independent of the length.
 
     Queries of a chunk are solved together, by conjugate gradients from 0: H_t is not formed, but applied to a vector of
-    each token by products of the chunk's matrices. Every token takes `iterations` steps. One stops before, for good,
-    where its residual is at most `tolerance` times the length of its query; where `iterations` do not get there, the
-    answer is the last iterate, as in the published model, without a warning. In exact arithmetic d steps suffice.
+    each token by products of the chunk's matrices. Every token takes `iterations` steps, or fewer if its residual is at
+    most `tolerance` times the length of its query. If `iterations` do not reach that, the result is the last iterate
+    without a warning, as in the published model. In exact arithmetic d steps suffice.
     Derivatives are those of the exact solution (implicit differentiation): the backward pass is one more solve of the
-    same accuracy, and holds no iterate.
+    same accuracy, and stores no iterates.
 
     Args:
         solver: `conjugate_gradients`, or `exact`: a Cholesky factorisation at every token, O(d³) time and O(d²) memory
@@ -43,7 +43,7 @@ class RecurrentRidge(NonParametric, takes=("residual", "norm")):
         iterations: steps of the solver.
         tolerance: of the residual, relative; 0 takes all steps.
         ridge: Λ at the start.
-        ridge_floor: what Λ cannot fall below.
+        ridge_floor: the lower bound of Λ.
         chunk: tokens solved together; changes memory and speed, never a result.
         residual, norm: use `x + LN(f(x))`.
 

@@ -20,7 +20,7 @@ class Transformer(Learner):
     up to each one.
 
     A token's loss thus depends on the tokens before it in the mini-batch, and a query attends to the queries before it.
-    Attention and norms are composed of elementary operations, which second derivatives of the inner loop can pass.
+    Attention and norms are composed of elementary operations, whose second derivatives are correct.
 
     Args:
         num_heads: attention heads inside one learner; they divide the head width.
@@ -80,7 +80,7 @@ class Transformer(Learner):
         return h + w.linear(F.gelu(hidden, approximate="tanh"), "w2", "b2")
 
     def attention(self, w: FastWeights, x: Tensor) -> Tensor:
-        """Causal attention among the tokens at hand, `[B, H, T, d]`."""
+        """Causal attention among the given tokens, `[B, H, T, d]`."""
         q, k, v = (w.linear(x, name).unflatten(-1, (self.num_heads, -1)).transpose(2, 3) for name in ("wq", "wk", "wv"))
         scores = q @ k.mT * q.shape[-1] ** -0.5  # [B, H, heads, T, T]
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)

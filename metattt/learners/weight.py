@@ -1,4 +1,4 @@
-"""The weights that a learner declares, and what its options `trainable` and `step_scale` make of them."""
+"""The weights that a learner declares, and its options `trainable` and `step_scale`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Weight:
         bound: draw from U(−bound, bound) instead.
         value: constant initial value instead (1 for a norm's scale). `learn_init=false` keeps any initial value.
         fast: trained by the inner loop. A slow weight is an ordinary outer-loop parameter of `f`.
-        layer: what the layer of `f` is called that it belongs to, by which `step_scale=ρ` goes. None: the number at the
-            end of its name.
+        layer: the name of its layer in `f`, for `step_scale=ρ`. None: the number at the end of its name.
     """
 
     shape: tuple[int, ...]
@@ -42,10 +41,10 @@ class Weight:
 
 
 def chosen(weights: Mapping[str, Weight], trainable: object, kind: str) -> dict[str, Weight]:
-    """The weights of a learner called `kind`, those that `trainable` names fast and all others slow.
+    """The weights of a learner called `kind`: fast if `trainable` names them, otherwise slow.
 
     Raises:
-        MetaTTTError: no list of names of weights.
+        MetaTTTError: not a list of names of weights.
     """
     known = ", ".join(weights)
     if not isinstance(trainable, list | tuple) or not all(isinstance(name, str) for name in trainable):
@@ -62,11 +61,11 @@ def chosen(weights: Mapping[str, Weight], trainable: object, kind: str) -> dict[
 
 
 def step_factors(weights: Mapping[str, Weight], given: Mapping[str, float] | float, kind: str) -> dict[str, float]:
-    """c of the fast weights of a learner called `kind`, where it is not 1: `given` by name, or ρ by layers, which
-    follow each other as `weights` first names one of theirs.
+    """The factors c of the fast weights of a learner called `kind`, where they are not 1: `given` by name, or one
+    number ρ for layers, in the order in which `weights` names them.
 
     Raises:
-        MetaTTTError: a factor that is not positive, names that are none of a fast weight, or that show no layers.
+        MetaTTTError: a factor that is not positive, a name that is not a fast weight, or names without layers.
     """
     fast = {name: weight for name, weight in weights.items() if weight.fast}
     if not isinstance(given, Mapping):

@@ -48,9 +48,9 @@ class Data(NamedTuple):
 
 
 class Window:
-    """What a query at position p sees: the positions p − size < s ≤ p of its document, and those below `sinks`.
+    """The window of a query at position p: the positions p − size < s ≤ p of its document, and those below `sinks`.
 
-    Queries are answered in chunks of `size` tokens, each from two windows of data and the sinks, so that time and
+    Queries are computed in chunks of `size` tokens, each from two windows of data and the sinks, so that time and
     memory are O(T · size).
 
     Args:
@@ -64,7 +64,7 @@ class Window:
         """Predictions `[B, H, T, d]`, and what the next call needs.
 
         Args:
-            estimate: what a query makes of the data that it sees.
+            estimate: computes predictions from the data that queries see.
             views: of the new tokens; k and v may have fewer heads than q.
             state: `k`, `v` `[B, G, S, d]` and `position` `[B, S]`: places for the `sinks` first tokens of the document,
                 then for the last others, `size − 1` once so many were read. Empty at the start.
@@ -129,13 +129,13 @@ class Window:
         return (seen | own).unsqueeze(1)
 
     def _chunks(self, estimate: Estimate, q: Tensor, new: Data, first: Data, positions: Tensor, plain: bool) -> Tensor:
-        """The answers to all queries but the first `size`: `[B, H, T − size, d]`."""
+        """Predictions for all queries but the first `size`: `[B, H, T − size, d]`."""
         size, (batch, heads, total) = self.size, q.shape[:3]
         number = -(-(total - size) // size)
         missing = (number + 1) * size - total
 
         def fold(x: Tensor, start: int, length: int) -> Tensor:
-            """`length` tokens of every chunk, the first from `start` on, as sequences of their own."""
+            """`length` tokens of every chunk, from `start` on, as separate sequences."""
             if x.ndim == 2:
                 return F.pad(x, (0, missing), value=EMPTY)[:, start:].unfold(1, length, size).flatten(0, 1)
             folded = F.pad(x, (0, 0, 0, missing))[:, :, start:].unfold(2, length, size)

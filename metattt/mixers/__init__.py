@@ -1,5 +1,4 @@
-"""Mixers: sequence layers with a recurrence of their own, in the place of one made of task, learner and inner
-optimizer."""
+"""Mixers: sequence layers with their own recurrence, without task, learner and inner optimizer."""
 
 from metattt.mixers.base import Mixer
 from metattt.mixers.longhorn import Longhorn

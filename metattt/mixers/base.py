@@ -17,16 +17,16 @@ from metattt.state import Context, State, Tensors
 class Mixer(SequenceLayer):
     """A sequence layer that is one recurrence, published as a whole: `y, state = mixer(x, state, mask=..., reset=...)`.
 
-    It stands wherever a `TTTLayer` or a `Combined` does. What it carries from call to call is in `state.learner`, by
-    the names of `carried`; `state.weights`, `state.task` and `state.optimizer` are empty.
+    It can be used like a `TTTLayer` or a `Combined`. Its state is in `state.learner`, by the names of `carried`;
+    `state.weights`, `state.task` and `state.optimizer` are empty.
 
     Args:
         dim: model width D.
         chunk_size: c, tokens that are computed together; it changes no result.
-        group_size: chunks that the backward pass computes again together; None is one, 0 stores everything.
+        group_size: chunks that the backward pass recomputes together; None is one, 0 stores everything.
 
     Raises:
-        MetaTTTError: sizes that are none.
+        MetaTTTError: sizes that are not positive.
     """
 
     causal = True  #: no output depends on a later token
@@ -45,9 +45,9 @@ class Mixer(SequenceLayer):
         """Reads tokens.
 
         Args:
-            x: `[B, T, D]`, 0 at padding, which stands behind the real tokens.
-            memory: what the call before has returned, empty at the start of a sequence.
-            ctx: `valid` tells real tokens, `first` where documents start: nothing of what was before may pass it.
+            x: `[B, T, D]`, with padding after the real tokens, and 0 there.
+            memory: what the previous call returned, empty at the start of a sequence.
+            ctx: `valid` marks real tokens, `first` the starts of documents, which must not depend on earlier tokens.
 
         Returns:
             Outputs `[B, T, D]`, anything at padding, and `carried` after the last real token.
@@ -69,7 +69,7 @@ class Mixer(SequenceLayer):
 
 
 def check_steps(dt_min: float, dt_max: float) -> None:
-    """Refuses ends of a range of step sizes that are in the wrong order.
+    """Raises an error if the ends of a range of step sizes are in the wrong order.
 
     Raises:
         MetaTTTError: naming the override.

@@ -1,4 +1,4 @@
-"""Mamba-2's scan by the kernels of flash-linear-attention, where it is installed and gives what `duality` gives."""
+"""Mamba-2's scan by the kernels of flash-linear-attention, if it is installed and agrees with `duality`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
     """`chunk_simple_gla`, or None where it cannot be imported."""
     try:
         from fla.ops.simple_gla import chunk_simple_gla
-    except Exception as error:  # a broken installation of something optional is no reason to stop
+    except Exception as error:  # a broken optional dependency must not stop the run
         log.debug("Mamba-2 without flash-linear-attention: %s", error)
         return None
     return chunk_simple_gla
@@ -72,8 +72,8 @@ def _run(
 
 
 class _Scan(torch.autograd.Function):
-    """fla's derivatives have no derivatives, and do not say so. Where these are asked for, the reference gives the
-    first ones, too."""
+    """fla's derivatives cannot be differentiated, without an error. If second derivatives are needed, the reference
+    computes the first ones, too."""
 
     @staticmethod
     def forward(ctx: Any, matmul_dtype: torch.dtype, reference: Scan, *given: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A recurrence chunk by chunk: what enters a group of chunks is kept, the rest is computed again in the backward
+"""A recurrence chunk by chunk: the input of a group of chunks is stored, the rest is recomputed in the backward
 pass."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def by_chunks(
 ) -> tuple[Tensor, Tensor]:
     """`y, memory = step(memory, *tokens, *shared)` for one chunk of the tokens after the other.
 
-    In the backward pass, O(T) numbers of the tokens are there, the memories that enter the T / (c g) groups, and all
-    that is between for one group.
+    The backward pass stores O(T) numbers of the tokens, the memories before the T / (c g) groups, and all intermediate
+    tensors of one group.
 
     Args:
-        step: reaches tensors through its arguments alone. It is called without autocast.
+        step: may use tensors only through its arguments. It is called without autocast.
         memory: `[B, ...]` before the first token.
         tokens: `[B, T, ...]` each.
         shared: of all tokens (parameters).
         chunk_size: c (tokens).
-        group_size: g (chunks); None is one, 0 computes nothing again.
+        group_size: g (chunks); None is one, 0 recomputes nothing.
 
     Returns:
         y `[B, T, ...]` and the memory after the last token.

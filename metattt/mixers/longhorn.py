@@ -33,7 +33,7 @@ class Longhorn(Mixer):
     y_t = W_out ((S_t q_t + D ∘ v_t) ∘ silu(z_t))
     ```
 
-    Decays are in [0, 1] whatever k is. Initial values: D = 1, b_β = 0, the others as `nn.Linear` begins.
+    Decays are in [0, 1] whatever k is. Initial values: D = 1, b_β = 0, the others as in `nn.Linear`.
 
     Args:
         dim: model width D.
@@ -44,7 +44,7 @@ class Longhorn(Mixer):
         chunk_size, group_size: see `Mixer`.
 
     Raises:
-        MetaTTTError: sizes that are none.
+        MetaTTTError: sizes that are not positive.
     """
 
     expand: int = setting(default=2)

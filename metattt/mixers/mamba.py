@@ -29,7 +29,7 @@ class Mamba(Mixer):
     ```
 
     Initial values: A_log = log(1 … N) in every channel (S4D-Real), D = 1, softplus(b_Δ) log-uniform in `dt_min` to
-    `dt_max`, W_Δ uniform in ±R^(−1/2), the others as `nn.Linear` begins.
+    `dt_max`, W_Δ uniform in ±R^(−1/2), the others as in `nn.Linear`.
 
     Args:
         dim: model width D.
@@ -41,7 +41,7 @@ class Mamba(Mixer):
         chunk_size, group_size: see `Mixer`.
 
     Raises:
-        MetaTTTError: sizes that are none.
+        MetaTTTError: sizes that are not positive.
     """
 
     expand: int = setting(default=2)

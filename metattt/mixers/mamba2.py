@@ -45,13 +45,13 @@ class Mamba2(Mixer):
     y_t = W_out RMSNorm((h_t C_t + D u_t) ∘ silu(z_t))
     ```
 
-    Initial values: −A uniform in 1 to 16, D = 1, softplus(b_Δ) log-uniform in `dt_min` to `dt_max`, the others as
-    `nn.Linear` begins.
+    Initial values: −A uniform in 1 to 16, D = 1, softplus(b_Δ) log-uniform in `dt_min` to `dt_max`, the others as in
+    `nn.Linear`.
 
     Args:
         dim: model width D.
         num_heads: a head is D / num_heads wide, as in other layers, and there are expand · num_heads of them.
-        head_dim: P, in the place of D / num_heads (published: 64).
+        head_dim: P, instead of D / num_heads (published: 64).
         expand: channels of the recurrence over D.
         d_state: N, numbers a channel remembers.
         ngroups: G, heads share B and C in so many groups.
@@ -60,7 +60,7 @@ class Mamba2(Mixer):
         chunk_size, group_size: see `Mixer`.
 
     Raises:
-        MetaTTTError: sizes that are none, or do not divide each other.
+        MetaTTTError: sizes that are not positive, or do not divide each other.
     """
 
     num_heads: int = setting()

@@ -103,7 +103,7 @@ class PublishedConfig:
         block: Any = model.blocks[0]
         layer = block.layer
         if not isinstance(layer, TTTLayer):
-            raise MetaTTTError(f"this model has no published form: its layers are {type(layer).__name__}")
+            raise MetaTTTError(f"this model cannot be written as a published one: its layers are {type(layer).__name__}")
         config = cls(
             vocab_size=model.vocab_size,
             hidden_size=model.embedding.embedding_dim,
@@ -124,7 +124,7 @@ class PublishedConfig:
         differences = _differences(model, config.build(), "")
         if differences:
             once = {re.sub(r"^blocks\.\d+", "", one): one for one in reversed(differences)}  # of many blocks, the first
-            raise MetaTTTError("this model has no published form; it differs in " + ", ".join(reversed(once.values())))
+            raise MetaTTTError("this model cannot be written as a published one; it differs in " + ", ".join(reversed(once.values())))
         return config
 
     def compose(self) -> DictConfig:

@@ -1,1 +1,1 @@
-"""The algebra of a chunk of tokens that forms, learners, inner optimizers and mixers share: functions of tensors."""
+"""Functions of tensors for a chunk of tokens, shared by forms, learners, inner optimizers and mixers."""

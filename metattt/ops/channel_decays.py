@@ -1,6 +1,6 @@
-"""Scores between the tokens of a chunk where every channel decays by a gate of its own.
+"""Scores between the tokens of a chunk if every channel has its own decay.
 
-A product of decays may be as small as it likes, and nothing is divided by one. Tokens are joined to pairs, pairs to
+Products of decays may be arbitrarily small, and are never divisors. Tokens are joined to pairs, pairs to
 fours and so on. Between a first half and a second one the product is split at the middle: into one from s to the middle
 and one from there to t. Both are at most 1, and a decay may be 0 or 1 exactly.
 """
@@ -18,7 +18,7 @@ from metattt.ops.chunk import matmul
 
 
 class Rows(NamedTuple):
-    """Rows of a score matrix: `value` `[..., n, d]`, and whether row t stands before the decay of its own token."""
+    """Rows of a score matrix: `value` `[..., n, d]`, and whether row t is read before the decay of its own token."""
 
     value: Tensor
     before: bool

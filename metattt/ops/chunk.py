@@ -1,6 +1,6 @@
 """A linear recurrence over a chunk of n tokens, `S_t = g_t S_{t−1} + x_t`, as matrix products.
 
-Nothing is divided by a decay: a decay g may be as small as it likes, and 0 or 1 exactly.
+Decays are never divisors: a decay g may be arbitrarily small, and 0 or 1 exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def solve_unit_lower(system: Tensor, right: Tensor) -> Tensor:
 
 
 def decay_matrix(gate: Tensor) -> Tensor:
-    """What is left at token t of what token s has written: `D_ts = Π_{s<r≤t} g_r` for s ≤ t, and 0 above.
+    """The share of what token s wrote that is left at token t: `D_ts = Π_{s<r≤t} g_r` for s ≤ t, and 0 above.
 
     D is the inverse of `I − diag(g) L` with the down-shift L, and is found by substitution.
 
@@ -48,8 +48,8 @@ def decays(gate: Tensor) -> tuple[Tensor, Tensor]:
 def decays_of_logs(log_gate: Tensor) -> tuple[Tensor, Tensor]:
     """`decays` of gates whose logarithms are known, from −∞ to 0: sums are faster than a substitution.
 
-    Every sum is taken by itself. Differences of running sums would lose what is small beside all that was before, and
-    would be NaN where a decay is 0.
+    Every sum is computed separately. Differences of running sums would lose small terms, and would be NaN if a decay is
+    0.
     """
     size = log_gate.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=log_gate.device).tril(-1)

@@ -1,4 +1,5 @@
-"""The linear rule over a chunk of n tokens: what a query reads of every token's gradient, and what is carried on.
+"""The linear rule over a chunk of n tokens: the coefficients with which a query reads every token's gradient, and those
+of the new memory.
 
 With gates per token, `S_t = β_t S_{t−1} − η_t G_t` and `W_t = α_t W_{t−1} + κ_t S_t`. With the down-shift L, let
 `A = (I − diag(α) L)⁻¹`, `P = (I − diag(β) L)⁻¹`, `C = A diag(κ) P`, `c0 = cumprod(α)`, `p = cumprod(β)`, `cS = A (κ ∘
@@ -28,8 +29,8 @@ class Coefficients(NamedTuple):
     """The rule over `n` tokens as linear combinations of the tensors carried in and the tokens' gradients.
 
     `W_t = Σ_B rows[B]_t · B − Σ_{s≤t} mix_ts G_s` is what the read row t sees; after the tokens
-    `B' = Σ_A advance[B][0][A] · A − Σ_s advance[B][1]_s G_s`. A factor None stands for 1; slots that `advance` does not
-    name are unchanged. η is inside `mix` and the gradient weights.
+    `B' = Σ_A advance[B][0][A] · A − Σ_s advance[B][1]_s G_s`. A factor None means 1; slots that `advance` does not name
+    are unchanged. η is inside `mix` and the gradient weights.
     """
 
     rows: dict[str, Tensor | None]  # [B, H, n]
@@ -64,7 +65,7 @@ def general_coefficients(
         beta: None: β = 0.
         kappa: None: κ = 1.
         base: the slot of W_0, the newest weights.
-        read: which rows to compute, `inclusive` W_t or `exclusive` W_{t−1}; None for the carried tensors alone.
+        read: which rows to compute, `inclusive` W_t or `exclusive` W_{t−1}; None: only the new memory.
         momentum: there is an S_0; else it is zero.
         nesterov: write `β_t S_t − η_t G_t` instead of S_t.
         decay_to_init: add `(1 − α_t)` times the weights in the slot `origin`.
@@ -98,7 +99,7 @@ def general_coefficients(
 def token_step_coefficients(
     eta: Tensor, steps: Tensor | None, phase: int | Tensor, started: bool, read: str | None
 ) -> Coefficients:
-    """The rule with token steps or clipping, before any is clipped.
+    """The rule with token steps or clipping, before clipping.
 
     Args:
         eta: `[B, H, n]`.
@@ -120,7 +121,7 @@ def token_step_coefficients(
 def token_steps_at(steps: Tensor | None, first: int | Tensor, count: int, like: Tensor) -> Tensor:
     """τ after `first`, `first + 1`, … tokens of the mini-batch, `[B or 1, H or 1, count]`; τ = 0 before its first
     token."""
-    if steps is None:  # all 1, and as many as are asked for: a mini-batch may be longer than any call
+    if steps is None:  # all 1, only as many as needed: a mini-batch may be longer than any call
         begin = first if isinstance(first, int) else first.unsqueeze(-1)
         places = begin + torch.arange(count, device=like.device)
         return (places > 0).to(like.dtype).view(-1, 1, count)

@@ -1,4 +1,4 @@
-"""The rule of learners whose state is the data itself: keep every token, or weigh it and forget the past."""
+"""The rule of learners whose state is the data itself: keep every token, or weight it and forget the past."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Append(InnerOptimizer, takes=()):
     multiplied what it holds by `keep_t`. Without gates both are 1.
 
     Args:
-        write: where the weight of a token comes from: `none` (1), σ(θ x + c) `per_head` or `shared` by the heads, or
+        write: the source of the weight of a token: `none` (1), σ(θ x + c) `per_head` or `shared` by the heads, or
             `step`: Δ_t of decay=mamba2.
         write_init: its initial value.
-        decay: where `keep` comes from: `none` (1), `constant`, σ(θ x + c) `per_head` or `shared`; `softplus` as in
+        decay: the source of `keep`: `none` (1), `constant`, σ(θ x + c) `per_head` or `shared`; `softplus` as in
             `Momentum`; `retnet` fixes 1 − 2^(−5−h) for head h (arXiv 2307.08621, Sec. 2.3); `mamba2` is exp(−Δ_t a_h),
             with Δ_t = softplus(θ x + c) (arXiv 2405.21060).
         decay_init: its initial value.
@@ -61,7 +61,7 @@ class Append(InnerOptimizer, takes=()):
             raise MetaTTTError("optimizer.levels=1 has no level for the tokens before the last: set 0, or 2 and more")
 
     def equations(self) -> list[str]:
-        """The gates of the data; what is made of both, the learner says."""
+        """The gates of the data; the learner uses them."""
         lines = ["write_t = Δ_t"] if self.write == "step" else self.write_gate.equations("write")
         lines += self.decay_gate.equations("keep")
         if self.levels:
@@ -70,7 +70,7 @@ class Append(InnerOptimizer, takes=()):
 
     @property
     def data_gates(self) -> Mapping[str, str]:
-        """The gates that it gives (`write`, `keep`, `levels`), each with the override that turns it off."""
+        """Its gates (`write`, `keep`, `levels`), each with the override that turns it off."""
         off = {"write": ("write", "none"), "keep": ("decay", "none"), "levels": ("levels", 0)}
         return {name: f"optimizer.{key}={value}" for name, (key, value) in off.items() if getattr(self, key) != value}
 

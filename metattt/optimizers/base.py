@@ -21,7 +21,7 @@ from metattt.tasks.base import Views
 Anchor = Literal["minibatch", "online", "batch"]
 Read = Literal["inclusive", "exclusive", "previous", "committed", "block", "final"]
 
-MAX_STEPS = 100_000  # more are a slip, and would not end
+MAX_STEPS = 100_000  # more steps are a mistake, and would not end
 
 
 class Gates(NamedTuple):
@@ -71,8 +71,8 @@ class InnerOptimizer(Component, ABC):
     # -- what a rule may say of itself ---------------------------------------------------------------------------------
 
     updates = True  #: False for the rule that learns nothing itself: the learner keeps the data
-    #: the rule carries S between tokens: found out from its gates when a layer is built. Only a rule whose gates have a β in
-    #: some calls and none in others must say so itself
+    #: the rule carries S between tokens: found from its gates when a layer is built. Set it only if the gates have a β
+    #: in some calls and not in others
     has_momentum = False
     nesterov = False  #: write the look-ahead `β_t S_t − η_t G_t` instead of S_t
     #: largest norm of what a mini-batch adds to a head's weights: `W_t = W_a + τ_t min(1, c/‖M_t‖) M_t`
@@ -95,22 +95,23 @@ class InnerOptimizer(Component, ABC):
     def gates(self, x: Tensor, state: Tensors, ctx: Context) -> tuple[Gates | DataGates, Tensors]:
         """`x` `[B, T, D]` to the rule's gates, and what the next call needs. `state` is empty at the start.
 
-        A rule with `updates = False` gives `DataGates`, all others `Gates`.
+        A rule with `updates = False` returns `DataGates`, all others return `Gates`.
         """
 
     def prepare(
         self, views: Views, gates: Gates, x: Tensor, state: Tensors, ctx: Context
     ) -> tuple[Views, Gates, Tensors]:
-        """Views and gates as they enter the inner loop, for rules that change what a step is made of (a preconditioner,
-        a window of tokens), and what the next call needs. `state` is what `gates` returned, with what the last call
-        left."""
+        """Views and gates as they enter the inner loop, and the state for the next call. For rules whose gates depend
+        on the views (a step size from the key, a preconditioner), or that change the views. `state` is what `gates`
+        returned, with the entries of the last call."""
         return views, gates, state
 
     def gates_at(self, gates: Gates, committed: Committed) -> Gates:
-        """The gates of `n` tokens `[B, H, n]` in sight of the weights of the last commit, from those that `gates` gave.
+        """The gates of `n` tokens `[B, H, n]`, computed from the gates of `gates` and the weights of the last commit.
 
-        Called in every inner step. It may change any gate that `gates` gives, and must treat every token alone. Tokens
-        of η = 0, as all padding is, keep theirs. A rule that defines it has neither a kernel nor the solved form.
+        Called in every inner step. It may change any gate that `gates` returns, and must treat each token by itself.
+        Tokens with η = 0, which includes padding, keep their gates. A rule that defines it cannot use kernels or the
+        solved form.
         """
         return gates
 
@@ -119,11 +120,11 @@ class InnerOptimizer(Component, ABC):
         return None
 
     def begin(self, memory: Memory) -> Memory:
-        """What a sequence starts with, from W0 in every slot that holds weights."""
+        """The memory at the start of a sequence: W0 in every slot that holds weights."""
         return memory
 
     def observe(self, memory: Memory, gates: Gates) -> Memory:
-        """Accumulates what the next commit needs of the gates of `n` tokens."""
+        """Accumulates statistics of the gates of `n` tokens for the next commit."""
         return memory
 
     def permutation(self, count: int, device: torch.device) -> Tensor | None:
@@ -165,7 +166,7 @@ class InnerOptimizer(Component, ABC):
             phase: place of the first token in its mini-batch; `[B]` if it differs, and then n = 1.
             carried: slots at hand; an absent `update` or `momentum` is zero, absent `weights` are the commit or the
                 anchor.
-            read: which rows to compute, `inclusive` or `exclusive`; None for the carried tensors alone.
+            read: which rows to compute, `inclusive` or `exclusive`; None: only the new memory.
         """
         eta, alpha, beta, kappa, *_ = gates
         if self.accumulates:
@@ -198,15 +199,15 @@ class InnerOptimizer(Component, ABC):
         check_together(self)
 
     def with_token_steps(self, tau: Tensor | None) -> InnerOptimizer:
-        """This rule with its token steps at hand: they are made once for many mini-batches."""
+        """This rule with its token steps computed once for many mini-batches."""
         bound = object.__new__(type(self))
         bound.__dict__.update(self.__dict__, token_steps=lambda: tau)
         return bound
 
     @property
     def accumulates(self) -> bool:
-        """Whether what the open mini-batch adds is carried apart from the weights, because rows scale it (τ,
-        clipping)."""
+        """Whether the sum of the open mini-batch is stored apart from the weights, because it is scaled for each token
+        (τ, clipping)."""
         return self.has_token_steps or self.max_norm is not None
 
     @property
@@ -226,7 +227,7 @@ class InnerOptimizer(Component, ABC):
 
     @property
     def block(self) -> int:
-        """Tokens that the scan hands on together: a mini-batch, or any number where the rule has no period."""
+        """Tokens per step of the scan: a mini-batch, or any number if the rule has no period."""
         return self.period or self.compute_chunk or 64
 
     @property

@@ -28,11 +28,11 @@ class BlockRule(StepSize):
     """`W_{j+1} = rule(W_j, −Σ_s η_s G_s)` at the end of mini-batch j; until then W stays, so any rule, linear or not,
     is exact.
 
-    Subclasses define `move`. Gates `alpha` and `beta` are pooled: `move` gets their mean over the tokens of the
-    mini-batch, weighted by `kappa` where the rule gives one.
+    Subclasses define `move`. Gates `alpha` and `beta` are pooled: `move` receives their mean over the tokens of the
+    mini-batch, weighted by `kappa` if the rule has one.
     """
 
-    #: what `move` carries on; zeros in the first mini-batch, but for what `begin` makes
+    #: the slots that `move` keeps from mini-batch to mini-batch; zeros in the first one, unless `begin` sets them
     own_slots: tuple[str, ...] = setting(default=(), init=False)
 
     read: Read = "previous"
@@ -52,7 +52,7 @@ class BlockRule(StepSize):
         steps = self.belongs and self.token_steps() is not None
         if steps or self.max_norm is not None or self.nesterov:
             raise MetaTTTError(
-                f"{type(self).__name__} moves its weights once per mini-batch, by `move`, which sees nothing of "
+                f"{type(self).__name__} moves its weights once per mini-batch, by `move`, which does not use "
                 "token_steps, max_norm and nesterov: leave them out"
             )
 
@@ -67,7 +67,7 @@ class BlockRule(StepSize):
         H]`."""
 
     def equations(self) -> list[str]:
-        """η_t, and the sum of gradients that `move` is given; what it makes of them is for the subclass to say."""
+        """The equations of η_t and of the sum that `move` receives; the subclass adds those of `move`."""
         eta = [line.replace("_t", "_s") for line in super().equations()]
         own = type(self).equations is BlockRule.equations
         unsaid = [f"W_j = {type(self).__name__}.move(W_{{j−1}}, U_j)", *InnerOptimizer.equations(self)] if own else []
@@ -197,7 +197,7 @@ class BlockMomentum(BlockRule):
         return [*eta, step, *lines]
 
     def _pool(self, symbol: str, gate: Gate) -> list[str]:
-        """A gate in symbols, as `move` gets it."""
+        """The equation of a gate, as `move` receives it."""
         if gate.source not in SHARING:
             return [line.replace(f"{symbol}_t", f"{symbol}_j") for line in gate.equations(symbol)]
         logit, words = f"θ_{symbol} x_s + c_{symbol}", SHARING[gate.source]
@@ -248,8 +248,7 @@ class BlockMomentum(BlockRule):
 
 @register(group="optimizer", name="sign")
 class Sign(BlockRule):
-    """`W_j = W_{j−1} + |η_base| · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign passes no gradient to what it is
-    taken of."""
+    """`W_j = W_{j−1} + |η_base| · sign(−Σ η G)` (signSGD, arXiv 1802.04434). The sign has no derivative."""
 
     scale_free = True
 
@@ -303,7 +302,7 @@ class Adam(BlockRule):
             age[name] = old["age"] + 1
             count = expand_like(age[name], x)
             mean = first[name] / (1 - self.beta1**count)
-            # The root has no derivative at 0, where Adam stands still: the floor keeps the outer gradient finite.
+            # The root has no derivative at 0: the floor keeps the outer gradient finite.
             root = (second[name] / (1 - self.beta2**count)).clamp(min=self.eps**2).sqrt()
             after[name] = memory["commit"][name] + self.size * mean / (root + self.eps)
         return {"commit": after, "momentum": first, "second": second, "age": age}

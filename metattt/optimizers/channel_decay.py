@@ -24,7 +24,7 @@ from metattt.tasks.base import Views
 @register(group="optimizer", name="channel_decay")
 class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "compute_chunk")):
     """`W_t = Diag(a_t) W_{t−1} − η_t G_t` with a decay `a_t` from 0 to 1 for every input channel of a linear learner,
-    learned from the token: `z = f(x) + c` is a projection, of low rank where `rank` says so.
+    learned from the token: `z = f(x) + c` is a projection, of low rank if `rank` is set.
 
     Args:
         read, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`; the gradient is taken token by token.
@@ -37,10 +37,10 @@ class ChannelDecay(StepSize, takes=("read", "base_lr", "lr", "lr_scale", "comput
         lower_bound: of `sigmoid`: a = l + (1 − l) σ(z)^(1/temperature) (HGRN2, arXiv 2404.07904).
         strongest: of `bounded`: the logarithm of the smallest decay; e^(−1/2) in RWKV-7.
         gradient_at: the gradient is taken at the decayed weights (`decayed`), or at those before (`previous`).
-        tied: every channel of a key is written as far as its weights decay, `k ∘ (1 − a)` (HGRN2).
+        tied: the key is multiplied by 1 − a, `k ∘ (1 − a)` (HGRN2).
 
     Raises:
-        MetaTTTError: a value that is not allowed, or has no meaning beside the others.
+        MetaTTTError: a value that is not allowed, or has no meaning with the others.
     """
 
     mini_batch_size = 1

@@ -1,4 +1,4 @@
-"""What is refused of an inner optimizer: settings that do not go together, and gates that its algebra would drop."""
+"""Checks of an inner optimizer: settings that exclude each other, and gates that its computation would ignore."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from metattt.optimizers.base import Gates, InnerOptimizer
 
 
 def check_together(rule: InnerOptimizer) -> None:
-    """Refuses settings whose queries would see the future, or that no form computes.
+    """Raises an error for settings with which queries would see the future, or that no form computes.
 
     Raises:
         MetaTTTError: naming the settings, and what to set.
@@ -31,7 +31,7 @@ def check_together(rule: InnerOptimizer) -> None:
 
 
 def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
-    """Finds out what a rule gives, when a layer is built and when a setting has been assigned since.
+    """Finds out which gates a rule has, when a layer is built and after a setting was assigned.
 
     Args:
         num_heads: H.
@@ -47,7 +47,7 @@ def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
             f"{type(rule).__name__}.token_steps has shape {list(tau.shape)}, expected [1 or {num_heads}, {size}] for "
             f"optimizer.mini_batch_size={size}"
         )
-    # (not by assignment: that would say that a setting has changed)
+    # (not by assignment: that would count as a changed setting)
     rule.__dict__["has_token_steps"] = tau is not None
     if isinstance(gates, Gates):
         if gates.beta is not None:
@@ -56,8 +56,8 @@ def settle(rule: InnerOptimizer, num_heads: int, gates: object) -> None:
 
 
 def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
-    """Refuses gates that the rule's algebra would drop: asked when a layer is built, and in every call before its inner
-    loop.
+    """Raises an error for gates that the rule's computation would ignore. Called when a layer is built, and in every
+    call.
 
     Raises:
         MetaTTTError: naming the gate, and what to leave out or to set.
@@ -74,7 +74,7 @@ def check_gates(rule: InnerOptimizer, gates: Gates) -> None:
             f"optimizer.read={rule.read}): set anchor=minibatch and read=previous, or learner.step_scale in their place"
         )
     if type(rule).coefficients is not InnerOptimizer.coefficients:
-        return  # what it makes of its gates is its own
+        return  # it computes with its gates itself
     if not rule.has_token_steps and rule.token_steps() is not None:
         raise MetaTTTError(
             f"{kind}.token_steps gives τ, and gave none when the layer was built: give it at any time, of ones"

@@ -1,4 +1,4 @@
-"""What gates that depend on the weights may look at."""
+"""What gates may depend on besides the token: the weights of the last commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from metattt.state import Tensors
 class Committed(Protocol):
     """W_a, the weights of the last commit, and `n` tokens of the mini-batch after it.
 
-    All pieces of a mini-batch see the same W_a, however a sequence is cut.
+    All parts of a mini-batch see the same W_a, however a sequence is split.
 
     Attributes:
         weights: W_a by name, `[B, H, *shape]`.

@@ -1,4 +1,4 @@
-"""Delta gradient descent: the step that also forgets what the weights made of the token's own view."""
+"""Delta gradient descent: a step that also erases along the token's own key."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from metattt.setting import setting
 from metattt.state import Context, Tensors
 
 SHARING = {"per_head": "θ and c of each head", "shared": "one θ and c for all heads"}
-"""In words: what learned gates share."""
+"""Phrases for what the heads share in learned gates."""
 RATE_ADVICE = " (0 freezes the weights, below 0 climbs the loss)"
 
 
 class StepSize(InnerOptimizer):
     """A rule whose tokens have a step size, `η = η_base · σ(θ_lr x + c)` (arXiv 2407.04620, Sec. 2.7).
 
-    A negative η_base climbs the loss, and 0 leaves the weights as they are.
+    A negative η_base increases the loss, and 0 keeps the weights.
 
     Args:
         mini_batch_size, anchor, read, steps, compute_chunk: see `InnerOptimizer`.
@@ -42,7 +42,7 @@ class StepSize(InnerOptimizer):
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> None:
         self.num_heads = num_heads
-        # η_base over what `lr_scale` says; a 0-dimensional tensor while it is warmed up
+        # η_base divided as `lr_scale` says; a 0-dimensional tensor during warm-up
         self.scale: float = self.base_lr / head_dim if self.lr_scale == "head_dim" else self.base_lr
         if self.lr != "constant":
             heads = num_heads if self.lr == "per_head" else 1
@@ -78,7 +78,7 @@ class GradientDescent(StepSize):
 
     Args:
         mini_batch_size, anchor, read, steps, compute_chunk: see `InnerOptimizer`.
-        base_lr: η_base, or η itself if `lr` is constant; below 0 it climbs the loss, 0 leaves the weights as they are.
+        base_lr: η_base, or η itself if `lr` is constant; below 0 it increases the loss, 0 keeps the weights.
         lr: θ_lr `per_head` (as published), `shared` by the heads, or a `constant` η.
         lr_scale: `head_dim` divides η by the head width, as the published models do.
         token_steps: τ_i, `shared` by the heads (as published) or `per_head`: query i of a mini-batch sees
@@ -122,7 +122,7 @@ class GradientDescent(StepSize):
         plain = type(offset) is nn.Parameter and offset.device.type == "cpu" and not torch.is_grad_enabled()
         if not plain or torch.compiler.is_compiling() or transformed():
             return self._steps(offset)
-        # while decoding, the same for every token: kept beside what it is made of, whose numbers say whether it holds
+        # the same for every token while decoding: cached with the parameter and its version
         map_, known, tau = self.__dict__.get("_kept_steps", (None, offset, offset))
         if map_ != self.token_step_map or known.dtype != offset.dtype or not torch.equal(known, offset):
             known, tau = offset.detach().clone(), self._steps(offset)

@@ -1,4 +1,5 @@
-"""Mirror descent: gradients add up in a dual state, and a map makes weights of it at the end of every mini-batch."""
+"""Mirror descent: gradients are summed in a dual state, and a map turns it into weights at the end of every
+mini-batch."""
 
 from __future__ import annotations
 

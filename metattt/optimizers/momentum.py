@@ -19,7 +19,7 @@ from metattt.setting import setting
 from metattt.state import Context, Tensors
 
 TAKEN = ("mini_batch_size", "anchor", "read", "steps", "base_lr", "lr", "lr_scale", "compute_chunk")
-"""Of `GradientDescent`: with gates there are no token steps and no clipping."""
+"""The settings of `GradientDescent` except token steps and clipping, which exclude gates."""
 
 
 @register(group="optimizer", name="momentum")
@@ -28,14 +28,15 @@ class Momentum(GradientDescent, takes=TAKEN):
 
     Args:
         mini_batch_size, anchor, read, steps, base_lr, lr, lr_scale, compute_chunk: see `GradientDescent`.
-        momentum: where β comes from: `none` (β = 0), `constant`, or σ(θ_β x + c) `per_head` or `shared` by the heads.
+        momentum: the source of β: `none` (β = 0), `constant`, or σ(θ_β x + c) `per_head` or `shared` by the heads.
         momentum_init: β, or its initial value.
         nesterov: write `β_t S_t − η_t G_t`, the step after the next one, instead of `S_t`.
-        decay: where α comes from: `none` (α = 1), `constant`, `per_head`, `shared`; `softplus` is exp(−A_h softplus(θ x
+        decay: the source of α: `none` (α = 1), `constant`, `per_head`, `shared`; `softplus` is exp(−A_h softplus(θ x
             + c)) with A learned per head (Gated DeltaNet, arXiv 2412.06464, as its released code begins: A uniform in 0
             to 16, softplus(c) log-uniform in 0.001 to 0.1); `retnet` fixes 1 − 2^(−5−h) for
             head h (arXiv 2307.08621, Sec. 2.3); `mamba2` ties both gates, η = Δ_t and α = exp(−Δ_t a_h) with Δ_t =
-            softplus(θ x + c) (arXiv 2405.21060, Sec. 7.1, a from 1 to 16), whatever `base_lr`, `lr` and `lr_scale` say.
+            softplus(θ x + c) (arXiv 2405.21060, Sec. 7.1, a from 1 to 16), independent of `base_lr`, `lr` and
+            `lr_scale`.
         decay_init: α, or its initial value, where it is constant or a sigmoid's.
         decay_to_init: decay towards W0 instead of zero.
         gradient_at: with anchor `online`: take the gradient at `W_{t−1}` (`previous`) or at `α_t W_{t−1}` (`decayed`,
@@ -68,7 +69,7 @@ class Momentum(GradientDescent, takes=TAKEN):
         super().check_settings()
         if self.nesterov and self.momentum == "none":
             raise MetaTTTError(
-                "optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=none has none"
+                "optimizer.nesterov=true needs momentum, and optimizer.momentum=none has none"
             )
         if self.decay == "mamba2" and not self.base_lr > 0:
             raise MetaTTTError(
@@ -99,7 +100,7 @@ class Momentum(GradientDescent, takes=TAKEN):
 
 
 def check_gate(key: str, source: str, value: float) -> None:
-    """Refuses an initial value of β or α that no gate from this source can have.
+    """Raises an error for an initial value of β or α that a gate from this source cannot have.
 
     Raises:
         MetaTTTError: a value outside of 0 and 1; or one of the two, where it is a sigmoid's.
@@ -136,7 +137,7 @@ class Gate(nn.Module):
         return f"{self.source!r}"
 
     def equations(self, symbol: str) -> list[str]:
-        """The gate in symbols, if there is one."""
+        """The equation of the gate, if there is one."""
         learned = f"{symbol}_t = σ(θ_{symbol} x_t + c_{symbol})"
         start = f"{self.initial:g} at the start"
         known = {
@@ -167,7 +168,7 @@ class Gate(nn.Module):
         if self.source == "softplus":
             return self.step(x)[1].expand(shape)
         if self.source == "retnet":
-            # Not a buffer, which a narrower type would round to 1 and `to_empty` would leave without values.
+            # Not a buffer: a narrower type would round it to 1, and `to_empty` would drop its values.
             return (
                 (1 - x.new_full((self.num_heads,), 0.5, dtype=accum_dtype).cumprod(0) / 16).view(1, -1, 1).expand(shape)
             )

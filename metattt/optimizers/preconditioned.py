@@ -1,4 +1,4 @@
-"""Gradient descent with a diagonal preconditioner: steps are longer along channels that the keys have used little."""
+"""Gradient descent with a diagonal preconditioner: steps are longer along channels that keys have rarely used."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Preconditioned(Momentum, takes=TAKEN):
     Args:
         read, base_lr, lr, lr_scale, decay, decay_init, gradient_at, compute_chunk: see `Momentum`.
         squash: the largest factor of a step; above 2 the rule may be unstable.
-        centre_init: initial value of c, learned per head: the logarithm of the curvature at which a step is as it was.
-        curvature_decay: where γ comes from, a gate per head: `per_head` or `softplus`, as `decay`.
+        centre_init: initial value of c, learned per head: the logarithm of the curvature at which a step is unchanged.
+        curvature_decay: the source of γ, a gate per head: `per_head` or `softplus`, as `decay`.
         curvature_decay_init: initial value of γ, where it is a sigmoid's.
 
     Raises:

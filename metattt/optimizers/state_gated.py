@@ -1,4 +1,4 @@
-"""Step sizes that depend on the state: on how well the committed weights know the token already."""
+"""Step sizes that depend on the state: on how well the committed weights predict the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train on all tokens of a call, then answer all queries with the final weights: the rule of MTTT for images."""
+"""Trains on all tokens of a call, then reads all queries with the final weights: the rule of MTTT for images."""
 
 from __future__ import annotations
 

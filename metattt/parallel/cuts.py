@@ -53,9 +53,9 @@ def check_cut(layer: nn.Module, dim: int) -> None:
         return
     if not same(whole, torch.cat([before, after], dim=1)):
         raise MetaTTTError(
-            f"{type(layer).__name__} needs all tokens of a sequence in one call: from the state of an earlier call it "
-            "answers "
-            "otherwise, so trainer.time_ranks=1 is all that it allows"
+            f"{type(layer).__name__} needs all tokens of a sequence in one call: with the state of an earlier call "
+            "its outputs "
+            "differ, so it needs trainer.time_ranks=1"
         )
 
 

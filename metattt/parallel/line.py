@@ -249,7 +249,7 @@ class _Pickler(pickle.Pickler):
             raise MetaTTTError(
                 "a layer's state keeps a tensor in an object of its own, and only tuples, lists and dictionaries can "
                 "be "
-                "handed on between processes: return such a state, or leave out trainer.time_ranks"
+                "sent between processes: return such a state, or leave out trainer.time_ranks"
             )
 
 
@@ -263,5 +263,5 @@ def dump(frame: Any) -> bytes:
     try:
         _Pickler(stream).dump(frame)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise MetaTTTError(f"a layer's state cannot be handed on between processes: {error}") from error
+        raise MetaTTTError(f"a layer's state cannot be sent between processes: {error}") from error
     return stream.getvalue()

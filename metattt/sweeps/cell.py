@@ -85,7 +85,7 @@ class RunCell:
             return self._end(f"{title} {state}: {said}", math.nan)
         value = read_run(folder).final(self.objective)
         told = "" if math.isnan(value) else f": {self.objective} {value:.4f}"
-        missing = f"{folder} has no {self.objective} to tell the sweeper: set objective=<a column of its metrics.csv>"
+        missing = f"{folder} has no {self.objective} for the sweeper: set objective=<a column of its metrics.csv>"
         return self._end(f"{title} finished in {seconds:.0f} s{told}", value, missing)
 
     def _end(self, line: str, value: float, missing: str = "") -> float:

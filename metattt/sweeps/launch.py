@@ -74,7 +74,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
             if one.key_or_group in OF_THE_SWEEP and one.key_or_group in keys_of(command):
                 raise MetaTTTError(
                     f"`{written}` is of a single run: the runs of a sweep have folders of their own in "
-                    "hydra.sweep.dir=<folder>, and the same command with that folder goes on with the sweep"
+                    "hydra.sweep.dir=<folder>, and the same command with that folder resumes the sweep"
                 )
         ours = [(one, written) for one, _, written in given if not is_of_hydra(one.key_or_group)]
         try:
@@ -86,7 +86,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
         for one, written in ours if basic else ():
             if one.is_interval_sweep():
                 way = f"add hydra/sweeper=optuna, or name values, {one.key_or_group}=a,b"
-                raise MetaTTTError(f"`{written}` is for a sweeper that chooses in it: {way}")
+                raise MetaTTTError(f"`{written}` needs a sweeper that chooses values from it: {way}")
         _check_every_value(ours, command)
         fixed = [written for one, written in ours if not one.is_sweep_override()]
         folder = Path(str(cfg.hydra.sweep.dir))
@@ -108,7 +108,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
             raise MetaTTTError(explain_composition(error, command)) from error
     unfinished = tell(folder)
     if unfinished or code:
-        print(f"sweep   not finished: the same command with hydra.sweep.dir={folder} goes on", flush=True)
+        print(f"sweep   not finished: the same command with hydra.sweep.dir={folder} resumes it", flush=True)
     return code or (1 if unfinished else 0)
 
 

@@ -87,7 +87,7 @@ def runs(cfg: DictConfig) -> None:
         raise MetaTTTError("no folder is given: metattt runs <folder of a sweep, or of runs>")
     folder = path_of(cfg.folder, "folder")
     if not folder.is_dir():
-        raise MetaTTTError(f"folder={folder} is no folder: give that of a sweep, or one that holds runs")
+        raise MetaTTTError(f"folder={folder} is not a folder: give that of a sweep, or one that holds runs")
     tell(folder, cfg.sort, cfg.descending, None if cfg.output_dir is None else path_of(cfg.output_dir, "output_dir"))
 
 

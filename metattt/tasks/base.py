@@ -17,14 +17,14 @@ class Views(NamedTuple):
 
     With grouped-query heads k and v are `[B, G, T, ·]`, each shared by H / G neighbouring heads of q.
 
-    Two more make a linear learner's gradient `kᵀ(k W − v)` a generalised delta rule, `bᵀ(p W) − kᵀ v`:
+    Two more views turn a linear learner's gradient `kᵀ(k W − v)` into a generalised delta rule, `bᵀ(p W) − kᵀ v`:
 
-    * `erase_key` (p), where the prediction is made that is erased; None: k. For `b = k` it is `kᵀ(p W − v)`;
-    * `erase_direction` (b), the direction in which it is erased, where that is another one than k; None: k.
+    * `erase_key` (p): the prediction for p is erased; None: k. With `b = k` the rule is `kᵀ(p W − v)`;
+    * `erase_direction` (b): the direction along which it is erased; None: k.
 
     A token that gives n pairs has k, v, p and b `[B, H, T, n, ·]`, and may have a `weight` `[B, H, T, n]` of their
-    losses. The pairs are learned one after the other and read once (DeltaProduct, arXiv 2502.10297), or all at the same
-    weights, where the task says `together` (the Omega rule, arXiv 2505.23735).
+    losses. The pairs are learned one after the other and read once (DeltaProduct, arXiv 2502.10297), or, if the task
+    sets `together`, all at the same weights (the Omega rule, arXiv 2505.23735).
     """
 
     k: Tensor
@@ -76,28 +76,27 @@ class Task(Component, ABC):
         start."""
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What the views are made of where two layers share it (`metattt.combined.Combined`): `x` `[B, T, D]`,
-        projected.
+        """The projections of `x` `[B, T, D]` that two layers share (`metattt.combined.Combined`).
 
         Raises:
-            MetaTTTError: the task does not tell projections from views.
+            MetaTTTError: the task does not separate projections from views.
         """
         raise MetaTTTError(
             f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false"
         )
 
     def borrow(self, lender: Task) -> None:
-        """Gives up the projections: `views` is handed what `lender.project(x)` returns, as `projected`.
+        """Removes the projections: `views` receives the result of `lender.project(x)` as `projected`.
 
         Raises:
-            MetaTTTError: it cannot be made of that.
+            MetaTTTError: the views cannot be made from that.
         """
         raise MetaTTTError(
             f"{type(self).__name__} has no projections that two layers can share: set layer.shared=false"
         )
 
     def slope(self, prediction: str) -> str | None:
-        """`∂ℓ_t/∂prediction` in symbols, for `metattt layers layer=<name>`; None: it is not written out."""
+        """The formula of `∂ℓ_t/∂prediction` for `metattt layers layer=<name>`; None: no formula."""
         return f"{prediction} − v_t" if self.squared_error else None
 
     @abstractmethod

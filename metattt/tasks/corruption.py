@@ -1,4 +1,4 @@
-"""Noise that depends on (seed, sequence, position) alone, so that any split of a sequence draws the same."""
+"""Noise that depends only on (seed, sequence, position), so that splitting a sequence does not change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of which a gate erases less than it writes: those of Gated DeltaNet-2 and of Comba."""
+"""Views with an erase gate and a write gate: those of Gated DeltaNet-2 and of Comba."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from metattt.tasks.reconstruction import Projected, Reconstruction
 
 @register(group="task", name="gated")
 class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads", "qk_norm", "short_conv")):
-    """`p = e ∘ k` is erased and `v = w ∘ θV x` is written, with gates of their own: `G = kᵀ(p W − v)`.
+    """`p = e ∘ k` is erased and `v = w ∘ θV x` is written, with separate gates: `G = kᵀ(p W − v)`.
 
     Args:
         feature_map, normalize_qk, kv_heads, qk_norm, short_conv: see `Reconstruction`.
@@ -25,7 +25,8 @@ class GatedViews(Reconstruction, takes=("feature_map", "normalize_qk", "kv_heads
             σ(θ x) (Gated DeltaNet-2, arXiv 2605.22791).
         erase_scale: times e; 2 allows negative eigenvalues (arXiv 2411.12537).
         write: the gate w: `none` (1) or `per_channel`, σ(θ x).
-        correction: `q − g p` in the place of q, g learned per head from this value on (Comba: 1, or 0.02 for small
+        correction: `q − g p` instead of q, with a learned g per head that starts at this value (Comba: 1, or 0.02 for
+            small
             models); null: q.
 
     Raises:

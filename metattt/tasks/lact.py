@@ -21,13 +21,13 @@ class LaCTViews(Reconstruction, takes=("rope_theta", "qk_norm")):
     """`k = RoPE(u / ‖u‖)`, `u = silu(s_k ∘ θK x + o_k)`, q likewise, and `v = silu(θV x)`, with the loss −⟨v, f(k)⟩
     (LaCT, arXiv 2505.23884, as in its released language models).
 
-    Scales s and offsets o are learned per feature. The released code turns the pairs (i, i + d/2), and this the pairs
-    (2i, 2i + 1): the same up to the order of the features of q and k.
+    Scales s and offsets o are learned per feature. The released code rotates the pairs (i, i + d/2), this code the
+    pairs (2i, 2i + 1), which is the same up to the order of the features of q and k.
 
     Args:
         rope_theta: base of the rotary encoding.
-        rope_heads: the heads that it tells apart, where they are not those of the layer: LaCT's memory has few, and
-            turns q and k as its attention does, which has many.
+        rope_heads: the number of heads of the rotary encoding, if it differs from the layer's: LaCT's memory has few
+            heads, but rotates q and k like its attention, which has many.
         silu_v: silu on v.
         qk_norm: see `Reconstruction`.
 

@@ -1,4 +1,4 @@
-"""Losses of a reconstruction: how far a prediction is from its label, one number per token."""
+"""Losses of a reconstruction: the error of a prediction, one number per token."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
             the sign. (The loss jumps at δ.)
 
     `kl` is `Σ_j p_j log(p_j / q_j)`, p the softmax of the label and q that of the prediction. (In MIRAS KL is a
-    retention; as a loss it is an extension of others, and the cross-entropy with soft labels but for what the label
-    alone gives.)
+    retention; as a loss it was added by others: the cross-entropy with soft labels, up to a term that depends on the
+    label only.)
     """
     if name == "dot":
         return -(prediction * v).sum(-1)
     if name == "cosine":
         lengths = [
             (x.square().sum(-1) + 1e-6).sqrt() for x in (prediction, v)
-        ]  # of a zero vector, too, it can be differentiated
+        ]  # differentiable for a zero vector, too
         return 1 - (prediction * v).sum(-1) / (lengths[0] * lengths[1])
     if name == "kl":
         label = v.log_softmax(-1)
@@ -67,5 +67,5 @@ def loss_per_token(name: str, prediction: Tensor, v: Tensor, p: float, delta: fl
         z = STEEPNESS * error
         sizes = (z + F.softplus(-2 * z, threshold=50) - math.log(2)) / STEEPNESS  # log cosh
         return torch.where(far, delta * sizes.sum(-1), 0.5 * squared)
-    norm = torch.where(far, squared, 1).sqrt()  # of an error that is not far it would have no derivative at 0
+    norm = torch.where(far, squared, 1).sqrt()  # for a small error it would have no derivative at 0
     return torch.where(far, delta * (norm - 0.5 * delta), 0.5 * squared)

@@ -14,9 +14,10 @@ from metattt.tasks.reconstruction import Projected, Reconstruction
 
 @register(group="task", name="next_token")
 class NextToken(Reconstruction):
-    """Train on `k_{t−1} → v_t`, read with `q_t`: what the learner answers at t is a guess about token t + 1.
+    """Train on `k_{t−1} → v_t`, read with `q_t`: the prediction at t is a guess of token t + 1.
 
-    The first token of a document has none before it: it is predicted from a learned start vector. Views, corruption and
+    The first token of a document has no token before it: it is predicted from a learned start vector. Views, corruption
+    and
     losses are those of `Reconstruction`, whose arguments it takes.
     """
 

@@ -19,10 +19,10 @@ from metattt.tasks.base import Task, Views
 from metattt.tasks.losses import IN_SYMBOLS, WITH_THRESHOLD, loss_per_token
 
 Projected = tuple[Tensor, Tensor, Tensor]
-"""q, k and v `[B, T, ·]` before heads are told apart."""
+"""q, k and v `[B, T, ·]` before they are split into heads."""
 
 NORM_EPS = 1e-5  # of `qk_norm`, as in the released code of LaCT
-MOST_TURNS = 65536  # tokens of a mini-batch whose turns are kept in a table, which decoding looks up
+MOST_TURNS = 65536  # tokens of a mini-batch whose rotations are kept in a table for decoding
 
 FEATURE_MAPS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1, "silu": F.silu}
 
@@ -32,15 +32,15 @@ class Reconstruction(Task):
     """Predict `v = θV x` from `k = θK x`; read with `q = θQ x` (arXiv 2407.04620, Eq. 4 and Sec. 2.3).
 
     Args:
-        views: `separate` projections, or `shared_qk`: one projection for q and k, each with a causal convolution of its
-            own; `no_key`: q and v alone, and k = 1, for rules that make a step of every channel's own decay (HGRN2).
+        views: `separate` projections, or `shared_qk`: one projection for q and k, each with its own causal convolution;
+            `no_key`: only q and v, and k = 1, for rules whose step is derived from the decay of each channel (HGRN2).
         kv_heads: heads G of k and v, each shared by H / G neighbouring heads of q (grouped-query attention, arXiv
             2305.13245); None: H. Attention keeps G of them; a learner with weights keeps its H.
         qk_norm: RMSNorm of the projected q and k over all their heads, with a learned scale (QK-norm).
         conv_width: taps of these convolutions (tokens).
         short_conv: taps (tokens) of a causal convolution of every channel after each of the separate projections, with
-            silu after it, in the place of feature_map=silu for q and k (the published delta rules have 4); None: none.
-        short_conv_v: of v, too (MesaNet has none).
+            silu after it, instead of feature_map=silu for q and k (the published delta rules have 4); None: none.
+        short_conv_v: also for v (MesaNet has none).
         rope: rotary position encoding of q and k by position in the document (`full`), or in the mini-batch
             (`mini_batch`).
         rope_theta: base of its frequencies.
@@ -280,12 +280,12 @@ class Reconstruction(Task):
         return (found[0], found[1], found[2]), tails
 
     def mapped(self, x: Tensor) -> Tensor:
-        """The feature map of q or k; silu stands behind a short convolution already."""
+        """The feature map of q or k; after a short convolution silu is not applied again."""
         done = self.feature_map == "identity" or (self.feature_map == "silu" and self.short_conv is not None)
         return x if done else FEATURE_MAPS[self.feature_map](x)
 
     def _labels(self, v: Tensor, x: Tensor) -> Tensor:
-        """v `[B, G, T, d]`, with the token's δ behind it where it has one."""
+        """v `[B, G, T, d]`, followed by the token's δ if there is one."""
         return torch.cat([v, self._delta(x).to(v.dtype)], dim=-1) if self.learned_delta else v
 
     def _delta(self, x: Tensor) -> Tensor:
@@ -297,7 +297,8 @@ class Reconstruction(Task):
         return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim).transpose(1, 2)
 
     def _decodes(self, q: Tensor) -> bool:
-        """Whether one token per sequence is read on the CPU, at a place of its mini-batch and without derivatives."""
+        """Whether one token per sequence is decoded on the CPU, with positions in the mini-batch and without
+        derivatives."""
         plain = type(q) is Tensor and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
         one = plain and self.rope == "mini_batch" and q.shape[2] == 1 and self.groups == self.num_heads
         return one and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -349,7 +350,7 @@ def _known_turns(count: int, width: int, theta: float, dtype: torch.dtype) -> Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (2i, 2i+1) of `x` `[B, H, T, d]`; features keep their order."""
+    """Rotates the pairs (2i, 2i+1) of `x` `[B, H, T, d]`; features keep their order."""
     even, odd = x.unflatten(-1, (-1, 2)).to(cos.dtype).unbind(-1)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
     return turned.flatten(-2).to(x.dtype)

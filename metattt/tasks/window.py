@@ -1,4 +1,4 @@
-"""The Omega rule: a token learns the pairs of the last tokens again, not its own alone."""
+"""The Omega rule: a token learns the pairs of the last tokens again, in addition to its own."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class WindowViews(Reconstruction, takes=TAKEN):
         tail = document_tail(flat, self.window - 1, ctx)
         padded = flat.unflatten(2, (row.shape[1], -1)).transpose(1, 2)
         k, v, gamma = padded.split([k.shape[-1], v.shape[-1], 1], -1)
-        # Views of the same rows [B, H, T, c, ·], which the inner loop can tell, and learns each of them once.
+        # Views of the same rows [B, H, T, c, ·]: the inner loop detects this and computes each gradient once.
         k, v, gamma = (one.unfold(2, self.window, 1).mT for one in (self._features(k), v, gamma))
         weight = gamma.squeeze(-1)
         if ctx.first is not None:

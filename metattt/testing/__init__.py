@@ -1,4 +1,5 @@
-"""The laws of the framework, checked on any component: three lines of pytest, or `metattt check`.
+"""The conformance suite: properties that every component must have, checked by three lines of pytest or `metattt
+check`.
 
 ```python
 from metattt.testing import LearnerConformance

@@ -1,4 +1,4 @@
-"""Classes to subclass: one pytest test for each law, on a component of one's own among companions of ours."""
+"""Classes to subclass: one pytest test for each law, on your component combined with ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Conformance:
     options: ClassVar[Mapping[str, Any]] = {}  #: other keyword arguments of `TTTLayer`
 
     def specimens(self) -> dict[str, Specimen]:
-        """The layers to examine, by a name for messages."""
+        """The layers to test, by a name for messages."""
         raise NotImplementedError(f"{type(self).__name__} must define specimens, or subclass LearnerConformance")
 
     def specimen(
@@ -64,7 +64,7 @@ def published_task() -> Task:
 
 
 class LearnerConformance(Conformance):
-    """Every law on a learner. Subclass it and set `make`:
+    """Checks every law on a learner. Subclass it and set `make`:
 
     ```python
     class TestFourier(LearnerConformance):
@@ -82,7 +82,7 @@ class LearnerConformance(Conformance):
 
 
 class TaskConformance(Conformance):
-    """Every law on a task. Subclass it and set `make` to a function that returns a new task."""
+    """Checks every law on a task. Subclass it and set `make` to a function that returns a new task."""
 
     make: Callable[[], Task]  #: returns a new task
 
@@ -98,7 +98,7 @@ class TaskConformance(Conformance):
 
 
 class OptimizerConformance(Conformance):
-    """Every law on an inner optimizer. Subclass it and set `make` to a function that returns a new optimizer."""
+    """Checks every law on an inner optimizer. Subclass it and set `make` to a function that returns a new optimizer."""
 
     make: Callable[[], InnerOptimizer]  #: returns a new optimizer
 

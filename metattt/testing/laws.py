@@ -1,5 +1,4 @@
-"""The laws that every component obeys, each a function from a specimen to its worst error, and the table of their
-bounds."""
+"""The laws of every component, each a function from a test layer to its worst error, and the table of their bounds."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ from metattt.testing.specimen import (
     state_distance,
 )
 
-MEANINGLESS = 0.5  # a bound on a relative error that says nothing
-AGREES = 1e-7  # a tenth of what a derivative may be off: one difference that says so is enough
+MEANINGLESS = 0.5  # a relative error above this bound means nothing
+AGREES = 1e-7  # a tenth of the bound of a derivative: one difference within it is enough
 
 
 class Verdict(NamedTuple):
-    """What a law says of a specimen: it holds if `error` is at most `bound`; `reason` is why the bound is wider than
-    usual, if it is."""
+    """The result of a law: it holds if `error` is at most `bound`; `reason` explains a bound that is wider than
+    usual."""
 
     error: float
     bound: float
@@ -62,12 +61,11 @@ class Law:
 
     Attributes:
         name: in `LAWS`.
-        title: how the table calls it.
+        title: its name in the table.
         worst_error: of a specimen.
         bound: of the error.
-        reason: how far the problem itself, not the code, carries a rounding, and words for it
-            (`metattt.testing.rounding`); asked where the error is above the bound, which then is `FACTOR` times as
-            much. None: nothing widens the bound.
+        reason: how much the problem itself amplifies rounding, with an explanation (`metattt.testing.rounding`). Called
+            if the error is above the bound; then the bound is `FACTOR` times this value. None: the bound is fixed.
     """
 
     name: str
@@ -80,7 +78,7 @@ class Law:
         """Examines a specimen.
 
         Raises:
-            NotApplicable: the law says nothing about it.
+            NotApplicable: the law does not apply to it.
         """
         _takes_any_length(spec.make())
         error = self.worst_error(spec)
@@ -88,19 +86,19 @@ class Law:
             return Verdict(error, self.bound, "")
         measured, words = self.reason(spec)
         if not FACTOR * measured < MEANINGLESS:
-            raise NotApplicable(f"{words}: right and wrong cannot be told apart (error {error:.1e})")
+            raise NotApplicable(f"{words}: a wrong result would not be noticed (error {error:.1e})")
         if FACTOR * measured <= self.bound:
             return Verdict(error, self.bound, f"{words}, which explains no more than the usual bound")
         return Verdict(error, FACTOR * measured, f"{words}, {FACTOR:.0f} times that is allowed")
 
 
 def forms(spec: Specimen) -> float:
-    """Every form gives the oracle's outputs and gradients, also when state is handed on."""
+    """Every form gives the outputs and gradients of the reference, also if a sequence is split."""
     return forms_in(spec, torch.float64)
 
 
 def groups(spec: Specimen) -> float:
-    """Mini-batches that the backward pass runs again, one or two together, give every gradient of stored ones."""
+    """Recomputed mini-batches, one or two together, give the same gradients as stored ones."""
     found, x = spec.forms(), spec.tokens()
     if not found:
         raise NotApplicable("the learner keeps its data and recomputes nothing")
@@ -113,7 +111,7 @@ def groups(spec: Specimen) -> float:
 
 
 def derivatives(spec: Specimen) -> float:
-    """Gradients of the oracle against central differences, along one direction for the tokens and one for each
+    """Gradients of the reference against central differences, along one direction for the tokens and one for each
     parameter."""
     found = spec.forms()
     layer = spec.make(form=found[0] if found else None)
@@ -149,7 +147,7 @@ def derivatives(spec: Specimen) -> float:
 
 
 def splits(spec: Specimen) -> float:
-    """Calls that cut a sequence anywhere give the outputs, gradients and final state of one call."""
+    """Splitting a sequence anywhere gives the outputs, gradients and final state of one call."""
     layer = spec.make()
     _one_call_only(layer)
     x = spec.tokens()
@@ -233,7 +231,7 @@ def round_trips(spec: Specimen) -> float:
     if run(twin, x).y.any():
         return math.inf  # the copy still computes with the parameters of the original
     state = run(layer, x[:, :cut]).state
-    if not layer.learner.streams:  # a saved state is of no use
+    if not layer.learner.streams:  # a saved state cannot be used
         return worst
     file = io.BytesIO()
     torch.save(state.detach(), file)
@@ -251,12 +249,12 @@ def _takes_any_length(layer: TTTLayer) -> None:
         try:
             layer.optimizer.permutation(count, torch.device("cpu"))
         except MetaTTTError as refusal:
-            raise NotApplicable(f"the rule takes calls of some lengths alone: {refusal}") from None
+            raise NotApplicable(f"the rule accepts calls of some lengths only: {refusal}") from None
 
 
 def _one_call_only(layer: TTTLayer) -> None:
     if not layer.learner.streams:
-        raise NotApplicable(f"{type(layer.learner).__name__} takes every call for itself, without a state")
+        raise NotApplicable(f"{type(layer.learner).__name__} treats every call by itself, without a state")
     if layer.optimizer.read in ("block", "final"):
         raise NotApplicable(f"optimizer.read={layer.optimizer.read} shows a query tokens that come after it")
 
@@ -281,10 +279,10 @@ LAWS: dict[str, Law] = {
         Law("causality", "no later token is seen", causality, 0.0),
         Law("limits", "b = 1 online, b >= T batch", limits, 1e-9),
         Law("masks", "padding changes nothing", masks, 1e-9),
-        Law("packing", "packed = apart", packing, 1e-9),
+        Law("packing", "packed = separate", packing, 1e-9),
         Law("round_trips", "copies and saved states", round_trips, 1e-12),
-        Law("aliasing", "a state is its holder's", aliasing, 0.0),
-        Law("threads", "threads do not meet", threads, 1e-9),
+        Law("aliasing", "later calls do not change a state", aliasing, 0.0),
+        Law("threads", "threads do not interfere", threads, 1e-9),
         Law("precision_outputs", "bf16 outputs", precision_outputs, 2e-2, sensitivity("outputs")),
         Law("precision_gradients", "bf16 gradients", precision_gradients, 5e-2, sensitivity("gradients")),
     )

@@ -1,4 +1,4 @@
-"""The laws about padded and packed sequences: every row must give what its tokens give alone."""
+"""The laws about padded and packed sequences: every row must give the outputs of its tokens alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from metattt.testing.specimen import (
 
 
 def masks(spec: Specimen) -> float:
-    """Padding at the left, at the right and inside changes no output, gradient or later output, whatever it holds;
-    nor does a row of nothing but padding, which goes on as a sequence that has not begun."""
+    """Padding at the left, at the right and inside changes no output, gradient or later output, independent of its
+    values. A row of padding only is a sequence that has not started."""
     layer = spec.make()
     x = spec.tokens(batch=4)
     lengths = [x.shape[1], x.shape[1] - 3, 2, 0]
@@ -50,12 +50,12 @@ def masks(spec: Specimen) -> float:
 
 
 def packing(spec: Specimen) -> float:
-    """Documents that follow each other in one sequence equal the same documents run apart, also after carried state."""
+    """Documents packed into one sequence equal the same documents run separately, also with a state before them."""
     layer = spec.make()
     if layer.optimizer.read == "final":
-        raise NotApplicable("optimizer.read=final answers every query after the whole call")
+        raise NotApplicable("optimizer.read=final reads every query after the whole call")
     if not layer.learner.streams:
-        raise NotApplicable(f"{type(layer.learner).__name__} takes every call as one document")
+        raise NotApplicable(f"{type(layer.learner).__name__} treats every call as one document")
     x = spec.tokens(batch=3, extra=layer.optimizer.mini_batch_size)
     length = x.shape[1]
     starts = [[length // 4, length // 4 + 1, length // 2], [0, length // 3], [length - 1]]
@@ -102,8 +102,8 @@ class _Alone(NamedTuple):
 
 
 def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> _Alone:
-    """One row without padding, its outputs `[T, D]`; run as many times as there are rows, so that row `row` draws its
-    own noise."""
+    """The outputs `[T, D]` of one row without padding; run with as many copies as there are rows, so that row `row`
+    draws its own noise."""
     if x.shape[1] == 0:
         return _Alone(x[row], None)
     if state is not None:
@@ -113,8 +113,7 @@ def _alone(layer: TTTLayer, x: Tensor, row: int, state: State | None = None) -> 
 
 
 def _later(layer: TTTLayer, state: State | None, batch: int) -> Tensor:
-    """What the layer answers to the same later tokens in every row, and how many tokens it has counted. None:
-    nothing was read."""
+    """The outputs for the same later tokens in every row, and the number of tokens read. None: nothing was read."""
     if not layer.learner.streams:
         return torch.zeros(batch)
     generator = torch.Generator().manual_seed(8)
@@ -125,7 +124,7 @@ def _later(layer: TTTLayer, state: State | None, batch: int) -> Tensor:
 
 
 def _gradients_apart(layer: TTTLayer, x: Tensor, lengths: list[int], mask: Tensor, together: Run) -> float:
-    """The gradients of the padded run against those of all rows run apart, under the same loss."""
+    """The gradients of the padded run against those of all rows run separately, under the same loss."""
     weight = cotangent(together.y)
     if together.grads["x"][~mask].any():
         return math.inf

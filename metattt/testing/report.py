@@ -1,4 +1,4 @@
-"""`metattt check`: the laws as a table, for the layer that the command line composed."""
+"""`metattt check`: prints the laws of a composed layer as a table."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def specimen_of(cfg: DictConfig) -> Specimen:
-    """The composed layer, as the laws need it: made again and again from the same configuration."""
+    """The composed layer as a test layer, which laws build repeatedly from the same configuration."""
     given = OmegaConf.to_container(cfg.layer, resolve=True)
     assert isinstance(given, dict)
     fixed = ("_target_", "dim", "num_heads", "task", "learner", "optimizer")
@@ -74,10 +74,10 @@ def specimen_of(cfg: DictConfig) -> Specimen:
 
 
 def why_this_form(layer: TTTLayer, asked: str) -> str:
-    """One line on why the layer computes as it does."""
+    """One line that says why the layer uses its form."""
     learner = layer.learner
     if not learner.has_weights:
-        return "the learner keeps its data and answers by itself"
+        return "the learner keeps its data and needs no gradient steps"
     if asked != "auto":
         return f"layer.form={asked} was asked for"
     if layer.form == "fused":

@@ -1,14 +1,13 @@
-"""The laws about rounding, and what a problem itself makes of a rounding: the reason for a bound that is wider than
-usual.
+"""The laws about rounding, and how much a problem itself amplifies rounding: the reason for a wider bound.
 
-Two measures, neither of which sees the code under examination:
+Two measures, neither of which uses the code under test:
 
-- float32: what the oracle loses in float32 against float64 (Newton-Schulz iterations lift the rounding of small
-  singular values hundreds of times, whoever computes them). Another form may lose `FACTOR` times as much.
+- float32: the error of the reference in float32 against float64 (Newton-Schulz iterations amplify the rounding of small
+singular values hundreds of times, in any implementation). Another form may lose `FACTOR` times as much.
 - bfloat16: how far the float32 result moves when tokens, parameters and what a mini-batch adds to the weights (one
   rounding of it is allowed, where a matmul has no float32 output) are rounded to bfloat16, the least that autocast
-  does. A sign, a nearest neighbour or a young Adam turns around where it is near its edge. A layer under autocast
-  rounds a token a few times on its way (views, inner predictions, reads), and may be off by `FACTOR` times that.
+  does. A sign, a nearest neighbour or the first steps of Adam may flip under rounding. A layer under autocast rounds a
+  token several times (views, inner predictions, reads), so its error may be `FACTOR` times that.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def forms_float32(spec: Specimen) -> float:
 
 
 def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
-    """Every form against the oracle, also when state is handed on."""
+    """Every form against the reference, also if a sequence is split."""
     found = spec.forms()
     if not found:
         raise NotApplicable("the learner keeps its data and has one form")
@@ -46,7 +45,7 @@ def forms_in(spec: Specimen, dtype: torch.dtype) -> float:
 
 
 def loss_of_the_oracle(spec: Specimen) -> tuple[float, str]:
-    """What the oracle loses in float32, in the measure of `forms_float32`, and words for it."""
+    """The error of the reference in float32, measured as in `forms_float32`, with an explanation."""
     form, cuts = spec.forms()[0], _cuts(spec)
     single = spec.make(form=form, dtype=torch.float32)
     double = spec.make(form=form)
@@ -71,7 +70,7 @@ def precision_gradients(spec: Specimen) -> float:
 
 
 def sensitivity(of: str) -> Callable[[Specimen], tuple[float, str]]:
-    """How far rounded tokens and parameters move the `outputs` or `gradients` in float32, and words for it."""
+    """How far rounded tokens and parameters move the `outputs` or `gradients` in float32, with an explanation."""
 
     def measure(spec: Specimen) -> tuple[float, str]:
         moved = _sensitivity(spec, _outputs if of == "outputs" else _gradients)
@@ -109,7 +108,7 @@ def _sensitivity(spec: Specimen, part: Callable[[Run], Tensor]) -> float:
 
 
 def _round_steps(rule: InnerOptimizer, generator: torch.Generator) -> None:
-    """What a rule commits is rounded to bfloat16 before."""
+    """Rounds what a rule commits to bfloat16."""
     commit = rule.commit
 
     def rounded(memory: dict[str, Tensors], filled: int | Tensor) -> dict[str, Tensors]:
@@ -129,7 +128,7 @@ def _wide(spec: Specimen) -> tuple[TTTLayer, Tensor]:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """`x` with relative errors as a rounding to `dtype` makes them: up to half the distance of neighbours."""
+    """`x` with relative errors like those of rounding to `dtype`: up to half the distance of neighbours."""
     noise = 2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1
     return (x * (1 + torch.finfo(dtype).eps / 2 * noise)).to(x.dtype)
 
@@ -148,5 +147,5 @@ def _frobenius(found: Tensor, expected: Tensor) -> float:
 
 
 def _cuts(spec: Specimen) -> list[int]:
-    # inside a mini-batch: the second call goes on from carried state
+    # inside a mini-batch: the second call continues with a state
     return [spec.make().optimizer.mini_batch_size + 2]

@@ -1,4 +1,4 @@
-"""The laws about memory: a state belongs to who holds it, and calls do not meet inside a layer."""
+"""The laws about memory: later calls do not change a state, and calls in several threads do not interfere."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ THREADS = 4
 
 
 def aliasing(spec: Specimen) -> float:
-    """No state shares memory with the layer's parameters, nor is a given one written to: a step of the outer
-    optimizer changes no state, and what is done in place to a state changes no layer."""
+    """No state shares memory with the layer's parameters, and a passed state is not written to: a step of the outer
+    optimizer changes no state, and changing a state in place changes no layer."""
     layer = spec.make()
     own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
     x = spec.tokens()
@@ -36,7 +36,7 @@ def aliasing(spec: Specimen) -> float:
 
 
 def threads(spec: Specimen) -> float:
-    """Calls from several threads at once give what they give one after the other."""
+    """Calls from several threads at once give the same results as one after the other."""
     layer = spec.make()
     x = spec.tokens()
     inputs = [x.roll(index, 1) + index for index in range(THREADS)]
@@ -47,13 +47,13 @@ def threads(spec: Specimen) -> float:
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             found = list(pool.map(lambda tokens: _several_calls(layer, tokens), inputs * 2))
-        except Exception:  # whatever calls do to each other
+        except Exception:  # calls may disturb each other in any way
             return math.inf
     return max(distance(y, then) for y, then in zip(found, expected * 2, strict=True))
 
 
 def _several_calls(layer: TTTLayer, x: Tensor) -> Tensor:
-    """Outputs of one call, and, where the layer goes on, of calls that hand the state on."""
+    """Outputs of one call and, if the layer has a state, of several calls with the state passed on."""
     with torch.no_grad():
         y, _ = layer(x)
         if not layer.learner.streams:

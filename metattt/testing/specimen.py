@@ -1,4 +1,4 @@
-"""The layer under examination, and how it is run and measured."""
+"""The layer under test, and how it is run and compared."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from metattt.tasks.base import Task, Views
 
 
 class NotApplicable(Exception):
-    """A law says nothing about this combination; the message is the reason."""
+    """A law does not apply to this combination; the message is the reason."""
 
 
 class Run(NamedTuple):
-    """What one or several calls on a sequence gave: outputs `[B, T, D]`, final state, gradients by parameter name (and
+    """The results of one or several calls on a sequence: outputs `[B, T, D]`, final state, gradients by parameter name
+    (and
     `x`)."""
 
     y: Tensor
@@ -35,7 +36,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Specimen:
-    """Makes the same layer any number of times, with other forms or mini-batches where a law asks for them.
+    """Makes the same layer any number of times, with other forms or mini-batches if a law needs them.
 
     Args:
         learner, task, optimizer: functions that return a new part.
@@ -74,7 +75,7 @@ class Specimen:
             seed: of the initial parameters.
 
         Raises:
-            MetaTTTError: the layer refuses the combination.
+            MetaTTTError: the layer does not support the combination.
         """
         options = dict(self.options)
         options |= {key: value for key, value in (("form", form), ("group_size", group_size)) if value is not None}
@@ -93,7 +94,7 @@ class Specimen:
     def forms(self) -> list[str]:
         """The forms that can compute this combination, the oracle first."""
         layer = self.make()
-        if not layer.learner.has_weights:  # what the layer refuses in every form is an error, not a missing form
+        if not layer.learner.has_weights:  # an error in every form is an error, not a missing form
             return []
         x = self.tokens()[:, :1]
         start = State(torch.zeros(len(x), dtype=torch.long), 0, {}, {}, {}, {})
@@ -116,7 +117,7 @@ class Specimen:
 def randomize(layer: TTTLayer) -> None:
     """Moves every trained parameter away from its initial value, with sizes that keep the inner loop stable.
 
-    Initial values hide mistakes: a zero W0 or bias, a norm scale of one, a convolution that nothing has trained.
+    Initial values hide errors: a zero W0 or bias, a norm scale of one, an untrained convolution.
     """
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -145,7 +146,7 @@ def run(
     reset: Tensor | None = None,
     grads: bool = False,
 ) -> Run:
-    """Calls the layer on `x` `[B, T, D]`, cut before the tokens `cuts`, handing the state on.
+    """Calls the layer on `x` `[B, T, D]`, split before the tokens `cuts`, with the state passed on.
 
     The random numbers that a task draws (corruption) are the same in every run with the same B.
     """
@@ -206,8 +207,7 @@ def compare(found: Run, expected: Run) -> float:
 
 
 def state_distance(layer: TTTLayer, found: State, expected: State) -> float:
-    """Worst relative error of two states: in what they hold, and in what the layer answers when it goes on from
-    them."""
+    """Worst relative error of two states: of their tensors, and of the outputs of later calls with them."""
     if not torch.equal(found.pos, expected.pos):
         return math.inf
     worst, size = 0.0, layer.optimizer.mini_batch_size

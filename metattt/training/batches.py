@@ -18,8 +18,8 @@ def plan_batches(
     world_size: int,
     unit: str = "windows",
 ) -> tuple[int, int]:
-    """Divides a step among the processes, so that it reads the same whatever their number: the largest batches, up to
-    `batch_size`, that divide a process's share.
+    """Divides a step among the processes so that it reads the same windows for any number of processes: the largest
+    batches, up to `batch_size`, that divide a process's share.
 
     Args:
         batch_tokens: tokens per step, over all processes. None: those of `batch_size` and `accumulate` in one process.
@@ -27,7 +27,7 @@ def plan_batches(
         batch_size: windows per batch, at most.
         accumulate: batches per step of one process.
         world_size: number of processes.
-        unit: what a batch has a number of, for messages.
+        unit: the unit of a batch (windows, images), for messages.
 
     Returns:
         Windows or images per batch, and batches per step, in each process.
@@ -57,7 +57,7 @@ def plan_batches(
 
 
 def recount_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Counts the batches of a saved run as this number of processes would have needed them: the steps are what stays.
+    """Converts the batch counts of a saved run to the present number of processes; the steps stay the same.
 
     Args:
         checkpoint: of Lightning; changed in place.
@@ -103,7 +103,8 @@ def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
 
 
 def validate_between_steps(trainer: lightning.Trainer) -> None:
-    """Takes `trainer.val_check_interval` as steps (or a share of them), not batches: the same whatever the processes.
+    """Interprets `trainer.val_check_interval` as steps (or a share of them), not batches, so that it does not depend on
+    the number of processes.
 
     For data whose loader covers the whole run.
     """
@@ -129,7 +130,7 @@ def at_end_of_step(checkpoint: dict[str, Any], validate_again: bool) -> None:
     for counts in (progress["total"], progress["current"]):
         counts.update(dict.fromkeys(counts, counts["completed"]))
     progress["is_last_batch"] = False
-    if validate_again:  # what Lightning takes for an evaluation that was cut off in its first batch
+    if validate_again:  # Lightning's sign of a validation that was interrupted in its first batch
         validation = loops["epoch_loop.val_loop.batch_progress"]
         done = validation["total"]["completed"]
         validation["total"].update(ready=done + 1, started=done + 1, processed=done)

@@ -45,7 +45,7 @@ class Builder:
         self.random = torch.get_rng_state()
 
     def whole(self) -> LanguageModel:
-        """The model, ready to train.
+        """Makes the model, ready to train.
 
         Raises:
             MetaTTTError: weights that do not fit.
@@ -81,7 +81,7 @@ class Builder:
             seen.remove()
 
     def finish(self, model: LanguageModel) -> None:
-        """What comes after the random parameters: weights of another run, and compilation.
+        """The steps after the random parameters: loading weights of another run, and compilation.
 
         Raises:
             MetaTTTError: weights that do not fit.
@@ -98,8 +98,8 @@ class Builder:
 
 
 def differences(cfg: DictConfig, weights: str) -> str | None:
-    """A line on what a run changes of the model whose weights it starts from, where the weights themselves do not show
-    it: an activation, an inner learning rate or a mini-batch size may be changed on purpose, but it is said.
+    """A line that lists the settings in which a run differs from the model whose weights it starts from and that
+    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended, but is reported.
 
     Args:
         cfg: the configuration of the run.
@@ -114,7 +114,7 @@ def differences(cfg: DictConfig, weights: str) -> str | None:
 
 
 def _settings(cfg: DictConfig) -> dict[str, str]:
-    """What decides what a model computes, by dotted key; the name of a component by that of its part."""
+    """The settings that change what a model computes, by dotted key; a component by the name of its part."""
     parts = to_names(OmegaConf.to_container(cfg, resolve=True))
     found: dict[str, Any] = {}
     for part in PARTS:  # each of them stands in the layer, too

@@ -1,4 +1,4 @@
-"""What is shown of a run while it trains: progress, and the curve of the loss."""
+"""The display of a run while it trains: progress, and the plot of the loss."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from metattt.training.random_state import apart_from_the_run
 from metattt.training.sharding import divided
 from metattt.training.step_statistics import Pace
 
-SHARE = 0.01  # of the time of a run, at most, that its pictures take
-REST = 0.5  # seconds between two looks of the bar at the metrics
+SHARE = 0.01  # largest share of the time of a run for drawing its plots
+REST = 0.5  # seconds between two updates of the bar's metrics
 
 
 @register(group="callback", name="progress")
 class Progress(TQDMProgressBar):
-    """Lightning's progress bar with loss, bits per byte, tokens per second and the time left; where nobody watches (a
-    file, CI), a line now and then instead.
+    """Lightning's progress bar with loss, bits per byte, tokens per second and the time left; if the output is not a
+    terminal (a file, CI), some lines instead.
 
-    A line shows the validation that came since the line before, and the time of a step without validation and
-    compilation. The bar asks the device for the numbers twice a second at most, so that no step waits for them.
+    A line shows the last validation since the previous line, and the time of a step without validation and compilation.
+    The bar fetches numbers from the device at most twice a second, so that steps do not wait.
 
     Args:
         lines: number of lines of a run whose output is not a terminal.
@@ -61,7 +61,7 @@ class Progress(TQDMProgressBar):
         return self.metrics
 
     def _read(self, trainer: lightning.Trainer) -> dict[str, Any]:
-        """What is shown of the metrics. It waits for the device."""
+        """The metrics to show. Waits for the device."""
         at = f" (step {self.validated})"
         names = {
             "train/loss": ("loss", ".3f"),
@@ -117,8 +117,7 @@ class LossCurve(lightning.Callback):
     lines. When a language model has been trained, a second panel: the loss of its inner loops before and after each
     step, by position in a window.
 
-    It is drawn when validation ends, but not so often that drawing takes more than a hundredth of the time (`SHARE`),
-    and at the end.
+    It is drawn after validations, as long as drawing takes at most a hundredth of the time (`SHARE`), and at the end.
 
     Args:
         path: the PNG to write.
@@ -167,7 +166,7 @@ class LossCurve(lightning.Callback):
     def _inner_losses(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> dict[int, Curves] | None:
-        """Of the trained model on validation windows; None where there is nothing to measure."""
+        """The inner losses of the trained model on validation windows; None if there are none."""
         model = pl_module.model
         if not (self.inner_windows and isinstance(model, LanguageModel)) or divided(model):
             return None

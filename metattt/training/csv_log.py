@@ -1,4 +1,4 @@
-"""`metrics.csv`: rows are appended as they come; a kill, at any moment, loses none that a checkpoint counts on."""
+"""`metrics.csv`: rows are appended one by one; a kill at any moment loses no row before the last checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from metattt.registry import register
 class CSVLog(Logger):
     """A row for every step and every validation that is logged, with `step` and the metrics as columns, by name.
 
-    The file is never changed in place but for rows that are added: with a new column, and where a resumed run goes on
-    before its last rows, a new file takes the place of the old one. Of several processes the first writes.
+    Rows are only appended in place. A new column, or resuming before the last rows, replaces the file by a new one. Of
+    several processes the first one writes.
 
     Args:
         path: the file.
@@ -63,7 +63,7 @@ class CSVLog(Logger):
         self._file.flush()
 
     def sync(self) -> None:
-        """The rows so far are on the disk when this returns: for before a checkpoint that counts on them.
+        """Writes all rows to the disk, before a checkpoint is written.
 
         Raises:
             OSError: the disk is full.
@@ -78,13 +78,13 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def go_on_from(self, step: int, validate_again: bool = False) -> str | None:
-        """Takes up the file of a run that goes on: rows after `step` are dropped, they come again.
+        """Truncates the log to the resume step: rows after `step` are dropped and will be written again.
 
-        A file that is damaged is set aside, whole, and its good rows are kept.
+        A damaged file is renamed, and its readable rows are kept.
 
         Args:
             step: of the checkpoint.
-            validate_again: the validation at `step` comes again, too.
+            validate_again: the validation at `step` is repeated, too.
 
         Returns:
             A line for the user, if rows were lost.
@@ -116,7 +116,7 @@ class CSVLog(Logger):
         return any(int(row[STEP]) == step and of_validation(row) for row in rows)
 
     def _write_anew(self, columns: Sequence[str], rows: Sequence[Row]) -> None:
-        """A new file takes the place of the old one."""
+        """Replaces the file by a new one."""
         self.finalize("")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [_line(columns), *(_line([row.get(name, "") for name in columns]) for row in rows)]
@@ -125,12 +125,12 @@ class CSVLog(Logger):
 
 
 def logs_of(trainer: lightning.Trainer) -> list[CSVLog]:
-    """The logs of ours among the loggers of a run."""
+    """Our CSV loggers among the loggers of a run."""
     return [logger for logger in trainer.loggers if isinstance(logger, CSVLog)]
 
 
 def logged_rows(trainer: lightning.Trainer) -> list[Row]:
-    """The rows of a run's log so far; none without a log of ours."""
+    """The rows of a run's CSV log so far; empty without one."""
     return next((read_rows(log.path)[0] for log in logs_of(trainer)), [])
 
 

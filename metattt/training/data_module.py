@@ -12,7 +12,7 @@ from metattt.training.batches import batch_share
 
 
 class Share:
-    """A trainer as a data set sees it: of its processes, only those that read different windows.
+    """A trainer as a data set sees it: only processes that read different windows count.
 
     Args:
         trainer: of the run.
@@ -33,7 +33,7 @@ class Share:
 
 
 class ForLightning(lightning.LightningDataModule):
-    """A data set, told which trainer reads it."""
+    """A data set with the trainer that reads it."""
 
     def __init__(self, data: Data):
         super().__init__()

@@ -1,5 +1,5 @@
-"""A run that diverges: noticed before the update reaches the weights, named by layer and head, and stopped or
-skipped."""
+"""Divergence: detected before the update reaches the weights, reported by layer and head, then the run stops or skips
+the step."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from metattt.optimizers.gradient_descent import StepSize
 from metattt.registry import register
 
 WINDOW = 100  # steps over which skipped ones are counted
-NAMED = 3  # parameters in a message; the others are counted
+NAMED = 3  # parameters named in a message; the others are counted
 
 
 @register(group="callback", name="divergence", version=2)
 class Divergence(lightning.Callback):
-    """Looks at every step before its update: the loss of every batch, and the norm of the gradient. Weights are looked
-    at before they are validated or written, so that no checkpoint ever holds one that is not finite.
+    """Checks every step before its update: the loss of every batch, and the norm of the gradient. Weights are checked
+    before they are validated or written, so that no checkpoint has NaN or infinity.
 
-    The price: one multi-tensor norm over the gradients, and one number that the host waits for when the backward pass
-    has ended (the decision has to come before the update). All processes of a run decide alike.
+    Its cost: one multi-tensor norm over the gradients, and one number that the host waits for after the backward pass
+    (the decision is needed before the update). All processes of a run decide alike.
 
     Args:
-        on_divergence: `stop` ends the run with a line and exit code 2; of a step that is skipped (`skip`), weights and
-            moments stay as they are, and batch and schedule go on. Weights that are not finite themselves cannot be
-            skipped: then the run stops.
+        on_divergence: `stop` ends the run with an error message and exit code 2; `skip` skips the update: weights and
+            moments do not change, and the run continues with the next batch. If the weights are not finite already, the
+            run stops.
         max_skipped: of the last 100 steps; with more it stops.
 
     Raises:
-        MetaTTTError: a value that is not allowed; in training, the line of a run that stops.
+        MetaTTTError: a value that is not allowed; in training, the run stops.
     """
 
     def __init__(self, on_divergence: Literal["stop", "skip"] = "stop", max_skipped: int = 10):
@@ -57,7 +57,7 @@ class Divergence(lightning.Callback):
         self.skipped = list(state_dict["skipped"])
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        _refuse_nan(pl_module, False)  # it comes to the loss, where all processes see it
+        _refuse_nan(pl_module, False)  # it reaches the loss, which all processes see
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         _refuse_nan(pl_module, True)
@@ -83,7 +83,7 @@ class Divergence(lightning.Callback):
     ) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # drops what overflows itself
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # skips overflowing steps itself
         if _agreed(trainer, self._of_losses(), None if scaled else overflows(gradients)):
             self._react(trainer, pl_module, trainer.global_step + 1)
             for parameter in parameters:  # without a gradient no optimizer touches a parameter, or its moments
@@ -113,10 +113,10 @@ class Divergence(lightning.Callback):
             self._react(trainer, pl_module, trainer.global_step)
 
     def _react(self, trainer: lightning.Trainer, pl_module: Any, step: int) -> None:
-        """Returns where the run can go on without the update of a step.
+        """Returns if the run can continue without the update of a step.
 
         Raises:
-            MetaTTTError: it cannot.
+            MetaTTTError: it cannot continue.
         """
         weights, text = diagnose(pl_module.model, self.losses)
         found, ending = f"step {step}: {text}", advice(pl_module)
@@ -140,22 +140,21 @@ def overflows(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def diagnose(model: nn.Module, losses: Iterable[Tensor]) -> tuple[list[str], str]:
-    """The weights that are not finite, and all that is not, for people. Processes that share a model call it
-    together."""
+    """A description of the non-finite weights, gradients and losses. Processes that share a model call it together."""
     total = sum(1 for _ in model.parameters())
     weights, gradients = (not_finite(model, gradients) for gradients in (False, True))
     words = [f"the loss is {loss.item()}" for loss in losses if not torch.isfinite(loss)][:1]
     if weights:
         words.append(f"weights are not finite: {_names(weights, total)}")
-    if gradients and not (words and len(gradients) == total):  # else it says nothing that the others do not
+    if gradients and not (words and len(gradients) == total):  # otherwise it adds nothing to the others
         words.append(f"the gradient is not finite: {_names(gradients, total)}")
     return weights, "; ".join(words) or "the loss of another process is not finite"
 
 
 def not_finite(model: nn.Module, gradients: bool) -> list[str]:
     """The parameters of a model whose values (or `gradients`) have a norm that is not finite, with layer and heads, the
-    one nearest to the output first: a backward pass spoils what comes after the fault, which is what is nearer to the
-    input. Processes that share a model have to call it together."""
+    one nearest to the output first: a backward pass carries NaN from there to the input. Processes that share a model
+    must call it together."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, TTTLayer)]
     heads = {f"{name}.{part}.": layer.num_heads for name, layer in layers for part in ("learner", "optimizer")}
     found = []
@@ -188,7 +187,7 @@ def advice(pl_module: Any) -> str:
 
 
 def listed(numbers: Iterable[int]) -> str:
-    """Numbers for people, neighbours as a range: `0, 3–5`."""
+    """Numbers as text, neighbours as a range: `0, 3–5`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -212,13 +211,13 @@ def _agreed(trainer: lightning.Trainer, *flags: Tensor | None) -> bool:
 
 
 def _refuse_nan(module: nn.Module, refuse: bool) -> None:
-    """Whether layers refuse NaN, as they do where nobody looks at the loss, or hand it on."""
+    """Sets whether layers raise an error for NaN, or pass it on because the loss is checked."""
     for one in module.modules():
         if isinstance(one, TTTLayer | Mixer):
             one.refuse_nan = refuse
 
 
 def say(trainer: lightning.Trainer, line: str) -> None:
-    """A line for the user, from one of several processes."""
+    """Prints a line for the user, from one of several processes."""
     if trainer.is_global_zero:
         print(line, file=sys.stderr, flush=True)

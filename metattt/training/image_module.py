@@ -65,7 +65,8 @@ class ImageClassification(OuterLoop):
         self.add_to_validation(loss=(nats, count), top1=(found[:, 0].sum(), count), top5=(found.sum(), count))
 
     def _check(self, labels: Tensor, least: int) -> None:
-        """Refuses labels `[B]` that are no class of the model: not every source says how many classes it has."""
+        """Raises an error for labels `[B]` that are not classes of the model: not every source declares its number of
+        classes."""
         if (wrong := labels[(labels < least) | (labels >= self.model.num_classes)]).numel():
             raise MetaTTTError(
                 f"an image has the label {wrong[0]}, and the model has {self.model.num_classes} classes: set "

@@ -1,5 +1,4 @@
-"""A line where an inner loop learns nothing or its gates have died, while the outer loop trains on as if all were
-well."""
+"""Warns if an inner loop learns nothing or its gates have died, which the outer loss does not show."""
 
 from __future__ import annotations
 
@@ -18,20 +17,20 @@ from metattt.registry import register
 from metattt.training.divergence import listed, say
 from metattt.training.random_state import apart_from_the_run
 
-DEAD_RATE = 1e-7  # an η below moves no weight that fp32 would show
-FORGETTING = 0.5  # an α below halves the weights with every token
+DEAD_RATE = 1e-7  # an η below this changes no weight in fp32
+FORGETTING = 0.5  # an α below this halves the weights with every token
 
 
 @register(group="callback", name="inner_health")
 class InnerHealth(lightning.Callback):
-    """Looks at the inner loops of every layer on the first windows of a validation run, and says once, by kind and
-    layer, what is wrong and which override helps. The run goes on.
+    """Checks the inner loops of every layer on the first windows of a validation, and prints each problem once per kind
+    and layer, with the override that helps. The run continues.
 
-    The price, at each look: the model reads these windows once more, and 32 tokens of each one by one (or by
-    mini-batches, where weights move once in each).
+    The cost of a check: the model reads these windows once more, and 32 tokens of each one by one (or by mini-batches,
+    for rules that act once per mini-batch).
 
     Args:
-        every: validation runs between two looks; 0 never looks.
+        every: validations between two checks; 0: no checks.
         windows: of the first validation batch (or images).
 
     Raises:
@@ -44,7 +43,7 @@ class InnerHealth(lightning.Callback):
         self.every, self.windows = every, windows
         self.runs = 0  # validations so far
         self.said: list[str] = []  # kind and layer
-        self.last: list[str] = []  # those of the look before
+        self.last: list[str] = []  # those of the previous check
 
     def state_dict(self) -> dict[str, Any]:
         return {"runs": self.runs, "said": list(self.said), "last": list(self.last)}
@@ -84,18 +83,18 @@ class InnerHealth(lightning.Callback):
         before, self.last = self.last, []
         for index, health in found.items():
             layer = learning(pl_module.model.blocks[index])
-            assert layer is not None  # it was looked at
+            assert layer is not None  # it was checked
             for kind, line in complaints(health, layer):
                 name = f"{kind} {index}"
                 self.last.append(name)
-                # a model that has hardly begun may have an inner loop that harms
+                # early in training an inner loop may do harm
                 if name not in self.said and (kind != "worse" or name in before):
                     self.said.append(name)
                     yield f"layer {index}, {line}"
 
 
 def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
-    """What is wrong with an inner loop: its kind, and a line with the override that helps."""
+    """The problem of an inner loop: its kind, and a message with the override that helps."""
     rule: Any = layer.optimizer
     rate = getattr(rule, "base_lr", None)
     if rule.read in ("previous", "committed") and health.tokens <= rule.mini_batch_size:
@@ -104,7 +103,7 @@ def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
             f"{health.tokens} tokens of a sequence end with the first: try "
             f"optimizer.mini_batch_size={max(1, health.tokens // 4)} (now {rule.mini_batch_size}), or longer sequences"
         )
-    # gradients at the weights that a sequence began with promise nothing of those at W_{t−1}
+    # gradients at W_0 need not lower the loss at W_{t−1}
     bad = health.rising.mean(1) > 0.5
     if rule.anchor != "batch" and health.rising.numel() and bad.any():
         rising = health.rising[bad]

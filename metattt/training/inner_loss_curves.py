@@ -1,7 +1,7 @@
 """How well the inner loop learns while the outer loop trains it: T + 1 curves per layer (arXiv 2310.13807, Fig. 1 and
 3).
 
-For layers that take steps on a whole image; those of language models are in the picture of the loss curve.
+For layers that take steps on a whole image; those of language models are in the plot of the loss curve.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class InnerWarmup(lightning.Callback):
 
         if not all(rule.base_lr for rule in self.final):
             raise MetaTTTError(
-                "callbacks=inner_warmup has no way to optimizer.base_lr=0: leave it out with ~callbacks.inner_warmup"
+                "callbacks=inner_warmup cannot warm up to optimizer.base_lr=0: leave it out with ~callbacks.inner_warmup"
             )
 
     def on_train_batch_start(
@@ -58,7 +58,7 @@ class InnerWarmup(lightning.Callback):
         done = min(1.0, trainer.global_step / warmup)
         for rule, final in self.final.items():
             first = self.start / abs(rule.base_lr)
-            # A tensor: a number that changes would have compiled layers compiled again, and every plan made again.
+            # A tensor: changing a plain number would recompile compiled layers and make every plan again.
             device = next((x.device for x in rule.parameters()), None)
             now = torch.tensor(final * (first + (1 - first) * done), dtype=torch.float64, device=device)
             rule.scale = now  # type: ignore[assignment]

@@ -22,8 +22,8 @@ Module = TypeVar("Module")
 
 
 class OuterLoop(lightning.LightningModule):
-    """Trains a model on batches; a kind of data says what the loss of a batch is (`batch_loss`, `item_losses`), and how
-    it is validated.
+    """Trains a model on batches. A subclass for a kind of data defines the loss of a batch (`batch_loss`,
+    `item_losses`) and the validation.
 
     Args:
         model: the model.
@@ -49,7 +49,7 @@ class OuterLoop(lightning.LightningModule):
         raise NotImplementedError
 
     def shortest_loss(self) -> Tensor:
-        """The loss of the smallest batch: what it does not depend on, a step may leave without a gradient."""
+        """The loss of the smallest batch. Parameters that do not affect it may get no gradient in a step."""
         raise NotImplementedError
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -108,8 +108,8 @@ def _add(sums: dict[str, Tensor], figures: dict[str, tuple[Tensor, Tensor]]) -> 
 
 
 class Job(ABC, Generic[Model, Module]):
-    """What is special about one kind of data: made from the configuration and the data, which it reads and checks
-    against the model (`Data.job`).
+    """The part of training that depends on the kind of data. Made from the configuration and the data, which it reads
+    and checks against the model (`Data.job`).
 
     Args:
         cfg: the configuration of the run.
@@ -144,7 +144,7 @@ class Job(ABC, Generic[Model, Module]):
         self.divide(trainer, None, 1, self.unit)
 
     def divide(self, trainer: lightning.Trainer, tokens: int | None, length: int, unit: str) -> None:
-        """Sets the sizes of batches that the trainer's processes take.
+        """Sets the batch sizes of the trainer's processes.
 
         Args:
             tokens: of a step, over all processes; None: as the data and the trainer say.
@@ -157,7 +157,7 @@ class Job(ABC, Generic[Model, Module]):
         validate_between_steps(trainer)
 
     def header(self, console: Console, trainer: lightning.Trainer, model: Model, done: int) -> None:
-        """What is about to run, in three lines. `done`: steps of a run that goes on."""
+        """Three lines about the run before it starts. `done`: steps of a resumed run."""
         count = self.data.batch_size * trainer.accumulate_grad_batches * batch_share(trainer)[1] * self.items()
         processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
         start = f", from step {done:,}" if done else ""
@@ -188,4 +188,4 @@ class Job(ABC, Generic[Model, Module]):
         return {"loss": ("loss", 1, ".4g")}
 
     def sample(self, console: Console, module: Module) -> None:
-        """Something that the trained model made, if it makes anything."""
+        """A sample of the trained model, if there is one."""

@@ -37,7 +37,7 @@ def launched() -> Launched | None:
 
 
 def processes(trainer: DictConfig) -> dict[str, Any]:
-    """`devices` and `num_nodes` for Lightning's Trainer: `auto` takes what was started.
+    """`devices` and `num_nodes` for Lightning's Trainer: `auto` uses the processes that were started.
 
     Args:
         trainer: the configuration of the trainer.

@@ -1,4 +1,4 @@
-"""The outer loop with Muon: matrices move by orthogonal steps, everything else by AdamW."""
+"""The outer loop with Muon: orthogonal steps for matrices, AdamW for everything else."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class Muon(AdamW):
 
     `M ← μ M + G`, `W ← (1 − lr λ) W − lr · 0.2 √max(rows, columns) · polar(G + μ M)`: the polar factor comes from five
     Newton–Schulz iterations in the type of the parameters, fp32 or wider (https://kellerjordan.github.io/posts/muon).
-    The factor makes the entries of a step as large as those of AdamW's, so that a learning rate for AdamW is a fit
-    first guess.
+    The factor makes the entries of a step as large as AdamW's, so that a learning rate for AdamW is a good first guess.
 
     Args:
         lr: peak learning rate.

@@ -1,5 +1,5 @@
-"""The pictures of a run: its metric against steps, with what the inner loops learn within a window beside it; and the
-inner losses of images against steps."""
+"""The plots of a run: its metric against steps, next to the inner losses by position in a window; for images, the inner
+losses against steps."""
 
 from __future__ import annotations
 
@@ -121,8 +121,7 @@ def _outer(
 
 
 def _inner(axes: Any, curves: Mapping[int, Curves]) -> None:
-    """Before and after the step on each mini-batch, the mean over layers; the distance between the two is what a step
-    learns."""
+    """The mean over layers before and after the step on each mini-batch; the difference is what a step learns."""
     shapes = {tuple(c["position"].tolist()) for c in curves.values()}
     if len(shapes) == 1:
         means = {

@@ -12,8 +12,8 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where all generators stand that a step may draw from, in numbers and tensors, for a checkpoint; `device` is that
-    of the process."""
+    """The states of all random generators that a step may use, as numbers and tensors, for a checkpoint; `device` is
+    that of the process."""
     version, words, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=True)
     kind, table, *rest = of_numpy
@@ -26,7 +26,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(data: Mapping[str, Any], device: torch.device) -> None:
-    """Puts all generators where `random_state` found them; the GPU's if there was one then and is one now."""
+    """Restores the states of `random_state`; that of the GPU if there was one then and is one now."""
     version, words, gauss = data["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, table, *rest = data["numpy"]
@@ -37,5 +37,5 @@ def set_random_state(data: Mapping[str, Any], device: torch.device) -> None:
 
 
 def apart_from_the_run(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn inside changes nothing that the run draws; `device` is that of the process."""
+    """A context: random numbers drawn inside do not change those of the run; `device` is that of the process."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

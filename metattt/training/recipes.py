@@ -1,4 +1,4 @@
-"""Recipes of the outer loop: the optimizer, its learning rates, and what does not decay."""
+"""Recipes of the outer loop: the optimizer, its learning rates, and the parameters without weight decay."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AdamW(Declared):
             weights of the inner loop do not decay.
         warmup_fraction: share of the steps with a rising learning rate.
         min_lr: learning rate at the last step.
-        chunk: tokens of a window that are read at a time, the state carried on; None: all of them.
+        chunk: tokens of a window that are read at a time, with the state passed on; None: all of them.
         truncate: k, chunks that the gradient of a chunk's loss reaches back over, its own among them
             (`metattt.training.truncated`): memory does not grow with the window, and the gradient is not that of the
             whole window. None: all chunks, the exact gradient.

@@ -1,4 +1,4 @@
-"""`trainer=ddp`: a copy of the model in every process, whatever parameters its layers leave without a gradient."""
+"""`trainer=ddp`: a copy of the model in every process, also for layers that leave parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from metattt.training.random_state import apart_from_the_run
 
 @register(group="strategy", name="replicated_data")
 class ReplicatedData(DDPStrategy):
-    """DDP that looks for itself whether some parameters may get no gradient: then, and only then, it walks the graph of
-    every step.
+    """DDP that finds out whether parameters may get no gradient; only then it searches the graph of every step.
 
-    Nearest neighbours have no use for q and k, and a rule that moves weights once per mini-batch none for what it
-    learns from before the first commit. So usage depends on the data, document by document: what counts is the shortest
-    input (`shortest_loss` of the Lightning module): parameters that it reaches are reached by every longer one. (To add
+    Nearest neighbours give no gradient to q and k, and a rule that acts once per mini-batch gives none before the first
+    commit. So it depends on the lengths of documents. The shortest input decides (`shortest_loss` of the Lightning
+    module): parameters that affect its loss affect every longer one. (To add
     every parameter to the loss with a factor of 0 instead would give zero gradients, and weight decay, where one
     process has none.)
 

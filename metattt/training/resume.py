@@ -1,4 +1,4 @@
-"""Going on with a run: its configuration with what the command line may change, and its data, which may have moved."""
+"""Resuming a run: its configuration with the changes of the command line, and its data, which may have moved."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PLACEMENT = ("trainer.strategy", "trainer.devices", "trainer.num_nodes")  # what
 def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
     """The configuration of the run, with what the command line changes.
 
-    What was given (`given.given`) counts, even where it equals a default; so does what a choice such as `layer=ttt_mlp`
-    sets away from the defaults. Model, data and recipe stay: else it would be another run.
+    Values that were given (`given.given`) count even if they equal a default, and so do the values of a choice such as
+    `layer=ttt_mlp` that differ from the defaults. Model, data and recipe must not change: it would be another run.
 
     Returns:
-        The configuration, and whether the data is said to be elsewhere now.
+        The configuration, and whether the command line gives a new place of the data.
 
     Raises:
         MetaTTTError: a value that would make it another run.
@@ -65,7 +65,8 @@ def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
 
 
 def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
-    """Refuses to write where a file of the run says, unless that is in the run's folder or given on the command line.
+    """Raises an error for output paths in a file of the run that are outside the run's folder and not given on the
+    command line.
 
     Args:
         cfg: of a run that goes on.
@@ -82,7 +83,7 @@ def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
                 key.rpartition(".")[2] in PATHS or value.startswith(("/", "~")) or ".." in value
             )
             if leads and not Path(value).expanduser().resolve().is_relative_to(home) and not _inside(key, keys):
-                raise MetaTTTError(f"{key}={value} of the run leads out of its folder {home}: if it may, give it again")
+                raise MetaTTTError(f"{key}={value} of the run is outside its folder {home}: to allow it, give it again")
 
 
 def _check_resumable(key: str, said: str) -> None:
@@ -90,11 +91,11 @@ def _check_resumable(key: str, said: str) -> None:
         allowed = ", ".join(
             [*(part if part in ("sample", "on_divergence") else f"{part}.*" for part in RESUMABLE), *MOVABLE]
         )
-        raise MetaTTTError(f"{said} would change the run that resume goes on with: only {allowed} may be given")
+        raise MetaTTTError(f"{said} would change the run that is resumed: only {allowed} may be given")
 
 
 def _said(overrides: Iterable[str]) -> tuple[set[str], set[str], list[str]]:
-    """What overrides name: keys with a value, groups with a choice, and keys that are left out."""
+    """The contents of overrides: keys with a value, groups with a choice, and removed keys."""
     keys: set[str] = set()
     chosen: set[str] = set()
     deleted: list[str] = []
@@ -122,7 +123,7 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | None:
-    """Compares the data of a run that goes on with what it was trained on.
+    """Compares the data of a resumed run with the data that it was trained on.
 
     Args:
         record: of the checkpoint.
@@ -140,8 +141,8 @@ def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | 
         return None
     if moved:
         raise MetaTTTError(
-            f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, and resume "
-            "goes on with it. "
+            f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, which resume "
+            "needs. "
             "To train on other data, start a run with init_from=<the checkpoint>"
         )
-    return "data    has changed since the run was begun: its order, and what is held out, are no longer the same"
+    return "data    has changed since the run was started: its order, and the validation data, are no longer the same"

@@ -1,5 +1,5 @@
-"""A run's folder, and where the run begins: anew, at a checkpoint, or at the beginning of one that was killed before it
-wrote any. One run at a time, none over another, and nothing removed that is not a run's own."""
+"""The folder of a run and its starting point: new, at a checkpoint, or again from the start if it was killed before its
+first checkpoint. A folder has one run at a time, no run overwrites another, and only files of a run are removed."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _LEFTOVER = re.compile(rf"({re.escape(CONFIGURATION)}|{re.escape(LOG)})\.\d+\.pa
 
 
 class Start(NamedTuple):
-    """Where a run begins.
+    """The starting point of a run.
 
     Attributes:
         cfg: its configuration.
         folder: its folder.
-        checkpoint: that it goes on from; None: it begins.
+        checkpoint: from which it resumes; None: a new run.
         content: of the checkpoint, without its tensors.
         done: steps done.
         moved: the command line says where the data is now.
@@ -72,7 +72,7 @@ class Opened(NamedTuple):
 
     Attributes:
         folder: the run's.
-        source: the folder of the run that is gone on with; None: a run begins.
+        source: the folder of the run that is resumed; None: a new run.
         lock: held by the first process of the run; None in the others.
     """
 
@@ -82,17 +82,17 @@ class Opened(NamedTuple):
 
 
 def check_given(cfg: DictConfig) -> None:
-    """Refuses, before anything is read or made, what Lightning would take and train wrongly or not at all.
+    """Checks settings, before anything is read or written, that Lightning would accept but train wrongly or not at all.
 
     Raises:
-        MetaTTTError: words about the folder that do not go together; a number of steps that is none.
+        MetaTTTError: settings of the folder that exclude each other; an invalid number of steps.
     """
     for key in ("resume", "output_dir"):
         if cfg[key] == "":
             raise MetaTTTError(f"{key}= is empty: give a folder, or leave it out (an empty variable of the shell?)")
     if cfg.resume == AUTO and not cfg.output_dir:
         raise MetaTTTError(
-            f"resume={AUTO} goes on with the run in output_dir, or begins it there: add output_dir=<folder>"
+            f"resume={AUTO} resumes the run in output_dir, or starts it there: add output_dir=<folder>"
         )
     if cfg.resume == AUTO and cfg.overwrite:
         raise MetaTTTError(f"resume={AUTO} keeps the run in output_dir, and overwrite=true does not: give one of them")
@@ -103,7 +103,7 @@ def check_given(cfg: DictConfig) -> None:
     for key in ("max_steps", "max_epochs", "val_check_interval"):
         if trainer.get(key) == 0:
             raise MetaTTTError(
-                f"trainer.{key}=0 trains nothing: give a number; metattt train --cfg shows a configuration"
+                f"trainer.{key}=0 trains nothing: give a number; metattt train --cfg job shows the configuration"
             )
     if {trainer.get(key) for key in ("max_steps", "max_epochs")} <= {None, -1}:
         raise MetaTTTError(
@@ -146,7 +146,7 @@ def open_run(cfg: DictConfig, first: bool) -> Opened:
 
 
 def new_folder(name: str) -> Path:
-    """Makes `runs/<time>-<name>`, or with a number after it: a folder that nobody else has.
+    """Makes a new folder `runs/<time>-<name>`, with a number after it if needed.
 
     Raises:
         MetaTTTError: it cannot be made.
@@ -167,7 +167,7 @@ def new_folder(name: str) -> Path:
 
 
 def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
-    """Decides where a run begins, and prepares its folder.
+    """Decides where a run starts, and prepares its folder.
 
     Args:
         cfg: as it was composed.
@@ -196,7 +196,7 @@ def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
         cfg.resume = str(checkpoint)
     elif source is not None and cfg.resume != AUTO:
         cfg, moved = resumed(given, read_configuration(source, modules(given.trust)))
-        say(f"{source} has no checkpoint yet: the run begins again, with its own configuration")
+        say(f"{source} has no checkpoint yet: the run starts again, with its own configuration")
     if lock is not None and not (here and (checkpoint is not None or is_begun(folder))):
         make_room(folder, given.overwrite)
     cfg.output_dir = str(folder)
@@ -212,16 +212,16 @@ def start(cfg: DictConfig, opened: Opened, say: Callable[[str], None]) -> Start:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a run was begun in a folder, and has no checkpoint, whole or damaged."""
+    """Whether a run was started in a folder and has no checkpoint, complete or damaged."""
     return (folder / CONFIGURATION).is_file() and not rolling.steps(folder)
 
 
 def make_room(folder: Path, overwrite: bool) -> None:
-    """Refuses a folder with a run in it, or with files that a run would write over; with `overwrite`, removes the run:
-    checkpoints, log and configuration, if they are surely a run's, and nothing else.
+    """Raises an error for a folder with a run in it, or with files that a run would overwrite. With `overwrite`,
+    removes the run: its checkpoints, log and configuration, and nothing else.
 
     Raises:
-        MetaTTTError: such a folder; a file of somebody else's in the place of one of a run's.
+        MetaTTTError: such a folder; a foreign file in the place of a run's file.
         OSError: one that cannot be removed.
     """
     foreign = [f"{rolling.FOLDER}/{path.name}" for _, path in rolling.steps(folder) if not rolling.is_ours(path)]
@@ -232,7 +232,7 @@ def make_room(folder: Path, overwrite: bool) -> None:
     if overwrite:
         if foreign:
             raise MetaTTTError(
-                f"overwrite=true: {', '.join(foreign)} in {folder} is not of a run; move it, or choose another "
+                f"overwrite=true: {', '.join(foreign)} in {folder} does not belong to a run; move it, or choose another "
                 "output_dir"
             )
         rolling.remove_newer(folder, -1)
@@ -242,8 +242,8 @@ def make_room(folder: Path, overwrite: bool) -> None:
         return
     if not foreign and (rolling.steps(folder) or read_rows(folder / LOG)[0]):
         raise MetaTTTError(
-            f"output_dir={folder} holds a run: go on with it (resume={folder}; resume=auto goes on or begins), "
-            "begin it anew (overwrite=true), or choose another folder"
+            f"output_dir={folder} holds a run: resume it (resume={folder}; resume=auto resumes or starts), "
+            "replace it (overwrite=true), or choose another folder"
         )
     foreign += [name for name in PICTURES if os.path.lexists(folder / name)]
     if foreign:
@@ -253,7 +253,7 @@ def make_room(folder: Path, overwrite: bool) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what a killed process left half written. Only for who holds the run's lock: another may be writing.
+    """Removes incomplete files of a killed process. Call it only with the run's lock: another process may be writing.
 
     Raises:
         OSError: one that cannot be removed.
@@ -265,7 +265,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def write_configuration(folder: Path, cfg: DictConfig) -> None:
-    """Writes `run.yaml`, resolved; a kill leaves a whole one or none.
+    """Writes `run.yaml`, resolved, completely or not at all.
 
     Raises:
         MetaTTTError: it cannot be written.
@@ -277,7 +277,7 @@ def write_configuration(folder: Path, cfg: DictConfig) -> None:
 
 
 def read_configuration(folder: Path, trust: Collection[str] = ()) -> DictConfig:
-    """The configuration of a run that was begun; where the folder has moved, its paths are in the new place.
+    """The configuration of a started run; if the folder has moved, with paths in the new place.
 
     Args:
         folder: of the run.
@@ -289,7 +289,7 @@ def read_configuration(folder: Path, trust: Collection[str] = ()) -> DictConfig:
     path = folder / CONFIGURATION
     content = read_yaml(path)
     if not isinstance(content, dict) or not isinstance(content.get("output_dir"), str):
-        raise MetaTTTError(f"{path} is not the configuration of a run: begin it anew with output_dir={folder}")
+        raise MetaTTTError(f"{path} is not the configuration of a run: start the run again with output_dir={folder}")
     content = _moved(content, content["output_dir"].rstrip("/"), str(folder))
     check_plain(content, path)
     return record_config(checked_record({"version": VERSION, "config": to_names(content)}, path), path, trust=trust)
@@ -306,10 +306,10 @@ def _moved(node: Any, before: str, now: str) -> Any:
 
 
 def _steps_of(content: Mapping[str, Any], checkpoint: Path) -> int:
-    """The steps that a checkpoint's run had made."""
+    """The number of steps of a checkpoint."""
     done = content.get("global_step")
     if type(done) is not int or not 0 <= done < 2**62:
-        raise MetaTTTError(f"{checkpoint} has made {str(done)[:40]} steps: it is damaged, or not of a run")
+        raise MetaTTTError(f"{checkpoint} says that it has made {str(done)[:40]} steps: it is damaged, or not from a run")
     if rolling.step_of(checkpoint) not in (None, done):  # by the names it is known which ones come after it
         raise MetaTTTError(f"{checkpoint} is of step {done}, and was renamed: give it its name back, step-{done:08}")
     return done
@@ -321,27 +321,27 @@ def _is_folder(path: Path) -> bool:
 
 
 def _end_at(done: int, cfg: DictConfig, folder: Path) -> None:
-    """What a run has after the checkpoint that it goes on from: damaged ones are set aside; others are not left to be
-    taken for later ones of the run as it now goes on.
+    """Handles checkpoints after the one from which a run resumes: damaged ones are renamed; others must not be mistaken
+    for later checkpoints of the resumed run.
 
     Raises:
-        MetaTTTError: such others, and the user has not said that they may be removed.
+        MetaTTTError: there are such checkpoints, and `overwrite` is not set.
     """
     newer = [path for step, path in rolling.steps(folder) if step > done]
-    if cfg.resume == AUTO or _is_folder(Path(cfg.resume).expanduser()):  # the newest that can be read was taken
+    if cfg.resume == AUTO or _is_folder(Path(cfg.resume).expanduser()):  # the newest readable one was used
         for path in newer:
             rolling.set_aside(path)
     elif newer and cfg.overwrite:
         rolling.remove_newer(folder, done)
     elif newer:
         raise MetaTTTError(
-            f"the run has gone on from {cfg.resume} to {newer[0].name}: to go on from there once more, "
+            f"the run has later checkpoints than {cfg.resume}, up to {newer[0].name}: to resume from there again, "
             "give another output_dir=<folder>, or overwrite=true to remove what came after"
         )
 
 
 def _is_validated(cfg: DictConfig, step: int) -> bool:
-    """Whether the validation after the last step is in the log; without a log of ours it is taken to be."""
+    """Whether the validation after the last step is in the log; True without a CSV log."""
     target = f"{CSVLog.__module__}.{CSVLog.__qualname__}"
     logs = [CSVLog(one.path) for one in (cfg.get("logger") or {}).values() if one.get("_target_") == target]
     return not logs or any(log.validated(step) for log in logs)

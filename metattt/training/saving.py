@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, which it keeps, and how it stops between two steps when a signal asks for it."""
+"""Decides when a run writes checkpoints and which it keeps, and stops it between two steps after a signal."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Checkpoints(lightning.Callback):
     """Writes `checkpoints/step-<n>` every so many steps, every so many minutes, at the best validation, at the end, and
     when a signal asks the run to stop.
 
-    A checkpoint is taken between two steps, when the log has the step and its validation, so that a run that goes on
-    from it does and logs what it would have. Ctrl-C, SIGTERM and SIGUSR1 finish the step, write a checkpoint and raise
-    `Interrupted`; in the middle of a validation they do not wait for it: it is done again.
+    A checkpoint is written between two steps, after the log has the step and its validation, so that resuming
+    reproduces the uninterrupted run exactly. Ctrl-C, SIGTERM and SIGUSR1 finish the step, write a checkpoint and raise
+    `Interrupted`. They do not wait for a running validation: it is repeated.
 
     Args:
         folder: of the run.
@@ -40,7 +40,7 @@ class Checkpoints(lightning.Callback):
         best: the metric of the validation whose lowest value makes a checkpoint that is kept as well; null: none.
 
     Raises:
-        MetaTTTError: a number that is not allowed; after a validation: a metric that nobody logs.
+        MetaTTTError: a number that is not allowed; after a validation: a metric that is not logged.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Checkpoints(lightning.Callback):
         self.best_value = math.inf
         self.last: Path | None = None  # that this run has written
         self.seconds: list[float] = []  # that each took
-        self.validate_again = False  # of the checkpoint that is being written: the validation at its step is not done
+        self.validate_again = False  # for a checkpoint in the middle of a validation
         self._saved_step = self._validated_step = -1
         self._saved_at = 0.0
         self._between_steps = False
@@ -106,8 +106,8 @@ class Checkpoints(lightning.Callback):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Between two steps: the log has the last one, and its validation. (Not earlier: Lightning logs a step after
-        its last hook.)"""
+        """Called between two steps, when the log has the last step and its validation. (Not earlier: Lightning logs a
+        step after its last hook.)"""
         if batch_idx % trainer.accumulate_grad_batches:
             return
         # Lightning's own count of steps, by which it logs every n-th, slips when a run goes on at a validation
@@ -150,7 +150,7 @@ class Checkpoints(lightning.Callback):
         self._requests.stop_listening()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all processes together: the best validation, and where every process's generators stand."""
+        """The state of all processes together: the best validation, and the random generators of every process."""
         random: list[Any] = [self._random]
         if self._group is not None:
             mine, random = random[0], [None] * dist.get_world_size(self._group)
@@ -171,7 +171,7 @@ class Checkpoints(lightning.Callback):
             at_end_of_step(checkpoint, self.validate_again)
 
     def cost(self, seconds: float) -> str:
-        """What the checkpoints took of a run of so many seconds, for people; and what to do if it was much."""
+        """A phrase with the time that checkpoints took in a run of so many seconds, and advice if it was much."""
         if not self.seconds:
             return ""
         share = sum(self.seconds) / seconds
@@ -183,7 +183,7 @@ class Checkpoints(lightning.Callback):
         self._random = random_state(trainer.strategy.root_device)
 
     def _is_due(self, trainer: lightning.Trainer) -> bool:
-        """Whether a checkpoint is to be written now; what the first process thinks of it counts."""
+        """Whether a checkpoint is to be written now, as the first process decides."""
         step, better = trainer.global_step, self._is_best(trainer)
         if step <= self._saved_step:
             return False
@@ -206,7 +206,7 @@ class Checkpoints(lightning.Callback):
         return better
 
     def _together(self, flags: tuple[int | bool, ...]) -> tuple[int, ...]:
-        """The largest of each number over all processes, so that all do the same between the same two steps."""
+        """The maximum of each number over all processes, so that all act alike between the same two steps."""
         if self._group is None:
             return tuple(int(flag) for flag in flags)
         numbers = torch.tensor([int(flag) for flag in flags])
@@ -233,7 +233,7 @@ class Checkpoints(lightning.Callback):
 
 
 def validates_again(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was taken in the middle of a validation, which comes again."""
+    """Whether a checkpoint was written during a validation, which must be repeated."""
     states = checkpoint.get("callbacks")
     state = states.get(Checkpoints.__qualname__) if isinstance(states, Mapping) else None
     return bool(state["validate_again"]) if isinstance(state, Mapping) and "validate_again" in state else False

@@ -1,5 +1,4 @@
-"""The outer loop for sequences that come with their labels: cross-entropy and accuracy where a class is asked for,
-squared error where a number is."""
+"""The outer loop for labelled sequences: cross-entropy and accuracy for classes, squared error for numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from metattt.training.recipes import AdamW
 class LabelledSequences(OuterLoop):
     """Trains a language model or a `Regression` on `data=recall`, `data=in_context` or another `SequenceData`.
 
-    Logged of validation: `loss`, the mean over what is asked for (nats, or squared error), and `accuracy` of classes.
+    Logged in validation: `loss`, the mean over labelled tokens (nats, or squared error), and `accuracy` for classes.
     """
 
     def on_fit_start(self) -> None:
@@ -51,7 +50,7 @@ class LabelledSequences(OuterLoop):
 
 
 class SequenceJob(Job[Any, LabelledSequences]):
-    """Answers at the labelled tokens of synthetic sequences.
+    """Prediction of the labels of synthetic sequences.
 
     Args:
         cfg: the configuration of the run.

@@ -39,8 +39,8 @@ from metattt.training.checkpoint_files import write_run
 def build_divided(
     build: Builder, mesh: DeviceMesh, on_block: Callable[[nn.Module], object] | None = None
 ) -> LanguageModel:
-    """Makes a model block by block, each divided among the processes before the next is made: none ever holds the
-    whole.
+    """Makes a model block by block, each divided among the processes before the next is made: no process ever holds the
+    whole model.
 
     The parameters are those of one process, as all draw the same random numbers in the same order.
 
@@ -96,7 +96,7 @@ class FullyShardedData(ModelParallelStrategy):
         super().setup_environment()
 
     def on_block(self, block: nn.Module) -> None:
-        """Divides the heads of a block; its parts are divided again when this has returned."""
+        """Divides the heads of a block; FSDP2 divides the parts again afterwards."""
         if self.tensor_ranks > 1:
             divide_heads(block, self.device_mesh["tensor_parallel"])
 
@@ -127,8 +127,8 @@ class FullyShardedData(ModelParallelStrategy):
         write_run(Path(self.broadcast(str(filepath))), checkpoint, together=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and number of processes: every process compares a share of the files with
-        their checksums, then reads its part of the tensors."""
+        """Loads a checkpoint of any strategy and number of processes: every process checks the checksums of a share of
+        the files, then reads its part of the tensors."""
         folder = Path(self.broadcast(str(checkpoint_path)))
         self._verify_together(folder)
         content, plain = read_checkpoint(folder, "small"), read_content(folder)

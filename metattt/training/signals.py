@@ -1,8 +1,8 @@
 """Signals that ask a run to stop: Ctrl-C, SIGTERM, and SIGUSR1, with which schedulers announce the end of a job's time.
 
-A handler does nothing but to note the signal: the run looks at the note between two steps, in all of its processes
-together. (Lightning's own handler sends messages from within, where another message may be under way, and ends the run
-with exit code 0 and no checkpoint.)
+A handler only records the signal; the run checks it between two steps, in all of its processes together. (Lightning's
+own handler sends messages from within the handler, possibly during another message, and ends the run with exit code 0
+and no checkpoint.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAME_SIGNAL_SECONDS = 0.5
 
 
 class Interrupted(Exception):
-    """Raised between two steps after a signal, when the checkpoint is written.
+    """Raised between two steps after a signal, after the checkpoint is written.
 
     Attributes:
         signal: the number of the signal.
@@ -32,17 +32,17 @@ class Interrupted(Exception):
 
     @property
     def exit_code(self) -> int:
-        """As shells have it: 130 after Ctrl-C, 143 after SIGTERM."""
+        """The exit code of shells: 130 after Ctrl-C, 143 after SIGTERM."""
         return 128 + self.signal
 
 
 class StopRequests:
-    """Notes the first signal that asks the run to stop; Ctrl-C after it ends the process at once.
+    """Records the first signal that asks the run to stop; another Ctrl-C ends the process at once.
 
-    What comes within half a second of the first is the same Ctrl-C by another way (a launcher passes it on).
+    A signal within half a second of the first one is the same Ctrl-C, passed on by a launcher.
 
     Args:
-        last_checkpoint: what the user is told is kept, if a second signal comes.
+        last_checkpoint: returns the message about the last checkpoint, for a second signal.
     """
 
     def __init__(self, last_checkpoint: Callable[[], str]):
@@ -53,7 +53,8 @@ class StopRequests:
         self._previous: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Sets the handlers of signals that are not ignored; nothing happens in a thread, where Python allows none."""
+        """Sets the handlers of signals that are not ignored; does nothing in a thread, where Python does not allow
+        it."""
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
         # a signal that is ignored stays so: a script's command in the background does not end with another's Ctrl-C
@@ -61,7 +62,7 @@ class StopRequests:
         self._previous = {number: signal.signal(number, self._note) for number in heard}
 
     def stop_listening(self) -> None:
-        """Puts back the handlers that were there before."""
+        """Restores the previous handlers."""
         for number, previous in self._previous.items():
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
@@ -77,12 +78,12 @@ class StopRequests:
 
 
 def _say(line: str) -> None:
-    """Not by print, which may be in the middle of a line of its own and must not be entered twice."""
+    """Writes without print, which must not be called again while it is running."""
     os.write(2, f"{line}\n".encode())
 
 
 def silence_lightning(trainer: Any) -> None:
-    """Leaves the handlers of signals to us, and with them the message that looks for a signal before every batch."""
+    """Turns off Lightning's signal handlers and its check for signals before every batch."""
     trainer._signal_connector.register_signal_handlers = _nothing
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
 

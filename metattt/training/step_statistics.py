@@ -31,16 +31,16 @@ class Pace:
         self.paused = 0.0
 
     def start(self) -> None:
-        """A run begins, or goes on."""
+        """A run starts or resumes."""
         self.last = None
         self.durations.clear()
 
     def pause(self) -> None:
-        """What comes now is no part of a step."""
+        """Stops the clock of a step."""
         self.paused = time.monotonic()
 
     def go_on(self) -> None:
-        """The steps go on."""
+        """Starts the clock again."""
         if self.last is not None:
             self.last += time.monotonic() - self.paused
 
@@ -68,8 +68,7 @@ class StepStatistics(lightning.Callback):
     | `model_tflops_per_second` | 10¹² operations a second and device that the model needs: forward, inner loops included, times three |
     | `peak_memory_gib` | of this process: of the GPU, or of the machine |
 
-    What is computed twice to save memory is not counted twice. The first two seconds-based columns come from the second
-    step on.
+    Recomputation to save memory is not counted. Columns that need times start with the second step.
     """
 
     def __init__(self) -> None:
@@ -124,7 +123,7 @@ def _volume(batch: Any) -> tuple[str, int, int]:
 
 
 def _flops(module: Any, length: int) -> float:
-    """Operations that training on one window or image needs; 0 where they cannot be counted."""
+    """Operations that training on one window or image needs; 0 if they cannot be counted."""
     if not hasattr(module, "build"):
         return 0.0
     try:

@@ -35,7 +35,7 @@ from metattt.training.truncated import truncated_loss
 SAMPLE_PROMPT_BYTES = 64
 SAMPLE_BYTES = 200
 ORDERS = (2, 3)  # of the byte models that are counted for comparison
-MOST_SORTED = 2**26  # tokens of training text that order 3 is counted on: it sorts them, which takes seconds
+MOST_SORTED = 2**26  # tokens of training text for the order-3 counts, which are sorted for some seconds
 
 
 class LanguageModeling(OuterLoop):
@@ -60,7 +60,7 @@ class LanguageModeling(OuterLoop):
         super().__init__(model, recipe, record)
         self.document_start = document_start
         self.line: Line | None = None  # the processes that read parts of the same windows (trainer=time_parallel)
-        self.scanned: Collection[int] = ()  # blocks whose states need not wait for each other there
+        self.scanned: Collection[int] = ()  # blocks with time-parallel scans there
         self._batch: tuple[Tensor, Tensor] | None = None  # the latest one, on the device and on the host
         self.token_bytes: Tensor
         self.register_buffer("token_bytes", token_bytes, persistent=False)
@@ -102,8 +102,7 @@ class LanguageModeling(OuterLoop):
         return torch.cat((nats.unsqueeze(0), counts.to(nats.dtype)))
 
     def in_chunks(self, ids: Tensor, chunk: int) -> Tensor:
-        """As `sums`, a chunk of every window at a time; its backward pass reaches back over `training.truncate` of
-        them."""
+        """As `sums`, one chunk of every window at a time; gradients reach back over `training.truncate` chunks."""
         read, reset, labels = self._windows(ids)
         parts = [x.split(chunk, dim=1) for x in (read, labels)]
         starts = [None] * len(parts[0]) if reset is None else reset.split(chunk, dim=1)
@@ -117,10 +116,10 @@ class LanguageModeling(OuterLoop):
         return self._with_counts(truncated_loss(nats, pieces, parameters, self.recipe.truncate), labels)
 
     def _windows(self, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What is read `[B, T]`, where documents start, and the labels.
+        """The input `[B, T]`, the starts of documents, and the labels.
 
-        Where documents start is looked up in what the host has of the batch: their layout is worked out there, and the
-        device need not be waited for.
+        The starts of documents are found in the host's copy of the batch, so that their layout is computed there
+        without waiting for the device.
         """
         read, reset = ids[:, :-1].clamp(min=0), None
         if self.document_start is not None:
@@ -148,7 +147,7 @@ class LanguageModeling(OuterLoop):
         return losses
 
     def shortest_loss(self) -> Tensor:
-        """The loss of one token: what it does not depend on, a step may leave without a gradient."""
+        """The loss of one token. Parameters that do not affect it may get no gradient in a step."""
         return self.sums(torch.zeros(1, 2, dtype=torch.long, device=self.device))[0]
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
@@ -179,7 +178,7 @@ class LanguageModeling(OuterLoop):
         super().on_validation_epoch_end()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """As of every kind of data; refuses what does not go with reading in chunks.
+        """See `Job`; raises an error for settings that exclude reading in chunks.
 
         Raises:
             MetaTTTError: naming the override.
@@ -204,7 +203,7 @@ class LanguageModeling(OuterLoop):
 
 
 def _figures(sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of what `LanguageModeling.sums` returns: nats per token, and bits per byte."""
+    """Nats per token and bits per byte, from the result of `LanguageModeling.sums`."""
     nats, num_tokens, num_bytes = sums.double()
     return {"loss": (nats, num_tokens), "bits_per_byte": (nats / math.log(2), num_bytes)}
 

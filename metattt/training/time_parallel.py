@@ -1,7 +1,7 @@
 """`trainer=time_parallel`: every sequence is read by several processes, each a part of its time.
 
-The processes stand on a mesh [data, time, heads]: those of one row read the same windows, each its own tokens, and hand
-the states of all layers on (`metattt.parallel`); those of one column read the same part of different windows. Over the
+The processes form a mesh [data, time, heads]: those of one row read the same windows, each its own tokens, and pass on
+the states of all layers (`metattt.parallel`); those of one column read the same part of different windows. Over the
 data axis the model is copied (`trainer=time_parallel`) or divided (`trainer=time_parallel_fsdp`), over time it is
 copied.
 """
@@ -34,13 +34,13 @@ DATA, TIME, TENSOR = "data_parallel", "time", "tensor_parallel"  # axes of the m
 
 
 class OverTime(ParallelStrategy):
-    """What strategies have in common that divide the time; a mixin before the strategy of the data axis.
+    """The base of strategies that divide the time: a mixin before the strategy of the data axis.
 
     Attributes:
         time_ranks: processes that read one sequence.
-        in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
-        line: the processes of this one's sequences, once they have started.
-        scanned: numbers of the blocks whose states need not wait for each other.
+        in_flight: parts of a batch that are passed on one after the other; None: every window on its own. line: the
+            processes of this one's sequences, once they have started.
+        scanned: numbers of the blocks with a time-parallel scan.
         made: number of blocks so far.
     """
 
@@ -59,7 +59,7 @@ class OverTime(ParallelStrategy):
         self.scanned, self.made = [], 0
 
     def check(self, context_length: int, batch_size: int) -> None:
-        """Refuses windows that cannot be divided; called before anything is read.
+        """Raises an error for windows that cannot be divided; called before anything is read.
 
         Args:
             context_length: tokens per window.
@@ -100,7 +100,8 @@ class OverTime(ParallelStrategy):
         super().setup(trainer)
 
     def on_block(self, block: nn.Module) -> None:
-        """Looks at the layer: refuses one that needs whole sequences, and finds out whether its state is a scan."""
+        """Checks the layer: raises an error if it needs whole sequences, and finds out whether its state allows a
+        scan."""
         assert isinstance(block, Block)
         check_divisible(block)
         dim = len(block.layer_norm.weight)
@@ -181,7 +182,7 @@ class ShardedOverData(OverTime, FullyShardedData):
         self.divide(time_ranks, in_flight)
 
     def on_block(self, block: nn.Module) -> None:
-        """Looks at the layer, then divides its heads."""
+        """Checks the layer, then divides its heads."""
         OverTime.on_block(self, block)
         FullyShardedData.on_block(self, block)
 
@@ -196,7 +197,8 @@ class ShardedOverData(OverTime, FullyShardedData):
 
 
 def frames(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """A group of the host for every line of a mesh, and this process's one; None where the mesh's own is one."""
+    """Makes a process group of the host for every line of a mesh, and returns that of this process; None if the mesh's
+    own group works on the host."""
     if mesh.device_type == "cpu":
         return None
     assert mesh.mesh_dim_names is not None

@@ -1,5 +1,5 @@
-"""`metattt train`: from a configuration to a trained model, a log, curves and a report; text, images or
-synthetic sequences, as the data is."""
+"""`metattt train`: from a configuration to a trained model, a log, plots and a report; for text, images or synthetic
+sequences."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ OUTSIDE = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLo
 """Lightning's loggers and the libraries that they need."""
 PROFILERS: dict[Any, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pipe", re.I)
-"""In the message of an error that comes when another process is lost."""
+"""Parts of error messages that mean that another process was lost."""
 
 
 def train(cfg: DictConfig) -> int:
-    """Trains a model, validates it, and prints what came out (`metattt.training.job.Job` of its data).
+    """Trains a model, validates it, and prints the results (`metattt.training.job.Job` of its data).
 
     Args:
         cfg: the configuration, as `metattt.composition.compose.compose(job="train")` makes it.
@@ -62,7 +62,7 @@ def train(cfg: DictConfig) -> int:
         MetaTTTError: a setting, a path or a checkpoint that cannot be used, or a run that diverges.
     """
     first = is_first()
-    console = Console(highlight=False, soft_wrap=True, quiet=not first)  # one of several processes speaks
+    console = Console(highlight=False, soft_wrap=True, quiet=not first)  # one of several processes prints
     _quiet_lightning()
     check_given(cfg)
     cfg = copy.deepcopy(cfg)  # the caller's stays as it is
@@ -81,7 +81,7 @@ def train(cfg: DictConfig) -> int:
 
 
 def _run(begin: Start, console: Console) -> int:
-    """The run from where it begins; its exit code."""
+    """Runs the training from its starting point; returns the exit code."""
     cfg, folder, checkpoint, done = begin.cfg, begin.folder, begin.checkpoint, begin.done
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
@@ -120,7 +120,7 @@ def _run(begin: Start, console: Console) -> int:
         _files(console, trainer, folder, seconds)
         job.sample(console, module)
     except Interrupted as stop:
-        console.print(f"stopped at step {trainer.global_step} ({stop}). To go on: metattt train resume={folder}")
+        console.print(f"stopped at step {trainer.global_step} ({stop}). To resume: metattt train resume={folder}")
         return 0 if started_by_the_run() else stop.exit_code
     except MetaTTTError:
         raise
@@ -128,26 +128,26 @@ def _run(begin: Start, console: Console) -> int:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
         if trainer.world_size > 1 and isinstance(error, RuntimeError) and LOST.search(str(error)):
             if trainer.strategy.launcher is not None:
-                trainer.strategy.launcher.kill(signal.SIGKILL)  # one that was stopped would stay for ever
+                trainer.strategy.launcher.kill(signal.SIGKILL)  # a stopped process would hang
             raise MetaTTTError(
-                f"another process of the run has died or does not answer ({reason}). To go on: metattt train "
+                f"another process of the run has died or hangs ({reason}). To resume: metattt train "
                 f"resume={folder}"
             ) from error
         if checkpoint is not None and not (_callback(trainer, Begun) or Begun).begun:
             raise MetaTTTError(
-                f"{checkpoint} holds a state that the run cannot take up ({reason}): it is damaged, or of another "
+                f"{checkpoint} holds a state that the run cannot load ({reason}): it is damaged, or of another "
                 "version"
             ) from error
         raise
     finally:
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
-                logger.experiment.finish()  # what is logged has arrived, and the next run of this process is another
+                logger.experiment.finish()  # all logs are sent; the next run in this process starts new ones
     return 0
 
 
 class Begun(lightning.Callback):
-    """Notes that a run has taken up its state and begun to train."""
+    """Records that a run has loaded its state and started to train."""
 
     begun = False
 
@@ -162,7 +162,7 @@ def _absolute(path: Any) -> Any:
     if isinstance(path, Sequence) and not isinstance(path, str):
         return [_absolute(one) for one in path]
     if not isinstance(path, str):
-        raise MetaTTTError(f"data.path={path} is no path: give a file, a folder or a list of these")
+        raise MetaTTTError(f"data.path={path} is not a path: give a file, a folder or a list of these")
     return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
 
 
@@ -181,7 +181,7 @@ def _trainer(begin: Start) -> lightning.Trainer:
         settings["profiler"] = PROFILERS[profiler](dirpath=cfg.output_dir, filename="profile")
     trainer = instantiate_part(cfg, "trainer", callbacks=callbacks, logger=loggers or False, **settings)
     if not isinstance(trainer, lightning.Trainer):
-        raise MetaTTTError(f"trainer._target_={cfg.trainer.get('_target_')} is no lightning.Trainer: leave it out")
+        raise MetaTTTError(f"trainer._target_={cfg.trainer.get('_target_')} is not a lightning.Trainer: leave it out")
     trainer.strategy.checkpoint_io = CheckpointFiles()
     return trainer
 
@@ -190,7 +190,7 @@ def _entry(cfg: DictConfig, group: str, name: str, kind: type, **options: Any) -
     """A callback or logger.
 
     Raises:
-        MetaTTTError: an entry that is none.
+        MetaTTTError: an entry is not one.
     """
     node = cfg[group][name]
     made = instantiate_part(cfg[group], name, **options) if isinstance(node, DictConfig) else None
@@ -200,11 +200,10 @@ def _entry(cfg: DictConfig, group: str, name: str, kind: type, **options: Any) -
 
 
 def _logger(begin: Start, name: str) -> Logger:
-    """A logger; one of another program begins, or goes on where the run went on, under the name that the configuration
-    of the run keeps.
+    """A logger. Loggers of other programs start a run, or resume it under the name in the run's configuration.
 
     Raises:
-        MetaTTTError: a library that is not installed; a service that does not take the run.
+        MetaTTTError: a library that is not installed; a service that rejects the run.
     """
     cfg, options = begin.cfg, {}
     node = cfg.logger[name]
@@ -234,7 +233,7 @@ def _logger(begin: Start, name: str) -> Logger:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = ", or logger.wandb.offline=true" if kind == "WandbLogger" else ""
         raise MetaTTTError(
-            f"logger={name} cannot begin: {reason:.200}\nset logger.{name}.<key>{hint}, or leave it out"
+            f"logger={name} cannot start: {reason:.200}\nset logger.{name}.<key>{hint}, or leave it out"
         ) from error
     return logger
 
@@ -269,13 +268,13 @@ def _files(console: Console, trainer: lightning.Trainer, folder: Path, seconds: 
 
 
 def _quiet_lightning() -> None:
-    """Only what a user can act on: no lines about devices, workers and tips."""
+    """Hides warnings that a user cannot act on: lines about devices, workers and tips."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # it says that a process that it has started is dead, before it ends the others
     logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
     unneeded = (
-        "callbacks used to create the checkpoint",  # of a run that goes on without one of them
+        "callbacks used to create the checkpoint",  # of a resumed run without one of them
         "does not have many workers", "dataloader is not resumable", "isinstance.treespec",
         "IterableDataset.? has",  # a length, which timm knows
         "overridden `transfer_batch_to_device`",

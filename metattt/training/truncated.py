@@ -1,5 +1,6 @@
-"""Backpropagation through time that is truncated: a window is read a chunk of tokens at a time, and the loss of every
-chunk reaches the last k chunks (MTTT, arXiv 2310.13807, Sec. 7: memory of an autoregressive model that does not grow
+"""Truncated backpropagation through time: a window is read one chunk of tokens at a time, and the gradient of each
+chunk's loss reaches back over k chunks (MTTT, arXiv 2310.13807, Sec. 7: memory of an autoregressive model that does not
+grow
 with T).
 
 With chunks j = 1…n of a window, states `s_j, L_j = f(s_{j−1}, θ; chunk j)` and k, the gradient is
@@ -26,7 +27,7 @@ P = TypeVar("P")
 
 
 class _Chunk(NamedTuple):
-    """The graph of one chunk, cut off from those before and after it.
+    """The graph of one chunk, detached from those before and after it.
 
     Attributes:
         entering: tensors of the state before it, leaves of this graph.
@@ -44,9 +45,9 @@ def truncated_loss(
 ) -> Tensor:
     """The sum of the chunks' losses, whose backward pass gives `parameters` the truncated gradient.
 
-    With `last`, the gradient is worked out at once, in the parameters' types; what is returned holds it and no graph of
-    a chunk, and may be scaled, accumulated and averaged over processes like any loss. Parameters that no loss depends
-    on get none.
+    With `last`, the gradient is computed at once, in the parameters' types. The returned loss carries it without the
+    graphs of chunks, and can be scaled, accumulated and averaged over processes like any loss. Parameters that do not
+    affect any loss get no gradient.
 
     Args:
         read: a piece and the state before it (None: the first) to its share of the loss and the state after it. States
@@ -115,7 +116,7 @@ def _leaf(x: Tensor, found: list[Tensor]) -> Tensor:
 
 
 class _WithGradients(torch.autograd.Function):
-    """A loss that is worked out, with the gradients of its parameters."""
+    """A loss whose gradients are already computed."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tensors: Tensor) -> Tensor:

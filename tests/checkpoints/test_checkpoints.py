@@ -150,7 +150,7 @@ def test_versions_of_a_component(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda record: record["config"]["learner"].update(_target_="os.system"), "must be group=name, and alone"),
         (lambda record: record["config"]["learner"].update(_version_=9), "version 9 of learner=linear"),
         (lambda record: record["config"].pop("layer"), "layer"),
-        (lambda record: record["config"].update(seed="abc"), "has seed='abc', which is no integer: it is damaged"),
+        (lambda record: record["config"].update(seed="abc"), "has seed='abc', which is not an integer: it is damaged"),
         (lambda record: record["config"].update(dim="${nowhere}"), "nowhere"),
         (lambda record: record["config"].update(dim="${"), "."),
     ],
@@ -238,7 +238,7 @@ def test_data_that_changed_in_its_place_is_said(
     changed(copy, lambda record: record["config"]["data"].update(path=str(tmp_path / "text")))
     (tmp_path / "text" / "00.txt").write_text("another beginning " * 30)
     assert train(compose(f"resume={copy}", "trainer.max_steps=3")) == 0
-    assert "data    has changed since the run was begun" in capsys.readouterr().out
+    assert "data    has changed since the run was started" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_bad_paths_are_one_clear_line(tmp_path: Path) -> None:
         ('{"body": "b"}', "x.jsonl:2 has no key 'text'"),
         ('["text"]', "x.jsonl:2 has no key 'text'"),
         ('{"text": 3}', "holds int, not text"),
-        ('{"text": "bad \\ud800 half"}', r"x.jsonl:2: 'text' holds half a pair of surrogates (\ud800, character 4)"),
+        ('{"text": "bad \\ud800 half"}', r"x.jsonl:2: 'text' holds half a surrogate pair (\ud800, character 4)"),
         ('{"text": ' + "[" * 10**5, "x.jsonl:2 cannot be read"),
         ('{"text": ' + "1" * 5000 + "}", "x.jsonl:2 cannot be read"),
         ("\0" * 100, "x.jsonl:2 is not a line of JSON"),

@@ -107,7 +107,7 @@ def test_stopped_there_is_nothing_half_and_the_same_command_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(preparing, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(corpus, target) == 130
-    assert "To go on: the same command again" in capsys.readouterr().out
+    assert "To resume, run the same command again" in capsys.readouterr().out
     assert not target.exists() and part.is_dir()
     with FolderLock(part, "a test"), pytest.raises(MetaTTTError, match="is in use by process"):
         run(corpus, target)

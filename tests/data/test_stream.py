@@ -214,7 +214,7 @@ def test_a_damaged_bookmark_is_one_line(files: str) -> None:
     [
         (("data.path=null",), "data.path"),
         (("data.path=/nowhere/a.jsonl.gz",), "cannot be opened as a dataset"),
-        (("data.path=/nowhere/a.bin",), "has no format that is known"),
+        (("data.path=/nowhere/a.bin",), "has an unknown format"),
         (("data.shuffle=0",), "data.shuffle=0 is not allowed"),
         (("data.shuffle=2000000000",), "data.shuffle=2000000000 is not allowed"),
         (("data.validation_documents=0",), "data.validation_documents=0 is not allowed"),

@@ -112,7 +112,7 @@ def test_a_panic_of_the_library_is_one_line() -> None:
 
 def test_bytes_and_surrogates() -> None:
     assert ByteTokenizer().encode("a\udcff").tolist() == [97, 255]  # a byte of the command line that is no text
-    with pytest.raises(MetaTTTError, match="half a pair of surrogates at character 1"):
+    with pytest.raises(MetaTTTError, match="half a surrogate pair at character 1"):
         ByteTokenizer().encode("a\ud800")
 
 

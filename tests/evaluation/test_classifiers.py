@@ -160,8 +160,8 @@ def test_saved_pictures_are_predicted_as_eval_scores_them(size: int, tmp_path: P
     ("evaluation", "message"),
     [
         (None, "does not say how its images are resized and cropped"),
-        ({"crop_pct": 1e-9, "interpolation": "nearest"}, "no way to resize and crop"),
-        ({"crop_pct": 1.0, "interpolation": "random"}, "no way to resize and crop"),
+        ({"crop_pct": 1e-9, "interpolation": "nearest"}, "does not describe how to resize and crop"),
+        ({"crop_pct": 1.0, "interpolation": "random"}, "does not describe how to resize and crop"),
     ],
 )
 def test_a_run_that_does_not_say_how_its_images_were_made(

@@ -99,7 +99,7 @@ def test_a_prompt_from_standard_input(
         (("prompts={file}",), b'{"prompt": 3}', "has no text under `prompt`"),
         (("prompts={file}",), b"[1, 2]", "has no text under `prompt`"),
         (("prompts={file}",), b"{", "is damaged"),
-        (("prompts={file}",), b'{"prompt": "\\ud800"}', "has a character that is none"),
+        (("prompts={file}",), b'{"prompt": "\\ud800"}', "has an invalid character"),
         (("prompts=-", "batch_size=0"), b"x", "batch_size=0 is not allowed"),
         (("prompts=-", "output=/nowhere/x.jsonl"), b"x", "/nowhere/x.jsonl"),
         (("prompts=",), b"x", "prompts"),

@@ -349,7 +349,7 @@ def test_calls(model: MetaTTTForCausalLM) -> None:
         model(ids + 300)
     with pytest.raises(MetaTTTError, match="output_hidden_states is not supported"):
         model.generate(ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
-    with pytest.raises(MetaTTTError, match="a row of padding alone"):
+    with pytest.raises(MetaTTTError, match="a row without a real token"):
         model.generate(ids, attention_mask=torch.tensor([[1] * 11, [0] * 11]), max_new_tokens=2)
     with pytest.raises(MetaTTTError, match=r"not of shape \[1, 0\]"):
         model.generate(ids[:1, :0], max_new_tokens=2)
@@ -389,7 +389,7 @@ LAYER, MODEL = "metattt/config/layer", "metattt/config/model"
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (put(f"{LAYER}/_component_", "learner=nobody"), "which nothing here registers"),
+    (put(f"{LAYER}/_component_", "learner=nobody"), "which no installed package registers"),
     (put(f"{LAYER}/learner", {"_target_": "os.system", "command": "true"}), "no registered component"),
     (put(f"{LAYER}/learner/surprise", 1), "no such parameter"),
     (put(f"{LAYER}/dim", "${oc.env:HOME}"), "nothing is computed"),
@@ -538,5 +538,5 @@ def test_weights_in_several_files(exported: Path, tmp_path: Path) -> None:
     files[0].unlink()
     with pytest.raises((MetaTTTError, OSError)):
         load(tmp_path)
-    with pytest.raises(MetaTTTError, match="parts that are not there"):
+    with pytest.raises(MetaTTTError, match="its parts"):
         metattt.load_model(tmp_path)

@@ -118,7 +118,7 @@ def test_a_call_that_cuts_mini_batches_of_a_block_read_is_said_once(
 def test_padding_is_refused_where_tokens_look_at_later_ones(rule: InnerOptimizer) -> None:
     layer, x = made(Mixing(), rule), tokens()
     layer(x[:, :8])
-    with pytest.raises(MetaTTTError, match="would let them look at padding: make it causal"):
+    with pytest.raises(MetaTTTError, match="would let them see padding: make it causal"):
         layer(x, mask=torch.arange(T) < torch.tensor(LENGTHS).unsqueeze(1))
 
 

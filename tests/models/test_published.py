@@ -322,7 +322,7 @@ def test_convert_reads_split_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert same(to_published(load_model(tmp_path)[0])[0], tensors)
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(MetaTTTError, match=r"parts that are not there: b\.safetensors"):
+    with pytest.raises(MetaTTTError, match=r"names files that do not exist: b\.safetensors"):
         load_model(tmp_path)[0]
 
 

@@ -127,9 +127,9 @@ REFUSED: dict[str, tuple[Callable[..., InnerOptimizer], str]] = {
     ),
     "token steps per mini-batch": (
         rule(PerMiniBatch, token_steps=Steps.token_steps),
-        "sees nothing of token_steps, max_norm and nesterov",
+        "does not use token_steps, max_norm and nesterov",
     ),
-    "clipping per mini-batch": (rule(PerMiniBatch, max_norm=0.1), "sees nothing of token_steps, max_norm"),
+    "clipping per mini-batch": (rule(PerMiniBatch, max_norm=0.1), "does not use token_steps, max_norm"),
     "decayed gradients by mini-batch": (rule(Own, names="a", gradient_at="decayed"), r"set optimizer\.anchor=online"),
     "token steps of another length": (
         rule(Own, token_steps=lambda self: torch.ones(1, 3)),

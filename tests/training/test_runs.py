@@ -223,7 +223,7 @@ def test_a_folder_with_a_run_is_refused(corpus: Path, copied: Path) -> None:
     (copied / "checkpoints" / "notes.txt").write_text("another")
     mine = copied / "checkpoints" / "step-00000001"  # in the pattern, and not ours
     mine.mkdir()
-    with pytest.raises(MetaTTTError, match=r"overwrite=true: checkpoints/step-00000001 .* is not of a run"):
+    with pytest.raises(MetaTTTError, match=r"overwrite=true: checkpoints/step-00000001 .* does not belong to a run"):
         train(eight(corpus, copied, "overwrite=true", "trainer.max_steps=1"))
     mine.rename(copied / "mine")
     assert train(eight(corpus, copied, "overwrite=true", "trainer.max_steps=1")) == 0
@@ -336,7 +336,7 @@ def test_the_newest_good_one_is_taken_and_said(
 
 def test_an_older_one_is_gone_on_from_only_if_it_is_said(copied: Path, finished: Path, tmp_path: Path) -> None:
     older = copied / "checkpoints" / "step-00000006"
-    with pytest.raises(MetaTTTError, match=r"has gone on from .* to step-00000008: .*overwrite=true") as said:
+    with pytest.raises(MetaTTTError, match=r"has later checkpoints than .* up to step-00000008: .*overwrite=true") as said:
         train(compose(f"resume={older}"))
     assert "\n" not in str(said.value) and steps(copied) == [8, 6]
     assert train(compose(f"resume={older}", f"output_dir={tmp_path / 'other'}")) == 0

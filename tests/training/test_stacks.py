@@ -131,18 +131,18 @@ REFUSED = {
     "model.blocks=ttt_mlp*99999999999999": "is no pattern of at most 10,000 layers",
     "model.blocks=ttt_mlp++attention": "is no pattern",
     "model.blocks=[ttt_mlp,attention,attention,attention]": "is a pattern of 4 blocks, and model.num_layers=3: set model.num_layers=4",
-    "model.blocks=[{layer:ttt_mlp,mini_batch_size:4}]": "`model.blocks.0.mini_batch_size=4` sets nothing of a block",
+    "model.blocks=[{layer:ttt_mlp,mini_batch_size:4}]": "`model.blocks.0.mini_batch_size=4` does not set anything in a block",
     "model.blocks=[self_attention]": "must not see it",
     "model.blocks=[attention] layer=ttt_mlp": "leave out one of them",
     "model.blocks=[attention] num_heads=3": "num_heads=3 does not divide dim=16",
     "model.blocks=[attention] model.blocks.atention.num_heads=2": "Did you mean `model.blocks.attention`?",
     "model.blocks=[attention] model.blocks.1.num_heads=2": "1 is not in the pattern of attention, whose places are 0 to 0",
-    "model.blocks=[attention] model.blocks.attention.dim=2": "sets nothing of a block",
-    "model.blocks=[attention] model.blocks.attention=2": "sets nothing of a block",
+    "model.blocks=[attention] model.blocks.attention.dim=2": "does not set anything in a block",
+    "model.blocks=[attention] model.blocks.attention=2": "does not set anything in a block",
     "model.blocks=[attention] model.blocks.attention.learner.windw=2": "Did you mean `learner.window`?",
     "model.blocks=[attention] model.blocks.attention.num_heads=x": "`num_heads=x` is not allowed: expected an integer",
     "model.blocks=[attention,ttt_mlp] optimizer.mini_batch_size=8": "is for all blocks: for some, model.blocks.<layer>.optimizer",
-    "model.blocks.attention.num_heads=2": "there is none: give model.blocks=",
+    "model.blocks.attention.num_heads=2": "there is no pattern: give model.blocks=",
 }  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_a_run_is_read_converted_and_goes_on_generating(runs: Path, tmp_path: Pa
     ids = torch.randint(257, (2, 40))
     assert torch.equal(again(ids), model(ids))
     target = f"target={tmp_path / 'published'}"
-    with pytest.raises(MetaTTTError, match="no published form"):
+    with pytest.raises(MetaTTTError, match="cannot be written as a published one"):
         convert(compose(f"source={runs / 'whole'}", target, "direction=to_published", job="convert"))
     generate(compose(f"checkpoint={runs / 'whole'}", "prompt=alpha", "max_new_tokens=12", "device=cpu", job="generate"))
 
@@ -269,7 +269,7 @@ def test_the_record_of_a_pattern() -> None:
         7,
     ):
         broken = {**record, "config": {**record["config"], "model": {**record["config"]["model"], "blocks": damage}}}
-        with pytest.raises(MetaTTTError, match=r"model\.blocks is no composed pattern"):
+        with pytest.raises(MetaTTTError, match=r"model\.blocks is not a composed pattern"):
             instantiate_model(record_config(broken, Path("config")))
 
 

@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("output_dir=/proc/nobody/may", "output_dir=/proc/nobody/may cannot be used: "),
         ("output_dir=", "`output_dir=''` has no value"),
         ("data.path=nowhere", "data.path="),
-        ("~compile", "`~compile` takes away what `metattt train` needs: choose or set another with compile=<value>"),
+        ("~compile", "`~compile` removes what `metattt train` needs: choose or set another with compile=<value>"),
         ("resume=", "`resume=''` has no value"),
         ("resume=auto output_dir=null", "add output_dir=<folder>"),
         ("resume=auto overwrite=true", "give one of them"),

@@ -1,5 +1,4 @@
-"""One compute chunk in its exact forms: gradients at the anchor, the rows that queries read, and the tensors carried
-on.
+"""The exact forms of one compute chunk: gradients at the anchor, predictions for the queries, and the new memory.
 
 | form | how |
 |---|---|
@@ -7,8 +6,8 @@ on.
 | `dual` | one backward pass gives every token's output gradients; queries read through matmuls, no per-token weight exists |
 | `summed` | the gradient of a weighted sum of losses: for reads that need no per-token weights; any function of the weights |
 
-`dual` has two relatives that differ in how they come by the gradients: `solved`, where an online rule is a triangular
-system, and `mixed`, for learners whose tokens look at each other. Each is a function of `InnerLoop`
+Two forms differ from `dual` in how they compute the gradients: `solved`, where an online rule is a triangular system,
+and `mixed`, for learners that mix tokens. Each is a function of `InnerLoop`
 (`metattt.inner.loop`) and of the chunk's tokens.
 """
 
@@ -27,4 +26,4 @@ FORMS = {
 memory after them."""
 
 SHARE = ("dual", "summed")
-"""Forms that take pairs which tokens have in common once (`dual.band_of`)."""
+"""Forms that compute pairs shared by several tokens only once (`dual.band_of`)."""

@@ -1,6 +1,6 @@
 """Decay for every input channel of a linear map, `W_t = Diag(a_t) W_{t−1} − η_t G_t`, for many tokens at once.
 
-What token s has written reaches token t as `Diag(Π_{r=s+1..t} a_r) k_sᵀ`, so `q_t·k_s` becomes
+What token s wrote reaches token t as `Diag(Π_{r=s+1..t} a_r) k_sᵀ`, so `q_t·k_s` becomes
 `Σ_c q_tc k_sc Π_{r=s+1..t} a_rc` (`metattt.ops.channel_decays`).
 """
 
@@ -54,7 +54,7 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
     b = None if tokens.views.erase_direction is None else split(tokens.views.erase_direction)
     erases = loop.plan.linear == "squared"
     constant = loop.plan.outer == "first_order"
-    if constant:  # the outer loop takes every G = bᵀF − kᵀv for a constant, but not how far it decays
+    if constant:  # every G = bᵀF − kᵀv is a constant for the outer loop, but its decay is not
         k, v, b = k.detach(), v.detach(), None if b is None else b.detach()
     q = split(tokens.views.q if pairs == 1 else tokens.views.q.repeat_interleave(pairs, 2))
     p = k if tokens.views.erase_key is None else split(tokens.views.erase_key)
@@ -71,7 +71,7 @@ def chunk(loop: Parts, tokens: Tokens, memory: Memory, read: str | None) -> tupl
         fixed, met = solved.split([v.shape[-1], k.shape[-1]], -1)
         labels = None if b is None else -eta * v
     asked = seen = None
-    if read is not None:  # a query that comes after its token sees what that has written, undecayed
+    if read is not None:  # a query after its token sees what the token wrote, without decay
         asked, both = reached[-1], zip(scores[-1], columns, strict=True)
         seen = torch.cat([x if read_before else x + torch.diag_embed((q * y).sum(-1)) for x, y in both], -1)
     lost = torch.cat([column * left for column in columns], -2).mT

@@ -33,8 +33,8 @@ def chunk(
 def record(
     loop: Parts, anchor: Tensors, tokens: Tokens, by_token: bool = False
 ) -> tuple[list[WeightUse], list[Sequence[Tensor]]]:
-    """The uses of the fast weights at the anchor, and by their outputs the derivatives of the sum of the losses, or of
-    the loss of each token.
+    """The uses of the fast weights at the anchor, and the derivatives of the sum of the losses (or of each token's
+    loss) with respect to their outputs.
 
     `torch.func.vjp` differentiates by probes that are added to the outputs, `torch.autograd.grad` by the outputs
     themselves. With `layer.outer=first_order` the inputs and the derivatives are constants.
@@ -80,8 +80,8 @@ def _probed(
 
 
 def probe_shapes(loop: Parts, anchor: Tensors, k: Tensor, v: Tensor) -> list[torch.Size]:
-    """Output shapes of the primitives, since probes must exist first. Cached, but for the compiler, which folds the
-    pass away."""
+    """Output shapes of the primitives, which probes need. Cached, except under the compiler, which removes this
+    pass."""
     key = (k.shape, v.shape, k.dtype, loop.matmul_dtype)
     if torch.compiler.is_compiling() or key not in loop.plan.shapes:
         with torch.no_grad():
@@ -104,10 +104,10 @@ def finish(
     gradients: PerTokenGradients,
     how: Coefficients | None = None,
 ) -> tuple[Tensor | None, Memory]:
-    """What queries read and what is carried on, from the gradients of the chunk's tokens; `how`: the rule's
-    coefficients, where they are at hand.
+    """Predictions and the new memory from the gradients of the chunk's tokens; `how`: the rule's coefficients, if they
+    are already computed.
 
-    Pairs that tokens have in common have one gradient: the factors of all tokens that learn it are added up.
+    A pair that several tokens share has one gradient; the factors of these tokens are added.
     """
     rule, band, y = loop.rule, None, None
     if how is None:

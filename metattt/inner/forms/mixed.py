@@ -1,9 +1,9 @@
-"""Per-token gradients of learners whose tokens look at each other.
+"""Per-token gradients of learners that mix tokens.
 
 The loss of token s then depends on the outputs `z_r` of every token r before it: with the cotangents
 `D_sr = ∂ℓ_s/∂z_r`, `G_s = Σ_r a_rᵀ D_sr`. A query reads
-`q_t W_t = Σ_B rows_B(t) (q_t B) − Σ_r (q_t·a_r) Σ_s mix_ts D_sr`, at the price of one backward pass per token. What a
-token leaves for later ones (cached keys and values) was made by its own weights, as in a stream.
+`q_t W_t = Σ_B rows_B(t) (q_t B) − Σ_r (q_t·a_r) Σ_s mix_ts D_sr`, which costs one backward pass per token. What later
+tokens read of a token (cached keys and values) was computed with the weights of that token, as in decoding.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Cotangents(NamedTuple):
 
 
 class MixedGradients(PerTokenGradients):
-    """`G_s` of every fast weight from the cotangents of each loss; what `PerTokenWeights` and the memory ask of
-    `PerTokenGradients`.
+    """`G_s` of every fast weight from the cotangents of each loss; it has the interface of `PerTokenGradients`.
 
     Args:
         uses: uses of the weights, in order.

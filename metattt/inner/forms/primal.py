@@ -1,4 +1,4 @@
-"""Per-token gradients and per-token weights, token by token: the oracle."""
+"""Per-token gradients and per-token weights, token by token: the reference implementation."""
 
 from __future__ import annotations
 

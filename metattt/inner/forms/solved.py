@@ -1,5 +1,5 @@
-"""Online rules of a linear learner, exactly: squared loss as a triangular system over all tokens, the dot product
-without one."""
+"""Online rules of a linear learner in closed form: a triangular system for the squared loss, a sum for the dot
+product."""
 
 from __future__ import annotations
 

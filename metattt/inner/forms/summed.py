@@ -49,9 +49,9 @@ def chunk(
 
 
 def _as_constants(loop: Parts, tokens: Tokens, anchor: Tensors) -> tuple[Parts, Tokens, Tensors]:
-    """What gradients are computed from, without derivatives: then `Σ_s η_s G_s` has those by η alone.
+    """Detaches the inputs of the gradients, so that `Σ_s η_s G_s` has derivatives with respect to η only.
 
-    Its graph is one of second order, of which the outer loop sees no more than these.
+    The second-order graph is still built.
     """
     parts = nn.ModuleList((loop.task, loop.learner))
     task, learner = with_values(parts, {name: x.detach() for name, x in parts.named_parameters()})

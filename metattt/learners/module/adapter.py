@@ -43,16 +43,16 @@ class ModuleLearner(Learner):
 
     The module maps tokens `[N, d_in]` to predictions `[N, d_out]`, d the head width. What it does with its parameters
     is translated to the accessor's primitives, so that the dual form is exact: linear maps, convolutions, embeddings,
-    normalisations with an affine, sums and products with vectors. A module that does more with a parameter gets another
-    form (`layer.form=auto`), in which it runs once for each sequence and head. Buffers and frozen parameters are shared
-    by all heads and stay as they are.
+    normalisations with an affine, sums and products with vectors. A module that uses a parameter in another way gets
+    another form (`layer.form=auto`), in which it runs once for each sequence and head. Buffers and frozen parameters
+    are shared by all heads and do not change.
 
     Args:
         module: copied when the layer is built.
         residual, norm: use `x + LN(f(x))`.
         learn_init: train W0 in the outer loop.
-        mixes_tokens: declare that the module looks at several tokens. It then sees those of one mini-batch,
-            `[n, d_in]`, and must be causal.
+        mixes_tokens: declare that the module mixes tokens. It then sees the tokens of one mini-batch, `[n, d_in]`, and
+            must be causal.
 
     Raises:
         MetaTTTError: when the layer is built, for a module without trainable parameters, of another width, with
@@ -86,7 +86,7 @@ class ModuleLearner(Learner):
         return self
 
     def _with_values(self) -> nn.Module:
-        """The module, or a copy on the CPU where its constants are elsewhere; those without values get random ones."""
+        """The module, or a copy on the CPU if its constants are elsewhere; tensors without values get random ones."""
         if any(constant.is_meta and not constant.is_floating_point() for constant in _constants(self.module)):
             raise MetaTTTError(
                 f"{type(self.module).__name__} has buffers without values, such as indices or masks: "
@@ -169,12 +169,11 @@ class ModuleLearner(Learner):
         return torch.stack(rows)
 
     def can_vmap(self) -> bool:
-        """Whether `torch.vmap` can run the module here; otherwise each sequence and head is run in turn."""
+        """Whether `torch.vmap` can run the module; otherwise sequences and heads run one after the other."""
         return self.batched
 
     def _own(self) -> nn.Module:
-        """The module for one call to put its weights in: a copy that no other thread sees. (A compiler has one
-        thread.)"""
+        """A copy of the module for one call, which no other thread sees. (Under a compiler there is one thread.)"""
         return self.module if torch.compiler.is_compiling() else replica(self.module)
 
     def _run(self, module: nn.Module, values: Mapping[str, Any], x: Tensor) -> Tensor:
@@ -212,10 +211,10 @@ class ModuleLearner(Learner):
     # -- once, when the layer is built ---------------------------------------------------------------------------------
 
     def _examine(self, num_heads: int, d_in: int, d_out: int) -> None:
-        """Finds out how the module can be run, on random weights and tokens.
+        """Finds out how the module can run, by tests on random weights and tokens.
 
-        A translation counts only if it gives what the module gives for one sequence and head at a time: this finds
-        modules whose batch axis is not the first one, and those that look at other tokens.
+        A translation is used only if it equals the module for one sequence and head at a time. This finds modules whose
+        batch axis is not the first one, and modules that mix tokens.
         """
         name = type(self.module).__name__
         fast = {key: torch.randn(1, *value.shape, dtype=torch.float64) / 2 for key, value in self.init.items()}
@@ -256,16 +255,16 @@ class ModuleLearner(Learner):
         except UnsupportedOperation as error:
             return str(error)
         except (MetaTTTError, RuntimeError, TypeError, AttributeError) as error:
-            return f"{type(self.module).__name__} does not run on stand-ins for its parameters: {_first_line(error)}"
+            return f"{type(self.module).__name__} does not run with parameter proxies: {_first_line(error)}"
         if found.shape == expected.shape and torch.allclose(
             found, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item()
         ):
             return None
-        return f"{type(self.module).__name__} does not keep the tokens of a batch apart"
+        return f"{type(self.module).__name__} mixes the tokens of a batch"
 
     def _check_buffers(self, plain: FastWeights, x: Tensor) -> None:
-        """Refuses a module that changes a buffer in training: when, how often and for which tokens it runs is for the
-        form to choose."""
+        """Raises an error for a module that changes a buffer in training: the form decides when, how often and for
+        which tokens the module runs."""
         kept, self.module = self.module, replica(self.module).train()
         before = [(name, buffer, buffer.clone()) for name, buffer in kept.named_buffers()]
         dtype = next((buffer.dtype for _, buffer, _ in before if buffer.is_floating_point()), x.dtype)

@@ -1,4 +1,4 @@
-"""Normalisations and attention composed of elementary operations, in place of the native ones.
+"""Normalisations and attention composed of elementary operations, instead of the native ones.
 
 The native ones have wrong or missing higher derivatives, and the outer loop differentiates the inner loop's gradients.
 """
@@ -17,7 +17,7 @@ from metattt.modules import standardize
 
 
 class Normalize(TorchFunctionMode):
-    """Replaces native normalisations and attention by compositions that any order of derivative can pass."""
+    """Replaces native normalisations and attention by compositions with correct derivatives of any order."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         composed = COMPOSED.get(function)

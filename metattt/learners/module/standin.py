@@ -1,4 +1,4 @@
-"""What a module meets in the place of its parameters."""
+"""The proxies that replace a module's parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Owner(Protocol):
-    """What a stand-in asks of the `ParameterTranslator` that made it."""
+    """The interface of the `ParameterTranslator` that makes a proxy."""
 
     def elementwise(self, name: str, a: Any, b: Any, /) -> Any: ...
     def matmul(self, a: Any, b: Any, /) -> Any: ...
@@ -30,10 +30,10 @@ class Owner(Protocol):
 
 
 class ParameterProxy:
-    """Stands for one parameter of a module.
+    """A proxy of one parameter of a module.
 
     Args:
-        owner: carries out what is done with it.
+        owner: computes the operations on it.
         name: the weight's name in the accessor.
         shape: what the module sees.
         dtype, device: likewise.
@@ -161,7 +161,7 @@ class ParameterProxy:
 
 
 def standins(values: Iterable[Any]) -> Iterator[ParameterProxy]:
-    """The stand-ins among arguments, one level of lists deep."""
+    """The proxies among arguments, also inside lists (one level)."""
     for value in values:
         if isinstance(value, ParameterProxy):
             yield value

@@ -1,4 +1,4 @@
-"""An unmodified module on fast weights: its parameters are replaced by stand-ins, whose uses become accessor
+"""Runs an unmodified module on fast weights: its parameters are replaced by proxies, whose uses become accessor
 primitives.
 
 The module sees the tokens of all sequences and heads as one batch `[N, ...]`, N = B·H·T; the accessor knows which of
@@ -28,7 +28,7 @@ ALIASES = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide":
 
 
 class ParameterTranslator(Normalize):
-    """Carries out what a module does with its parameters, on the accessor.
+    """Computes the operations of a module on its parameters with the accessor's primitives.
 
     Args:
         w: the accessor.
@@ -44,7 +44,7 @@ class ParameterTranslator(Normalize):
         kwargs = kwargs or {}
         standin = next(standins((*args, *kwargs.values())), None)
         if standin is None or (function in COMPOSED and function not in (F.scaled_dot_product_attention, F.embedding)):
-            # A composed function meets its stand-ins as operators.
+            # A composed function uses its proxies as operators.
             return super().__torch_function__(function, types, args, kwargs)
         name = getattr(function, "__name__", str(function))
         return self.translate(ALIASES.get(name, name), standin, args, kwargs)
@@ -169,7 +169,7 @@ class ParameterTranslator(Normalize):
         return input.clamp(min=0) + moved
 
     def elementwise(self, name: str, a: Any, b: Any) -> Any:
-        """A sum, difference, product or quotient of a stand-in with tokens, or of a vector with a number."""
+        """A sum, difference, product or quotient of a proxy with tokens, or of a vector with a number."""
         operation = ELEMENTWISE[name]
         standin, other = (a, b) if isinstance(a, ParameterProxy) else (b, a)
         swapped = standin is b
