@@ -47,7 +47,7 @@ TABLE: dict[str, Sequence[Any]] = {}  #: `key` → fields of `Config`
 
 #: (d, b, bytes of an operand), d and b padded → most bytes of shared memory of a program of any kernel of the two passes,
 #: as compiled for compute capability 9.0 by the Triton that takes most of 3.6, 3.8 and 3.9; a smaller b has the figure of a
-#: larger one where only that was compiled. `tests/kernels/test_ttt_mlp_compiled.py` compiles the largest that are accepted.
+#: larger one where only that was compiled. `tests/kernels/test_triton_launches.py` compiles the largest that are accepted.
 SHARED: dict[tuple[int, int, int], int] = {
     **{(32, b, 2): 118_784 for b in (16, 32, 64)},
     (64, 16, 2): 166_400,
