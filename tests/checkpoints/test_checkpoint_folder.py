@@ -362,7 +362,7 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"dim": "${oc.env:HOME}"}, r"only \$\{key\} is filled in"),
         ({"dim": "${hydra:runtime.cwd}"}, r"only \$\{key\} is filled in"),
         ({"dim": "${num_heads}", "num_heads": "${dim}"}, "cannot be read as a configuration"),
-        ({"layer": []}, "`layer` is no part"),
+        ({"layer": []}, "the key `layer`"),
     ],
 )
 def test_what_a_configuration_may_not_say(changes: dict[str, Any], message: str) -> None:

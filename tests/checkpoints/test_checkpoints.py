@@ -142,7 +142,7 @@ def test_versions_of_a_component(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda record: record.update(config=None), "holds no configuration"),
         (
             lambda record: record["config"]["learner"].update(_component_="learner=ghost"),
-            "made with learner=ghost, which nothing",
+            "made with learner=ghost, which no installed package",
         ),
         (lambda record: record["config"]["learner"].update(_component_="mygroup=ghost"), "made with mygroup=ghost"),
         (lambda record: record["config"]["learner"].update(_component_="model=ghost"), "made with model=ghost"),

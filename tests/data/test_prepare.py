@@ -155,7 +155,7 @@ def test_a_run_does_not_mix_with_another(corpus: Path, prepared: Path, tmp_path:
     assert run(corpus, tmp_path / "mine") == 0  # a folder that is empty
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    assert "holds something else" in refused(corpus, tmp_path / "other")
+    assert "holds other files" in refused(corpus, tmp_path / "other")
     (tmp_path / "other" / "manifest.json").write_text('{"format": "metattt shards", "version": 2}')
     assert "is of another release: prepare the text again" in refused(corpus, tmp_path / "other")
 
@@ -188,11 +188,11 @@ def test_a_source_that_changed_while_stopped_is_read_again(tmp_path: Path, monke
         (("source=' '",), "has no value"),
         (("source=[a,'']",), "has no value"),
         (("source={a: 1}", "dataset_files=[1]"), "cannot be opened as a dataset"),
-        (("source='~nobody-of-that-name/x'",), "is no path"),
+        (("source='~nobody-of-that-name/x'",), "is not a path"),
         (("source=/" + "x" * 5000,), "File name too long"),
-        (("target='~nobody-of-that-name/x'",), "is no path"),
+        (("target='~nobody-of-that-name/x'",), "is not a path"),
         (("target=/dev/null/x",), "Not a directory"),
-        (("target=/dev/null",), "is no folder"),
+        (("target=/dev/null",), "is not a folder"),
         (("target=/tmp/" + "x" * 5000,), "File name too long"),
         (("source=/nowhere.jsonl",), "does not exist"),
     ],
@@ -277,7 +277,7 @@ def test_a_target_inside_its_source(corpus: Path, tmp_path: Path) -> None:
     before = content(source / "shards")
     assert run(source, source / "shards") == 0 and run(source, tmp_path / "beside") == 0
     assert content(source / "shards") == content(tmp_path / "beside") == before
-    assert "holds something else" in refused(source, source)
+    assert "holds other files" in refused(source, source)
 
 
 def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:

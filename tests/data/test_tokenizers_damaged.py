@@ -51,7 +51,7 @@ def nested(depth: int) -> str:
 
 HARM: dict[str, tuple[dict[str, Any] | str, str]] = {
     "an expression that is none": (split("(a"), "is not a tokenizer"),
-    "lots": (model(dropout=0.5), "draws lots"),
+    "lots": (model(dropout=0.5), "is random"),
     "one id for two": (model(vocab={"<s>": 0, "a": 1, "b": 1, "aa": 3}), "several tokens the same id"),
     "an id far away": (model(vocab={"<s>": 0, "a": 1, "b": 2, "aa": 4 * 10**9}), "ids up to 4000000000"),
     "an id below 0": (model(vocab={"<s>": 0, "a": -1, "b": 2, "aa": 3}), "is not a tokenizer"),
@@ -94,7 +94,7 @@ def test_texts_are_never_cut_or_filled_up(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "text", "message"),
     [
-        (content(), "\ud800", "half a pair of surrogates"),
+        (content(), "\ud800", "half a surrogate pair"),
         (content(model={"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"<s>": 0, "a": 1}}), "b", "cannot encode a text"),
         (content(model={"type": "Unigram", "unk_id": None, "vocab": [["<s>", 0.0], ["b", -1.0]]}), "a", "cannot encode a text"),
     ],
@@ -138,7 +138,7 @@ def test_files(tmp_path: Path) -> None:
     with file.open("ab") as stream:
         stream.truncate(10**12)  # takes no space
     assert "has more than" in refused(str(tmp_path))
-    assert "is no path" in refused("") and "is no path" in refused("~nobody-of-that-name/x")
+    assert "is not a path" in refused("") and "is not a path" in refused("~nobody-of-that-name/x")
     with pytest.raises(MetaTTTError, match=r"model/tokenizer\.json is not a tokenizer"):
         tokenizer_of("model", "{}", 300)
     file.write_text(json.dumps(content()))

@@ -225,7 +225,7 @@ def test_gates_of_data_are_read_off_the_gates(letter: int, name: str) -> None:
             given[letter] = gate
             return DataGates(*given), state  # type: ignore[arg-type]
 
-    with pytest.raises(MetaTTTError, match=f"KernelEstimator has no use for the {name} gate of its rule"):
+    with pytest.raises(MetaTTTError, match=f"KernelEstimator does not use the {name} gate of its rule"):
         TTTLayer(8, 2, task(), KernelEstimator(), Forgets())
 
 

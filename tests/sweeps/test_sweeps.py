@@ -327,7 +327,7 @@ def test_any_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["runs", str(tmp_path / "runs"), "sort=train/loss"]) == 0
     capsys.readouterr()
     for words, expected in (
-        ([], "metattt runs <folder"), ([str(tmp_path / "nowhere")], "is no folder"), ([str(tmp_path / "out")], "holds no runs"),
+        ([], "metattt runs <folder"), ([str(tmp_path / "nowhere")], "is not a folder"), ([str(tmp_path / "out")], "holds no runs"),
         ([str(tmp_path / "runs"), "sort=loss"], "sort=loss is not allowed: choose from validation/top1, train/loss."),
     ):  # fmt: skip
         assert main(["runs", *words]) == 2

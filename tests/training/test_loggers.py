@@ -127,7 +127,7 @@ def test_wandb_without_a_login(here: Path) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "error: logger=wandb cannot begin" in done.stderr and "logger.wandb.offline=true" in done.stderr
+    assert "error: logger=wandb cannot start" in done.stderr and "logger.wandb.offline=true" in done.stderr
 
 
 def test_a_profiler_writes_to_the_folder_of_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -304,7 +304,7 @@ def test_a_run_that_was_begun_goes_on_with_its_own_configuration(
     with pytest.raises(MetaTTTError, match="dim=16 would change the run"):
         train(compose(f"resume={tmp_path / 'moved'}", "dim=16"))
     assert train(compose(f"resume={tmp_path / 'moved'}", "trainer.max_steps=3")) == 0
-    assert "begins again" in capsys.readouterr().out and not run.exists()
+    assert "starts again" in capsys.readouterr().out and not run.exists()
     assert steps(tmp_path / "moved")[0] == 3
     assert read_checkpoint(tmp_path / "moved")["metattt"]["config"]["training"]["lr"] == 1e-4
 
