@@ -538,5 +538,5 @@ def test_weights_in_several_files(exported: Path, tmp_path: Path) -> None:
     files[0].unlink()
     with pytest.raises((MetaTTTError, OSError)):
         load(tmp_path)
-    with pytest.raises(MetaTTTError, match="its parts"):
+    with pytest.raises(MetaTTTError, match="names files that do not exist"):
         metattt.load_model(tmp_path)

@@ -268,7 +268,7 @@ def test_an_upload_that_fails(exported: Path, tmp_path: Path, monkeypatch: pytes
     words = [f"source={exported / 'ttt_mlp source'}", f"target={tmp_path / 'out'}", "push_to_hub=someone/a-model"]
     assert main(["export", *words]) == 2
     said = capsys.readouterr().err
-    assert "cannot be done: Token is required\n" in said and "hf upload someone/a-model" in said and said.count("\n") == 2
+    assert "failed: Token is required\n" in said and "hf upload someone/a-model" in said and said.count("\n") == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # the folder stays
     for name in ("a", "a/b/c", "../a", "", "a/ b", None):
         with pytest.raises((MetaTTTError, TypeError)):
