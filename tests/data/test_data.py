@@ -233,7 +233,8 @@ def test_bad_sizes_are_refused(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("", "data.path= is not a path"), ("  ", "is not a path"), ([], "data.path=[] is not a path"), (["a", ""], "data.path= is not a path"),
+        ("", "data.path= is not a path"), ("  ", "is not a path"), ([], "data.path=[] is not a path"),
+        (["a", ""], "data.path= is not a path"),
         (3, "data.path=3 is not a path"), ("~nobody-of-that-name/x", "is not a path"), ("/tmp/a\0b", "is not a path"),
         ("/" + "x" * 5000, "File name too long"), ("/dev/null", "no suffix is not supported|does not exist"),
     ],

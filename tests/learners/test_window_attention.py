@@ -71,3 +71,17 @@ def test_autocast_keeps_positions() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = in_pieces(layer, x, [6, 7])
     torch.testing.assert_close(found.float(), layer(x)[0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("layer", ["delta_net", "nearest", "attention"])
+def test_grouped_heads_equal_copied_heads(layer: str) -> None:
+    """As if the projections of k and v held each group's rows once for every head."""
+    common = (f"layer={layer}", "dim=8", "num_heads=4", "task.views=separate")
+    grouped, copied = metattt.build(*common, "task.kv_heads=2").double(), metattt.build(*common).double()
+    values = grouped.state_dict()
+    for name in ("task.k", "task.v", "task.conv_k", "task.conv_v"):
+        if (name := f"{name}.weight") in values:
+            values[name] = values[name].unflatten(0, (2, 2)).repeat_interleave(2, 0).flatten(0, 1)
+    copied.load_state_dict(values)
+    x = torch.randn(2, 21, 8, dtype=torch.float64)
+    torch.testing.assert_close(in_pieces(grouped, x, [5, 6]), in_pieces(copied, x, []), rtol=0, atol=1e-10)

@@ -15,6 +15,7 @@ from metattt.learners import MLP, FastWeights
 from metattt.optimizers import BlockMomentum, GradientDescent, InnerOptimizer, Momentum
 from metattt.state import Context, Tensors
 from metattt.tasks import Views, WindowViews
+from metattt.testing.laws import forms, masks, packing, splits
 from metattt.testing.specimen import Run, Specimen, compare, run
 
 BOUND = 1e-9
@@ -104,3 +105,9 @@ def test_inside_a_transform_of_torch() -> None:
 def test_compiled_calls() -> None:
     layer, x = Specimen(MLP, window, descent).make(dtype=torch.float32), torch.randn(2, 12, 8)
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x)[0], layer(x)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("law", [forms, splits, masks, packing], ids=lambda law: law.__name__)
+def test_laws(law: Callable[[Specimen], float]) -> None:
+    """Windows end where a document does, and go on over calls and padding."""
+    assert law(Specimen(MLP, window, RULES["descent"])) <= BOUND

@@ -1,10 +1,18 @@
-"""Steps of tokens, as they are kept while decoding."""
+"""Steps of tokens, as they are kept while decoding; and steps that are clipped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
 import metattt
+from metattt.learners import MLP
+from metattt.optimizers import GradientDescent
+from metattt.tasks import Reconstruction
+from metattt.testing.laws import forms, packing, splits
+from metattt.testing.specimen import Specimen
 
 
 def test_token_steps_are_those_of_the_numbers_that_are_there() -> None:
@@ -22,3 +30,13 @@ def test_token_steps_are_those_of_the_numbers_that_are_there() -> None:
         layer.double()
         assert rule.token_steps().dtype == torch.float64
     assert rule.token_steps().requires_grad
+
+
+@pytest.mark.parametrize("token_steps", ["none", "shared"])
+@pytest.mark.parametrize("law", [forms, splits, packing], ids=lambda law: law.__name__)
+def test_laws_of_clipping(law: Callable[[Specimen], float], token_steps: str) -> None:
+    """What an open mini-batch has added counts, whichever call has added it."""
+    spec = Specimen(
+        MLP, Reconstruction, lambda: GradientDescent(4, base_lr=0.3, max_norm=0.15, token_steps=token_steps)
+    )
+    assert law(spec) <= 1e-9
