@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from metattt.errors import MetaTTTError
 from metattt.layer import TTTLayer
 from metattt.learners import GlobalEstimator, Learner, Linear, Transformer
-from metattt.optimizers import Append, ChannelDecay, GradientDescent, InnerOptimizer, Momentum, Preconditioned, Sign
+from metattt.optimizers import (
+    Adam,
+    Append,
+    ChannelDecay,
+    GradientDescent,
+    InnerOptimizer,
+    MirrorDescent,
+    Momentum,
+    Preconditioned,
+    Sign,
+)
 from metattt.registry import PARAMETERS, REGISTERED
 from metattt.tasks import Reconstruction
 
@@ -310,8 +320,6 @@ def test_another_drawn_composition_equals_the_oracle(seed: int) -> None:
     check(seed)
 
 
-# -- more tokens than are computed together ----------------------------------------------------------------------------
-
 LONG: dict[str, tuple[str, Callable[[], InnerOptimizer]]] = {
     "channels": ("rwkv7", lambda: ChannelDecay(rank=2)),
     "channels, factors of steps": ("gated", lambda: ChannelDecay(rank=2)),
@@ -329,8 +337,7 @@ def test_more_tokens_than_a_chunk(name: str, outer: Any) -> None:
     task, rule = LONG[name]
     torch.manual_seed(0)
     learner = Linear(bias=False, residual=False, norm=False, step_scale={"w1": 0.7} if "factors" in name else None)
-    views = kind("task", task)() if task == "rwkv7" else kind("task", task)(normalize_qk=True)
-    layer = TTTLayer(8, 2, views, learner, rule(), outer=outer).double()
+    layer = TTTLayer(8, 2, kind("task", task)(**{} if task == "rwkv7" else {"normalize_qk": True}), learner, rule(), outer=outer).double()
     calls = [Call(torch.randn(1, length, 8, dtype=torch.float64, requires_grad=True)) for length in (70, 69)]
     found, expected = run(layer, calls), outputs(layer, calls)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
@@ -379,3 +386,15 @@ def test_empty_places_are_not_shown_to_learners_that_mix_tokens() -> None:
     calls = [Call(torch.randn(2, 3, 8, dtype=torch.float64), mask) for mask in (flags("111", "110"), None)]
     with pytest.raises(MetaTTTError, match=r"^Transformer looks at several tokens, and optimizer\.read=final"):
         run(made(Transformer(), GradientDescent(2, read="final")), calls)
+
+
+@pytest.mark.parametrize("rule", [
+    lambda: Sign(3, read="final", steps=3),
+    lambda: Adam(3, read="final", steps=3),
+    lambda: MirrorDescent(3, read="final", steps=3),
+    lambda: GradientDescent(3, read="final", steps=3, token_steps="shared"),
+])  # fmt: skip
+def test_each_pass_commits_the_mini_batch_that_the_call_cuts_off(rule: Callable[[], InnerOptimizer]) -> None:
+    call = Call(torch.randn(2, 7, 8, dtype=torch.float64), flags("1111111", "1111100"))
+    layer = made(Linear(), rule())
+    torch.testing.assert_close(run(layer, [call]), outputs(layer, [call]), rtol=1e-9, atol=1e-12)

@@ -23,6 +23,7 @@ from metattt.mixers.chunks import by_chunks
 from metattt.mixers.duality import duality
 from metattt.mixers.longhorn import implicit
 from metattt.mixers.scan import doubling, one_by_one
+from metattt.state import State
 from metattt.testing.specimen import randomize
 
 NAMES = ["longhorn", "mamba", "mamba2_mixer"]
@@ -150,9 +151,12 @@ def test_initial_values() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_size_of_a_state(name: str) -> None:
+def test_the_size_of_a_state_and_its_file(name: str, tmp_path: Path) -> None:
     layer = make(name)
     state = layer(tokens(10))[1]
+    state.detach().save(tmp_path / "state.safetensors", layer)
+    read = State.load(tmp_path / "state.safetensors", model=layer)
+    assert torch.equal(layer(tokens(3), read)[0], layer(tokens(3), state)[0])
     assert {key: value.shape[1:] for key, value in state.learner.items()} == layer.carried
     assert state.nbytes == sum(value.nbytes for value in state.learner.values()) + state.pos.nbytes
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in layer(tokens(200))[1].learner.values())
