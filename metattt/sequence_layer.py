@@ -59,8 +59,20 @@ class SequenceLayer(Declared, ABC):
             MetaTTTError: shapes or flags that do not fit, a state of another layer or batch size, or NaN in `x`
                 (checked on CPU, if `refuse_nan`).
         """
+        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
+            raise _wrong_shape(x, self.dim)
         sorted_already = packing is not None
-        x, state, packing = self._taken(x, state, mask, reset, packing)
+        if mask is not None or reset is not None:
+            check_flags(x, mask, reset)
+            packing = packing or pack(mask, reset, x.device)
+        if packing is not None:
+            x = packing.clear(x) if sorted_already else packing.sort(x)
+        if self.refuse_nan:
+            check_finite(x)
+        if state is None:
+            state = self.start(x, packing)
+        else:
+            self.check_state(x, state)
         y, state = self.run(x, state, packing, donate_state)
         if packing is not None:
             y = packing.blank(y) if sorted_already else packing.restore(packing.blank(y))
@@ -88,8 +100,17 @@ class SequenceLayer(Declared, ABC):
         Raises:
             MetaTTTError: as of a call; or the layer cannot read without learning.
         """
-        x, state, packing = self._taken(x, state, mask, None, None)
-        y = self.answer(x, state, packing)
+        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
+            raise _wrong_shape(x, self.dim)
+        check_flags(x, mask, None)
+        packing = pack(mask, None, x.device)
+        if packing is not None:
+            x = packing.sort(x)
+        if self.refuse_nan:
+            check_finite(x)
+        if state is not None:
+            self.check_state(x, state)
+        y = self.answer(x, self.start(x, packing) if state is None else state, packing)
         return y if packing is None else packing.restore(packing.blank(y))
 
     def answer(self, x: Tensor, state: Any, packing: Packing | None = None) -> Tensor:
@@ -102,25 +123,6 @@ class SequenceLayer(Declared, ABC):
             f"{type(self).__name__} learns every token that it reads: it cannot read without "
             "learning; choose a layer with a learner, e.g. layer=ttt_linear"
         )
-
-    def _taken(
-        self, x: Tensor, state: Any, mask: Tensor | None, reset: Tensor | None, packing: Packing | None
-    ) -> tuple[Tensor, Any, Packing | None]:
-        """The tokens with padding last, the state before them, and where padding and documents are."""
-        if x.ndim != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
-            raise MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {self.dim}] with at least one token")
-        sorted_already = packing is not None
-        if mask is not None or reset is not None:
-            check_flags(x, mask, reset)
-            packing = packing or pack(mask, reset, x.device)
-        if packing is not None:
-            x = packing.clear(x) if sorted_already else packing.sort(x)
-        if self.refuse_nan:
-            check_finite(x)
-        if state is None:
-            return x, self.start(x, packing), packing
-        self.check_state(x, state)
-        return x, state, packing
 
     @abstractmethod
     def run(
@@ -179,3 +181,7 @@ class SequenceLayer(Declared, ABC):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
+
+
+def _wrong_shape(x: Tensor, dim: int) -> MetaTTTError:
+    return MetaTTTError(f"x has shape {list(x.shape)}, expected [B, T, {dim}] with at least one token")

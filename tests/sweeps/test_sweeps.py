@@ -137,7 +137,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(here: Path, capsys: pytest.C
     assert states(here / "sweep") == {"data.context_length=100000": "failed", "data.context_length=16": "finished"}
     cell = read_cell(here / "sweep" / "data.context_length=100000")
     assert cell is not None and "100000" in cell.message and cell.message in out
-    assert "not finished: the same command with hydra.sweep.dir=sweep goes on" in out
+    assert "not finished: the same command with hydra.sweep.dir=sweep resumes it" in out
     assert (
         main([*command[:-2], "data.context_length=16,8", "hydra.sweep.dir=sweep"]) == 1
     )  # the grid has grown; one is as it was
