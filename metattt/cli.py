@@ -55,7 +55,8 @@ COMMANDS = {  # name: (what it does, its function)
         "metattt.catalog.known_layers:layers",
     ),
     "runs": (
-        "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs <folder>",
+        "the runs in a folder, such as that of a sweep: table of their final metrics, and curves: metattt runs "
+        "<folder>",
         "metattt.sweeps.table:runs",
     ),
     "bench": (

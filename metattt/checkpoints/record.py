@@ -101,7 +101,9 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
     check_plain(config, origin)
     for part in PARTS:
         if not isinstance(config.get(part), dict | None):
-            raise MetaTTTError(f"{origin} has a configuration with the key `{part}`, which configurations do not have: it is damaged")
+            raise MetaTTTError(
+                f"{origin} has a configuration with the key `{part}`, which configurations do not have: it is damaged"
+            )
     if type(seed := config.get("seed", 0)) is not int:  # a run that is resumed hands it to random generators
         raise MetaTTTError(f"{origin} has seed={seed!r:.40}, which is not an integer: it is damaged")
     return dict(record)
@@ -210,7 +212,8 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
         load_components((HOMES[group],))
     if (group, name) not in REGISTERED:
         raise MetaTTTError(
-            f"{origin} was made with {group}={name}, which no installed package registers: install the package that has it"
+            f"{origin} was made with {group}={name}, which no installed package registers: install the package that "
+            "has it"
         )
     target, now, version = REGISTERED[group, name], version_of(group, name), node.get(COMPONENT_VERSION)
     if version != now or type(version) is not int:

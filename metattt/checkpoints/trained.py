@@ -271,7 +271,9 @@ def _evaluation(file: Path, saved: Any) -> dict[str, Any] | None:
         case {"crop_pct": float() | int() as crop, "interpolation": how, **more} if not more:
             if 0.1 <= crop <= 1 and how in INTERPOLATIONS:
                 return dict(saved)
-    raise MetaTTTError(f"{file} has evaluation={str(saved)[:80]}, which does not describe how to resize and crop: it is damaged")
+    raise MetaTTTError(
+        f"{file} has evaluation={str(saved)[:80]}, which does not describe how to resize and crop: it is damaged"
+    )
 
 
 def _theirs(file: Path, trust: Collection[str]) -> Trained:

@@ -69,8 +69,8 @@ def build(*overrides: str, **settings: Any) -> "TTTLayer":
     for key, value in settings.items():
         if value is not None and not isinstance(value, str | numbers.Real | list | tuple | dict):
             raise MetaTTTError(
-                f"{key} is a {type(value).__name__}, which cannot be an override: give a name or a number, or pass objects "
-                "to metattt.TTTLayer"
+                f"{key} is a {type(value).__name__}, which cannot be an override: give a name or a number, or pass "
+                "objects to metattt.TTTLayer"
             )
         given.append(f"{key}={shown(value)}")
     cfg = compose(*given, job="build")
@@ -186,8 +186,8 @@ def _apply_block_style(cfg: DictConfig, overrides: list[str], name: str) -> None
                 node[key] = settings[key]
     if style and not known:
         raise MetaTTTError(
-            f"block_style={name} changes nothing in this layer, which has no task, learner and optimizer: leave it out, or choose "
-            "another layer"
+            f"block_style={name} changes nothing in this layer, which has no task, learner and optimizer: leave it "
+            "out, or choose another layer"
         )
 
 

@@ -144,7 +144,9 @@ class ShardData(WindowData):
             )
         self.tokenizer = read_tokenizer(self.folder, manifest["tokenizer"])
         if manifest["dtype"] != dtype_of(self.tokenizer.vocab_size).name:
-            raise MetaTTTError(f"{self.folder} was prepared with another tokenizer than its manifest says: prepare the text again")
+            raise MetaTTTError(
+                f"{self.folder} was prepared with another tokenizer than its manifest says: prepare the text again"
+            )
 
         def opened(name: str, dtype: str, count: str) -> TokenFile:
             length = sum(split[count] for split in manifest["splits"].values())

@@ -211,7 +211,9 @@ def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | Fi
     else:
         tokenizer = ByteTokenizer()
     if tokenizer.identity != known:
-        raise MetaTTTError(f"{folder} was prepared with another tokenizer than its manifest says: prepare the text again")
+        raise MetaTTTError(
+            f"{folder} was prepared with another tokenizer than its manifest says: prepare the text again"
+        )
     return tokenizer
 
 

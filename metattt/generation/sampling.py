@@ -220,7 +220,9 @@ def _check(
     if mask is not None:
         check_flags(ids, mask, None)
         if not mask.any(1).all():
-            raise MetaTTTError("mask has a row without a real token: it must be torch.bool, with a real token in every row")
+            raise MetaTTTError(
+                "mask has a row without a real token: it must be torch.bool, with a real token in every row"
+            )
     check_integer("max_new_tokens", max_new_tokens, 0, MAX_NEW_TOKENS)
     check_sampling(temperature, top_k, top_p)
     if seed is not None:

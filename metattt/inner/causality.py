@@ -55,8 +55,8 @@ def declared(layer: nn.Module) -> str | None:
         name = type(part).__name__
         if group != "optimizer":
             return (
-                f"the {group} {name} uses all tokens of a call for every output: choose a causal layer, e.g. layer=attention "
-                "(see metattt layers)"
+                f"the {group} {name} uses all tokens of a call for every output: choose a causal layer, e.g. "
+                "layer=attention (see metattt layers)"
             )
         given = inspect.signature(type(part)).parameters.get("read")
         mended = "optimizer=minibatch" if given is None else f"optimizer.read={_causal_read(given.default)}"

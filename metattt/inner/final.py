@@ -84,8 +84,8 @@ def read_only(loop: Parts, q: Tensor, state: State, dtype: torch.dtype) -> Tenso
     mixes = loop.learner.mixes_tokens
     if mixes and state.phase != 0:
         raise MetaTTTError(
-            f"{type(loop.learner).__name__} answers the tokens of a mini-batch together, and the state stands inside of "
-            f"one of optimizer.mini_batch_size={size} tokens: read where a mini-batch begins"
+            f"{type(loop.learner).__name__} answers the tokens of a mini-batch together, and the state stands inside "
+            f"of one of optimizer.mini_batch_size={size} tokens: read where a mini-batch begins"
         )
     memory = state.weights or loop.start(q.shape[0], dtype)
     commits = rule.read in ("previous", "committed")

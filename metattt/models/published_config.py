@@ -103,7 +103,9 @@ class PublishedConfig:
         block: Any = model.blocks[0]
         layer = block.layer
         if not isinstance(layer, TTTLayer):
-            raise MetaTTTError(f"this model cannot be written as a published one: its layers are {type(layer).__name__}")
+            raise MetaTTTError(
+                f"this model cannot be written as a published one: its layers are {type(layer).__name__}"
+            )
         config = cls(
             vocab_size=model.vocab_size,
             hidden_size=model.embedding.embedding_dim,

@@ -71,7 +71,9 @@ def read_cell(folder: Path) -> Cell | None:
     content = parse_json(read_text(file, 2**26), str(file))
     good = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in TYPES.items())
     if not good or content.get("version") != 1 or content["state"] not in get_args(State):
-        raise MetaTTTError(f"{file} was not written by a sweep of this version: move it, or choose another hydra.sweep.dir")
+        raise MetaTTTError(
+            f"{file} was not written by a sweep of this version: move it, or choose another hydra.sweep.dir"
+        )
     if not all(isinstance(one, str) for one in (*content["swept"], *content["fixed"])):
         raise MetaTTTError(f"{file} is damaged: move it, or choose another hydra.sweep.dir")
     return Cell(**{key: content[key] for key in TYPES})

@@ -47,7 +47,8 @@ class InnerWarmup(lightning.Callback):
 
         if not all(rule.base_lr for rule in self.final):
             raise MetaTTTError(
-                "callbacks=inner_warmup cannot warm up to optimizer.base_lr=0: leave it out with ~callbacks.inner_warmup"
+                "callbacks=inner_warmup cannot warm up to optimizer.base_lr=0: leave it out with "
+                "~callbacks.inner_warmup"
             )
 
     def on_train_batch_start(

@@ -232,8 +232,8 @@ def make_room(folder: Path, overwrite: bool) -> None:
     if overwrite:
         if foreign:
             raise MetaTTTError(
-                f"overwrite=true: {', '.join(foreign)} in {folder} does not belong to a run; move it, or choose another "
-                "output_dir"
+                f"overwrite=true: {', '.join(foreign)} in {folder} does not belong to a run; move it, or choose "
+                "another output_dir"
             )
         rolling.remove_newer(folder, -1)
         remove_leftovers(folder)
@@ -309,7 +309,9 @@ def _steps_of(content: Mapping[str, Any], checkpoint: Path) -> int:
     """The number of steps of a checkpoint."""
     done = content.get("global_step")
     if type(done) is not int or not 0 <= done < 2**62:
-        raise MetaTTTError(f"{checkpoint} says that it has made {str(done)[:40]} steps: it is damaged, or not from a run")
+        raise MetaTTTError(
+            f"{checkpoint} says that it has made {str(done)[:40]} steps: it is damaged, or not from a run"
+        )
     if rolling.step_of(checkpoint) not in (None, done):  # by the names it is known which ones come after it
         raise MetaTTTError(f"{checkpoint} is of step {done}, and was renamed: give it its name back, step-{done:08}")
     return done
