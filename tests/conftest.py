@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,9 +69,16 @@ def _same_start() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    """Of a run in this process: the process group, and what Lightning writes into the environment, a port among it."""
+def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of a run in this process: the process group, what Lightning writes into the environment, a port among it, and
+    modules of a test's own (`my_learner.py`), which the next test would import in place of its own of that name."""
+    path, known = list(sys.path), set(sys.modules)
     yield
+    sys.path[:] = path
+    own = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(own):
+            del sys.modules[name]
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"):

@@ -31,7 +31,7 @@ PROGRAMS = {"pip", "python3", "pytest", "python", "ruff", "mypy", "mkdocs", ".",
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One folder for all pages, as a reader's: a file of an earlier page is there for a later one."""
     path = tmp_path_factory.mktemp("reader")
-    before, kept, known = os.getcwd(), list(sys.path), set(sys.modules)
+    before, kept = os.getcwd(), list(sys.path)
     os.chdir(path)
     sys.path.insert(0, str(path))
     for page in PAGES:
@@ -42,9 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield path
     os.chdir(before)
     sys.path[:] = kept
-    for name in set(sys.modules) - known:
-        if (path / f"{name}.py").exists():
-            del sys.modules[name]
 
 
 def a_trained_model(folder: Path) -> dict[str, Any]:

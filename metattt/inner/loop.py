@@ -79,7 +79,8 @@ class InnerLoop(Parts):
         open_: Tensors = {}
         if plan.replays:
             y, open_ = y[:, :, y.shape[2] - count :], tail(tokens, layout, call.after, size)
-        return y, state._replace(pos=call.after, phase=layout.phase, weights=memory, learner=open_)
+        # (not `state._replace`: torch 2.11 cannot compile a call that returns what that makes)
+        return y, State(call.after, layout.phase, memory, state.task, state.optimizer, open_)
 
     def columns(
         self,
