@@ -8,6 +8,7 @@ from metattt.errors import MetaTTTError
 
 if TYPE_CHECKING:
     from metattt import learners, models, optimizers, tasks
+    from metattt.adaptation.adapter import Adapter
     from metattt.checkpoints.trained import load_model
     from metattt.composition.compose import build
     from metattt.layer import TTTLayer
@@ -19,11 +20,12 @@ except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "MetaTTTError", "State", "TTTLayer", "__version__", "build", "learners", "load_model", "models", "optimizers",
+    "Adapter", "MetaTTTError", "State", "TTTLayer", "__version__", "build", "learners", "load_model", "models", "optimizers",
     "tasks",
 ]  # fmt: skip
 
 _HOMES = {
+    "Adapter": "metattt.adaptation.adapter",
     "State": "metattt.state",
     "TTTLayer": "metattt.layer",
     "build": "metattt.composition.compose",

@@ -12,7 +12,7 @@ made with other weights).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,14 +22,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metattt.functional import with_values
+from metattt.inner.network_step import gradients_of, refill, skeleton
 from metattt.inner.packing import Packing
 from metattt.inner.recompute import recompute
 from metattt.learners.window import EMPTY
-from metattt.modules import expand_like, for_probes, needs_probes, rounds
+from metattt.modules import expand_like, needs_probes, rounds
 from metattt.state import State, Tensors, count_bytes, map_tensors, tensors_of
-
-PLACE = torch.empty(0)  # where a tensor stood
-
 
 class Adaptation(NamedTuple):
     """What the inner loop carries between calls for `B` sequences.
@@ -229,19 +227,10 @@ class Loop(NamedTuple):
             nats = F.cross_entropy(widened.flatten(0, 1), labels.flatten(), reduction="sum")
             return nats / self.size, tensors_of((y, after))
 
-        gradients, found = gradients_of(loss, tensors_of(weights), self.first_order)
-        moved = [w - self.lr * g for w, g in zip(tensors_of(weights), self._clipped(gradients), strict=True)]
+        gradients, found = gradients_of(loss, tensors_of(weights), self.first_order, self.clip)
+        moved = [w - self.lr * g for w, g in zip(tensors_of(weights), gradients, strict=True)]
         y, after = refill(shape[0], found)
         return y, after, refill(weights, moved)
-
-    def _clipped(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """`g · min(1, c / ‖g‖)`, with one norm for each sequence."""
-        if self.clip is None:
-            return list(gradients)
-        squared = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
-        # [B]; 1 exactly where nothing is clipped, or nearly
-        factor = self.clip * squared.clamp(min=self.clip**2).rsqrt()
-        return [g * expand_like(factor, g) for g in gradients]
 
     def _merged(self, now: tuple[Any, ...], before: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...]:
         """The states of `rows` from `now`, the others from `before`."""
@@ -277,40 +266,6 @@ def plan(
         chosen = None if rows.all() else rows.nonzero().flatten().to(pos.device)
         cuts.append(Cut(column, chosen, again.to(pos.device) if again.any() else None))
     return cuts, [(one - 1) % size + 1 if one else 0 for one in ended.tolist()]
-
-
-def gradients_of(
-    loss: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor], first_order: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of a sum of losses by `leaves`, and what else `loss` returns; both with a graph exactly if gradients
-    are enabled outside (with `first_order`, the gradients without)."""
-    if needs_probes():
-        with for_probes():
-            value, pull, found = torch.func.vjp(loss, *leaves, has_aux=True)  # type: ignore[misc]
-            gradients = pull(torch.ones_like(value))
-        return [g.detach() for g in gradients] if first_order else list(gradients), found
-    keep = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # An alias cuts the weights off from what was computed from them before: keys and values of the mini-batch alone
-        # are made with them.
-        aliases = [w.view_as(w) if keep and w.requires_grad else w.detach().requires_grad_() for w in leaves]
-        value, found = loss(*aliases)
-        gradients = torch.autograd.grad(value, aliases, create_graph=keep and not first_order, retain_graph=keep)
-    return list(gradients), found if keep else [tensor.detach() for tensor in found]
-
-
-# -- nested tensors ----------------------------------------------------------------------------------------------------
-
-
-def skeleton(value: Any) -> Any:
-    """`value` without its tensors."""
-    return map_tensors(lambda _: PLACE, value)
-
-
-def refill(shape: Any, tensors: Sequence[Tensor]) -> Any:
-    """A value of this shape with `tensors` in the places of its own."""
-    rest: Iterator[Tensor] = iter(tensors)
-    return map_tensors(lambda _: next(rest), shape)
 
 
 def _attention(twice: bool) -> AbstractContextManager[Any]:

@@ -1,0 +1,422 @@
+"""Adapts a pretrained language model to the documents that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt.adaptation.fast_model import FastModel
+from metattt.checkpoints.states import read_state, write_state
+from metattt.errors import MetaTTTError, NotFinite, check_integer
+from metattt.generation.sampling import generate
+from metattt.inner.network_step import gradients_of, refill, skeleton
+from metattt.memory import Memory, at_start, choose
+from metattt.modules import expand_like
+from metattt.optimizers import Adam
+from metattt.optimizers.base import Gates
+from metattt.optimizers.block import BlockRule
+from metattt.state import Context, map_tensors, tensors_of
+
+Ids = Tensor | Sequence[Tensor]
+Seen = tuple[tuple[int, int], ...]
+
+
+class Adapted(NamedTuple):
+    """What an adapter has learned, and where it stands in `B` documents.
+
+    Attributes:
+        weights: the fast weights and what the rule keeps beside them, by slot and name, `[B, 1, *shape]`.
+        tokens: `[B, n]` the tokens of the open mini-batch, after those before it that are read once more.
+        position: tokens of the documents up to the open mini-batch.
+        waiting: tokens of the open mini-batch.
+        ends: length of each document, where it has ended; else None.
+        model: state of a `LanguageModel` before the open mini-batch; None: none is carried.
+        documents: their numbers, counted from the first that the adapter has read.
+        seen: what the weights of each have learned: numbers of documents, and up to which token (exclusive).
+    """
+
+    weights: Memory
+    tokens: Tensor
+    position: int
+    waiting: int
+    ends: tuple[int | None, ...]
+    model: Any
+    documents: tuple[int, ...]
+    seen: tuple[Seen, ...]
+
+
+torch.serialization.add_safe_globals([Adapted])
+
+
+class Score(NamedTuple):
+    """Predictions of tokens, and what the weights that made them had learned.
+
+    Attributes:
+        nats: `[B, n]` cross-entropy of every token; NaN for the first of a document, which nothing predicts, and for
+            padding.
+        documents: numbers of the documents.
+        start: position of the first token in its document.
+        seen: for every mini-batch of the tokens: its first column, and for every row what the weights had learned.
+        logits: `[B, n, V]` of the tokens, if they were asked for.
+    """
+
+    nats: Tensor
+    documents: tuple[int, ...]
+    start: int
+    seen: tuple[tuple[int, tuple[Seen, ...]], ...]
+    logits: Tensor | None = None
+
+
+class Adapter:
+    """A pretrained language model that trains some of its weights on the text that it reads, each mini-batch after it
+    has been scored (dynamic evaluation, arXiv 1709.07432; test-time training):
+
+    `W_j = rule(W_{j−1}, (1/b) Σ_{t in mini-batch j} ∇_W CE(logits_t(W_{j−1}), token_t))`.
+
+    A mini-batch is learned when its b tokens have been read; how they are split into calls changes nothing. Every
+    document of a batch has weights of its own, which begin with the model's. The model itself never changes.
+
+    ```
+    adapter = Adapter(model, fast="lora", rule=Adam(base_lr=1e-3, mini_batch_size=256))
+    score = adapter.read(ids)           # scores a mini-batch, then learns it, and so on
+    nats = adapter.score(more).nats     # scores without learning
+    ids = adapter.generate(prompt, max_new_tokens=100)
+    ```
+
+    Args:
+        model: a `LanguageModel` (`metattt.load_model`), or any causal language model of Transformers.
+        fast, rank, frozen_blocks, seed: which parameters learn: see `FastModel`.
+        rule: how they learn: a rule that moves its weights once per mini-batch (`Adam`, `BlockMomentum`, `Sign`, …) and
+            whose gates are constants. Its `mini_batch_size` is b (tokens), its `steps` the steps on each mini-batch.
+            None: Adam, a step of 1e-3, b = 256.
+        context: tokens before a mini-batch that are read once more for it, with the weights of the time. None: 0 for a
+            `LanguageModel`, whose state is carried from mini-batch to mini-batch, and b for a model of Transformers.
+        clip: largest norm of a document's gradient over all fast weights; None: any.
+
+    Attributes:
+        state: an `Adapted`; None before the first token.
+
+    Raises:
+        MetaTTTError: a rule that cannot be used here, or parameters that cannot learn.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fast: str | Sequence[str] = "lora",
+        rule: BlockRule | None = None,
+        rank: int | None = None,
+        context: int | None = None,
+        frozen_blocks: int = 0,
+        clip: float | None = 1.0,
+        seed: int = 0,
+    ):
+        self.base, self.clip = model, clip
+        self.fast = FastModel(model, fast, rank, frozen_blocks, seed)
+        self.rule = Adam(base_lr=1e-3, mini_batch_size=256) if rule is None else rule
+        self._gates = _constant_gates(self.rule, list(self.fast.start))
+        self.carries = context is None and self.fast.ours
+        self.context = (0 if self.carries else self.rule.mini_batch_size) if context is None else context
+        check_integer("context", self.context, 0)
+        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        if isinstance(most, int) and self.context + self.rule.mini_batch_size > most:
+            raise MetaTTTError(
+                f"context={self.context} and a mini-batch of {self.rule.mini_batch_size} tokens are more than the "
+                f"{most} positions of the model: lower context or the rule's mini_batch_size"
+            )
+        self.state: Adapted | None = None
+        self._documents = 0
+
+    def reset(self) -> None:
+        """Forgets everything: the next tokens begin new documents with the model's own weights."""
+        self.state = None
+
+    def next_documents(self) -> None:
+        """The next tokens begin new documents, with the weights that the documents before have left. The tokens of an
+        open mini-batch are learned first, as a smaller one."""
+        if self.state is None:
+            return
+        state = self.state
+        if state.waiting > (state.position == 0):  # a first token alone predicts nothing
+            state = self._learned(state, state.waiting, False)[1]
+        documents = self._numbers(len(state.tokens))
+        self.state = state._replace(
+            tokens=state.tokens[:, :0], position=0, waiting=0, ends=(None,) * len(documents), model=None,
+            documents=documents,
+        )  # fmt: skip
+
+    def read(self, ids: Ids, logits: bool = False) -> Score:
+        """Scores the next tokens of the documents, mini-batch by mini-batch, and learns each after it was scored.
+
+        Args:
+            ids: `[B, n]` token ids, or B tensors of different lengths: these documents then end there.
+            logits: return them, too.
+
+        Raises:
+            MetaTTTError: another number of documents than before, or documents that have ended.
+            NotFinite: a loss that is none: the weights have diverged.
+        """
+        return self._advance(ids, learns=True, scores=True, logits=logits)
+
+    def score(self, ids: Ids, logits: bool = False) -> Score:
+        """Scores the next tokens with the weights as they are. Nothing is learned, and the documents stay where they
+        are. Arguments and errors are those of `read`."""
+        before = self.state, self._documents
+        try:
+            return self._advance(ids, learns=False, scores=True, logits=logits)
+        finally:
+            self.state, self._documents = before
+
+    def learn(self, ids: Ids) -> None:
+        """Learns the next tokens, whose predictions are not wanted. Arguments and errors are those of `read`."""
+        self._advance(ids, learns=True, scores=False, logits=False)
+
+    def generate(self, prompt: Tensor, max_new_tokens: int = 256, **options: Any) -> Tensor:
+        """Continues prompts with what was learned. The prompts are not learned.
+
+        Args:
+            prompt: `[B, n]` token ids, each the beginning of a text of its own; of one document, any number of them.
+            max_new_tokens: at most.
+            options: of `metattt.generation.sampling.generate`, or of the `generate` of Transformers.
+
+        Returns:
+            `[B, n + new]` ids: the prompts and what follows.
+        """
+        weights = self._begun(len(prompt)).weights if self.state is None else self.state.weights
+        held = len(next(iter(weights["commit"].values())))
+        if held not in (1, len(prompt)):
+            raise MetaTTTError(f"the adapter holds {held} documents, and there are {len(prompt)} prompts: give {held}")
+        model: Any = self.fast.generating(weights["commit"])
+        try:
+            with torch.no_grad():
+                if self.fast.ours:
+                    return torch.stack([*prompt.unbind(1), *generate(model, prompt, max_new_tokens, **options)], dim=1)
+                options.setdefault("attention_mask", torch.ones_like(prompt))
+                continued: Tensor = model.generate(prompt, max_new_tokens=max_new_tokens, **options)
+                return continued
+        finally:
+            self.fast.generating({})
+
+    def save(self, path: str | Path) -> None:
+        """Writes `state` to a file, apart from the model, which the file names by a checksum.
+
+        Raises:
+            MetaTTTError: nothing was read yet, or the file cannot be written.
+        """
+        if self.state is None:
+            raise MetaTTTError("the adapter has read nothing yet: there is nothing to save")
+        write_state(path, self.state, self.base)
+
+    def load(self, path: str | Path) -> None:
+        """Goes on from a file of `save`.
+
+        Raises:
+            MetaTTTError: no such file, one that is damaged or of another model, or other fast weights than these.
+        """
+        device = next(self.base.parameters()).device
+        state = read_state(path, Adapted, device, self.base)
+        held = {name: tuple(value.shape[2:]) for name, value in state.weights["commit"].items()}
+        if held != {name: tuple(value.shape[1:]) for name, value in self.fast.start.items()}:
+            raise MetaTTTError(f"{path} holds other fast weights: make the adapter with the same fast and rank")
+        self.state, self._documents = state, max(state.documents) + 1
+
+    # -- one call ------------------------------------------------------------------------------------------------------
+
+    def _advance(self, ids: Ids, learns: bool, scores: bool, logits: bool) -> Score:
+        ids, lengths = _padded(ids, next(self.base.parameters()).device)
+        state = self._begun(len(ids)) if self.state is None else self.state
+        if len(state.tokens) != len(ids):
+            raise MetaTTTError(f"the adapter reads {len(state.tokens)} documents, and ids hold {len(ids)}: reset() it")
+        if any(end is not None for end in state.ends):
+            raise MetaTTTError("a document has ended: call reset(), or next_documents() to go on with what was learned")
+        start, count, size = state.position + state.waiting, ids.shape[1], self.rule.mini_batch_size
+        ends = tuple(None if length == count else start + length for length in lengths)
+        state = state._replace(ends=ends)
+        found: list[Tensor] = []
+        rows: list[Tensor] = []
+        seen: list[tuple[int, tuple[Seen, ...]]] = []
+        done = 0
+        while done < count:
+            part = ids[:, done : done + size - state.waiting]
+            waiting = state.waiting + part.shape[1]
+            state = state._replace(tokens=torch.cat([state.tokens, part], dim=1), waiting=waiting)
+            seen.append((done, state.seen))
+            if waiting == size and learns:
+                nats, state, values = self._learned(state, part.shape[1], logits)
+            elif scores or (waiting == size and self.carries):
+                nats, after, values = self._read(state, part.shape[1], logits)
+                state = state._replace(model=after) if waiting == size else state
+            else:
+                nats, values = part.new_zeros(part.shape, dtype=torch.float32), None
+            if waiting == size:
+                state = state._replace(
+                    tokens=state.tokens[:, -(self.context + 1) :], position=state.position + size, waiting=0
+                )
+            found.append(nats)
+            rows += [] if values is None else [values]
+            done += part.shape[1]
+        self.state = state
+        nats = torch.cat(found, dim=1)
+        return Score(nats, state.documents, start, tuple(seen), torch.cat(rows, dim=1) if logits else None)
+
+    def _read(self, state: Adapted, count: int, logits: bool) -> tuple[Tensor, Any, Tensor | None]:
+        """Nats of the last `count` tokens, the model's state, and their logits if asked for."""
+        with torch.no_grad():
+            nats, after, values = self._losses(state.weights["commit"], state)
+        return self._scored(nats, state, count), after, _last(values, count) if logits else None
+
+    def _learned(self, state: Adapted, count: int, logits: bool) -> tuple[Tensor, Adapted, Tensor | None]:
+        """As `_read`, with what is carried on after the inner steps on the open mini-batch."""
+        memory, size = state.weights, self.rule.mini_batch_size
+        made: list[Any] = []
+        first: list[Tensor] = []
+        valid = self._valid(state)
+        for _ in range(self.rule.steps):
+            names = list(memory["commit"])
+
+            def loss(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+                nats, after, values = self._losses(dict(zip(names, leaves, strict=True)), state)  # noqa: B023
+                made[:] = [skeleton(after)]
+                kept = [values] if logits else []
+                return nats.masked_fill(~valid, 0).sum() / size, [nats, *kept, *tensors_of(after)]
+
+            with torch.no_grad():
+                gradients, found = gradients_of(loss, list(memory["commit"].values()), True, self.clip)
+                first = first or found
+                memory = self._moved(memory, dict(zip(names, gradients, strict=True)), valid, state)
+        nats, values, model = first[0], first[1] if logits else None, refill(made[0], first[1 + logits :])
+        scored = self._scored(nats, state, count)
+        stop = state.position + state.waiting
+        complete = self._complete(valid, state)
+        seen = tuple(
+            (*(one for one in before if one[0] != document), (document, stop if end is None else min(end, stop)))
+            if taken else before
+            for before, document, end, taken in zip(state.seen, state.documents, state.ends, complete, strict=True)
+        )  # fmt: skip
+        after = state._replace(weights=memory, model=model, seen=seen)
+        return scored, after, None if values is None else _last(values, count)
+
+    def _moved(self, memory: Memory, gradients: dict[str, Tensor], valid: Tensor, state: Adapted) -> Memory:
+        """The memory after a step, of the documents whose mini-batch is complete, or has ended."""
+        gates = Gates(*(None if gate is None else gate.expand(len(valid), -1, -1) for gate in self._gates))
+        eta = gates.eta[:, :, 0]
+        update = {name: -expand_like(eta, gradient) * gradient for name, gradient in gradients.items()}
+        after = self.rule.commit(self.rule.observe(memory, gates) | {"update": update}, self.rule.mini_batch_size)
+        complete = self._complete(valid, state)
+        if all(complete):
+            return after
+        return choose(torch.tensor(complete, device=valid.device), after, memory, after)
+
+    def _losses(self, weights: dict[str, Tensor], state: Adapted) -> tuple[Tensor, Any, Tensor]:
+        """Nats `[B, m]` and logits `[B, m, V]` of the open mini-batch, m tokens of it that have one before them, and
+        the model's state after it."""
+        count = state.waiting - (state.position == 0)
+        if not count:  # a first token alone
+            nothing = state.tokens[:, :0].float()
+            return nothing, state.model, nothing.unsqueeze(-1)
+        logits, after = self.fast(weights, state.tokens[:, :-1], state.model if self.carries else None, count)
+        values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        nats = F.cross_entropy(values.mT, state.tokens[:, -count:], reduction="none")
+        return nats, map_tensors(Tensor.detach, after) if self.carries else None, values
+
+    def _scored(self, nats: Tensor, state: Adapted, count: int) -> Tensor:
+        """The last `count` entries, NaN where nothing is predicted.
+
+        Raises:
+            NotFinite: a loss that is none.
+        """
+        nats = nats.masked_fill(~self._valid(state), torch.nan)
+        if bool((~nats.isfinite() & self._valid(state)).any()):
+            raise NotFinite(
+                f"the loss is not finite after {state.position} tokens of the document: the fast weights have "
+                "diverged; lower the rule's base_lr"
+            )
+        return F.pad(nats, (int(state.position == 0), 0), value=torch.nan)[:, nats.shape[1] + (state.position == 0) - count :]
+
+    def _valid(self, state: Adapted) -> Tensor:
+        """`[B, m]` tokens of the open mini-batch that are predicted, and no padding."""
+        first = max(1, state.position)
+        place = torch.arange(first, state.position + state.waiting, device=state.tokens.device)
+        stop = state.position + state.waiting
+        ends = torch.tensor([stop if end is None else end for end in state.ends], device=place.device)
+        return place < ends.unsqueeze(1)
+
+    def _complete(self, valid: Tensor, state: Adapted) -> list[bool]:
+        """The documents that learn from the open mini-batch: all its tokens are there, or no more will come."""
+        whole = state.waiting == self.rule.mini_batch_size
+        learn = valid.all(1) if whole else valid.any(1)
+        return [bool(one) for one in learn.tolist()]
+
+    def _begun(self, batch: int) -> Adapted:
+        """The state at the start of `batch` documents."""
+        start = self.fast.start
+        wide = max((value.dtype for value in start.values()), key=lambda dtype: dtype.itemsize)
+        memory = self.rule.begin(at_start(self.rule.slots, start.items(), batch, wide))
+        device = next(self.base.parameters()).device
+        tokens = torch.empty(batch, 0, dtype=torch.long, device=device)
+        none = (None,) * batch
+        return Adapted(memory, tokens, 0, 0, none, None, self._numbers(batch), ((),) * batch)
+
+    def _numbers(self, batch: int) -> tuple[int, ...]:
+        first, self._documents = self._documents, self._documents + batch
+        return tuple(range(first, first + batch))
+
+
+def _constant_gates(rule: BlockRule, names: list[str]) -> Gates:
+    """The gates of a rule for fast weights of these names, `[1, 1, 1]` each.
+
+    Raises:
+        MetaTTTError: a rule that moves its weights token by token, or whose gates depend on the tokens.
+    """
+    name = type(rule).__name__
+    if not isinstance(rule, BlockRule):
+        raise MetaTTTError(
+            f"{name} moves the weights with every token: give a rule that moves them once per mini-batch, such as Adam "
+            "or BlockMomentum"
+        )
+    if rule.read != "previous" or rule.anchor != "minibatch":
+        raise MetaTTTError(
+            f"optimizer.read={rule.read} and optimizer.anchor={rule.anchor}: an adapter scores a mini-batch before it "
+            "learns it, with read=previous and anchor=minibatch"
+        )
+    rule.setup(1, 1, 1, names)
+    found: list[Gates] = []
+    for value in (-3.0, 0.0, 3.0):
+        x = torch.full((1, 1, 1), value)
+        gates, _ = rule.gates(x, {}, Context(x, None, None, 1))
+        assert isinstance(gates, Gates)
+        found.append(Gates(*(None if gate is None else gate.detach() for gate in gates)))
+    for field, *gates in zip(Gates._fields, *found, strict=True):
+        if any(gate is not None and not torch.equal(gate, gates[0]) for gate in gates) or (
+            field == "weight_lr" and gates[0] is not None
+        ):
+            raise MetaTTTError(
+                f"{name} has gates that depend on the token ({field}), and an adapter has no gates to train: set lr, "
+                "momentum and decay to constant or none"
+            )
+    return found[0]
+
+
+def _padded(ids: Ids, device: torch.device) -> tuple[Tensor, list[int]]:
+    """Token ids `[B, n]`, and the length of each row.
+
+    Raises:
+        MetaTTTError: something else than token ids.
+    """
+    rows = list(ids) if isinstance(ids, Tensor) and ids.ndim == 2 else ids
+    if isinstance(rows, Tensor) or not rows or any(not isinstance(row, Tensor) or row.ndim != 1 for row in rows):
+        raise MetaTTTError("ids must be token ids [B, n], or a list of tensors [n] of B documents")
+    if any(row.is_floating_point() for row in rows):
+        raise MetaTTTError(f"ids are {rows[0].dtype}: they must be token ids, torch.int64")
+    padded = nn.utils.rnn.pad_sequence([row.to(device, torch.long) for row in rows], batch_first=True)
+    return padded, [len(row) for row in rows]
+
+
+def _last(values: Tensor, count: int) -> Tensor:
+    """The last `count` rows of logits `[B, m, V]`; zeros for the first token of a document."""
+    return F.pad(values, (0, 0, max(0, count - values.shape[1]), 0))[:, -count:]

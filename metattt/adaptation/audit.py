@@ -1,0 +1,124 @@
+"""Finds tokens that were scored after they had been learned, or from which a prediction was made that should not see
+them.
+
+`leaks` takes nobody's word: it changes a text from some token on and scores it once more. All predictions up to that
+token, which were made from the tokens before it, must stay as they were. `unseen` compares what a score says of its
+weights with what was scored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metattt.adaptation.adapter import Score
+
+Scorer = Callable[[list[Tensor]], list[Tensor]]
+"""Documents, `[n]` token ids each, to the logits `[n, V]` that their tokens were predicted with."""
+
+
+class Leak(NamedTuple):
+    """A prediction that depends on what it should not see.
+
+    Attributes:
+        document: number of the document.
+        token: its token whose prediction moved.
+        changed: document and token from which on the text was changed.
+        difference: of the logits, at most.
+    """
+
+    document: int
+    token: int
+    changed: tuple[int, int]
+    difference: float
+
+
+def leaks(
+    scorer: Scorer,
+    documents: Sequence[Tensor],
+    vocab_size: int,
+    positions: Sequence[int] | None = None,
+    carries: bool = False,
+    seed: int = 0,
+) -> list[Leak]:
+    """The first leak that each change of the text shows; none of an honest scorer.
+
+    A prediction of token i that depends on token j ≥ i is found by a change from token p on, i ≤ p ≤ j. The scorer runs
+    twice and once more for each change.
+
+    Args:
+        scorer: what is examined.
+        documents: a text, in the order in which it is scored.
+        vocab_size: ids are below it.
+        positions: tokens from which on a document is changed; None: all.
+        carries: a document may see what was learned of those before it; else it may see itself alone.
+        seed: of the changes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    expected, again = scorer(list(documents)), scorer(list(documents))
+    noise = max((_moved(one, other) for one, other in zip(expected, again, strict=True)), default=0.0)
+    found = []
+    for number, document in enumerate(documents):
+        for place in range(len(document)) if positions is None else positions:
+            if place >= len(document):
+                continue
+            changed = document.clone()
+            step = torch.randint(1, vocab_size, (len(document) - place,), generator=generator).to(document.device)
+            changed[place:] = (changed[place:] + step) % vocab_size
+            scored = scorer([*documents[:number], changed, *documents[number + 1 :]])
+            if leak := _first(expected, scored, number, place, carries, 2 * noise):
+                found.append(leak)
+    return found
+
+
+def unseen(scores: Sequence[Score]) -> bool:
+    """Whether no score has been made with weights that say that they had learned one of its tokens."""
+    for score in scores:
+        columns = [column for column, _ in score.seen]
+        for column, seen in zip(columns, (rows for _, rows in score.seen), strict=True):
+            for document, known in zip(score.documents, seen, strict=True):
+                if dict(known).get(document, 0) > score.start + column:
+                    return False
+    return True
+
+
+def repeated(documents: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Documents with the tokens of an earlier one: where weights are carried on, these were learned before they are
+    scored, and their scores say nothing. Pairs of the earlier and the later number."""
+    first: dict[str, int] = {}
+    found = []
+    for number, document in enumerate(documents):
+        digest = hashlib.sha256(document.cpu().numpy().tobytes()).hexdigest()
+        if (before := first.setdefault(digest, number)) != number:
+            found.append((before, number))
+    return found
+
+
+def _first(
+    expected: Sequence[Tensor], scored: Sequence[Tensor], number: int, place: int, carries: bool, noise: float
+) -> Leak | None:
+    """The first prediction that moved by a change of document `number` from token `place` on."""
+    for document, stop in _untouched([len(one) for one in expected], number, place, carries):
+        difference = (expected[document][:stop].double() - scored[document][:stop].double()).abs().amax(-1)
+        moved = (difference > noise) | difference.isnan()
+        if bool(moved.any()):
+            token = int(moved.int().argmax())
+            return Leak(document, token, (number, place), float(difference[token]))
+    return None
+
+
+def _untouched(lengths: Sequence[int], number: int, place: int, carries: bool) -> Iterator[tuple[int, int]]:
+    """Documents and how many of their predictions must not move."""
+    for document, length in enumerate(lengths):
+        if document == number:
+            yield document, place + 1
+        elif document < number or not carries:
+            yield document, length
+
+
+def _moved(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0

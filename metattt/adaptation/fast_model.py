@@ -1,0 +1,238 @@
+"""A pretrained model with fast weights: which of its parameters learn, and how every document gets values of its own.
+
+Parameters are found by the modules that hold them. The model's structure is copied, its tensors are shared, and in the
+copy each of these modules computes with the values of the call, stacked by document. The model itself is not touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from metattt.errors import MetaTTTError
+from metattt.functional import replica
+from metattt.models.language_model import LanguageModel
+from metattt.state import Tensors
+
+CHOICES = ("lora", "mlp", "norms", "all")
+LORA_RANK = 8
+MLP = ("mlp", "ffn", "feed_forward", "fc", "c_fc", "c_proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")
+"""Parts of a path that say that a linear map is of an MLP."""
+DOWN, UP = "/down", "/up"  # what the names of the two factors of a low-rank change end with
+
+
+class Place(NamedTuple):
+    """A parameter that is fast: attribute `attribute` of the module `module`; `key` is its name among the weights. (A
+    tensor that stands in two modules, as a tied embedding, has one key.)"""
+
+    module: str
+    attribute: str
+    key: str
+
+
+class FastModel:
+    """Logits of a causal language model whose fast weights are an argument.
+
+    Args:
+        model: a `LanguageModel`, or a causal language model of Transformers. It is neither changed nor copied.
+        fast: which parameters are fast: `lora` (a change of rank `rank` to every linear map of the blocks), `mlp` (the
+            linear maps of the MLPs), `norms` (scales and offsets of the norms), `all`, or patterns of parameter names,
+            `["model.layers.*.mlp.down_proj.weight"]`.
+        rank: of the change `W + up · down` to each chosen matrix, in place of the whole matrix; None: 8 for `lora`, and
+            whole matrices for the others.
+        frozen_blocks: the first so many blocks stay as they are.
+        seed: of the first factors, which are drawn; the second are 0, so that the model is unchanged at the start.
+
+    Attributes:
+        start: name → W0 `[1, *shape]`, in fp32 or wider: what every document begins with.
+
+    Raises:
+        MetaTTTError: no such parameter; one that no module applies to the tokens of a document by itself; or a rank
+            where there is no matrix.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fast: str | Sequence[str] = "lora",
+        rank: int | None = None,
+        frozen_blocks: int = 0,
+        seed: int = 0,
+    ):
+        self.ours = isinstance(model, LanguageModel)
+        self.model = replica(model).eval()
+        self.rank = LORA_RANK if fast == "lora" and rank is None else rank
+        called = self._called()
+        places = list(_chosen(self.model, fast, frozen_blocks, called, self.rank is not None))
+        self.start: Tensors = {}
+        self._values: Mapping[str, Tensor] = {}
+        generator = torch.Generator().manual_seed(seed)
+        for name in dict.fromkeys(place.module for place in places):
+            held = {place.attribute: place.key for place in places if place.module == name}
+            module = self.model.get_submodule(name)
+            self._begin(module, held, generator)
+            module.forward = self._forward(module, held)
+
+    def __call__(self, weights: Tensors, ids: Tensor, state: Any, last: int) -> tuple[Tensor, Any]:
+        """Logits `[B, last, V]` of the last tokens of `ids` `[B, T]`, and the state after them.
+
+        Args:
+            weights: fast weights by name, `[B, 1, *shape]`.
+            ids: tokens of B documents.
+            state: of a `LanguageModel` before them; None: at the start. Models of Transformers get none.
+            last: how many tokens.
+        """
+        self._values = weights
+        try:
+            if self.ours:
+                features, state = self.model.features(ids, state)  # type: ignore[operator]
+                return self.model.head(features[:, -last:]), state  # type: ignore[operator]
+            keep = {"logits_to_keep": last} if "logits_to_keep" in signature(self.model.forward).parameters else {}
+            return self.model(input_ids=ids, use_cache=False, **keep).logits[:, -last:], None
+        finally:
+            self._values = {}
+
+    def generating(self, weights: Tensors) -> nn.Module:
+        """The model with these fast weights in its modules, until the next call."""
+        self._values = weights
+        return self.model
+
+    def _called(self) -> set[str]:
+        """The modules without children that a call of the model calls with one tensor whose first axis is the batch."""
+        found: set[str] = set()
+        hooks = [
+            module.register_forward_pre_hook(
+                lambda _, given, named, name=name: found.add(name) if _is_batch(given) and not named else None,
+                with_kwargs=True,
+            )
+            for name, module in self.model.named_modules()
+            if not list(module.children())
+        ]
+        ids = torch.zeros(PROBED, dtype=torch.long, device=next(self.model.parameters()).device)
+        try:
+            with torch.no_grad():
+                self._values = {}
+                self(self._values, ids, None, 1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def _begin(self, module: nn.Module, held: Mapping[str, str], generator: torch.Generator) -> None:
+        """Adds the first values of a module's fast weights to `start`."""
+        for attribute, key in held.items():
+            value: Tensor = getattr(module, attribute).detach()
+            wide = torch.promote_types(value.dtype, torch.float32)
+            if self.rank is None:
+                self.start.setdefault(key, value.to(wide).unsqueeze(0))
+                continue
+            d_in, d_out = _widths(module)
+            down = torch.randn(1, self.rank, d_in, generator=generator) / math.sqrt(d_in)
+            self.start.setdefault(key + DOWN, down.to(value.device, wide))
+            self.start.setdefault(key + UP, value.new_zeros(1, d_out, self.rank, dtype=wide))
+
+    def _forward(self, module: nn.Module, held: Mapping[str, str]) -> Callable[..., Tensor]:
+        """What takes the place of the module's `forward`."""
+        plain = replica(module)
+        key = next(iter(held.values()))
+
+        def low_rank(x: Tensor) -> Tensor:
+            y: Tensor = plain(x)
+            if not self._values:
+                return y
+            down, up = (self._values[key + end].squeeze(1).to(x.dtype) for end in (DOWN, UP))
+            flat = x.reshape(len(down), -1, x.shape[-1])  # [B, T, d_in]; one document may come in any shape
+            return y + (flat @ down.mT @ up.mT).view_as(y)
+
+        def whole(x: Tensor) -> Tensor:
+            if not self._values:
+                return plain(x)
+            values = {
+                attribute: self._values[name].squeeze(1).to(getattr(plain, attribute).dtype)
+                for attribute, name in held.items()
+            }
+            if len(next(iter(values.values()))) == 1:
+                alone = {attribute: value[0] for attribute, value in values.items()}
+                return functional_call(plain, alone, (x,))
+            return vmap(lambda value, one: functional_call(plain, value, (one.unsqueeze(0),)).squeeze(0))(values, x)
+
+        return whole if self.rank is None else low_rank
+
+
+PROBED = 3, 2
+"""Documents and tokens of the call that shows which modules are called. (Modules that mix documents would show another
+first axis.)"""
+
+
+def _is_batch(given: tuple[Any, ...]) -> bool:
+    return len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim > 1 and len(given[0]) == PROBED[0]
+
+
+def _chosen(
+    model: nn.Module, fast: str | Sequence[str], frozen_blocks: int, called: set[str], low_rank: bool
+) -> Iterator[Place]:
+    """The parameters that `fast` names."""
+    patterns = None if fast in CHOICES else [fast] if isinstance(fast, str) else list(fast)
+    blocks = _blocks(model)
+    frozen = tuple(f"{blocks}.{number}." for number in range(frozen_blocks))
+    keys: dict[int, str] = {}
+    found = False
+    unused = set(patterns or ())
+    for name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            path = f"{name}.{attribute}"
+            matching = {one for one in patterns or () if fnmatchcase(path, one)}
+            unused -= matching
+            wanted = matching if patterns is not None else _is_of(str(fast), name, module, blocks)
+            if not wanted or path.startswith(frozen) or not parameter.is_floating_point():
+                continue
+            is_matrix = parameter.ndim == 2 and _widths(module) != ()
+            if name not in called or (low_rank and not is_matrix):
+                if patterns is None:
+                    continue  # a bias, or a parameter that another module reads
+                why = "is no matrix of a linear map: leave out rank" if low_rank and name in called else (
+                    "is not applied by its own module to each document by itself, as a linear map, a norm or an "
+                    "embedding is: leave it out of fast"
+                )  # fmt: skip
+                raise MetaTTTError(f"{path} {why}")
+            found = True
+            yield Place(name, attribute, keys.setdefault(id(parameter), path))
+    if unused or not found:
+        parts = ", ".join(sorted(unused)) or fast
+        raise MetaTTTError(
+            f"fast={parts} names no parameter that may learn: give one of {', '.join(CHOICES)}, or patterns such as "
+            f"{next((name for name, one in model.named_parameters() if one.ndim == 2), '*')}"
+        )
+
+
+def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:
+    """Whether a module's parameters belong to one of `CHOICES`."""
+    if fast == "norms":
+        return "norm" in type(module).__name__.lower()
+    inside = name.startswith(f"{blocks}.") and _widths(module) != ()
+    if fast == "mlp":
+        return inside and bool(set(name.split(".")) & set(MLP))
+    return fast == "all" or inside
+
+
+def _blocks(model: nn.Module) -> str:
+    """The name of the longest list of modules: the blocks."""
+    lists = [(len(module), name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, default=(0, ""), key=lambda one: one[0])[1]
+
+
+def _widths(module: nn.Module) -> tuple[int, int] | tuple[()]:
+    """Width of what a linear map takes and of what it makes; nothing for other modules. (`Conv1D` of Transformers is one
+    whose matrix is transposed.)"""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D" and isinstance(module.weight, Tensor) and module.weight.ndim == 2:
+        return module.weight.shape[0], module.weight.shape[1]
+    return ()
