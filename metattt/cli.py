@@ -30,6 +30,10 @@ COMMANDS = {  # name: (what it does, its function)
         "bits per byte of a checkpoint on the validation text, or accuracy on images: checkpoint=<run or file>",
         "metattt.evaluation.evaluate:evaluate",
     ),
+    "adapt": (
+        "what a language model gains from learning the texts that it reads: checkpoint=<run> data.path=<texts>",
+        "metattt.adaptation.adapt:adapt",
+    ),
     "predict": (
         "the classes that a classifier sees in pictures: checkpoint=<run> source=<folder>",
         "metattt.evaluation.predict:predict",

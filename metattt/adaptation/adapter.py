@@ -93,7 +93,7 @@ class Adapter:
         fast, rank, frozen_blocks, seed: which parameters learn: see `FastModel`.
         rule: how they learn: a rule that moves its weights once per mini-batch (`Adam`, `BlockMomentum`, `Sign`, …) and
             whose gates are constants. Its `mini_batch_size` is b (tokens), its `steps` the steps on each mini-batch.
-            None: Adam, a step of 1e-3, b = 256.
+            None: Adam, steps of 1e-3, b = 256. (The moments of `Adam` are of η G, so its eps is the usual one times η.)
         context: tokens before a mini-batch that are read once more for it, with the weights of the time. None: 0 for a
             `LanguageModel`, whose state is carried from mini-batch to mini-batch, and b for a model of Transformers.
         clip: largest norm of a document's gradient over all fast weights; None: any.
@@ -118,7 +118,7 @@ class Adapter:
     ):
         self.base, self.clip = model, clip
         self.fast = FastModel(model, fast, rank, frozen_blocks, seed)
-        self.rule = Adam(base_lr=1e-3, mini_batch_size=256) if rule is None else rule
+        self.rule = Adam(base_lr=1e-3, eps=1e-11, mini_batch_size=256) if rule is None else rule
         self._gates = _constant_gates(self.rule, list(self.fast.start))
         self.carries = context is None and self.fast.ours
         self.context = (0 if self.carries else self.rule.mini_batch_size) if context is None else context
@@ -303,7 +303,7 @@ class Adapter:
 
     def _moved(self, memory: Memory, gradients: dict[str, Tensor], valid: Tensor, state: Adapted) -> Memory:
         """The memory after a step, of the documents whose mini-batch is complete, or has ended."""
-        gates = Gates(*(None if gate is None else gate.expand(len(valid), -1, -1) for gate in self._gates))
+        gates = map_tensors(lambda gate: gate.expand(len(valid), -1, -1), self._gates)
         eta = gates.eta[:, :, 0]
         update = {name: -expand_like(eta, gradient) * gradient for name, gradient in gradients.items()}
         after = self.rule.commit(self.rule.observe(memory, gates) | {"update": update}, self.rule.mini_batch_size)
@@ -336,7 +336,8 @@ class Adapter:
                 f"the loss is not finite after {state.position} tokens of the document: the fast weights have "
                 "diverged; lower the rule's base_lr"
             )
-        return F.pad(nats, (int(state.position == 0), 0), value=torch.nan)[:, nats.shape[1] + (state.position == 0) - count :]
+        nats = F.pad(nats, (int(state.position == 0), 0), value=torch.nan)
+        return nats[:, nats.shape[1] - count :]
 
     def _valid(self, state: Adapted) -> Tensor:
         """`[B, m]` tokens of the open mini-batch that are predicted, and no padding."""
@@ -390,11 +391,10 @@ def _constant_gates(rule: BlockRule, names: list[str]) -> Gates:
         x = torch.full((1, 1, 1), value)
         gates, _ = rule.gates(x, {}, Context(x, None, None, 1))
         assert isinstance(gates, Gates)
-        found.append(Gates(*(None if gate is None else gate.detach() for gate in gates)))
-    for field, *gates in zip(Gates._fields, *found, strict=True):
-        if any(gate is not None and not torch.equal(gate, gates[0]) for gate in gates) or (
-            field == "weight_lr" and gates[0] is not None
-        ):
+        found.append(map_tensors(Tensor.detach, gates))
+    for field in Gates._fields:
+        first, *others = (getattr(gates, field) for gates in found)
+        if first is not None and (field == "weight_lr" or not all(torch.equal(first, other) for other in others)):
             raise MetaTTTError(
                 f"{name} has gates that depend on the token ({field}), and an adapter has no gates to train: set lr, "
                 "momentum and decay to constant or none"

@@ -44,8 +44,8 @@ def leaks(
     positions: Sequence[int] | None = None,
     carries: bool = False,
     seed: int = 0,
-) -> list[Leak]:
-    """The first leak that each change of the text shows; none of an honest scorer.
+) -> Iterator[Leak]:
+    """The first leak that each change of the text shows, one after the other; none of an honest scorer.
 
     A prediction of token i that depends on token j ≥ i is found by a change from token p on, i ≤ p ≤ j. The scorer runs
     twice and once more for each change.
@@ -61,7 +61,6 @@ def leaks(
     generator = torch.Generator().manual_seed(seed)
     expected, again = scorer(list(documents)), scorer(list(documents))
     noise = max((_moved(one, other) for one, other in zip(expected, again, strict=True)), default=0.0)
-    found = []
     for number, document in enumerate(documents):
         for place in range(len(document)) if positions is None else positions:
             if place >= len(document):
@@ -71,8 +70,7 @@ def leaks(
             changed[place:] = (changed[place:] + step) % vocab_size
             scored = scorer([*documents[:number], changed, *documents[number + 1 :]])
             if leak := _first(expected, scored, number, place, carries, 2 * noise):
-                found.append(leak)
-    return found
+                yield leak
 
 
 def unseen(scores: Sequence[Score]) -> bool:

@@ -7,7 +7,7 @@ copy each of these modules computes with the values of the call, stacked by docu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ class FastModel:
         self.model = replica(model).eval()
         self.rank = LORA_RANK if fast == "lora" and rank is None else rank
         called = self._called()
-        places = list(_chosen(self.model, fast, frozen_blocks, called, self.rank is not None))
+        places = _chosen(self.model, fast, frozen_blocks, called, self.rank is not None)
         self.start: Tensors = {}
         self._values: Mapping[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
@@ -133,7 +133,9 @@ class FastModel:
             if self.rank is None:
                 self.start.setdefault(key, value.to(wide).unsqueeze(0))
                 continue
-            d_in, d_out = _widths(module)
+            widths = _widths(module)
+            assert widths
+            d_in, d_out = widths
             down = torch.randn(1, self.rank, d_in, generator=generator) / math.sqrt(d_in)
             self.start.setdefault(key + DOWN, down.to(value.device, wide))
             self.start.setdefault(key + UP, value.new_zeros(1, d_out, self.rank, dtype=wide))
@@ -177,39 +179,51 @@ def _is_batch(given: tuple[Any, ...]) -> bool:
 
 def _chosen(
     model: nn.Module, fast: str | Sequence[str], frozen_blocks: int, called: set[str], low_rank: bool
-) -> Iterator[Place]:
-    """The parameters that `fast` names."""
+) -> list[Place]:
+    """The parameters that `fast` names, in every module that holds them.
+
+    Raises:
+        MetaTTTError: as `FastModel`.
+    """
     patterns = None if fast in CHOICES else [fast] if isinstance(fast, str) else list(fast)
     blocks = _blocks(model)
     frozen = tuple(f"{blocks}.{number}." for number in range(frozen_blocks))
+    held = [
+        (name, module, attribute, parameter)
+        for name, module in model.named_modules()
+        for attribute, parameter in module.named_parameters(recurse=False)
+        if parameter.is_floating_point()
+    ]
     keys: dict[int, str] = {}
-    found = False
-    unused = set(patterns or ())
-    for name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            path = f"{name}.{attribute}"
-            matching = {one for one in patterns or () if fnmatchcase(path, one)}
-            unused -= matching
-            wanted = matching if patterns is not None else _is_of(str(fast), name, module, blocks)
-            if not wanted or path.startswith(frozen) or not parameter.is_floating_point():
-                continue
-            is_matrix = parameter.ndim == 2 and _widths(module) != ()
-            if name not in called or (low_rank and not is_matrix):
-                if patterns is None:
-                    continue  # a bias, or a parameter that another module reads
-                why = "is no matrix of a linear map: leave out rank" if low_rank and name in called else (
-                    "is not applied by its own module to each document by itself, as a linear map, a norm or an "
-                    "embedding is: leave it out of fast"
-                )  # fmt: skip
-                raise MetaTTTError(f"{path} {why}")
-            found = True
-            yield Place(name, attribute, keys.setdefault(id(parameter), path))
-    if unused or not found:
-        parts = ", ".join(sorted(unused)) or fast
-        raise MetaTTTError(
-            f"fast={parts} names no parameter that may learn: give one of {', '.join(CHOICES)}, or patterns such as "
-            f"{next((name for name, one in model.named_parameters() if one.ndim == 2), '*')}"
+    for name, module, attribute, parameter in held:
+        path = f"{name}.{attribute}"
+        named = any(fnmatchcase(path, one) for one in patterns or ()) or (
+            patterns is None and _is_of(str(fast), name, module, blocks)
         )
+        if named and not path.startswith(frozen):
+            keys.setdefault(id(parameter), path)
+    places = []
+    for name, module, attribute, parameter in held:
+        path = f"{name}.{attribute}"
+        if id(parameter) not in keys:
+            continue
+        if name in called and (not low_rank or (parameter.ndim == 2 and _widths(module))):
+            places.append(Place(name, attribute, keys[id(parameter)]))
+        elif patterns is not None or any(place.key == keys[id(parameter)] for place in places):
+            why = "is no matrix of a linear map: leave out rank" if low_rank and name in called else (
+                "is not applied by its own module to each document by itself, as a linear map, a norm or an embedding "
+                "is: leave it out of fast"
+            )  # fmt: skip
+            raise MetaTTTError(f"{path} {why}")
+        else:  # a bias, or a parameter that another module reads
+            del keys[id(parameter)]
+    unused = [one for one in patterns or () if not any(fnmatchcase(path, one) for path in keys.values())]
+    if unused or not places:
+        raise MetaTTTError(
+            f"fast={', '.join(unused) or fast} names no parameter that may learn: give one of {', '.join(CHOICES)}, or "
+            f"patterns such as {next((name for name, one in model.named_parameters() if one.ndim == 2), '*')}"
+        )
+    return places
 
 
 def _is_of(fast: str, name: str, module: nn.Module, blocks: str) -> bool:

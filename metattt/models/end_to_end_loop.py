@@ -29,6 +29,7 @@ from metattt.learners.window import EMPTY
 from metattt.modules import expand_like, needs_probes, rounds
 from metattt.state import State, Tensors, count_bytes, map_tensors, tensors_of
 
+
 class Adaptation(NamedTuple):
     """What the inner loop carries between calls for `B` sequences.
 

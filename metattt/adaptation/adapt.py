@@ -1,0 +1,258 @@
+"""`metattt adapt`: what a language model gains from learning the texts that it reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from metattt.adaptation.adapter import Adapter
+from metattt.adaptation.audit import leaks, repeated, unseen
+from metattt.checkpoints.files import home
+from metattt.checkpoints.record import modules
+from metattt.checkpoints.trained import load_model, open_trained
+from metattt.composition.instantiate import instantiate_part
+from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
+from metattt.data.documents import read_documents
+from metattt.data.tokenizers import Tokenizer, document_tokens, tokenizer_of
+from metattt.errors import MetaTTTError, check_integer
+from metattt.evaluation.by_position import bin_edges
+from metattt.evaluation.output import report, table
+from metattt.optional import need
+
+BINS = 12
+AUDITED = 3  # mini-batches of the document that is audited
+
+
+@dataclass
+class AdaptData:
+    """Texts to adapt to."""
+
+    path: Any = None
+    text_key: str = "text"
+    documents: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass
+class AdaptSettings:
+    """The keys of `configs/adapt.yaml`."""
+
+    checkpoint: str
+    optimizer: Any
+    fast: Any = "lora"
+    rank: int | None = None
+    frozen_blocks: int = 0
+    clip: float | None = 1.0
+    context: int | None = None
+    reset: bool = True
+    batch_size: int = 8
+    audit: int = 0
+    seed: int = 0
+    tokenizer: str | None = None
+    output_dir: str | None = None
+    device: str = "auto"
+    trust: Any = None
+    data: AdaptData = field(default_factory=AdaptData)
+
+
+@dataclass
+class Result:
+    """Sums over documents by the position of the token, and what they took.
+
+    Attributes:
+        nats, bytes: `[T]`, of the longest document; of all documents that have the position.
+        tokens: predicted.
+        seconds: all documents.
+    """
+
+    nats: np.ndarray
+    bytes: np.ndarray
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.between(0, len(self.nats))
+
+    def between(self, start: int, stop: int) -> float:
+        """Bits per byte of the positions `start` … `stop − 1`; NaN if their tokens stand for no bytes."""
+        count = int(self.bytes[start:stop].sum())
+        return float(self.nats[start:stop].sum()) / math.log(2) / count if count else math.nan
+
+
+def adapt(cfg: DictConfig) -> dict[str, Result]:
+    """Scores texts with the model as it is and while it learns them; prints both, in all and by position, and writes
+    them as CSV and PNG.
+
+    Args:
+        cfg: the configuration of the job `adapt`.
+
+    Raises:
+        MetaTTTError: a checkpoint, text or setting that cannot be used; `NotFinite`, if the weights diverge.
+    """
+    chosen = settings(AdaptSettings, cfg, checkpoint=NO_CHECKPOINT)
+    for key, value in {"batch_size": chosen.batch_size, "data.documents": chosen.data.documents}.items():
+        if value is not None:
+            check_integer(key, value)
+    model, tokenizer, folder = load_causal(chosen)
+    texts = read_documents(chosen.data.path, chosen.data.text_key)[: chosen.data.documents]
+    documents = [torch.from_numpy(document_tokens(tokenizer, one.text))[: chosen.data.max_tokens] for one in texts]
+    adapter = Adapter(
+        model, chosen.fast, instantiate_part(cfg, "optimizer"), chosen.rank, chosen.context, chosen.frozen_blocks,
+        chosen.clip, chosen.seed,
+    )  # fmt: skip
+    console = Console(highlight=False, soft_wrap=True)
+    learned = sum(value.numel() for value in adapter.fast.start.values())
+    console.print(f"{len(documents):,} documents, {sum(map(len, documents)):,} tokens; {learned:,} numbers learn")
+    if not chosen.reset and (same := repeated(documents)):
+        console.print(
+            f"{len(same)} documents are equal to an earlier one, which was learned before they are scored: leave them out"
+        )
+    size = chosen.batch_size if chosen.reset else 1
+    results = {
+        "as it is": _scored(adapter, documents, size, tokenizer, learns=False, resets=True),
+        "adapted": _scored(adapter, documents, size, tokenizer, learns=True, resets=chosen.reset),
+    }
+    columns = ("model", "tokens", "bits per byte", "seconds", "tokens/s")
+    rows = (
+        (name, f"{one.tokens:,}", f"{one.bits_per_byte:.4f}", f"{one.seconds:.1f}", f"{one.tokens / one.seconds:,.0f}")
+        for name, one in results.items()
+    )
+    console.print(table("while reading the texts", columns, rows))
+    # (nothing predicts the first token)
+    edges = [edge + 1 for edge in bin_edges(len(results["adapted"].nats) - 1, "log", BINS)]
+    by_position = [
+        (f"{start + 1:,} – {stop:,}", *(f"{one.between(start, stop):.4f}" for one in results.values()))
+        for start, stop in pairwise(edges)
+    ]
+    console.print(table("bits per byte by position in the document", ("tokens", *results), by_position, left=0))
+    if chosen.audit:
+        _audit(adapter, documents, chosen, console)
+    with report(chosen.output_dir, folder / "eval", "adapt", console) as made:
+        made.csv("adapt", ("model", "position", "nats", "bytes"), _rows(results))
+        if made.no_pictures is None:
+            _plot(results, edges, made.path("adapt", ".png"))
+    return results
+
+
+def load_causal(chosen: AdaptSettings) -> tuple[nn.Module, Tokenizer, Path]:
+    """The model in evaluation mode, its tokenizer, and the folder that it came from.
+
+    Raises:
+        MetaTTTError: no such model, or one that does not predict the next token.
+    """
+    device, path = pick_device(chosen.device), Path(chosen.checkpoint).expanduser()
+    kind = _model_type(path)
+    if kind is None:
+        trust = modules(chosen.trust)
+        known = open_trained(chosen.checkpoint, trust=trust)
+        if "vocab_size" not in known.config.model:
+            raise MetaTTTError(f"{chosen.checkpoint} is a model for images: metattt adapt takes language models")
+        vocab_size = int(known.config.model.vocab_size)
+        tokenizer = tokenizer_of(chosen.checkpoint, known.tokenizer, vocab_size, chosen.tokenizer)
+        return load_model(chosen.checkpoint, device, trust)[0], tokenizer, home(known.path)
+    need("transformers", extra="hf", what=f"a model of type {kind}")
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(chosen.checkpoint, use_safetensors=True)
+    model = model.to(device).eval()
+    file = path / "tokenizer.json"
+    content = file.read_text(encoding="utf-8") if file.is_file() else None
+    given = chosen.tokenizer or (None if path.is_dir() else chosen.checkpoint)
+    tokenizer = tokenizer_of(chosen.checkpoint, content, model.config.vocab_size, given)
+    return model, tokenizer, path if path.is_dir() else Path.cwd()
+
+
+def _model_type(path: Path) -> str | None:
+    """The type of a model of Transformers; None for ours and published TTT models, which `load_model` reads."""
+    if not path.exists():
+        return "the Hub" if len(path.parts) == 2 and not path.is_absolute() else None
+    file = path / "config.json"
+    if not file.is_file():
+        return None
+    kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    return None if kind in (None, "ttt", "metattt") else str(kind)
+
+
+def _scored(
+    adapter: Adapter, documents: Sequence[Tensor], size: int, tokenizer: Tokenizer, learns: bool, resets: bool
+) -> Result:
+    """Scores all documents, `size` of them together."""
+    longest = max(map(len, documents))
+    result, lengths = Result(np.zeros(longest), np.zeros(longest, dtype=np.int64)), tokenizer.token_bytes.numpy()
+    console = Console(stderr=True)
+    shown = "adapting" if learns else "scoring"
+    groups = [documents[first : first + size] for first in range(0, len(documents), size)]
+    adapter.reset()
+    for group in track(groups, shown, console=console, transient=True, disable=not console.is_terminal):
+        adapter.reset() if resets else adapter.next_documents()
+        began = time.perf_counter()
+        score = (adapter.read if learns else adapter.score)(list(group))
+        result.seconds += time.perf_counter() - began
+        if not unseen([score]):
+            raise RuntimeError("a token was scored after it had been learned")
+        nats = score.nats.double().cpu()
+        valid = ~nats.isnan()
+        result.tokens += int(valid.sum())
+        result.nats[: nats.shape[1]] += nats.nan_to_num().sum(0).numpy()
+        for row, document in zip(valid, group, strict=True):
+            result.bytes[: len(document)] += lengths[document.numpy()] * row[: len(document)].numpy()
+    return result
+
+
+def _audit(adapter: Adapter, documents: Sequence[Tensor], chosen: AdaptSettings, console: Console) -> None:
+    """Examines the beginning of the longest document.
+
+    Raises:
+        RuntimeError: a leak.
+    """
+    length = AUDITED * adapter.rule.mini_batch_size + 1
+    document = max(documents, key=len)[:length]
+    places = sorted({round(place) for place in np.linspace(0, len(document) - 1, chosen.audit)})
+
+    def scorer(texts: list[Tensor]) -> list[Tensor]:
+        adapter.reset()
+        logits: Any = adapter.read(texts, logits=True).logits
+        return [logits[0]]
+
+    if leak := next(leaks(scorer, [document], int(document.max()) + 1, places), None):
+        raise RuntimeError(f"a prediction depends on a token that it should not see: {leak}")
+    console.print(f"audit: {len(document):,} tokens, changed from {len(places)} places on: no prediction saw its token")
+
+
+def _rows(results: Mapping[str, Result]) -> Iterator[tuple[Any, ...]]:
+    for name, one in results.items():
+        for place, (nats, count) in enumerate(zip(one.nats, one.bytes, strict=True)):
+            yield name, place + 1, float(nats), int(count)
+
+
+def _plot(results: Mapping[str, Result], edges: Sequence[int], path: Path) -> None:
+    """Bits per byte against the position in the document."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, one in results.items():
+        values = [one.between(start, stop) for start, stop in pairwise(edges)]
+        axes.plot(edges[1:], values, marker="o", markersize=3.5, label=f"{name}: {one.bits_per_byte:.3f}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set(xlabel="position in the document (tokens)", ylabel="bits per byte", title="Learning while reading")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)

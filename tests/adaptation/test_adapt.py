@@ -1,0 +1,86 @@
+"""`metattt adapt`: tables, files and errors, for a run of ours and for a model of Transformers."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from runs_for_tests import TINY, write_corpus
+
+from metattt.adaptation.adapt import adapt
+from metattt.cli import main
+from metattt.composition.compose import compose
+
+FEW = ("optimizer.mini_batch_size=32", "optimizer.base_lr=0.03", "batch_size=2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on words, and texts of others."""
+    folder = tmp_path_factory.mktemp("adapt")
+    write_corpus(folder / "corpus")
+    words = [f"data.path={folder / 'corpus'}", f"output_dir={folder / 'run'}", "trainer.max_steps=2"]
+    assert main(["train", *TINY, *words]) == 0
+    (folder / "texts").mkdir()
+    for number, line in enumerate(("to be or not to be. ", "abc abc abd. ", "one two three. ")):
+        (folder / "texts" / f"{number}.txt").write_text(line * (12 + 6 * number))
+    return folder
+
+
+def test_a_run_adapts_to_texts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"checkpoint={run / 'run'}", f"data.path={run / 'texts'}", *FEW, f"output_dir={tmp_path}", "audit=3"]
+    assert main(["adapt", *words, "fast=all"]) == 0
+    out = capsys.readouterr().out
+    assert "3 documents" in out and "no prediction saw its token" in out and "bits per byte by position" in out
+    with (tmp_path / "adapt.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    size = sum(len((run / "texts" / f"{n}.txt").read_bytes()) for n in range(3))
+    for name in ("as it is", "adapted"):  # every byte is predicted: a separator comes before each document
+        assert sum(int(row["bytes"]) for row in found if row["model"] == name) == size
+    assert (tmp_path / "adapt.png").stat().st_size > 5_000
+
+    alone = adapt(compose(*words, "fast=all", "batch_size=1", "audit=0", job="adapt"))
+    again = adapt(compose(*words, "fast=all", "audit=0", job="adapt"))
+    assert alone["adapted"].bits_per_byte == pytest.approx(again["adapted"].bits_per_byte, rel=1e-5)
+    assert again["adapted"].bits_per_byte < 0.9 * again["as it is"].bits_per_byte
+    carried = adapt(compose(*words, "fast=all", "audit=0", "reset=false", "data.max_tokens=100", job="adapt"))
+    assert carried["adapted"].tokens == 3 * 99
+
+
+def test_equal_documents_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "texts" / f"{name}.txt").write_text("the same text. " * 5)
+    words = [f"checkpoint={run / 'run'}", f"data.path={tmp_path / 'texts'}", "reset=false", f"output_dir={tmp_path}"]
+    assert main(["adapt", *words, *FEW]) == 0
+    assert "1 documents are equal to an earlier one" in capsys.readouterr().out
+
+
+def test_a_model_of_transformers_adapts_to_texts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=257, max_position_embeddings=128, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    words = [f"checkpoint={tmp_path / 'llama'}", f"data.path={run / 'texts'}", *FEW, f"output_dir={tmp_path}"]
+    assert main(["adapt", *words, "fast=mlp", "tokenizer=bytes", "audit=2"]) == 0
+    assert "no prediction saw its token" in capsys.readouterr().out
+    assert main(["adapt", *words, "context=100"]) == 2
+    assert "128 positions of the model: lower context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer=momentum", "with every token"),
+        ("optimizer=block_momentum", "gates that depend on the token"),
+        ("fast=heads", "fast=heads names no parameter"),
+        ("batch_size=0", "batch_size=0"),
+        ("data.path=nowhere", "nowhere"),
+        ("checkpoint=nowhere", "nowhere"),
+        ("fast_weights=lora", "fast"),
+    ],
+)
+def test_mistakes_are_named(run: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["adapt", f"checkpoint={run / 'run'}", f"data.path={run / 'texts'}", override]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,224 @@
+"""A model that learns the text it reads: equal to a plain loop with torch's optimizers, and each token scored first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import metattt
+from metattt import Adapter, MetaTTTError
+from metattt.models import LanguageModel
+from metattt.optimizers import Adam, BlockMomentum, GradientDescent, Sign
+
+V, SIZE = 40, 6
+IDS = torch.randint(0, V, (2, 27), generator=torch.Generator().manual_seed(1))
+FAST = ("lora", "mlp", "norms", "all")
+
+
+def ours(layer: str = "ttt_linear") -> LanguageModel:
+    model = LanguageModel(V, 16, 2, lambda: metattt.build(layer, dim=16, num_heads=2, seed=0))
+    return model.double().eval()
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=V, max_position_embeddings=32, **sizes)
+    return transformers.LlamaForCausalLM(config).double().eval()
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=V, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    return transformers.GPT2LMHeadModel(config).double().eval()
+
+
+MODELS = {"ours": ours, "attention": lambda: ours("attention"), "llama": llama, "gpt2": gpt2}
+
+
+def adam(**settings: float) -> Adam:
+    return Adam(**{"base_lr": 0.01, "beta2": 0.999, "eps": 1e-14, "mini_batch_size": SIZE} | settings)
+
+
+def momentum(**settings: float) -> BlockMomentum:
+    fixed = {"lr": "constant", "momentum": "constant", "base_lr": 0.05, "mini_batch_size": SIZE}
+    return BlockMomentum(**fixed | settings)
+
+
+RULES: dict[str, tuple[Callable[[], object], Callable[[list[Tensor]], torch.optim.Optimizer]]] = {
+    # (the rule's moments are of η G: its eps is that of torch times η)
+    "adam": (adam, lambda found: torch.optim.Adam(found, lr=0.01, betas=(0.9, 0.999), eps=1e-14 / 0.01)),
+    "momentum": (momentum, lambda found: torch.optim.SGD(found, lr=0.05, momentum=0.9)),
+}
+
+
+def plain_loop(model: nn.Module, rule: str, fast: tuple[str, ...], context: int, clip: float | None) -> Tensor:
+    """Nats of both documents, one after the other, by torch's optimizer on a copy of the model."""
+    found = []
+    for ids in IDS:
+        own = copy.deepcopy(model)
+        moved = [one for name, one in own.named_parameters() if any(part in name for part in fast)]
+        optimizer, nats = RULES[rule][1](moved), [torch.tensor([torch.nan], dtype=torch.float64)]
+        for start in range(0, len(ids), SIZE):
+            labels = ids[max(start, 1) : start + SIZE]
+            read = ids[max(0, start - 1 - context) : start + SIZE - 1][: len(ids) - 1 - max(0, start - 1 - context)]
+            logits = own(read[None]).logits[0] if hasattr(own, "config") else own(read[None])[0]
+            losses = F.cross_entropy(logits[-len(labels) :], labels, reduction="none")
+            nats.append(losses.detach())
+            optimizer.zero_grad()
+            (losses.sum() / SIZE).backward()
+            if clip is not None:  # (torch's own adds 1e-6 to the norm)
+                norm = torch.stack([one.grad.square().sum() for one in moved]).sum().sqrt()
+                for one in moved:
+                    one.grad *= min(1.0, clip / float(norm))
+            optimizer.step()
+        found.append(torch.cat(nats))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("model", "fast", "parts"),
+    [
+        ("llama", "mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("llama", "norms", ("norm",)),
+        ("llama", ["*.self_attn.q_proj.weight", "lm_head.weight"], ("q_proj", "lm_head")),
+        ("gpt2", "mlp", ("mlp.c_fc", "mlp.c_proj", "attn.c_proj")),
+        ("gpt2", ["transformer.wte.weight"], ("wte",)),  # which is the head, too
+        ("ours", "mlp", ("ffn.gate", "ffn.up", "ffn.down")),
+    ],
+)
+def test_equals_a_plain_loop_with_torchs_optimizer(model: str, fast: object, parts: tuple[str, ...], rule: str) -> None:
+    made = MODELS[model]()
+    clip = 0.1 if rule == "adam" else None
+    adapter = Adapter(made, fast, RULES[rule][0](), context=5, clip=clip)
+    expected = plain_loop(made, rule, parts, 5, clip)
+    torch.testing.assert_close(adapter.read(IDS).nats, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("fast", FAST)
+@pytest.mark.parametrize("model", MODELS)
+def test_documents_are_scored_as_if_alone_in_any_pieces(model: str, fast: str) -> None:
+    made = MODELS[model]()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    whole = Adapter(made, fast, adam())
+    nats = whole.read(IDS).nats
+    assert nats[:, 0].isnan().all() and nats[:, 1:].isfinite().all()
+    frozen = Adapter(made, fast, adam()).score(IDS).nats
+    assert torch.allclose(frozen[:, 1:SIZE], nats[:, 1:SIZE]) and not torch.allclose(frozen[:, SIZE:], nats[:, SIZE:])
+
+    cut = Adapter(made, fast, adam())
+    pieces = []
+    for piece in IDS.split([1, 3, 9, 14], dim=1):
+        cut.score(piece)  # changes nothing
+        pieces.append(cut.read(piece).nats)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), nats, rtol=1e-9, atol=1e-9, equal_nan=True)
+    learned = Adapter(made, fast, adam())
+    learned.learn(IDS[:, :20])
+    torch.testing.assert_close(learned.read(IDS[:, 20:]).nats, nats[:, 20:], rtol=1e-9, atol=1e-9)
+
+    alone = torch.cat([Adapter(made, fast, adam()).read(row[None]).nats for row in IDS])
+    torch.testing.assert_close(alone, nats, rtol=1e-9, atol=1e-9, equal_nan=True)
+    ragged = Adapter(made, fast, adam()).read([IDS[0], IDS[1, :15]]).nats
+    torch.testing.assert_close(ragged[0], nats[0], rtol=1e-9, atol=1e-9, equal_nan=True)
+    torch.testing.assert_close(ragged[1, :15], nats[1, :15], rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert ragged[1, 15:].isnan().all()
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [adam(steps=2), momentum(decay="constant"), momentum(orthogonalize=True), Sign(base_lr=1e-3, lr="constant")],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_rules_of_the_inner_loop(rule: Adam) -> None:
+    rule.mini_batch_size = SIZE
+    adapter = Adapter(ours(), "lora", rule)
+    nats = adapter.read(IDS).nats
+    assert nats[:, 1:].isfinite().all() and adapter.state is not None
+    assert any(value.abs().max() > 0 for name, value in adapter.state.weights["commit"].items() if name.endswith("/up"))
+
+
+def test_repetition_is_learned_and_generated() -> None:
+    model, text = ours(), torch.arange(8).repeat(40)[None]
+    adapter = Adapter(model, "all", adam(base_lr=0.02, mini_batch_size=16))
+    nats = adapter.read(text).nats
+    assert nats[0, -16:].mean() < 0.3 * nats[0, 1:17].mean()
+    continued = adapter.generate(text[:, :9], 7, temperature=0)
+    assert continued.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7]]
+    assert Adapter(model).generate(text[:, :9], 3, temperature=0).shape == (1, 12)
+    llm = llama()
+    tuned = Adapter(llm, "lora", adam())
+    tuned.read(IDS[:1])
+    assert tuned.generate(IDS[:1, :4], 5, do_sample=False).shape == (1, 9)
+
+
+@pytest.mark.parametrize("model", ["ours", "llama"])
+def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
+    made = MODELS[model]()
+    adapter = Adapter(made, "lora", adam())
+    adapter.read(IDS)
+    adapter.save(tmp_path / "adapted.safetensors")
+    other = Adapter(made, "lora", adam())
+    other.load(tmp_path / "adapted.safetensors")
+    adapter.next_documents(), other.next_documents()
+    one, two = adapter.read(IDS.flip(1)), other.read(IDS.flip(1))
+    assert torch.equal(one.nats.nan_to_num(), two.nats.nan_to_num()) and one.documents == (2, 3)
+    assert one.seen[0][1] == (((0, 27),), ((1, 27),))  # the open mini-batch was learned before the next document
+    fresh = Adapter(made, "lora", adam()).read(IDS.flip(1))
+    assert not torch.allclose(one.nats[:, 1:SIZE], fresh.nats[:, 1:SIZE])
+    with pytest.raises(MetaTTTError, match="other fast weights"):
+        Adapter(made, "norms", adam()).load(tmp_path / "adapted.safetensors")
+    with pytest.raises(MetaTTTError, match="another model"):
+        Adapter(ours("linear_attention"), "lora", adam()).load(tmp_path / "adapted.safetensors")
+
+
+def test_the_first_blocks_can_stay_and_matrices_can_have_a_rank() -> None:
+    frozen = Adapter(ours(), "mlp", adam(), rank=2, frozen_blocks=1)
+    names = {name.partition(".ffn")[0] for name in frozen.fast.start}
+    assert names == {"blocks.1"} and all(2 in value.shape for value in frozen.fast.start.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rule": BlockMomentum()}, "gates that depend on the token"),
+        ({"rule": GradientDescent()}, "with every token"),
+        ({"rule": momentum(read="committed")}, "read=committed"),
+        ({"fast": "everything"}, "names no parameter"),
+        ({"fast": ["blocks.0.ffn.*", "block.1.*"]}, r"fast=block.1.\*"),
+        ({"fast": ["blocks.0.layer.learner.init.*"]}, "is not applied by its own module"),
+        ({"fast": ["blocks.0.ffn_norm.weight"], "rank": 2}, "is no matrix"),
+        ({"context": -1}, "context"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(MetaTTTError, match=message):
+        Adapter(ours(), **settings)
+
+
+def test_calls_that_do_not_fit_are_refused() -> None:
+    adapter = Adapter(ours(), "norms", adam())
+    with pytest.raises(MetaTTTError, match="nothing to save"):
+        adapter.save("nowhere")
+    for ids in (IDS[0], IDS.double(), "text"):
+        with pytest.raises(MetaTTTError, match="ids"):
+            adapter.read(ids)
+    adapter.read(IDS)
+    with pytest.raises(MetaTTTError, match="reads 2 documents"):
+        adapter.read(IDS[:1])
+    with pytest.raises(MetaTTTError, match="holds 2 documents"):
+        adapter.generate(IDS[:1].repeat(3, 1))
+    adapter.read([IDS[0], IDS[1, :3]])
+    with pytest.raises(MetaTTTError, match="has ended"):
+        adapter.read(IDS)
+    with pytest.raises(MetaTTTError, match="32 positions"):
+        Adapter(llama(), rule=adam(mini_batch_size=20))
+    with pytest.raises(MetaTTTError, match=r"not finite|NaN"):
+        Adapter(ours(), "all", momentum(base_lr=1e30), clip=None).read(IDS)
