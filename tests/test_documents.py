@@ -64,7 +64,9 @@ def a_tuned_card(folder: Path) -> dict[str, Any]:
     return {"json": json, "tuning": tuning}
 
 
-AT_HAND = {"docs/hugging_face.md": a_trained_model, "docs/gpu.md": a_tuned_card}
+AT_HAND = {
+    "docs/adaptation.md": a_trained_model, "docs/hugging_face.md": a_trained_model, "docs/gpu.md": a_tuned_card,
+}  # fmt: skip
 
 
 def run_page(page: Path, folder: Path) -> dict[str, Any]:
