@@ -9,6 +9,7 @@ from metattt.errors import MetaTTTError
 if TYPE_CHECKING:
     from metattt import learners, models, optimizers, tasks
     from metattt.adaptation.adapter import Adapter
+    from metattt.adaptation.attach import attach
     from metattt.checkpoints.trained import load_model
     from metattt.composition.compose import build
     from metattt.layer import TTTLayer
@@ -20,14 +21,15 @@ except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "Adapter", "MetaTTTError", "State", "TTTLayer", "__version__", "build", "learners", "load_model", "models", "optimizers",
-    "tasks",
+    "Adapter", "MetaTTTError", "State", "TTTLayer", "__version__", "attach", "build", "learners", "load_model", "models",
+    "optimizers", "tasks",
 ]  # fmt: skip
 
 _HOMES = {
     "Adapter": "metattt.adaptation.adapter",
     "State": "metattt.state",
     "TTTLayer": "metattt.layer",
+    "attach": "metattt.adaptation.attach",
     "build": "metattt.composition.compose",
     "load_model": "metattt.checkpoints.trained",
 }

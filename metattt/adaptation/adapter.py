@@ -82,7 +82,7 @@ class Adapter:
     document of a batch has weights of its own, which begin with the model's. The model itself never changes.
 
     ```
-    adapter = Adapter(model, fast="lora", rule=Adam(base_lr=1e-3, mini_batch_size=256))
+    adapter = Adapter(model, fast="lora", rule=Adam(base_lr=1e-3, mini_batch_size=64))
     score = adapter.read(ids)           # scores a mini-batch, then learns it, and so on
     nats = adapter.score(more).nats     # scores without learning
     ids = adapter.generate(prompt, max_new_tokens=100)
@@ -93,7 +93,7 @@ class Adapter:
         fast, rank, frozen_blocks, seed: which parameters learn: see `FastModel`.
         rule: how they learn: a rule that moves its weights once per mini-batch (`Adam`, `BlockMomentum`, `Sign`, …) and
             whose gates are constants. Its `mini_batch_size` is b (tokens), its `steps` the steps on each mini-batch.
-            None: Adam, steps of 1e-3, b = 256. (The moments of `Adam` are of η G, so its eps is the usual one times η.)
+            None: Adam, steps of 1e-3, b = 64. (The moments of `Adam` are of η G, so its eps is the usual one times η.)
         context: tokens before a mini-batch that are read once more for it, with the weights of the time. None: 0 for a
             `LanguageModel`, whose state is carried from mini-batch to mini-batch, and b for a model of Transformers.
         clip: largest norm of a document's gradient over all fast weights; None: any.
@@ -118,7 +118,7 @@ class Adapter:
     ):
         self.base, self.clip = model, clip
         self.fast = FastModel(model, fast, rank, frozen_blocks, seed)
-        self.rule = Adam(base_lr=1e-3, eps=1e-11, mini_batch_size=256) if rule is None else rule
+        self.rule = Adam(base_lr=1e-3, eps=1e-11, mini_batch_size=64) if rule is None else rule
         self._gates = _constant_gates(self.rule, list(self.fast.start))
         self.carries = context is None and self.fast.ours
         self.context = (0 if self.carries else self.rule.mini_batch_size) if context is None else context

@@ -1,0 +1,350 @@
+"""Fast weights inside a pretrained model of Transformers: a TTT layer beside its attention, or In-Place TTT in its MLPs.
+
+States live in the cache that `generate` and other callers hand from call to call, so they are reordered, repeated and
+dropped with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from metattt.adaptation.in_place import InPlaceLinear
+from metattt.composition.compose import build
+from metattt.errors import MetaTTTError, check_choice
+from metattt.io import replaced
+
+IN_PLACE = "in_place"
+WEIGHTS, ABOUT = "attached.safetensors", "attached.json"
+
+
+def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **settings: Any) -> Attached:
+    """Puts fast weights into modules of a model, which is changed in place. At the start its logits stay what they were,
+    bit for bit, but for `how="replace"`.
+
+    ```
+    attach(model, "model.layers.*.self_attn", layer="ttt_linear", num_heads=8)   # trains with the model, or alone
+    attach(model, "model.layers.*.mlp.down_proj", layer="in_place", chunk=2048)  # In-Place TTT
+    ```
+
+    Args:
+        model: a causal language model of Transformers.
+        pattern: of the modules' names.
+        layer: a layer of `metattt.build`, for attentions: `y = attention(x) + tanh(a) layer(x)` with a = 0 at the start; or
+            `in_place`, for linear maps: see `InPlaceLinear`.
+        how: `beside`, or `replace`: the layer in place of the attention.
+        settings: overrides of the layer, as for `metattt.build`; or of `InPlaceLinear`, and `labels`: `hidden`, what
+            enters the MLP (the default), or `embeddings`, the model's embeddings of the tokens.
+
+    Raises:
+        MetaTTTError: no such module, one of another kind, or settings that do not fit.
+    """
+    check_choice("how", how, ("beside", "replace"))
+    names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+    if not names:
+        near = [name for name, one in model.named_modules() if name.endswith(("self_attn", "attn", "down_proj"))]
+        raise MetaTTTError(f"{pattern} names no module of the model: its attentions and MLPs are called {near[:3]}")
+    call = _Call(model)
+    about = {"pattern": pattern, "layer": layer, "how": how, "settings": settings}
+    made: dict[str, _Beside | _InPlace] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        if layer == IN_PLACE:
+            made[name] = _InPlace(name, module, call, model.get_submodule(name.rpartition(".")[0]), dict(settings))
+        else:
+            made[name] = _Beside(name, module, call, layer, how, _width(model), settings)
+    for name, one in made.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, one)
+    return Attached(model, made, call, [about])
+
+
+class Attached:
+    """What was attached to a model.
+
+    Attributes:
+        model: the model.
+        modules: what stands in the places, by name.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call, about: list[dict[str, Any]]
+    ):
+        self.model, self.modules, self._call, self._about = model, modules, call, about
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are new, by name. To train these alone, freeze the others first:
+        `model.requires_grad_(False)`, then `requires_grad_()` of these."""
+        for name, module in self.modules.items():
+            held = {id(one) for one in module.pretrained.parameters()}
+            for own, parameter in module.named_parameters():
+                if id(parameter) not in held:
+                    yield f"{name}.{own}", parameter
+
+    def detach(self) -> None:
+        """Puts the pretrained modules back into their places."""
+        for name, module in self.modules.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), attribute, module.pretrained)
+            module.end()
+        self._call.end()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the new parameters, what they belong to, and the name of the pretrained model, which is not written.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        place = Path(folder).expanduser()
+        place.mkdir(parents=True, exist_ok=True)
+        base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
+        with replaced(place / WEIGHTS) as part:
+            save_file({name: one.detach().contiguous() for name, one in self.named_parameters()}, part)
+        with replaced(place / ABOUT) as part:
+            Path(part).write_text(json.dumps({"base": base, "attached": self._about}, indent=1), encoding="utf-8")
+
+
+def load_attached(folder: str | Path, model: nn.Module | None = None) -> Attached:
+    """What `Attached.save` has written, attached again: `load_attached("my-layers").model`.
+
+    Args:
+        folder: of `save`.
+        model: the pretrained model; None: the one that the folder names.
+
+    Raises:
+        MetaTTTError: no such folder, parameters of another model, or a configuration that names code.
+    """
+    place = Path(folder).expanduser()
+    if not (place / ABOUT).is_file():
+        raise MetaTTTError(f"{folder} has no {ABOUT}: give a folder that `save` has written")
+    about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+    (one,) = about["attached"]
+    _check_names_no_code(one, place)
+    if model is None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(about["base"], use_safetensors=True)
+    assert isinstance(model, nn.Module)
+    made = attach(model, one["pattern"], one["layer"], one["how"], **one["settings"])
+    tensors, parameters = load_file(place / WEIGHTS), dict(made.named_parameters())
+    if wrong := sorted(tensors.keys() ^ parameters.keys()):
+        raise MetaTTTError(f"{folder} is of another model: it does not fit at {wrong[0]}")
+    with torch.no_grad():
+        for name, value in tensors.items():
+            parameters[name].copy_(value)
+    return made
+
+
+def _check_names_no_code(about: Mapping[str, Any], place: Path) -> None:
+    """Refuses a configuration from a file that names a class or a resolver."""
+    said = json.dumps([about["layer"], about["settings"]])
+    if any(word in said for word in ("_target_", "custom", "${", "://", "=")):
+        raise MetaTTTError(
+            f"{place / ABOUT} names classes of its own: attach the layer yourself, and load its parameters"
+        )
+
+
+# -- one call of the model ---------------------------------------------------------------------------------------------
+
+
+class _Call:
+    """What the attached modules need of a call of the model, which their own arguments do not hold."""
+
+    def __init__(self, model: nn.Module):
+        base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+        blocks = max((one for one in base.modules() if isinstance(one, nn.ModuleList)), key=len)
+        self.mask: Tensor | None = None
+        self.cache: Any = None
+        self.read_before: int | None = None  # tokens that the cache held before the call
+        self.embeddings: Tensor | None = None
+        embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self._hooks = [
+            base.register_forward_pre_hook(self._begin, with_kwargs=True),
+            embedding.register_forward_hook(self._embedded),
+            *(one.register_forward_pre_hook(self._enter, with_kwargs=True) for one in blocks),
+        ]
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy of the model has nothing of the last call
+        return self.__dict__ | {"mask": None, "cache": None, "embeddings": None}
+
+    def state(self, name: str) -> Any:
+        """The state of a module before this call; None at the start."""
+        held = _states(self.cache).get(name)
+        if held is None and self.read_before:
+            raise MetaTTTError("the cache has read tokens that the attached layers have not: begin with a new cache")
+        return held
+
+    def keep(self, name: str, state: Any) -> None:
+        if self.cache is not None:
+            _states(self.cache)[name] = state
+
+    def valid(self, count: int) -> Tensor | None:
+        """`[B, count]` real tokens of this call; None: all."""
+        if self.mask is None:
+            return None
+        valid = self.mask[:, -count:].bool()
+        return None if bool(valid.all()) else valid
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+            raise MetaTTTError("attached layers need an attention_mask [B, T], 1 for real tokens, or none")
+        self.mask, self.cache, self.read_before = mask, None, None
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if self.read_before is None:  # of the first block: attentions of later ones see that it has grown
+            self.read_before = 0 if self.cache is None else self.cache.get_seq_length()
+
+    def _embedded(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.embeddings = output
+
+
+class _Followed:
+    """Mixed into the class of a cache: what is done to the cache is done to the states of attached layers."""
+
+    metattt_states: dict[str, Any]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        for name, state in self.metattt_states.items():
+            count = len(state.inputs if hasattr(state, "inputs") else state.pos)
+            self.metattt_states[name] = state.select(torch.arange(count).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.metattt_states.clear()
+
+    def crop(self, max_length: int) -> None:
+        raise MetaTTTError("attached layers cannot forget tokens: assisted generation is not supported")
+
+    def _select(self, index: Tensor) -> None:
+        for name, state in self.metattt_states.items():
+            self.metattt_states[name] = state.select(index)
+
+
+def _states(cache: Any) -> dict[str, Any]:
+    """The states of attached layers that a cache holds."""
+    if cache is None:
+        return {}
+    if not isinstance(cache, _Followed):
+        cache.__class__ = type(type(cache).__name__, (_Followed, type(cache)), {})
+        cache.metattt_states = {}
+    states: dict[str, Any] = cache.metattt_states
+    return states
+
+
+# -- what stands in the places -----------------------------------------------------------------------------------------
+
+
+class _Beside(nn.Module):
+    """An attention with a sequence layer beside it, or in its place."""
+
+    def __init__(
+        self, name: str, attention: nn.Module, call: _Call, layer: str, how: str, dim: int, settings: Mapping[str, Any]
+    ):
+        super().__init__()
+        if not hasattr(attention, "layer_idx"):
+            raise MetaTTTError(f"{name} is a {type(attention).__name__}: layer={layer} goes beside an attention")
+        self.name, self.how = name, how
+        self.pretrained = attention
+        like = next(attention.parameters())
+        heads = {"num_heads": _heads(attention, dim)} | dict(settings)
+        self.layer = build(layer, dim=dim, **heads).to(like.device, like.dtype)
+        self.scale = nn.Parameter(like.new_zeros(()))
+        self.__dict__["call"] = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        call: _Call = self.__dict__["call"]
+        state = call.state(self.name)
+        y, state = self.layer(x, state, mask=call.valid(x.shape[1]))
+        call.keep(self.name, state)
+        if self.how == "replace":
+            if call.cache is not None:  # which counts the tokens by what its layers hold
+                nothing = x.new_zeros(x.shape[0], 1, x.shape[1], 1)
+                call.cache.update(nothing, nothing, self.pretrained.layer_idx)
+            return y, None
+        found = self.pretrained(*args, **kwargs)
+        first, *others = found if isinstance(found, tuple) else (found,)
+        first = first + torch.tanh(self.scale) * y
+        return (first, *others) if isinstance(found, tuple) else first
+
+    def end(self) -> None:
+        """Nothing to take back."""
+
+    def __getattr__(self, name: str) -> Any:  # what blocks ask of their attention
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("pretrained"), name)
+
+
+class _InPlace(nn.Module):
+    """A linear map of an MLP with fast weights, and where its labels come from."""
+
+    def __init__(self, name: str, linear: nn.Module, call: _Call, mlp: nn.Module, settings: dict[str, Any]):
+        super().__init__()
+        labels = settings.pop("labels", "hidden")
+        check_choice("labels", labels, ("hidden", "embeddings"))
+        if not isinstance(linear, nn.Linear):
+            raise MetaTTTError(f"{name} is a {type(linear).__name__}: layer={IN_PLACE} takes linear maps of MLPs")
+        try:
+            self.map = InPlaceLinear(linear, **settings)
+        except TypeError as error:
+            raise MetaTTTError(f"layer={IN_PLACE} has the settings chunk, lr, project and labels: {error}") from error
+        self.name, self.labels = name, labels
+        self.__dict__.update(call=call, entered=None)
+        self._hook = mlp.register_forward_pre_hook(self._enter)
+
+    @property
+    def pretrained(self) -> nn.Module:
+        return self.map.linear
+
+    def forward(self, h: Tensor) -> Tensor:
+        call: _Call = self.__dict__["call"]
+        if call.valid(h.shape[1]) is not None:
+            raise MetaTTTError("In-Place TTT cuts a sequence into chunks, which padding would shift: give no padding")
+        labels = call.embeddings if self.labels == "embeddings" else self.__dict__["entered"]
+        y, state = self.map(h, labels, call.state(self.name))
+        call.keep(self.name, state)
+        return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"entered": None}
+
+    def end(self) -> None:
+        self._hook.remove()
+
+    def _enter(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.__dict__["entered"] = args[0]
+
+
+def _width(model: nn.Module) -> int:
+    width: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
+    return width
+
+
+def _heads(attention: nn.Module, dim: int) -> int:
+    """Heads of the width that the attention has, where they divide D."""
+    width = getattr(attention, "head_dim", None)
+    return dim // width if isinstance(width, int) and dim % width == 0 else 1

@@ -1,0 +1,202 @@
+"""Fast weights inside models of Transformers: nothing changes at the start, and every way of reading gives the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metattt import MetaTTTError, attach
+from metattt.adaptation.attach import ABOUT, Attached, load_attached
+from metattt.adaptation.in_place import InPlaceLinear
+
+transformers = pytest.importorskip("transformers")
+
+V = 40
+IDS = torch.randint(0, V, (2, 21), generator=torch.Generator().manual_seed(2))
+ATTENTION, DOWN = "model.layers.*.self_attn", "model.layers.*.mlp.down_proj"
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ttt_linear": (ATTENTION, {}),
+    "gated_delta_net": ("model.layers.1.self_attn", {"num_heads": 4}),
+    "mamba": (ATTENTION, {}),
+    "window_attention": (ATTENTION, {"learner.window": 4}),
+    "in_place": (DOWN, {"chunk": 4, "lr": 0.7}),
+    "in_place_embeddings": (DOWN, {"chunk": 5, "labels": "embeddings", "project": False}),
+}
+
+
+def llama(kind: str = "Llama") -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=V, num_key_value_heads=1, max_position_embeddings=64, **sizes
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
+
+
+def attached(model: Any, kind: str, **settings: Any) -> Attached:
+    pattern, given = KINDS[kind]
+    return attach(model, pattern, layer=kind.removesuffix("_embeddings"), **given | settings)
+
+
+def trained(made: Attached) -> None:
+    """Other parameters than those at the start, where nothing shows."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in made.named_parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+def cache_of(output: Any) -> Any:
+    return output.cache if "cache" in output else output.past_key_values
+
+
+CACHE = "cache" if hasattr(transformers.modeling_outputs.CausalLMOutputWithPast(), "cache") else "past_key_values"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", ["Llama", "Qwen2"])
+def test_nothing_changes_at_the_start_and_streams_equal_one_pass(model: str, kind: str, tmp_path: Path) -> None:
+    made = llama(model)
+    before = made(IDS).logits
+    own = attached(made, kind)
+    assert torch.equal(made(IDS).logits, before)
+    trained(own)
+    logits = made(IDS).logits
+    assert not torch.allclose(logits, before)
+    assert torch.allclose(made(torch.cat([IDS[:, :13], IDS[:, :8]], 1)).logits[:, :13], logits[:, :13])  # causal
+
+    output, parts = None, []
+    for part in IDS.split([6, 1, 1, 8, 5], dim=1):
+        output = made(part, use_cache=True, **{} if output is None else {CACHE: cache_of(output)})
+        parts.append(output.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), logits, rtol=1e-10, atol=1e-10)
+
+    prompt = {"inputs": IDS[:, :5], "attention_mask": torch.ones(2, 5), "do_sample": False, "max_new_tokens": 9}
+    for beams in (1, 3):
+        with_cache, without = (made.generate(**prompt, num_beams=beams, use_cache=use) for use in (True, False))
+        assert torch.equal(with_cache, without)
+
+    own.save(tmp_path)
+    own.detach()
+    assert torch.equal(made(IDS).logits, before)
+    again = load_attached(tmp_path, made)
+    assert torch.equal(made(IDS).logits, logits)
+    assert dict(again.named_parameters()).keys() == dict(own.named_parameters()).keys()
+
+
+def test_in_place_equals_the_published_computation() -> None:
+    golden = np.load(Path(__file__).parents[1] / "golden" / "in_place_mlp.npz")
+    held: dict[str, Tensor] = {name: torch.from_numpy(golden[name]) for name in golden.files}
+    linear = nn.Linear(24, 12, bias=False).double()
+    linear.weight.data = held["Wd"].clone()
+    layer = InPlaceLinear(linear, int(held["chunk"]), float(held["lr"]))
+    layer.conv.data, layer.project.data = held["conv"].clone(), held["P"].clone()  # type: ignore[union-attr]
+    x = held["x"].clone().requires_grad_()
+    y, _ = layer(F.silu(x @ held["Wg"].T) * (x @ held["Wu"].T), held["t"])
+    (y * held["k"]).sum().backward()
+    torch.testing.assert_close(y, held["y"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, held["gx"], rtol=1e-12, atol=1e-12)
+
+
+def test_padding_changes_nothing_beside_an_attention() -> None:
+    made = llama()
+    trained(attached(made, "ttt_linear"))
+    alone = made.generate(IDS[:1, :4], max_new_tokens=6, do_sample=False, attention_mask=torch.ones(1, 4))
+    ids = torch.cat([F.pad(IDS[:1, :4], (3, 0)), IDS[1:, :7]])
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    both = made.generate(ids, max_new_tokens=6, do_sample=False, attention_mask=mask)
+    assert both[0, 7:].tolist() == alone[0, 4:].tolist()
+    trained(attached(made, "in_place"))
+    with pytest.raises(MetaTTTError, match="give no padding"):
+        made(ids, attention_mask=mask)
+
+
+def test_a_layer_in_place_of_all_attentions() -> None:
+    made = llama()
+    own = attached(made, "ttt_linear", how="replace")
+    trained(own)
+    logits = made(IDS).logits
+    first = made(IDS[:, :9], use_cache=True)
+    second = made(IDS[:, 9:], **{CACHE: cache_of(first)})
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), logits, rtol=1e-10, atol=1e-10)
+    assert cache_of(second).get_seq_length() == 21
+
+
+@pytest.mark.parametrize("kind", ["ttt_linear", "in_place"])
+def test_five_steps_of_the_trainer_change_the_chosen_weights_alone(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    made = llama().float()
+    own = attached(made, kind)
+    made.requires_grad_(False)
+    for _, parameter in own.named_parameters():
+        parameter.requires_grad_()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=5, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(5, 1)]
+    transformers.Trainer(made, arguments, train_dataset=rows).train()
+    new = {name for name, _ in own.named_parameters()}
+    moved = {name for name, value in made.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and moved <= new
+
+
+def test_peft_beside_it() -> None:
+    peft = pytest.importorskip("peft")
+    made = llama()
+    trained(attached(made, "ttt_linear"))
+    logits = made(IDS).logits
+    tuned = peft.get_peft_model(
+        made, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
+    torch.testing.assert_close(tuned(IDS).logits, logits)
+
+
+def test_a_copy_of_the_model_stands_alone() -> None:
+    made = llama()
+    trained(attached(made, "in_place"))
+    logits, other = made(IDS).logits, copy.deepcopy(made)
+    made(IDS.flip(1))
+    assert torch.equal(other(IDS).logits, logits)
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    made = llama()
+    for pattern, layer, settings, message in (
+        ("layers.*.attn", "ttt_linear", {}, "names no module"),
+        (ATTENTION, "ttt_lineer", {}, "ttt_linear"),
+        (DOWN, "ttt_linear", {}, "goes beside an attention"),
+        (ATTENTION, "in_place", {}, "takes linear maps"),
+        (DOWN, "in_place", {"chunks": 4}, "chunk, lr, project"),
+        (DOWN, "in_place", {"labels": "tokens"}, "labels=tokens"),
+    ):
+        with pytest.raises(MetaTTTError, match=message):
+            attach(made, pattern, layer=layer, **settings)
+    own = attached(made, "ttt_linear")
+    with pytest.raises(MetaTTTError, match="assisted generation"):
+        cache_of(made(IDS, use_cache=True)).crop(3)
+    own.detach()
+    full = made(IDS, use_cache=True)
+    attached(made, "ttt_linear")
+    with pytest.raises(MetaTTTError, match="begin with a new cache"):
+        made(IDS, **{CACHE: cache_of(full)})
+    with pytest.raises(MetaTTTError, match=ABOUT):
+        load_attached(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"learner._target_": "os.system"}, {"task": "custom"}, {"dim": "${oc.env:HOME}"}])
+def test_a_folder_cannot_run_code(settings: dict[str, str], tmp_path: Path) -> None:
+    about = {"pattern": ATTENTION, "layer": "ttt_linear", "how": "beside", "settings": settings}
+    (tmp_path / ABOUT).write_text(json.dumps({"base": "", "attached": [about]}))
+    with pytest.raises(MetaTTTError, match="names classes of its own"):
+        load_attached(tmp_path, llama())
