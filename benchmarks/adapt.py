@@ -32,7 +32,7 @@ from metattt.optimizers import Adam, BlockMomentum
 from metattt.optimizers.block import BlockRule
 
 LN2 = math.log(2)
-MIXES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4)  # weights of the n-gram cache
+MIXES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # weights of the n-gram cache
 CONTEXTS = (0, 64, 192, 448, 960)  # tokens that are read once more for 64 others
 SIZE = 64  # tokens of a mini-batch, where nothing is learned
 
