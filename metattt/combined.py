@@ -33,6 +33,7 @@ class CombinedState(NamedTuple):
 
     map, to, detach = State.map, State.to, State.detach  # type: ignore[misc]
     select, nbytes = State.select, State.nbytes  # type: ignore[misc]
+    save, load = State.save, classmethod(State.load.__func__)  # type: ignore[misc]
 
 
 torch.serialization.add_safe_globals([CombinedState])

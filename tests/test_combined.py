@@ -16,7 +16,7 @@ import metattt
 from metattt.checkpoints.folder import write_model
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
-from metattt.combined import Combined
+from metattt.combined import Combined, CombinedState
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
@@ -159,3 +159,12 @@ def test_kept_on_disk(tmp_path: Path) -> None:
     assert torch.equal(again(ids), model(ids))
     with pytest.raises(MetaTTTError, match="cannot be written as a published one: its layers are Combined"):
         PublishedConfig.of(model)
+
+
+def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    layer, x = make("titans_mag"), torch.randn(2, 9, 8, dtype=torch.float64)
+    with torch.no_grad():
+        _, state = layer(x)
+        state.save(tmp_path / "state", model=layer)
+        again = CombinedState.load(tmp_path / "state", model=layer)
+        assert torch.equal(layer(x, again)[0], layer(x, state)[0])

@@ -122,6 +122,18 @@ def rules() -> str:
     return table(["layer", "min", "median", "max", "times `gated_delta_net`"], made)
 
 
+def adaptation() -> str:
+    """What models of the standard library gain on other texts."""
+    found = tables("results/adapt.json")
+    kinds = ("c_headers", "documentation", "logs")
+    made = []
+    for model, title in (("ttt_linear", "TTT-Linear"), ("attention", "softmax attention")):
+        for row in found[model]:
+            means = [str(row[kind]).partition(" ")[0] for kind in kinds]
+            made.append([f"{title}, {row['condition']}", *means, f"{row['µs per token']:,} µs"])
+    return table(["", "C headers", "Debian's documentation", "logs", "time of a token"], made)
+
+
 def tables(file: str) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = json.loads((ROOT / file).read_text(encoding="utf-8"))["tables"]
     return found
@@ -144,5 +156,5 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-MADE = (stdlib, measured, inner, layers, decoding, memory, rules)
+MADE = (stdlib, measured, inner, layers, decoding, memory, rules, adaptation)
 BLOCKS: dict[str, Callable[[], str]] = {make.__name__: make for make in MADE}

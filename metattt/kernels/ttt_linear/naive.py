@@ -97,28 +97,3 @@ def ttt_linear_naive(
         out = torch.cat([y for y, _ in parts], 2)
         state = LinearState(*(torch.cat(kind) for kind in zip(*(s for _, s in parts), strict=True)))
     return out.transpose(1, 2), (state if output_final_state else None)
-
-
-def ttt_linear_decode_naive(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, state: LinearState, norm_scale: Tensor, norm_bias: Tensor, *,
-    tau: Tensor | None, phase: Tensor, mini_batch_size: int, bias: bool = True,
-) -> tuple[Tensor, LinearState]:  # fmt: skip
-    """One token of every sequence: q, k, v `[B, H, d]`, eta `[B, H]`, phase `[B]` (place in its mini-batch); output and
-    new state."""
-    tau = state.w.new_ones(1, mini_batch_size) if tau is None else tau
-    grad = output_gradient(k, v, (k[:, :, None] @ state.w)[:, :, 0] + state.b, norm_scale, norm_bias)
-    weighted = eta[..., None] * grad
-    update_w = state.update_w - k[..., None] * weighted[:, :, None]
-    update_b = state.update_b - weighted if bias else state.update_b
-    step = tau[:, phase].T[..., None]  # [B, 1 or H, 1]
-    z = (q[:, :, None] @ (state.w + step[..., None] * update_w))[:, :, 0] + state.b + step * update_b
-    out = q + norm_scale * normalize(z)[0] + norm_bias
-    done = (phase == mini_batch_size - 1)[:, None, None]
-    last = tau[None, :, -1, None]
-    state = LinearState(
-        torch.where(done[..., None], state.w + last[..., None] * update_w, state.w),
-        torch.where(done, state.b + last * update_b, state.b),
-        update_w.masked_fill(done[..., None], 0),
-        update_b.masked_fill(done, 0),
-    )
-    return out, state
