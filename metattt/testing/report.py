@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
 from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from metattt.composition.instantiate import instantiate_layer, instantiate_part
@@ -13,20 +15,26 @@ from metattt.errors import MetaTTTError
 from metattt.inner.planning import explain
 from metattt.inner.trial import unsupported
 from metattt.layer import TTTLayer
+from metattt.testing.foreign import Subject, examine
 from metattt.testing.laws import LAWS
 from metattt.testing.specimen import NotApplicable, Specimen
 
 
 def check(cfg: DictConfig) -> None:
-    """Checks every law on the composed layer and prints law, worst error, bound and verdict.
+    """Checks every law on the composed layer, or the laws of any layer on `module`, and prints law, worst error, bound and
+    verdict.
 
     Args:
-        cfg: the composed configuration, with `dim`, `num_heads`, `task`, `learner`, `optimizer` and `layer`.
+        cfg: the composed configuration, with `dim`, `num_heads`, `task`, `learner`, `optimizer` and `layer`; and `module`,
+            `period` of a layer of anybody's.
 
     Raises:
         SystemExit: code 1, if a law is broken.
         MetaTTTError: the configuration does not make a layer.
     """
+    if cfg.module is not None:
+        _check_module(cfg)
+        return
     layer = instantiate_layer(cfg)
     if not isinstance(layer, TTTLayer):
         raise MetaTTTError(
@@ -60,6 +68,35 @@ def check(cfg: DictConfig) -> None:
     console.print(table)
     if broken:
         console.print(f"{broken} of {len(LAWS)} laws are broken")
+        raise SystemExit(1)
+
+
+def _check_module(cfg: DictConfig) -> None:
+    """Checks the module that `module` makes.
+
+    Raises:
+        SystemExit: code 1, if a law is broken.
+        MetaTTTError: nothing of that name, or it makes no module.
+    """
+    try:
+        made = pkgutil.resolve_name(cfg.module)
+        subject = Subject(made, cfg.dim, cfg.period)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise MetaTTTError(
+            f"module={cfg.module}: {error}; give the import path of a class or function without arguments that makes a "
+            "torch.nn.Module, module=package.file:name"
+        ) from error
+    console, table = Console(), Table("law", "worst error", "bound", "result")
+    console.print(f"[bold]{type(subject.module).__name__}[/], dim={cfg.dim}; float64 where no type is given")
+    broken = 0
+    for title, found in examine(subject):
+        result = "[bold red]FAIL[/] " if found.failed else "" if found.note else "[green]pass[/]"
+        worst = "" if found.error is None else f"{found.error:.1e}"
+        table.add_row(title, worst, f"{found.bound:.0e}", result + escape(found.note))
+        broken += found.failed
+    console.print(table)
+    if broken:
+        console.print(f"{broken} laws are broken")
         raise SystemExit(1)
 
 

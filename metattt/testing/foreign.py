@@ -1,0 +1,282 @@
+"""The laws that hold for any sequence layer, ours or not: `metattt check module=my_package.layers:make`.
+
+A module is called as `y = module(x)`, `y, state = module(x, state)`, and with `mask=` `[B, T]` (True for real tokens) or
+`reset=` `[B, T]` (True at the first token of a packed document) where its `forward` has these parameters. A layer that is called
+otherwise is checked through a module of a few lines that calls it so. A module whose states carry no gradients says so by an
+attribute `detaches = True`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from metattt.testing.specimen import NotApplicable, cotangent, distance
+
+EXACT, SINGLE, DIFFERENCES = 1e-9, 1e-4, 1e-5
+"""Bounds of relative errors: in float64; of float32 against it; of derivatives by differences."""
+STEPS = (1e-4, 1e-5, 1e-6, 1e-7)  # of differences
+
+
+class Found(NamedTuple):
+    """The result of a law.
+
+    Attributes:
+        error: worst relative error; None where the law does not apply, or the module raised an exception.
+        bound: of the error.
+        note: why it does not apply, or the exception.
+        failed: whether the law is broken.
+    """
+
+    error: float | None
+    bound: float
+    note: str
+    failed: bool
+
+
+class Subject:
+    """A module under test, in float64.
+
+    Args:
+        make: makes it; a class or a function without arguments.
+        dim: width D of its tokens, `[B, T, D]`.
+        period: tokens after which something happens in it (a chunk, a mini-batch); sequences are cut around it.
+        rounds: it computes in float32 whatever it is given, which is then allowed for.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], dim: int, period: int = 4, rounds: bool = False):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.module = make().double().eval()
+        self.dim, self.period, self.rounds = dim, period, rounds
+        self.length = 2 * period + 11
+        known = inspect.signature(self.module.forward).parameters
+        self.has_state, self.has_mask, self.has_reset = ("state" in known, "mask" in known, "reset" in known)
+
+    def tokens(self, length: int | None = None, seed: int = 1) -> Tensor:
+        """Random tokens `[2, length, D]`."""
+        return torch.randn(
+            2, length or self.length, self.dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+
+    def __call__(
+        self, x: Tensor, state: Any = None, mask: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Outputs and the state, None if the module has none."""
+        given = {"state": state, "mask": mask, "reset": reset}
+        found = self.module(x, **{name: value for name, value in given.items() if value is not None})
+        return (found[0], found[-1]) if isinstance(found, tuple) else (found, None)
+
+    def pieces(self, x: Tensor, cuts: Sequence[int]) -> Tensor:
+        """Outputs of several calls, with the state handed on."""
+        state, outputs = None, []
+        for start, stop in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
+            y, state = self(x[:, start:stop], state)
+            outputs.append(y)
+        return torch.cat(outputs, dim=1)
+
+    def gradients(self, x: Tensor, outputs: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Gradients of a weighted sum of outputs by the tokens and all parameters."""
+        x = x.clone().requires_grad_()
+        leaves = [x, *(one for one in self.module.parameters() if one.requires_grad)]
+        y = outputs(x)
+        return list(torch.autograd.grad((y * cotangent(y)).sum(), leaves, allow_unused=True, materialize_grads=True))
+
+
+def repeats(subject: Subject) -> float:
+    """The same call gives the same, and so does it in training mode where no dropout is set."""
+    x = subject.tokens()
+    first, _ = subject(x)
+    again, _ = subject(x)
+    subject.module.train()
+    try:
+        training, _ = subject(x)
+    finally:
+        subject.module.eval()
+    return max(distance(again, first), distance(training, first))
+
+
+def alone(subject: Subject) -> float:
+    """A sequence has the outputs that it has without the others of its batch."""
+    x = subject.tokens()
+    both, _ = subject(x)
+    return max(distance(subject(x[row : row + 1])[0], both[row : row + 1]) for row in range(2))
+
+
+def causality(subject: Subject) -> float:
+    """Outputs do not change with later tokens."""
+    x = subject.tokens()
+    y, worst = subject(x)[0], 0.0
+    for t in range(subject.length - 1):
+        changed = torch.cat([x[:, : t + 1], 1 - x[:, t + 1 :]], dim=1)
+        worst = max(worst, distance(subject(changed)[0][:, : t + 1], y[:, : t + 1]))
+    return worst
+
+
+def splits(subject: Subject) -> float:
+    """A sequence in several calls has the outputs and the gradients of one call."""
+    _needs(subject.has_state, "state")
+    x, size = subject.tokens(), subject.period
+    whole, worst = subject(x)[0], 0.0
+    detaches = getattr(subject.module, "detaches", False)
+    expected = [] if detaches else subject.gradients(x, lambda x: subject(x)[0])
+    end = subject.length
+    for cuts in (list(range(1, end)), [size], [size + 1, *range(size + 2, end)], [1, 3, size + 2, end - 2]):
+        with torch.no_grad():
+            worst = max(worst, distance(subject.pieces(x, cuts), whole))
+        if detaches:
+            continue
+        found = subject.gradients(x, lambda x, cuts=cuts: subject.pieces(x, cuts))  # type: ignore[misc]
+        worst = max(worst, _apart(found, expected))
+    return worst
+
+
+def before(subject: Subject) -> float:
+    """Padding before the tokens changes no output of theirs, and no later output."""
+    return _padded(subject, (0,))
+
+
+def between(subject: Subject) -> float:
+    """The same of padding between tokens."""
+    return _padded(subject, (1, subject.period, subject.period + 1))
+
+
+def after(subject: Subject) -> float:
+    """The same of padding after them."""
+    return _padded(subject, (subject.length,))
+
+
+@torch.no_grad()
+def _padded(subject: Subject, places: Sequence[int]) -> float:
+    _needs(subject.has_mask, "mask")
+    x, worst = subject.tokens(), 0.0
+    expected, state = subject(x)
+    later = subject.tokens(5, seed=2)
+    following = subject(later, state)[0] if subject.has_state else x
+    for place, count in itertools.product(places, (1, subject.period + 1)):
+        hole = torch.full((2, count, subject.dim), 3.0, dtype=x.dtype)
+        padded = torch.cat([x[:, :place], hole, x[:, place:]], dim=1)
+        mask = torch.ones(padded.shape[:2], dtype=torch.bool)
+        mask[:, place : place + count] = False
+        y, kept = subject(padded, mask=mask)
+        worst = max(worst, distance(y[:, mask[0]], expected))
+        if subject.has_state:
+            worst = max(worst, distance(subject(later, kept)[0], following))
+    return worst
+
+
+def resets(subject: Subject) -> float:
+    """Packed documents have the outputs and gradients that they have alone."""
+    _needs(subject.has_reset, "reset")
+    x, worst = subject.tokens(), 0.0
+    for starts in ([subject.period], [1, 2, subject.period + 1], [3, 7, subject.length - 1]):
+        reset = torch.zeros(x.shape[:2], dtype=torch.bool)
+        reset[:, [0, *starts]] = True
+        ends = [*starts, subject.length]
+
+        def apart(x: Tensor, bounds: tuple[list[int], list[int]] = ([0, *starts], ends)) -> Tensor:
+            return torch.cat([subject(x[:, a:b])[0] for a, b in zip(*bounds, strict=True)], dim=1)
+
+        worst = max(worst, distance(subject(x, reset=reset)[0], apart(x)))
+        found = subject.gradients(x, lambda x, reset=reset: subject(x, reset=reset)[0])  # type: ignore[misc]
+        worst = max(worst, _apart(found, subject.gradients(x, apart)))
+    return worst
+
+
+def states(subject: Subject) -> float:
+    """A later call does not change a state that it was given: it can be used again."""
+    _needs(subject.has_state, "state")
+    with torch.no_grad():
+        _, state = subject(subject.tokens())
+        kept = copy.deepcopy(state)
+        later = subject.tokens(subject.period + 2, seed=2)
+        expected = subject(later, kept)[0]
+        subject(later, state)
+        return distance(subject(later, state)[0], expected)
+
+
+def derivatives(subject: Subject) -> float:
+    """Gradients equal central differences, along one direction for the tokens and one for every parameter."""
+    if subject.rounds:
+        raise NotApplicable("differences in float32 are rounding")
+    x = subject.tokens(9)
+    gradients = subject.gradients(x, lambda x: subject(x)[0])
+    leaves = [x, *(one for one in subject.module.parameters() if one.requires_grad)]
+    largest, worst = max(one.norm().item() for one in gradients), 0.0
+    generator = torch.Generator().manual_seed(3)
+
+    def difference(leaf: Tensor, direction: Tensor, step: float) -> float:
+        values = []
+        for sign in (1, -1):
+            leaf += sign * step * direction
+            y = subject(x)[0]
+            values.append(float((y * cotangent(y)).sum()))
+            leaf -= sign * step * direction
+        return (values[0] - values[1]) / (2 * step)
+
+    with torch.no_grad():
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            direction = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+            direction /= direction.norm()
+            claimed, scale = float((gradient * direction).sum()), max(gradient.norm().item(), 1e-3 * largest, 1e-30)
+            # (the best of several steps: how far a function is nearly straight is not known)
+            worst = max(worst, min(abs(difference(leaf, direction, step) - claimed) / scale for step in STEPS))
+    return worst
+
+
+def single(subject: Subject) -> float:
+    """float32 gives the outputs of float64, in float32."""
+    x = subject.tokens()
+    expected = subject(x)[0]
+    module = copy.deepcopy(subject.module).float()
+    found = module(x.float())
+    y = found[0] if isinstance(found, tuple) else found
+    if y.dtype != torch.float32:
+        raise TypeError(f"outputs are {y.dtype} for tokens of torch.float32")
+    return distance(y.double(), expected)
+
+
+LAWS: dict[str, tuple[Callable[[Subject], float], float]] = {
+    "the same call gives the same": (repeats, EXACT),
+    "alone = in a batch": (alone, EXACT),
+    "no later token is seen": (causality, EXACT),
+    "splits agree": (splits, EXACT),
+    "padding before the tokens changes nothing": (before, EXACT),
+    "padding between tokens changes nothing": (between, EXACT),
+    "padding after the tokens changes nothing": (after, EXACT),
+    "packed = separate": (resets, EXACT),
+    "later calls do not change a state": (states, EXACT),
+    "gradients = finite differences": (derivatives, DIFFERENCES),
+    "float32 = float64": (single, SINGLE),
+}
+"""Title → law and the bound of its error."""
+
+
+def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
+    """Title and result of every law."""
+    for title, (law, bound) in LAWS.items():
+        try:
+            error = law(subject)
+            bound = max(bound, SINGLE) if subject.rounds else bound
+            yield title, Found(error, bound, "", not error <= bound)
+        except NotApplicable as reason:
+            yield title, Found(None, bound, f"does not apply: {reason}", False)
+        except Exception as error:  # whatever a foreign module raises
+            yield title, Found(None, bound, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}", True)
+
+
+def _needs(offered: bool, name: str) -> None:
+    if not offered:
+        raise NotApplicable(f"forward has no parameter `{name}`")
+
+
+def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Worst distance of gradients; small ones are measured against a share of the largest."""
+    largest = max(float(one.abs().max()) for one in expected)
+    return max(distance(one, other, 1e-5 * largest) for one, other in zip(found, expected, strict=True))

@@ -1,0 +1,113 @@
+"""The laws of any layer: planted faults break the law that they are about and no other, and sound layers break none."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import metattt
+from metattt.cli import main
+from metattt.testing.foreign import LAWS, Subject, examine
+
+DIM = 8
+
+
+class Decay(nn.Module):
+    """`S_t = a S_{t−1} + W x_t`, `y_t = V S_t`: with mask and reset. `fault` names what is wrong."""
+
+    fault = ""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.w, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.a = nn.Parameter(torch.tensor(0.7))
+        self.calls = 0
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, mask: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        s = x.new_zeros(len(x), DIM) if state is None else state
+        if self.fault == "state" and state is not None:
+            state.mul_(0.5)
+        if self.fault == "split" and x.shape[1] > 1:
+            s = torch.zeros_like(s)
+        read = self.w(x.float().to(x.dtype) if self.fault == "precision" else x)
+        if self.fault == "future":
+            read = read + 1e-3 * x.mean(1, keepdim=True)
+        if self.fault == "batch":
+            read = read + 1e-3 * x.mean(0)
+        if self.fault == "training" and self.training:
+            read = 1.001 * read
+        a = self.a.detach() if self.fault == "gradient" else self.a
+        outputs = []
+        for t in range(x.shape[1]):
+            keep = x.new_ones(len(x), 1) if mask is None else mask[:, t, None].to(x.dtype)
+            if reset is not None and self.fault != "reset":
+                s = torch.where(reset[:, t, None], 0, s)
+            after = a * s + read[:, t]
+            decayed = a * s if self.fault == "pad decays" else s
+            s = torch.where(keep > 0, after, decayed)
+            outputs.append(self.v(s))
+        y = torch.stack(outputs, dim=1)
+        return (y.double() if self.fault == "type" else y), s
+
+
+FAULTS = {
+    "state": "later calls do not change a state",
+    "split": "splits agree",
+    "future": "no later token is seen",
+    "batch": "alone = in a batch",
+    "training": "the same call gives the same",
+    "gradient": "gradients = finite differences",
+    "reset": "packed = separate",
+    "pad decays": "padding after the tokens changes nothing",
+    "type": "float32 = float64",
+}
+ALSO = {
+    "state": {"splits agree"},  # and what follows from it
+    "future": {"splits agree", "packed = separate", *(title for title in LAWS if "padding" in title)},
+    "pad decays": {"padding between tokens changes nothing"},
+    "gradient": {"splits agree"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_breaks_its_law(fault: str) -> None:
+    broken = {title for title, found in examine(Subject(partial(Decay, fault), DIM)) if found.failed}
+    assert FAULTS[fault] in broken and broken <= {FAULTS[fault], *ALSO.get(fault, ())}
+
+
+@pytest.mark.parametrize(
+    "make", [Decay, partial(metattt.build, "ttt_mlp", dim=DIM, num_heads=2)], ids=["plain", "ttt_mlp"]
+)
+def test_sound_layers_break_no_law(make: type[nn.Module]) -> None:
+    results = dict(examine(Subject(make, DIM, period=16)))
+    assert results.keys() == LAWS.keys()
+    assert not [title for title, found in results.items() if found.failed or found.error is None]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cells.py").write_text(
+        "import torch\nclass Plain(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.cell = torch.nn.GRU(8, 8, batch_first=True)\n"
+        "    def forward(self, x, state=None):\n        return self.cell(x, state)\n"
+        "class Both(Plain):\n    def forward(self, x):\n        return self.cell(x)[0] + x.flip(1)\n"
+        "class Breaks(Plain):\n    def forward(self, x):\n        raise ValueError\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", "module=cells:Plain", "dim=8"]) == 0
+    assert "no parameter" in capsys.readouterr().out
+    for name in ("Both", "Breaks"):
+        with pytest.raises(SystemExit, match="1"):
+            main(["check", f"module=cells:{name}", "dim=8"])
+        assert "FAIL" in capsys.readouterr().out
+    assert main(["check", "module=cells:Absent", "dim=8"]) == 2
+    assert "module=package.file:name" in capsys.readouterr().err
+    assert "cells" in sys.modules
