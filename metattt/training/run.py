@@ -25,7 +25,7 @@ from metattt.checkpoints.record import (
     to_names,
 )
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.io import write_whole
 from metattt.locking import FolderLock
 from metattt.metrics_file import read_rows
@@ -105,6 +105,8 @@ def check_given(cfg: DictConfig) -> None:
             raise MetaTTTError(
                 f"trainer.{key}=0 trains nothing: give a number; metattt train --cfg job shows the configuration"
             )
+    if trainer.get("gradient_clip_val") is not None:  # Lightning takes one below 0 for none
+        check_number("trainer.gradient_clip_val", trainer.gradient_clip_val, least=0, advice=", or null for no clipping")
     if {trainer.get(key) for key in ("max_steps", "max_epochs")} <= {None, -1}:
         raise MetaTTTError(
             f"trainer.max_steps={trainer.get('max_steps')} is not allowed: it must be at least 1: a run must end"

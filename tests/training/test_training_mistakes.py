@@ -28,6 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("training.lr=0", "training.lr=0"),
         ("model.vocab_size=256", "set model.vocab_size=257"),
         ("trainer.max_steps=0", "trainer.max_steps=0 trains nothing"),
+        ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1"),
         ("trainer.overfit_batches=1", "data.max_bytes=<few>"),
         ("output_dir=file", "output_dir=file cannot be used: it is a file"),
         ("output_dir=file/below", "output_dir=file/below cannot be used: Not a directory"),
