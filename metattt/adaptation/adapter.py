@@ -90,7 +90,10 @@ class Adapter:
 
     Args:
         model: a `LanguageModel` (`metattt.load_model`), or any causal language model of Transformers.
-        fast, rank, frozen_blocks, seed: which parameters learn: see `FastModel`.
+        fast: which parameters learn: `lora`, `mlp`, `norms`, `all`, or patterns of names; see `FastModel`.
+        rank: of the change to each chosen matrix; None: 8 for `lora`, whole matrices for the others.
+        frozen_blocks: the first so many blocks stay as they are.
+        seed: of the first factors of low-rank changes.
         rule: how they learn: a rule that moves its weights once per mini-batch (`Adam`, `BlockMomentum`, `Sign`, …) and
             whose gates are constants. Its `mini_batch_size` is b (tokens), its `steps` the steps on each mini-batch.
             None: Adam, steps of 1e-3, b = 64. (The moments of `Adam` are of η G, so its eps is the usual one times η.)
