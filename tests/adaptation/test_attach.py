@@ -79,7 +79,13 @@ def test_nothing_changes_at_the_start_and_streams_equal_one_pass(model: str, kin
         parts.append(output.logits)
     torch.testing.assert_close(torch.cat(parts, dim=1), logits, rtol=1e-10, atol=1e-10)
 
-    prompt = {"inputs": IDS[:, :5], "attention_mask": torch.ones(2, 5), "do_sample": False, "max_new_tokens": 9}
+    prompt = {
+        "inputs": IDS[:, :5],
+        "attention_mask": torch.ones(2, 5),
+        "do_sample": False,
+        "max_new_tokens": 9,
+        "min_new_tokens": 9,
+    }
     for beams in (1, 3):
         with_cache, without = (made.generate(**prompt, num_beams=beams, use_cache=use) for use in (True, False))
         assert torch.equal(with_cache, without)
@@ -109,11 +115,13 @@ def test_in_place_equals_the_published_computation() -> None:
 def test_padding_changes_nothing_beside_an_attention() -> None:
     made = llama()
     trained(attached(made, "ttt_linear"))
-    alone = made.generate(IDS[:1, :4], max_new_tokens=6, do_sample=False, attention_mask=torch.ones(1, 4))
+    alone = made.generate(
+        IDS[:1, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False, attention_mask=torch.ones(1, 4)
+    )
     ids = torch.cat([F.pad(IDS[:1, :4], (3, 0)), IDS[1:, :7]])
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    both = made.generate(ids, max_new_tokens=6, do_sample=False, attention_mask=mask)
+    both = made.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, attention_mask=mask)
     assert both[0, 7:].tolist() == alone[0, 4:].tolist()
     trained(attached(made, "in_place"))
     with pytest.raises(MetaTTTError, match="give no padding"):
