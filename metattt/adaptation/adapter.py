@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.adaptation.constant_gates import constant_gates
 from metattt.adaptation.fast_model import FastModel
 from metattt.checkpoints.states import read_state, write_state
 from metattt.errors import MetaTTTError, NotFinite, check_integer
@@ -18,9 +19,8 @@ from metattt.inner.network_step import gradients_of, refill, skeleton
 from metattt.memory import Memory, at_start, choose
 from metattt.modules import expand_like
 from metattt.optimizers import Adam
-from metattt.optimizers.base import Gates
 from metattt.optimizers.block import BlockRule
-from metattt.state import Context, map_tensors, tensors_of
+from metattt.state import map_tensors, tensors_of
 
 Ids = Tensor | Sequence[Tensor]
 Seen = tuple[tuple[int, int], ...]
@@ -122,7 +122,7 @@ class Adapter:
         self.base, self.clip = model, clip
         self.fast = FastModel(model, fast, rank, frozen_blocks, seed)
         self.rule = Adam(base_lr=1e-3, eps=1e-11, mini_batch_size=64) if rule is None else rule
-        self._gates = _constant_gates(self.rule, list(self.fast.start))
+        self._gates = constant_gates(self.rule, list(self.fast.start))
         self.carries = context is None and self.fast.ours
         self.context = (0 if self.carries else self.rule.mini_batch_size) if context is None else context
         check_integer("context", self.context, 0)
@@ -369,40 +369,6 @@ class Adapter:
     def _numbers(self, batch: int) -> tuple[int, ...]:
         first, self._documents = self._documents, self._documents + batch
         return tuple(range(first, first + batch))
-
-
-def _constant_gates(rule: BlockRule, names: list[str]) -> Gates:
-    """The gates of a rule for fast weights of these names, `[1, 1, 1]` each.
-
-    Raises:
-        MetaTTTError: a rule that moves its weights token by token, or whose gates depend on the tokens.
-    """
-    name = type(rule).__name__
-    if not isinstance(rule, BlockRule):
-        raise MetaTTTError(
-            f"{name} moves the weights with every token: give a rule that moves them once per mini-batch, such as Adam "
-            "or BlockMomentum"
-        )
-    if rule.read != "previous" or rule.anchor != "minibatch":
-        raise MetaTTTError(
-            f"optimizer.read={rule.read} and optimizer.anchor={rule.anchor}: an adapter scores a mini-batch before it "
-            "learns it, with read=previous and anchor=minibatch"
-        )
-    rule.setup(1, 1, 1, names)
-    found: list[Gates] = []
-    for value in (-3.0, 0.0, 3.0):
-        x = torch.full((1, 1, 1), value)
-        gates, _ = rule.gates(x, {}, Context(x, None, None, 1))
-        assert isinstance(gates, Gates)
-        found.append(map_tensors(Tensor.detach, gates))
-    for field in Gates._fields:
-        first, *others = (getattr(gates, field) for gates in found)
-        if first is not None and (field == "weight_lr" or not all(torch.equal(first, other) for other in others)):
-            raise MetaTTTError(
-                f"{name} has gates that depend on the token ({field}), and an adapter has no gates to train: set lr, "
-                "momentum and decay to constant or none"
-            )
-    return found[0]
 
 
 def _padded(ids: Ids, device: torch.device) -> tuple[Tensor, list[int]]:

@@ -1,4 +1,5 @@
-"""Fast weights inside a pretrained model of Transformers: a TTT layer beside its attention, or In-Place TTT in its MLPs.
+"""Fast weights inside a pretrained model of Transformers: a TTT layer beside its attention, or In-Place TTT in its
+MLPs.
 
 States live in the cache that `generate` and other callers hand from call to call, so they are reordered, repeated and
 dropped with it.
@@ -26,8 +27,8 @@ WEIGHTS, ABOUT = "attached.safetensors", "attached.json"
 
 
 def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **settings: Any) -> Attached:
-    """Puts fast weights into modules of a model, which is changed in place. At the start its logits stay what they were,
-    bit for bit, but for `how="replace"`.
+    """Puts fast weights into modules of a model, which is changed in place. At the start its logits stay what they
+    were, bit for bit, but for `how="replace"`.
 
     ```
     attach(model, "model.layers.*.self_attn", layer="ttt_linear", num_heads=8)   # trains with the model, or alone
@@ -37,8 +38,8 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     Args:
         model: a causal language model of Transformers.
         pattern: of the modules' names.
-        layer: a layer of `metattt.build`, for attentions: `y = attention(x) + tanh(a) layer(x)` with a = 0 at the start; or
-            `in_place`, for linear maps: see `InPlaceLinear`.
+        layer: a layer of `metattt.build`, for attentions: `y = attention(x) + tanh(a) layer(x)` with a = 0 at the
+            start; or `in_place`, for linear maps: see `InPlaceLinear`.
         how: `beside`, or `replace`: the layer in place of the attention.
         settings: overrides of the layer, as for `metattt.build`; or of `InPlaceLinear`, and `labels`: `hidden`, what
             enters the MLP (the default), or `embeddings`, the model's embeddings of the tokens.

@@ -243,8 +243,8 @@ def _blocks(model: nn.Module) -> str:
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | tuple[()]:
-    """Width of what a linear map takes and of what it makes; nothing for other modules. (`Conv1D` of Transformers is one
-    whose matrix is transposed.)"""
+    """Width of what a linear map takes and of what it makes; nothing for other modules. (`Conv1D` of Transformers is
+    one whose matrix is transposed.)"""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D" and isinstance(module.weight, Tensor) and module.weight.ndim == 2:

@@ -35,9 +35,9 @@ class InPlaceLinear(nn.Module):
 
     `W + lr Σ_{i<j} Σ_{s in chunk i} v_s h_sᵀ`,   `v = Pᵀ conv(t)`,
 
-    gradient descent on the loss `−⟨W h, v⟩` with mini-batches of c tokens, each read before it is learned. The convolution is
-    depthwise, has five taps and looks two tokens ahead inside its chunk; it begins with 0, so that the map is unchanged
-    at the start.
+    gradient descent on the loss `−⟨W h, v⟩` with mini-batches of c tokens, each read before it is learned. The
+    convolution is depthwise, has five taps and looks two tokens ahead inside its chunk; it begins with 0, so that the
+    map is unchanged at the start.
 
     Args:
         linear: the pretrained map, F to D.

@@ -1,9 +1,9 @@
 """The laws that hold for any sequence layer, ours or not: `metattt check module=my_package.layers:make`.
 
-A module is called as `y = module(x)`, `y, state = module(x, state)`, and with `mask=` `[B, T]` (True for real tokens) or
-`reset=` `[B, T]` (True at the first token of a packed document) where its `forward` has these parameters. A layer that is called
-otherwise is checked through a module of a few lines that calls it so. A module whose states carry no gradients says so by an
-attribute `detaches = True`.
+A module is called as `y = module(x)`, `y, state = module(x, state)`, and with `mask=` `[B, T]` (True for real
+tokens) or `reset=` `[B, T]` (True at the first token of a packed document) where its `forward` has these parameters. A
+layer that is called otherwise is checked through a module of a few lines that calls it so. A module whose states carry
+no gradients says so by an attribute `detaches = True`.
 """
 
 from __future__ import annotations

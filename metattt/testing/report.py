@@ -21,12 +21,12 @@ from metattt.testing.specimen import NotApplicable, Specimen
 
 
 def check(cfg: DictConfig) -> None:
-    """Checks every law on the composed layer, or the laws of any layer on `module`, and prints law, worst error, bound and
-    verdict.
+    """Checks every law on the composed layer, or the laws of any layer on `module`, and prints law, worst error,
+    bound and verdict.
 
     Args:
-        cfg: the composed configuration, with `dim`, `num_heads`, `task`, `learner`, `optimizer` and `layer`; and `module`,
-            `period` of a layer of anybody's.
+        cfg: the composed configuration, with `dim`, `num_heads`, `task`, `learner`, `optimizer` and `layer`; and
+            `module`, `period` of a layer of anybody's.
 
     Raises:
         SystemExit: code 1, if a law is broken.
