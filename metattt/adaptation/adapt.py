@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +25,11 @@ from metattt.checkpoints.trained import load_model, open_trained
 from metattt.composition.instantiate import instantiate_part
 from metattt.composition.settings import NO_CHECKPOINT, pick_device, settings
 from metattt.data.documents import read_documents
-from metattt.data.tokenizers import Tokenizer, document_tokens, tokenizer_of
+from metattt.data.tokenizers import MOST_BYTES, Tokenizer, document_tokens, tokenizer_of
 from metattt.errors import MetaTTTError, check_integer
 from metattt.evaluation.by_position import bin_edges
 from metattt.evaluation.output import report, table
+from metattt.io import read_object, read_text
 from metattt.optional import need
 
 BINS = 12
@@ -170,7 +170,7 @@ def load_causal(chosen: AdaptSettings) -> tuple[nn.Module, Tokenizer, Path]:
     model: Any = AutoModelForCausalLM.from_pretrained(chosen.checkpoint, use_safetensors=True)
     model = model.to(device).eval()
     file = path / "tokenizer.json"
-    content = file.read_text(encoding="utf-8") if file.is_file() else None
+    content = read_text(file, MOST_BYTES) if file.is_file() else None
     given = chosen.tokenizer or (None if path.is_dir() else chosen.checkpoint)
     tokenizer = tokenizer_of(chosen.checkpoint, content, model.config.vocab_size, given)
     return model, tokenizer, path if path.is_dir() else Path.cwd()
@@ -178,12 +178,12 @@ def load_causal(chosen: AdaptSettings) -> tuple[nn.Module, Tokenizer, Path]:
 
 def _model_type(path: Path) -> str | None:
     """The type of a model of Transformers; None for ours and published TTT models, which `load_model` reads."""
-    if not path.exists():
-        return "the Hub" if len(path.parts) == 2 and not path.is_absolute() else None
+    if not path.exists():  # `runs/mistyped` is no name on the Hub where there is a folder `runs`
+        return "the Hub" if len(path.parts) == 2 and not path.parent.exists() else None
     file = path / "config.json"
     if not file.is_file():
         return None
-    kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    kind = read_object(file).get("model_type")
     return None if kind in (None, "ttt", "metattt") else str(kind)
 
 

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from metattt.adaptation.in_place import InPlaceLinear
+from metattt.checkpoints.tensors import read_described, write_tensors
 from metattt.composition.compose import build
 from metattt.errors import MetaTTTError, check_choice
-from metattt.io import replaced
+from metattt.io import check_own, parse, path_of, replaced
+from metattt.optional import need
 
 IN_PLACE = "in_place"
-WEIGHTS, ABOUT = "attached.safetensors", "attached.json"
+FORMAT = "metattt attached layers"
+CODE = ("_target_", "custom", "${", "://", "=")  # what settings in a file must not have: they would name classes
 
 
 def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **settings: Any) -> Attached:
@@ -64,7 +67,7 @@ def attach(model: nn.Module, pattern: str, layer: str, how: str = "beside", **se
     for name, one in made.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, one)
-    return Attached(model, made, call, [about])
+    return Attached(model, made, call, about)
 
 
 class Attached:
@@ -75,9 +78,7 @@ class Attached:
         modules: what stands in the places, by name.
     """
 
-    def __init__(
-        self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call, about: list[dict[str, Any]]
-    ):
+    def __init__(self, model: nn.Module, modules: dict[str, _Beside | _InPlace], call: _Call, about: dict[str, Any]):
         self.model, self.modules, self._call, self._about = model, modules, call, about
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -97,59 +98,66 @@ class Attached:
             module.end()
         self._call.end()
 
-    def save(self, folder: str | Path) -> None:
-        """Writes the new parameters, what they belong to, and the name of the pretrained model, which is not written.
+    def save(self, path: str | Path) -> None:
+        """Writes the new parameters to a file of safetensors, with what they belong to and the name of the pretrained
+        model, which is not written.
 
         Raises:
-            OSError: the folder cannot be written.
+            MetaTTTError: the file cannot be written.
         """
-        place = Path(folder).expanduser()
-        place.mkdir(parents=True, exist_ok=True)
         base = getattr(getattr(self.model, "config", None), "_name_or_path", "")
-        with replaced(place / WEIGHTS) as part:
-            save_file({name: one.detach().contiguous() for name, one in self.named_parameters()}, part)
-        with replaced(place / ABOUT) as part:
-            Path(part).write_text(json.dumps({"base": base, "attached": self._about}, indent=1), encoding="utf-8")
+        tensors = {name: one.detach() for name, one in self.named_parameters()}
+        file = Path(path).expanduser()
+        try:
+            with replaced(file) as part:
+                write_tensors(part, tensors, json.dumps({"format": FORMAT, "base": base} | self._about))
+        except (OSError, SafetensorError) as error:
+            raise MetaTTTError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def load_attached(folder: str | Path, model: nn.Module | None = None) -> Attached:
-    """What `Attached.save` has written, attached again: `load_attached("my-layers").model`.
+def load_attached(path: str | Path, model: nn.Module | None = None) -> Attached:
+    """What `Attached.save` has written, attached again: `load_attached("my-layers.safetensors").model`.
 
     Args:
-        folder: of `save`.
-        model: the pretrained model; None: the one that the folder names.
+        path: the file.
+        model: the pretrained model; None: the one that the file names.
 
     Raises:
-        MetaTTTError: no such folder, parameters of another model, or a configuration that names code.
+        MetaTTTError: no such file, one that is damaged, of another model, or that names code.
     """
-    place = Path(folder).expanduser()
-    if not (place / ABOUT).is_file():
-        raise MetaTTTError(f"{folder} has no {ABOUT}: give a folder that `save` has written")
-    about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
-    (one,) = about["attached"]
-    _check_names_no_code(one, place)
+    file = path_of(str(path), "path")
+    if not file.is_file():
+        raise MetaTTTError(f"{path} does not exist: `attach(...).save(path)` writes it")
+    check_own(file)
+    tensors, text = read_described(file)
+    about = parse(text, str(file)) if text else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise MetaTTTError(f"{file} holds no attached layers: give a file that `attach(...).save` has written")
+    words = [about.get(key) for key in ("base", "pattern", "layer", "how")]
+    settings = about.get("settings")
+    if not all(isinstance(one, str) for one in words) or not isinstance(settings, dict):
+        raise MetaTTTError(f"{file} is damaged: it does not say what its parameters belong to")
+    if any(word in json.dumps([about["layer"], settings]) for word in CODE):
+        raise MetaTTTError(
+            f"{file} names classes of its own, which a file cannot have run: attach such a layer yourself"
+        )
     if model is None:
+        need("transformers", extra="hf", what="the pretrained model")
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(about["base"], use_safetensors=True)
-    assert isinstance(model, nn.Module)
-    made = attach(model, one["pattern"], one["layer"], one["how"], **one["settings"])
-    tensors, parameters = load_file(place / WEIGHTS), dict(made.named_parameters())
-    if wrong := sorted(tensors.keys() ^ parameters.keys()):
-        raise MetaTTTError(f"{folder} is of another model: it does not fit at {wrong[0]}")
+    made = attach(model, about["pattern"], about["layer"], about["how"], **settings)
+    parameters = dict(made.named_parameters())
+    wrong = tensors.keys() ^ parameters.keys() or {
+        name for name, one in parameters.items() if one.shape != tensors[name].shape
+    }
+    if wrong:
+        made.detach()
+        raise MetaTTTError(f"{file} is of another model: it does not fit at {min(wrong)}")
     with torch.no_grad():
         for name, value in tensors.items():
             parameters[name].copy_(value)
     return made
-
-
-def _check_names_no_code(about: Mapping[str, Any], place: Path) -> None:
-    """Refuses a configuration from a file that names a class or a resolver."""
-    said = json.dumps([about["layer"], about["settings"]])
-    if any(word in said for word in ("_target_", "custom", "${", "://", "=")):
-        raise MetaTTTError(
-            f"{place / ABOUT} names classes of its own: attach the layer yourself, and load its parameters"
-        )
 
 
 # -- one call of the model ---------------------------------------------------------------------------------------------

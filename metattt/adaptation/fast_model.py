@@ -150,6 +150,7 @@ class FastModel:
             if not self._values:
                 return y
             down, up = (self._values[key + end].squeeze(1).to(x.dtype) for end in (DOWN, UP))
+            _check_rows(key, x, len(down))
             flat = x.reshape(len(down), -1, x.shape[-1])  # [B, T, d_in]; one document may come in any shape
             return y + (flat @ down.mT @ up.mT).view_as(y)
 
@@ -160,12 +161,27 @@ class FastModel:
                 attribute: self._values[name].squeeze(1).to(getattr(plain, attribute).dtype)
                 for attribute, name in held.items()
             }
-            if len(next(iter(values.values()))) == 1:
+            count = len(values[next(iter(held))])
+            if count == 1:
                 alone = {attribute: value[0] for attribute, value in values.items()}
                 return functional_call(plain, alone, (x,))
+            _check_rows(key, x, count)
             return vmap(lambda value, one: functional_call(plain, value, (one.unsqueeze(0),)).squeeze(0))(values, x)
 
         return whole if self.rank is None else low_rank
+
+
+def _check_rows(key: str, x: Tensor, count: int) -> None:
+    """Refuses tokens of `count` documents that are not sorted by document.
+
+    Raises:
+        MetaTTTError: they are not.
+    """
+    if count not in (1, len(x)):
+        raise MetaTTTError(
+            f"{key} is applied to {len(x)} rows of {count} documents, as by a mixture of experts: read one document at a "
+            "time, or leave it out of fast"
+        )
 
 
 PROBED = 3, 2
@@ -217,7 +233,8 @@ def _chosen(
             raise MetaTTTError(f"{path} {why}")
         else:  # a bias, or a parameter that another module reads
             del keys[id(parameter)]
-    unused = [one for one in patterns or () if not any(fnmatchcase(path, one) for path in keys.values())]
+    known = [f"{name}.{attribute}" for name, _, attribute, parameter in held if id(parameter) in keys]
+    unused = [one for one in patterns or () if not any(fnmatchcase(path, one) for path in known)]
     if unused or not places:
         raise MetaTTTError(
             f"fast={', '.join(unused) or fast} names no parameter that may learn: give one of {', '.join(CHOICES)}, or "

@@ -90,6 +90,7 @@ def plain_loop(model: nn.Module, rule: str, fast: tuple[str, ...], context: int,
         ("llama", "norms", ("norm",)),
         ("llama", ["*.self_attn.q_proj.weight", "lm_head.weight"], ("q_proj", "lm_head")),
         ("gpt2", "mlp", ("mlp.c_fc", "mlp.c_proj", "attn.c_proj")),
+        ("gpt2", ["transformer.wte.weight", "lm_head.weight"], ("wte",)),  # one tensor by two names
         ("gpt2", ["transformer.wte.weight"], ("wte",)),  # which is the head, too
         ("ours", "mlp", ("ffn.gate", "ffn.up", "ffn.down")),
     ],
@@ -201,6 +202,30 @@ def test_the_first_blocks_can_stay_and_matrices_can_have_a_rank() -> None:
 def test_what_cannot_be_adapted_is_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(MetaTTTError, match=message):
         Adapter(ours(), **settings)
+
+
+class Experts(nn.Module):
+    """Halves of all tokens to one of two maps each, as a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16).double() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        half = (len(rows) + 1) // 2
+        return torch.cat([self.experts[0](rows[:half]), self.experts[1](rows[half:])]).view_as(x)
+
+
+@pytest.mark.parametrize("rank", [2, None])
+def test_rows_that_are_not_sorted_by_document_are_refused(rank: int | None) -> None:
+    made = ours()
+    for block in made.blocks:
+        block.ffn = Experts()
+    pattern = ["blocks.*.ffn.experts.*.weight"]
+    assert Adapter(made, pattern, adam(), rank).read(IDS[:1]).nats[:, 1:].isfinite().all()
+    with pytest.raises(MetaTTTError, match="one document at a time"):
+        Adapter(made, pattern, adam(), rank).read(IDS)
 
 
 def test_calls_that_do_not_fit_are_refused() -> None:

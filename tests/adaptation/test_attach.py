@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metattt import MetaTTTError, attach
-from metattt.adaptation.attach import ABOUT, Attached, load_attached
+from metattt.adaptation.attach import FORMAT, Attached, load_attached
 from metattt.adaptation.in_place import InPlaceLinear
+from metattt.checkpoints.tensors import write_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,10 +91,10 @@ def test_nothing_changes_at_the_start_and_streams_equal_one_pass(model: str, kin
         with_cache, without = (made.generate(**prompt, num_beams=beams, use_cache=use) for use in (True, False))
         assert torch.equal(with_cache, without)
 
-    own.save(tmp_path)
+    own.save(tmp_path / "layers")
     own.detach()
     assert torch.equal(made(IDS).logits, before)
-    again = load_attached(tmp_path, made)
+    again = load_attached(tmp_path / "layers", made)
     assert torch.equal(made(IDS).logits, logits)
     assert dict(again.named_parameters()).keys() == dict(own.named_parameters()).keys()
 
@@ -198,13 +199,42 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     attached(made, "ttt_linear")
     with pytest.raises(MetaTTTError, match="begin with a new cache"):
         made(IDS, **{CACHE: cache_of(full)})
-    with pytest.raises(MetaTTTError, match=ABOUT):
-        load_attached(tmp_path)
+    with pytest.raises(MetaTTTError, match="does not exist"):
+        load_attached(tmp_path / "nothing")
+    with pytest.raises(MetaTTTError, match="cannot be written"):
+        attached(made, "in_place").save(tmp_path / "no" / "folder")
+
+
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    made, file = llama(), tmp_path / "layers"
+    own = attached(made, "in_place")
+    trained(own)
+    own.save(file)
+    own.detach()
+    before = made(IDS).logits
+    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=V, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))  # fmt: skip
+    with pytest.raises(MetaTTTError, match="is of another model"):
+        load_attached(file, other)
+    assert type(other.model.layers[0].mlp.down_proj) is nn.Linear
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(MetaTTTError, match="damaged"):
+        load_attached(file, made)
+    file.write_bytes(b"junk")
+    with pytest.raises(MetaTTTError):
+        load_attached(file, made)
+    for text in ("", "[]", json.dumps({"format": FORMAT, "layer": 3})):
+        write_tensors(file, {"a": torch.zeros(2)}, text)
+        with pytest.raises(MetaTTTError, match=r"holds no attached layers|is damaged"):
+            load_attached(file, made)
+    assert torch.equal(made(IDS).logits, before)
 
 
 @pytest.mark.parametrize("settings", [{"learner._target_": "os.system"}, {"task": "custom"}, {"dim": "${oc.env:HOME}"}])
-def test_a_folder_cannot_run_code(settings: dict[str, str], tmp_path: Path) -> None:
-    about = {"pattern": ATTENTION, "layer": "ttt_linear", "how": "beside", "settings": settings}
-    (tmp_path / ABOUT).write_text(json.dumps({"base": "", "attached": [about]}))
+def test_a_file_cannot_run_code(settings: dict[str, str], tmp_path: Path) -> None:
+    about = {"format": FORMAT, "base": "", "pattern": ATTENTION, "layer": "ttt_linear", "how": "beside"}
+    write_tensors(tmp_path / "layers", {"a": torch.zeros(2)}, json.dumps(about | {"settings": settings}))
     with pytest.raises(MetaTTTError, match="names classes of its own"):
-        load_attached(tmp_path, llama())
+        load_attached(tmp_path / "layers", llama())
