@@ -111,7 +111,7 @@ class Combined(SequenceLayer):
         if self.shared:
             second.task.borrow(first.task)
             self.out, first.out, second.out = first.out, nn.Identity(), nn.Identity()
-            self.head_norm = nn.RMSNorm(dim // second.num_heads, eps=NORM_EPS) if self.with_head_norm else None
+            self.head_norm = nn.RMSNorm(second.head_dim, eps=NORM_EPS) if self.with_head_norm else None
             self.head_scale = projection(dim, second.num_heads, True) if self.with_head_scale else None
 
     def __setattr__(self, name: str, value: Any) -> None:

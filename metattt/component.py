@@ -71,6 +71,8 @@ class Component(Declared):
             raise MetaTTTError(_taken(kind, name))
         if isinstance(value, nn.Module | nn.Parameter) and "_modules" not in self.__dict__:
             raise MetaTTTError(f"{kind.__name__}.__init__ sets {name!r} before super().__init__(): call that first")
+        if value is None and name in self._settings:
+            value = self._settings[name].null
         super().__setattr__(name, value)
         # the plan holds for training and evaluation mode, and for all values of parameters
         if self.belongs and name != "training" and not isinstance(value, (Tensor, nn.Module)):

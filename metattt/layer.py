@@ -37,7 +37,9 @@ class TTTLayer(PlannedLayer):
 
     Args:
         dim: model width D.
-        num_heads: heads H, each with a learner of its own; D must be a multiple.
+        num_heads: heads H, each with a learner of its own.
+        of_heads: heads that share D, which must be a multiple: a head is d = D/of_heads wide. None: `num_heads`. The
+            predictions of all heads are H d wide, and the output projection makes D of them.
         task: what is learned from a token. Made for this layer, as are the next two (their parameters are created
             here).
         learner: the hidden state, and how it predicts.
@@ -83,16 +85,16 @@ class TTTLayer(PlannedLayer):
             raise MetaTTTError(f"{rank} is of a gate, and layer.gate=false: set layer.gate, or leave it out")
 
     def create_modules(self) -> None:
-        dim, head = self.dim, self.dim // self.num_heads
+        dim, head, width = self.dim, self.head_dim, self.num_heads * self.head_dim
         with unchanged_on_error(self.task, self.learner, self.optimizer):
             self.task.setup(dim, self.num_heads, head)
             self.learner.setup(self.num_heads, self.task.input_dim, head)
             self.optimizer.setup(dim, self.num_heads, head, tuple(self.learner.init))
             self._plan = self._planned()
-        self.norm = make_norm(self.output_norm, dim, head, self.norm_eps, self.norm_eps_scale)
-        self.gate = make_gate(self.output_gate, self.gate_rank, dim, head)
+        self.norm = make_norm(self.output_norm, width, head, self.norm_eps, self.norm_eps_scale)
+        self.gate = make_gate(self.output_gate, self.gate_rank, dim, width, head)
         self.gate_function: str = self.output_gate if isinstance(self.output_gate, str) else "gelu"
-        self.out = projection(dim, dim, self.output_bias)
+        self.out = projection(width, dim, self.output_bias)
         if self.init == "xavier":
             draw_xavier(self.task, self.gate, self.out)
 

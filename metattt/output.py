@@ -65,15 +65,15 @@ def make_norm(kind: bool | str, dim: int, head_dim: int, eps: float | None, eps_
     return nn.LayerNorm(dim, eps=eps) if kind else None
 
 
-def make_gate(kind: bool | str, rank: int | str | None, dim: int, head_dim: int) -> nn.Module | None:
-    """The projection of the token that a gate is a function of."""
+def make_gate(kind: bool | str, rank: int | str | None, dim: int, width: int, head_dim: int) -> nn.Module | None:
+    """The projection of the token that a gate is a function of: `[B, T, dim]` to `[B, T, width]`."""
     if not kind:
         return None
     if rank is None:
-        return projection(dim, dim, False)
+        return projection(dim, width, False)
     inner = head_dim if rank == "head_dim" else int(rank)
     check_memory_limit(dim * inner, f"a gate of rank {inner}", "lower layer.gate_rank")
-    return nn.Sequential(projection(dim, inner, False), projection(inner, dim, True))
+    return nn.Sequential(projection(dim, inner, False), projection(inner, width, True))
 
 
 NORMS = {

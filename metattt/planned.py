@@ -33,6 +33,7 @@ class PlannedLayer(SequenceLayer):
     _form: str = setting(default="auto", kw_only=True, alias="form")
     group_size: int | None = setting(default=None, kw_only=True, least=0, advice=" (0 stores everything, null chooses)")
     outer: Literal["exact", "first_order"] = setting(default="exact", kw_only=True)
+    of_heads: int | None = setting(default=None, kw_only=True, advice=", or null for num_heads")
     _plan: Plan = setting(init=False)
 
     def check_settings(self) -> None:
@@ -43,7 +44,7 @@ class PlannedLayer(SequenceLayer):
             if not isinstance(part := getattr(self, key), kind):
                 name = type(part).__name__
                 raise MetaTTTError(f"layer.{key} is a {name}: it must be a {kind.__name__}, set {key}=<name>")
-        check_heads(dim, num_heads)
+        check_heads(dim, self.of_heads or num_heads)
         if learner.has_weights != optimizer.updates:
             wrong = "needs a rule that updates" if learner.has_weights else "keeps its data itself"
             right = "minibatch" if learner.has_weights else "append"
@@ -60,6 +61,11 @@ class PlannedLayer(SequenceLayer):
     def mini_batch_size(self) -> int:  # type: ignore[override]
         """b of the inner optimizer (tokens)."""
         return self.optimizer.mini_batch_size
+
+    @property
+    def head_dim(self) -> int:
+        """d, the width of a head."""
+        return self.dim // (self.of_heads or self.num_heads)
 
     @property
     def inner(self) -> InnerLoop:
@@ -93,7 +99,7 @@ class PlannedLayer(SequenceLayer):
                 "set learner.step_scale=null"
             )
         with torch.inference_mode(False):  # the parts are looked at with derivatives
-            sizes = self.dim, self.num_heads, width
+            sizes = self.dim, self.num_heads, self.head_dim, width
             plan = make_plan(self._form, self.task, learner, rule, *sizes, kernels(), self.outer)
         plan.basis = self._basis()
         return plan

@@ -33,6 +33,7 @@ class Setting:
     below: float | None = None
     advice: str = ""
     among: Iterable[str] | None = None
+    null: Any = None
     annotation: Any = Any
 
     def check(self, key: str, value: object) -> None:
@@ -48,7 +49,7 @@ class Setting:
         kinds = set(members(self.annotation))
         choices = [one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)]
         kinds = {kind for kind in kinds if typing.get_origin(kind) is not Literal}
-        if (value is None and type(None) in kinds) or (choices and value in choices):
+        if (type(None) in kinds and value in (None, self.null)) or (choices and value in choices):
             return
         kinds -= {type(None)}
         bounds = {name: getattr(self, name) for name in ("least", "most", "above", "below")}
@@ -80,6 +81,7 @@ def setting(**options: Any) -> Any:
         advice: added to the end of an error message about the number; or, for words beside true and false, the meaning
             of true.
         among: the allowed strings, if the annotation does not list them.
+        null: what None, or null in configurations, is kept as; it allows None beside the annotation.
     """
     return Setting(**options)
 
@@ -106,7 +108,8 @@ def declared(
         if isinstance(value, Setting):
             if name in found and not found[name].init:
                 found.pop(name)  # its place is among the settings of this class
-            found[name] = replace(value, annotation=hint(name))
+            kind = hint(name) if value.null is None else hint(name) | None
+            found[name] = replace(value, annotation=kind)
         elif name in found:
             found[name] = replace(found[name], default=value)
     return {name: found[name] for name in (*(takes or ()), *found)}

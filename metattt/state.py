@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 S = TypeVar("S")
 
+WHOLE_CALL = 2**31  #: the mini-batch size that stands for all tokens of a call, or of each document in it
+
 
 class Context(NamedTuple):
     """The tokens of one call, after padding has been moved to the end (`metattt.inner.packing`).
@@ -41,6 +43,14 @@ class Context(NamedTuple):
         if self.valid is None:
             return torch.full_like(self.positions[:, 0], self.positions.shape[1])
         return self.valid.sum(1)
+
+    @property
+    def places(self) -> Tensor:
+        """`[B, T]` places of the tokens in their mini-batches, from 0."""
+        if self.mini_batch_size != WHOLE_CALL:
+            return self.positions % self.mini_batch_size
+        begun = self.positions[:, :1]  # of the document that an earlier call has begun
+        return self.positions - (begun if self.first is None else torch.where(self.first.cumsum(1) > 0, 0, begun))
 
 
 class DataGates(NamedTuple):

@@ -52,7 +52,7 @@ for family in FAMILIES:
     NO_GRADIENT |= getattr(family, "NO_GRADIENT", {})
     NOT_APPLICABLE |= getattr(family, "NOT_APPLICABLE", set())
 ROWS = SEQUENTIAL + ONE_CALL
-TWO_IN_ONE = ["lact_block", "titans_mag", "titans_mal"]  # of a `Combined`: see test_combined.py
+TWO_IN_ONE = ["lact_block", "titans_mag", "titans_mal", "vittt"]  # of a `Combined`: see test_combined.py, test_vittt.py
 MIXERS = ["longhorn", "mamba", "mamba2_mixer"]  # one recurrence without parts: see test_mamba.py
 
 

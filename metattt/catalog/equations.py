@@ -15,7 +15,7 @@ from metattt.layer import TTTLayer
 from metattt.learners.base import Learner
 from metattt.optimizers.base import InnerOptimizer
 from metattt.output import in_symbols, norm_in_words
-from metattt.state import State
+from metattt.state import WHOLE_CALL, State
 from metattt.tasks.base import Task
 
 SYMBOLS = {"alpha": "α_t", "beta": "β_t", "kappa": "κ_t", "eta": "η_t", "decay": "Diag(a_t)"}
@@ -254,6 +254,8 @@ def _gradient(layer: TTTLayer, anchor: str, seen: Seen) -> tuple[list[str], str]
 
 
 def _last_commit(rule: InnerOptimizer) -> str:
+    if rule.mini_batch_size == WHOLE_CALL:
+        return "W_a: the weights before the call, whose tokens are one mini-batch"
     return (
         f"W_a: the weights after the last mini-batch that was whole before t's own, b = {rule.mini_batch_size} tokens"
     )

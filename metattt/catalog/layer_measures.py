@@ -29,6 +29,7 @@ from metattt.inner.causality import found_out
 from metattt.layer import TTTLayer
 from metattt.mixers.base import Mixer
 from metattt.registry import REGISTERED
+from metattt.state import WHOLE_CALL
 
 
 def examine(name: str, dim: int, num_heads: int, *overrides: str) -> KnownLayer:
@@ -50,6 +51,8 @@ def examined(layer: Any, cfg: DictConfig) -> KnownLayer:
     chunks = [one.chunk_size for one in layer.modules() if isinstance(one, Mixer)]
     block = max([16, *chunks, *(one.optimizer.block for one in inner), *at_once])
     counts = [n * block + 1 for n in (2, 3, 4)]  # the same place in a mini-batch; the first one may be cheaper
+    if block >= WHOLE_CALL:
+        counts = [25, 625, 1225]  # squares at equal distances: maps of an image
     sizes, costs = zip(*(_measure(layer, count) for count in counts), strict=True)
     state = _polynomial(sizes, counts)
     growth = max(_degree(state), _degree(_polynomial(costs, counts)) - 1)

@@ -101,7 +101,7 @@ def compose(*overrides: str, job: str = "train") -> DictConfig:
     stack = fill_blocks(cfg, prepared, settings, lambda of_block: _checked(of_block, job)[0])
     for _, target, node in _parts(cfg):
         if target == "metattt.layer.TTTLayer" and {"dim", "num_heads"} <= set(node):
-            check_heads(node.dim, node.num_heads)
+            check_heads(node.dim, node.get("of_heads") or node.num_heads)
     if "name" in cfg and cfg.name is None:
         cfg.name = stack or (chosen["layer"] if chosen["layer"] != "custom" else chosen["learner"])
     if "given" in cfg:

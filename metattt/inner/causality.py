@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from metattt.errors import MetaTTTError
 
-TOKENS = 12  # less than a usual mini-batch: no kernel is compiled for them
+TOKENS = 9  # less than a usual mini-batch: no kernel is compiled for them; a square, which may be a map
 PARTS = ("optimizer", "learner", "task")
 
 

@@ -39,8 +39,9 @@ from metattt.inner.packing import Call, make_layout
 from metattt.inner.parts import Parts
 from metattt.inner.replay import begun_again, tail
 from metattt.inner.tokens import Block, Tokens, joined
+from metattt.inner.whole_call import closed, sized
 from metattt.memory import Memory, choose
-from metattt.state import State, Tensors
+from metattt.state import WHOLE_CALL, State, Tensors
 
 
 class InnerLoop(Parts):
@@ -56,10 +57,11 @@ class InnerLoop(Parts):
             state: before the call; its `weights` are empty at the start of a sequence.
             call: positions, padding and documents of the call.
         """
-        plan, memory, donated = self.plan, state.weights, call.donate_state
-        count, size = tokens.views.q.shape[2], self.rule.mini_batch_size
         if not self.is_checked(tokens, state, call.ctx):
             check_call(self, tokens, state, call.ctx)
+        count, whole_call = tokens.views.q.shape[2], self.rule.mini_batch_size == WHOLE_CALL
+        loop = sized(self, count) if whole_call else self
+        plan, size, memory, donated = loop.plan, loop.rule.mini_batch_size, state.weights, call.donate_state
         if not memory:
             memory, donated = self.start(tokens.views.k.shape[0], tokens.gates.eta.dtype), True
         if plan.replays:
@@ -67,14 +69,17 @@ class InnerLoop(Parts):
         else:
             make = make_layout if call.packing is None else call.packing.layout
             layout = make(call.ctx, state, plan.period, plan.block)
-        if self.rule.read == "block":
+        if whole_call:
+            layout = closed(layout)
+        elif self.rule.read == "block":
             say_cut(self, state.phase, layout, count)
         if layout.source is not None:
             tokens = tokens.map(layout.scatter)
         if layout.is_filled is not None:
             tokens = tokens.masked(layout.is_filled)
-        loop = self._replace(matmul_dtype=tokens.views.k.dtype)
-        y, memory = loop.columns(tokens, memory, layout.blocks, layout.is_filled, call.after, donated)
+        loop = loop._replace(matmul_dtype=tokens.views.k.dtype)
+        after = torch.zeros_like(call.after) if whole_call else call.after
+        y, memory = loop.columns(tokens, memory, layout.blocks, layout.is_filled, after, donated)
         y = y if layout.column is None else layout.gather(y)
         open_: Tensors = {}
         if plan.replays:

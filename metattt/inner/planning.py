@@ -23,7 +23,7 @@ from metattt.inner.verify import Function, dot_product, other_function, other_lo
 from metattt.learners.base import Learner, NonParametric
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.optimizers.checks import settle
-from metattt.state import Context, DataGates, Tensors
+from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
 from metattt.tasks.base import Task, Views
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ def make_plan(
     optimizer: InnerOptimizer,
     dim: int,
     num_heads: int,
+    head_dim: int,
     d_in: int,
     kernels: Sequence[Kernel],
     outer: str = "exact",
@@ -66,10 +67,10 @@ def make_plan(
                     raise MetaTTTError(
                         f"{type(learner).__name__} does not use the {name} gate of its rule: set {off}"
                     )
-        if task.label_dim != dim // num_heads:
+        if task.label_dim != head_dim:
             raise MetaTTTError(
                 f"{type(learner).__name__} answers with labels, and those of this {type(task).__name__} are "
-                f"{task.label_dim} wide, not {dim // num_heads}: set task.huber_delta_from=constant, or another task"
+                f"{task.label_dim} wide, not {head_dim}: set task.huber_delta_from=constant, or another task"
             )
         return Plan("")
     task, learner = materialized(task), materialized(learner)
@@ -101,7 +102,9 @@ def make_plan(
         chunk=None if mixes else 1 if by_token else optimizer.chunk,
         sees_weights=optimizer.state_dependent,
         weights={name: learner.shapes[name] for name in learner.init},
-        replays=optimizer.read != "final" and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
+        replays=optimizer.read != "final"
+        and optimizer.mini_batch_size != WHOLE_CALL
+        and (mixes or (optimizer.steps > 1 and optimizer.mini_batch_size > 1)),
         looks_ahead=mixes and not optimizer.causal and looks_ahead(task, learner, num_heads, d_in),
     )
     if isinstance(found, Gates):

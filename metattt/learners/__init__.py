@@ -2,8 +2,10 @@
 
 from metattt.learners.base import Learner, NonParametric, Weight
 from metattt.learners.convolution import Convolution
+from metattt.learners.depthwise import Depthwise
 from metattt.learners.fast_weights import FastWeights
 from metattt.learners.global_estimator import GlobalEstimator
+from metattt.learners.glu import GLU
 from metattt.learners.kernel_estimator import KernelEstimator
 from metattt.learners.kernel_ridge import KernelRidge
 from metattt.learners.linear import Linear
@@ -16,8 +18,10 @@ from metattt.learners.swiglu import SwiGLU
 from metattt.learners.transformer import Transformer
 
 __all__ = [
+    "GLU",
     "MLP",
     "Convolution",
+    "Depthwise",
     "FastWeights",
     "GlobalEstimator",
     "KernelEstimator",

@@ -23,7 +23,7 @@ from metattt.learners.fast_weights import FastWeights
 from metattt.measures.inner_steps import before_each
 from metattt.models.language_model import LanguageModel
 from metattt.optional import need
-from metattt.state import State, Tensors
+from metattt.state import WHOLE_CALL, State, Tensors
 
 Curves = dict[str, Tensor]
 LABELS = {
@@ -93,7 +93,9 @@ def unmeasured(model: LanguageModel) -> dict[int, str]:
             reasons[index] = f"{type(layer.learner).__name__} keeps its data and has no weights to train"
         elif layer.optimizer.read == "final":
             reasons[index] = "optimizer.read=final trains on the whole sequence and has no mini-batches"
-        elif layer.task.label_dim != layer.dim // layer.num_heads:
+        elif layer.optimizer.mini_batch_size == WHOLE_CALL:
+            reasons[index] = "optimizer.mini_batch_size=null makes one mini-batch of a call"
+        elif layer.task.label_dim != layer.head_dim:
             reasons[index] = (
                 f"the labels of {type(layer.task).__name__} are not as wide as predictions, so it has no squared "
                 "error of its own"

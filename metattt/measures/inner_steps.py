@@ -60,7 +60,7 @@ def inner_losses(layer: TTTLayer, x: Tensor) -> Tensor:
                 layer.task.loss(learner.predict(accessor, p.k.to(accum_dtype)), p.v.to(accum_dtype)).sum((0, 2))
                 for p in pieces
             ]
-        losses.append(torch.stack(parts).sum(0) / (batch * count * x.shape[-1] // layer.num_heads))
+        losses.append(torch.stack(parts).sum(0) / (batch * count * layer.head_dim))
     return torch.stack(losses)
 
 

@@ -11,9 +11,11 @@ from metattt.models.vision import ImageTransformer
 from metattt.optional import need
 
 register_model = need("timm.models", extra="images", what="metattt.models.timm").register_model
+from timm.models._features import FeatureGetterNet  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
     "vit_small_patch16": {"embed_dim": 384, "num_heads": 6, "patch_size": 16, "position": "sincos2d"},
+    "vit_base_patch16": {"embed_dim": 768, "num_heads": 12, "patch_size": 16, "position": "sincos2d"},
     "vit_tiny_patch16": {"embed_dim": 192, "num_heads": 3, "patch_size": 16, "position": "sincos2d"},
     "vit_tiny_pixel": {"embed_dim": 192, "num_heads": 3, "patch_size": 1, "position": "learned"},
     "vit_small_pixel": {"embed_dim": 384, "num_heads": 6, "patch_size": 1, "position": "learned"},
@@ -29,6 +31,7 @@ LAYERS = {  # in the name of the model: configuration of the layer
     "linear_attention": "linear_attention_image",
     "linear_attention_elu": "linear_attention_elu_image",
     "self_attention": "self_attention",
+    "vittt": "vittt",
 }
 
 
@@ -40,8 +43,10 @@ def create(
     pretrained_cfg_overlay: Any = None,
     cache_dir: Any = None,
     overrides: Sequence[str] = (),
+    features_only: bool = False,
+    out_indices: int | Sequence[int] = 3,
     **options: Any,
-) -> ImageTransformer:
+) -> ImageTransformer | FeatureGetterNet:
     """One of `SIZES` with a layer in every block.
 
     Args:
@@ -50,6 +55,8 @@ def create(
         pretrained, pretrained_cfg, pretrained_cfg_overlay, cache_dir: what `timm.create_model` hands on; no weights are
             published.
         overrides: of the layer's configuration, e.g. `["optimizer.steps=4", "optimizer.sampling=sgd"]`.
+        features_only: the maps `[B, D, h, w]` that blocks leave, for detection and segmentation, in place of logits.
+        out_indices: the numbers of these blocks; an integer: so many last blocks.
         options: arguments of `ImageTransformer` that differ from the size's: img_size, num_classes, depth, ...
 
     Raises:
@@ -65,7 +72,7 @@ def create(
     built = ImageTransformer(layer=partial(instantiate_layer, compose(*parts, job="build")), **size)
     digits = model == "vit_digits_pixel"  # as metattt.data evaluates: whole digits, and centre crops of other pictures
     built.evaluated_with(model, *((1.0, "nearest") if digits else (0.875, "bilinear")))
-    return built
+    return FeatureGetterNet(built, out_indices=out_indices) if features_only else built
 
 
 def register() -> None:
@@ -75,8 +82,8 @@ def register() -> None:
             register_model(_entry(model, name, layer))
 
 
-def _entry(model: str, name: str, layer: str) -> Callable[..., ImageTransformer]:
-    def entry(layer: str = layer, **options: Any) -> ImageTransformer:
+def _entry(model: str, name: str, layer: str) -> Callable[..., ImageTransformer | FeatureGetterNet]:
+    def entry(layer: str = layer, **options: Any) -> ImageTransformer | FeatureGetterNet:
         return create(model, layer, **options)
 
     entry.__name__ = entry.__qualname__ = f"{model}_{name}"

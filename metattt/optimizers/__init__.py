@@ -4,6 +4,7 @@ from metattt.ops.linear_rule import Coefficients
 from metattt.optimizers.append import Append
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.optimizers.block import Adam, BlockMomentum, BlockRule, Sign
+from metattt.optimizers.bounded import Bounded
 from metattt.optimizers.channel_decay import ChannelDecay
 from metattt.optimizers.delta_gradient import DeltaGradientDescent
 from metattt.optimizers.gradient_descent import GradientDescent, StepSize
@@ -18,6 +19,7 @@ __all__ = [
     "Append",
     "BlockMomentum",
     "BlockRule",
+    "Bounded",
     "ChannelDecay",
     "Coefficients",
     "DeltaGradientDescent",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from metattt.ops import linear_rule
 from metattt.ops.linear_rule import Coefficients
 from metattt.optimizers.committed import Committed
 from metattt.setting import setting
-from metattt.state import Context, DataGates, Tensors
+from metattt.state import WHOLE_CALL, Context, DataGates, Tensors
 from metattt.tasks.base import Views
 
 Anchor = Literal["minibatch", "online", "batch"]
@@ -47,7 +47,8 @@ class InnerOptimizer(Component, ABC):
     `BlockRule`s (`metattt/optimizers/block.py`), with other defaults.
 
     Args:
-        mini_batch_size: b, tokens per commit of the weights.
+        mini_batch_size: b, tokens per commit of the weights; None: all tokens of a call (of each document in it) are one
+            mini-batch, committed at the end of the call. A split of a sequence into calls is then part of the rule.
         anchor: where gradients are taken: at the last commit (`minibatch`), at the newest weights (`online`), or always
             at the weights the sequence started with (`batch`).
         read: the weights that query t sees: `inclusive` W_t, `exclusive` W_{t−1}, `previous` the last commit before its
@@ -62,7 +63,9 @@ class InnerOptimizer(Component, ABC):
 
     _group = "optimizer"
     _reserved = Component._reserved | {"weight_names", "has_token_steps"}
-    mini_batch_size: int = setting(default=16, most=2**31 - 1)
+    mini_batch_size: int = setting(
+        default=16, most=WHOLE_CALL - 1, null=WHOLE_CALL, advice=", or null for all tokens of a call"
+    )
     anchor: Anchor = setting(default="minibatch")
     read: Read = setting(default="inclusive")
     steps: int = setting(default=1, most=MAX_STEPS)
@@ -200,9 +203,17 @@ class InnerOptimizer(Component, ABC):
 
     def with_token_steps(self, tau: Tensor | None) -> InnerOptimizer:
         """This rule with its token steps computed once for many mini-batches."""
+        return self._with(token_steps=lambda: tau)
+
+    def with_size(self, count: int) -> InnerOptimizer:
+        """This rule with mini-batches of `count` tokens."""
+        return self._with(mini_batch_size=count)
+
+    def _with(self, **attributes: Any) -> InnerOptimizer:
         bound = object.__new__(type(self))
-        bound.__dict__.update(self.__dict__, token_steps=lambda: tau)
+        bound.__dict__.update(self.__dict__, **attributes)
         return bound
+
 
     @property
     def accumulates(self) -> bool:

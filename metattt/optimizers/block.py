@@ -21,7 +21,7 @@ from metattt.optimizers.gradient_descent import SHARING, StepSize
 from metattt.optimizers.momentum import Gate, check_gate
 from metattt.registry import register
 from metattt.setting import setting
-from metattt.state import Context, Tensors
+from metattt.state import WHOLE_CALL, Context, Tensors
 
 
 class BlockRule(StepSize):
@@ -70,10 +70,12 @@ class BlockRule(StepSize):
         """The equations of η_t and of the sum that `move` receives; the subclass adds those of `move`."""
         eta = [line.replace("_t", "_s") for line in super().equations()]
         own = type(self).equations is BlockRule.equations
+        whole = self.mini_batch_size == WHOLE_CALL
+        tokens = "all tokens of the call, those" if whole else f"the {self.mini_batch_size} tokens"
         unsaid = [f"W_j = {type(self).__name__}.move(W_{{j−1}}, U_j)", *InnerOptimizer.equations(self)] if own else []
         return [
             *eta,
-            f"U_j = −Σ_s {'η_s G_s' if eta else 'G_s'}, s over the {self.mini_batch_size} tokens of mini-batch j",
+            f"U_j = −Σ_s {'η_s G_s' if eta else 'G_s'}, s over {tokens} of mini-batch j",
             *unsaid,
         ]
 

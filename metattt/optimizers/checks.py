@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from metattt.errors import MetaTTTError
 from metattt.optimizers.base import Gates, InnerOptimizer
+from metattt.state import WHOLE_CALL
 
 
 def check_together(rule: InnerOptimizer) -> None:
@@ -23,6 +24,11 @@ def check_together(rule: InnerOptimizer) -> None:
     if steps > 1 and anchor != "minibatch" and read != "final":
         raise MetaTTTError(
             f"optimizer.steps={steps} needs optimizer.anchor=minibatch (or optimizer.read=final), not {anchor}"
+        )
+    if rule.mini_batch_size == WHOLE_CALL and read == "committed":
+        raise MetaTTTError(
+            "optimizer.mini_batch_size=null commits at the end of a call, and optimizer.read=committed shows that to its "
+            "last token alone: set optimizer.read=previous or block"
         )
     if rule.gradient_at == "decayed" and anchor != "online":
         raise MetaTTTError(

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metattt.errors import MetaTTTError
 from metattt.memory_limit import check_memory_limit
 from metattt.modules import affine, made_once, rounds, transformed
 from metattt.optimizers.base import Gates, InnerOptimizer
 from metattt.registry import register
 from metattt.setting import setting
-from metattt.state import Context, Tensors
+from metattt.state import WHOLE_CALL, Context, Tensors
 
 SHARING = {"per_head": "θ and c of each head", "shared": "one θ and c for all heads"}
 """Phrases for what the heads share in learned gates."""
@@ -99,6 +100,11 @@ class GradientDescent(StepSize):
         super().build(dim, num_heads, head_dim)
         if self.token_step_sharing != "none":
             heads = num_heads if self.token_step_sharing == "per_head" else 1
+            if self.mini_batch_size == WHOLE_CALL:
+                raise MetaTTTError(
+                    f"optimizer.token_steps={self.token_step_sharing} has a number for each place in a mini-batch, and "
+                    "with optimizer.mini_batch_size=null it is as long as the call: set optimizer.token_steps=none"
+                )
             check_memory_limit(heads * self.mini_batch_size, "the token steps", "lower optimizer.mini_batch_size")
             self.token_step_offset = nn.Parameter(torch.zeros(heads, self.mini_batch_size))
             self.fixed = (*self.fixed, "mini_batch_size")

@@ -254,7 +254,7 @@ class Reconstruction(Task):
         if self.normalize_qk:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.rope != "none":
-            positions = ctx.positions % ctx.mini_batch_size if self.rope == "mini_batch" else ctx.positions
+            positions = ctx.places if self.rope == "mini_batch" else ctx.positions
             if ctx.mini_batch_size <= MOST_TURNS and self._decodes(
                 q
             ):  # for one token the number of operations counts: features (2i, 2i+1) as complex numbers

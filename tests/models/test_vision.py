@@ -162,6 +162,7 @@ def macs(row: str, width: int, tokens: int, steps: int = 1) -> int:
         "linear_attention": 4 * square + 2 * head,
         "linear_attention_elu": 4 * square + 2 * head,
         "self_attention": 4 * square + 2 * tokens * width,
+        "vittt": 4 * square + 10 * head,  # 64 features more than D; the convolution is no product
         "mttt_linear": 5 * square + 3 * head,
         "mttt_mlp": 5 * square + 28 * head + (steps - 1) * (2 * square + 20 * head),
     }
