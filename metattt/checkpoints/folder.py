@@ -281,30 +281,26 @@ class _Writer(HuggingFaceStorageWriter):
         self.end({name: about for result in results for files in result for name, about in files.items()})
 
 
-def write_checkpoint(
-    folder: Path,
-    record: Mapping[str, Any],
-    content: Mapping[str, Any],
-    tokenizer: str | None = None,
-    together: bool = False,
-) -> None:
+def write_checkpoint(folder: Path, content: Mapping[str, Any], together: bool = False) -> None:
     """Writes a checkpoint in place of what has this name.
 
     Args:
         folder: the checkpoint.
-        record: version, configuration and what else is known of the model; plain data.
-        content: `state_dict`, and what else there is to keep of a run: plain data and tensors.
-        tokenizer: the text of its tokenizer.json.
+        content: as `read_checkpoint` returns it: the record (plain data, with the text of its tokenizer.json as
+            `tokenizer`), `state_dict`, and what else there is to keep of a run: plain data and tensors.
         together: all processes of the run call this, and each writes the tensors, or the pieces of them, that it holds.
 
     Raises:
         MetaTTTError: it cannot be written; what was there before is still there.
     """
     together = together and dist.is_initialized()
+    record = dict(content[RECORD])
+    tokenizer = record.pop("tokenizer", None)
     tensors: dict[str, Tensor] = {}
     held = take_apart(dict(content[WEIGHTS]), tensors)
     weights = set(tensors)
-    rest = {WEIGHTS: held, **take_apart({key: value for key, value in content.items() if key != WEIGHTS}, tensors)}
+    others = {key: value for key, value in content.items() if key not in (RECORD, WEIGHTS)}
+    rest = {WEIGHTS: held, **take_apart(others, tensors)}
     new = folder.with_name(folder.name + NEW)
 
     def end(files: Files) -> None:
@@ -327,7 +323,7 @@ def write_checkpoint(
 
 def write_model(folder: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: str | None) -> None:
     """As `write_checkpoint`, of a model alone, without the state of its training."""
-    write_checkpoint(folder, record, {WEIGHTS: tensors}, tokenizer)
+    write_checkpoint(folder, {RECORD: {**record, "tokenizer": tokenizer}, WEIGHTS: tensors})
 
 
 @contextmanager

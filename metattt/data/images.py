@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from metattt.data.base import Data, ReadError, check_loading
-from metattt.data.windows import batches_in_order, batches_of_run, process
+from metattt.data.windows import ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError, check_choice, check_integer
 from metattt.io import path_of
 from metattt.optional import need
@@ -196,7 +196,7 @@ class ImageData(Images):
     def setup(self, stage: str | None = None) -> None:
         """Finds the images, once. Streams are made again when there are several processes: timm then gives each a
         part."""
-        now = (process(self.trainer)[1], self.batch_size)
+        now = (self.place.world_size, self.batch_size)
         if now != self._streams_for and any(isinstance(found, IterableDataset) for found in self._datasets.values()):
             self._datasets.clear()
         self._streams_for = now
@@ -261,8 +261,7 @@ class ImageData(Images):
         return f"{self.dataset or self.path}: {sizes[0]:,} images to train, {sizes[1]:,} to validate"
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Random crops, shuffled, for the whole run from the step that the trainer has reached; a stream: for an
-        epoch."""
+        """Random crops, shuffled, for the whole run from those at `place.done` on; a stream: for an epoch."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Batch]:
@@ -280,9 +279,9 @@ class ImageData(Images):
         if isinstance(data, IterableDataset):
             return loader
         order = (
-            batches_of_run(len(data), self.batch_size, self.seed, self.trainer)
+            ShuffledBatches(len(data), self.batch_size, self.seed, self.place)
             if name == "train"
-            else batches_in_order(len(data), self.batch_size, *process(self.trainer))
+            else batches_in_order(len(data), self.batch_size, self.place)
         )
         # timm's, in an order of ours: the same one whatever the processes, and gone on with where a run stopped
         return DataLoader(

@@ -110,11 +110,6 @@ class CSVLog(Logger):
             self.path.unlink()
         return note
 
-    def validated(self, step: int) -> bool:
-        """Whether the file has a row of the validation at a step."""
-        rows = read_rows(self.path)[0] if self.path.is_file() else []
-        return any(int(row[STEP]) == step and of_validation(row) for row in rows)
-
     def _write_anew(self, columns: Sequence[str], rows: Sequence[Row]) -> None:
         """Replaces the file by a new one."""
         self.finalize("")

@@ -39,16 +39,10 @@ class InnerWarmup(lightning.Callback):
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         rules = [module.optimizer if isinstance(module, TTTLayer) else module for module in pl_module.modules()]
         self.final = {rule: float(rule.scale) for rule in rules if isinstance(rule, StepSize | EndToEnd)}
-        if not self.final:
+        if not self.final or not all(rule.base_lr for rule in self.final):
             raise MetaTTTError(
-                "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with "
-                "~callbacks.inner_warmup"
-            )
-
-        if not all(rule.base_lr for rule in self.final):
-            raise MetaTTTError(
-                "callbacks=inner_warmup cannot warm up to optimizer.base_lr=0: leave it out with "
-                "~callbacks.inner_warmup"
+                "callbacks=inner_warmup needs layers with an inner learning rate, optimizer.base_lr, that is not 0: leave "
+                "it out with ~callbacks.inner_warmup"
             )
 
     def on_train_batch_start(

@@ -50,15 +50,7 @@ class LabelledSequences(OuterLoop):
 
 
 class SequenceJob(Job[Any, LabelledSequences]):
-    """Prediction of the labels of synthetic sequences.
-
-    Args:
-        cfg: the configuration of the run.
-        data: its data; checked against the model here.
-
-    Raises:
-        MetaTTTError: a model that does not read these sequences.
-    """
+    """Prediction of the labels of synthetic sequences."""
 
     def __init__(self, cfg: DictConfig, data: SequenceData):
         super().__init__(cfg, data)

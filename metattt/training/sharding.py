@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights
+from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights, write_checkpoint
 from metattt.checkpoints.tensors import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import MetaTTTError, check_integer
@@ -33,7 +33,6 @@ from metattt.parallel.heads import divide_heads
 from metattt.registry import register
 from metattt.training.batches import shares
 from metattt.training.building import Builder
-from metattt.training.checkpoint_files import write_run
 
 
 def build_divided(
@@ -124,7 +123,7 @@ class FullyShardedData(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Every process writes its parts of the tensors, one of them the rest."""
-        write_run(Path(self.broadcast(str(filepath))), checkpoint, together=True)
+        write_checkpoint(Path(self.broadcast(str(filepath))), checkpoint, together=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and number of processes: every process checks the checksums of a share of

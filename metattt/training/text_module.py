@@ -178,11 +178,7 @@ class LanguageModeling(OuterLoop):
         super().on_validation_epoch_end()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """See `Job`; raises an error for settings that exclude reading in chunks.
-
-        Raises:
-            MetaTTTError: naming the override.
-        """
+        """Raises an error for settings that exclude reading in chunks."""
         if self.recipe.chunk is None:
             return super().configure_optimizers()
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
@@ -209,15 +205,7 @@ def _figures(sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 class TextJob(Job[LanguageModel, LanguageModeling]):
-    """Next-token prediction on windows of text.
-
-    Args:
-        cfg: the configuration of the run.
-        data: its data module; read and checked against the model's vocabulary here.
-
-    Raises:
-        MetaTTTError: text that cannot be used, or that has more tokens than the model.
-    """
+    """Next-token prediction on windows of text."""
 
     kind, unit, in_parts = "text", "tokens", True
 
@@ -227,8 +215,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         if "vocab_size" not in cfg.model:
             raise MetaTTTError(
                 "text needs a language model: set model=language_model; for images, data=images or data=digits; for "
-                "vectors, "
-                "data=in_context"
+                "vectors, data=in_context"
             )
         data.setup("fit")
         for name in ("train", "validation"):
@@ -240,11 +227,6 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
             )
 
     def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
-        """The Lightning module.
-
-        Raises:
-            MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
-        """
         if not isinstance(recipe, AdamW):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
         inner = getattr(model, "mini_batch_size", 0)  # of an inner loop over the model
@@ -252,8 +234,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         if inner >= length:
             raise MetaTTTError(
                 f"model.mini_batch_size={inner}: windows of data.context_length={length} tokens end before the first "
-                "inner "
-                f"step is read; set model.mini_batch_size below {length}, or longer windows"
+                f"inner step is read; set model.mini_batch_size below {length}, or longer windows"
             )
         tokenizer = self.data.tokenizer
         record = make_record(self.cfg, tokenizer=tokenizer.content, data=self.data.fingerprint())

@@ -13,6 +13,7 @@ import torch
 from runs_for_tests import TINY, after_step, column, log, steps, tiny
 
 from metattt.checkpoints.files import find_checkpoint
+from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.trained import load_model, read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
@@ -21,7 +22,6 @@ from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.measures.ngram import NGram
-from metattt.training.checkpoint_files import write_run
 from metattt.training.picture import plot
 from metattt.training.recipes import AdamW
 from metattt.training.train import train
@@ -88,7 +88,7 @@ def test_checkpoints_that_cannot_be_used_are_one_clear_line(finished: Path, tmp_
             load_model(path)
     content = read_checkpoint(finished)
     content["state_dict"].popitem()
-    write_run(tmp_path / "other", content)
+    write_checkpoint(tmp_path / "other", content)
     with pytest.raises(MetaTTTError, match="does not fit"):
         load_model(tmp_path / "other")
     content["metattt"]["version"] = 2  # which was a file of torch.save
@@ -218,7 +218,7 @@ def test_weights_that_are_not_finite_end_in_one_line(
 ) -> None:
     content = read_checkpoint(finished)
     content["state_dict"][name][0] = float("nan")
-    write_run(tmp_path / "checkpoints" / "step-00000001", content)
+    write_checkpoint(tmp_path / "checkpoints" / "step-00000001", content)
     for command in (["eval"], ["eval", "inner_loss=true"], ["generate", "max_new_tokens=3", "temperature=0"]):
         assert main([*command, f"checkpoint={tmp_path}", "device=cpu"]) == 2
         error = capsys.readouterr().err.splitlines()
