@@ -38,6 +38,7 @@ from torch.futures import Future
 
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.tensors import TENSOR, UNREADABLE, alone, damaged, put_together, save, take_apart
+from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
 from metattt.io import check_own, checksum, digest, inside, read_object, read_text, sync, write_whole
 
@@ -187,8 +188,7 @@ def load_parts(folder: Path, tensors: Mapping[str, Tensor], together: bool = Fal
         with warnings.catch_warnings(action="ignore"), torch.no_grad():  # that there is one process
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not together)
     except CheckpointException as error:
-        reason = (str(_cause(error)).splitlines() or [""])[0]
-        raise MetaTTTError(f"{folder} does not fit this model, or is damaged: {reason}") from error
+        raise MetaTTTError(f"{folder} does not fit this model, or is damaged: {first_line(_cause(error))}") from error
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -199,11 +199,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tokenizer(folder: Path) -> str | None:
-    """The text of the tokenizer.json in a folder; None if there is none.
-
-    Raises:
-        MetaTTTError: it cannot be read.
-    """
+    """The text of the tokenizer.json in a folder; None if there is none."""
     file = folder / TOKENIZER
     return read_text(inside(folder, TOKENIZER)) if file.exists() or file.is_symlink() else None
 
@@ -328,11 +324,7 @@ def write_model(folder: Path, record: Mapping[str, Any], tensors: Mapping[str, T
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when all that the block wrote into it is on the disk.
-
-    Raises:
-        MetaTTTError: it cannot be written.
-    """
+    """A folder that gets its name when all that the block wrote into it is on the disk."""
     new = folder.with_name(folder.name + NEW)
     try:
         clear(new)

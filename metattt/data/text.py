@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -174,9 +173,9 @@ class TextData(WindowData):
     def _stream(self, name: Split) -> np.ndarray:
         """All tokens of a split, a separator before every document, and the token of end after it if there is one."""
         dtype = dtype_of(self.tokenizer.vocab_size)
-        pieces, left = [], self.max_bytes if name == "train" and self.max_bytes is not None else math.inf
+        pieces, left = [], self.max_bytes if name == "train" and self.max_bytes is not None else 2**63
         for text in self.split(name):
             if left > 0:
-                pieces.append(document_tokens(self.tokenizer, text[: min(left, len(text))]).astype(dtype))  # type: ignore[misc]
+                pieces.append(document_tokens(self.tokenizer, text[:left]).astype(dtype))
                 left -= len(text)
         return np.concatenate(pieces)

@@ -178,7 +178,7 @@ class WindowData(Data):
 
     def describe(self) -> str:
         """The text in a line: where it comes from, and how much there is."""
-        train, validation = (self.windows(name).size / 1e6 for name in ("train", "validation"))  # type: ignore[arg-type]
+        train, validation = (self.windows(name).size / 1e6 for name in ("train", "validation"))
         return f"{self.source}: {train:.1f} {self.unit} to train, {validation:.2f} {self.unit} to validate"
 
     def windows(self, name: Split) -> WindowArray:

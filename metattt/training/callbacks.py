@@ -154,7 +154,7 @@ class LossCurve(lightning.Callback):
         try:
             with apart_from_the_run(pl_module.device):  # views may be random
                 whole = (real for batch in batches.val_dataloader() if len(real := batch[(batch >= 0).all(1)]))
-                return average(model.eval(), whole, self.inner_windows, segment=2048)
+                return average(model.eval(), whole, self.inner_windows, segment=2048)  # type: ignore[arg-type]
         except MetaTTTError:  # no layer with an inner loss, or one that is not finite: the curve is drawn without
             return None
         finally:

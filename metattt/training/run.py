@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from metattt.checkpoints import rolling
 from metattt.checkpoints.files import find_checkpoint
-from metattt.checkpoints.record import RECORD, modules, read_yaml, record_config
+from metattt.checkpoints.record import RECORD, modules, record_config
 from metattt.checkpoints.trained import check_resumed, read_checkpoint
 from metattt.errors import MetaTTTError
-from metattt.io import write_whole
+from metattt.io import read_text, write_whole
 from metattt.locking import FolderLock
 from metattt.metrics_file import STEP, of_validation, read_rows
 from metattt.training.resume import check_paths, resumed
@@ -243,7 +243,7 @@ def _is_log(path: Path) -> bool:
 
 def _is_configuration(path: Path) -> bool:
     try:
-        content = read_yaml(path)
+        text = read_text(path, 2**20)
     except MetaTTTError:
         return False
-    return isinstance(content, dict) and {"output_dir", "trainer", "layer"} <= set(content)
+    return all(re.search(f"^{key}:", text, re.MULTILINE) for key in ("output_dir", "trainer", "layer"))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from comparisons import baselines
 from comparisons.cells import Cell, Result, Runner
 from comparisons.sequences import in_context, recall
+from runs_for_tests import log
 
 from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
@@ -212,12 +213,6 @@ def test_a_run_stops_at_its_threshold_and_is_evaluated_on_sequences_of_its_own(t
         train(compose(*run, "callbacks.stop_at.monitor=validation/top1", f"output_dir={tmp_path / 'other'}"))
 
 
-def results_of(run: Path) -> list[list[str]]:
-    """What the log of a run has beside the figures of the machine."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return [[row["step"], row["train/loss"], row["validation/loss"]] for row in csv.DictReader(file)]
-
-
 def test_a_run_of_vectors_learns_and_goes_on(tmp_path: Path) -> None:
     run = (
         "experiment=in_context", "layer=linear_attention", "dim=16", "num_heads=1", "model.num_layers=1", "data.features=1",
@@ -228,9 +223,9 @@ def test_a_run_of_vectors_learns_and_goes_on(tmp_path: Path) -> None:
     assert train(compose(*run)) == 0
     scores: sequences.SequenceScores = evaluate(compose(f"checkpoint={tmp_path / 'run'}", "device=cpu", job="eval"))["run"]
     assert scores.accuracy is None and scores.loss[-1] < 0.5 < scores.loss[0]  # the examples before it help
-    whole = results_of(tmp_path / "run")
+    whole = log(tmp_path / "run")
     assert train(compose(f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000060'}", "overwrite=true")) == 0
-    assert len(whole) > 4 and results_of(tmp_path / "run") == whole
+    assert len(whole) > 4 and log(tmp_path / "run") == whole
 
 
 def test_estimators_against_their_definitions() -> None:
