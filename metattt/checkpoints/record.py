@@ -88,8 +88,8 @@ def checked_record(record: Any, origin: Path) -> dict[str, Any]:
     version, config = record.get("version"), record["config"]
     if type(version) is not int or version != VERSION:
         raise MetaTTTError(
-            f"{origin} has checkpoint version {version!s:.20}; this release reads version {VERSION}: use the release that "
-            "wrote it, or train the model again"
+            f"{origin} has checkpoint version {version!s:.20}; this release reads version {VERSION}: use the release "
+            "that wrote it, or train the model again"
         )
     check_plain(config, origin)
     for part in PARTS:
@@ -149,7 +149,7 @@ def _named(node: Any, names: dict[str, tuple[str, str]]) -> Any:
 
 
 def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Collection[str] = ()) -> Any:
-    """The configuration that `to_names` wrote, ready to be instantiated; arguments and errors as for `record_config`."""
+    """The configuration that `to_names` wrote, ready to be instantiated; arguments and errors as of `record_config`."""
     if isinstance(node, list):
         return [to_targets(one, origin, skip, trust) for one in node]
     if not isinstance(node, dict):
@@ -174,7 +174,8 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
     target, now, version = REGISTERED[group, name], version_of(group, name), node.get(COMPONENT_VERSION)
     if version != now or type(version) is not int:
         raise MetaTTTError(
-            f"{origin} has version {version!s:.20} of {group}={name}, and here is version {now}: use the release that wrote it"
+            f"{origin} has version {version!s:.20} of {group}={name}, and here is version {now}: use the release that "
+            "wrote it"
         )
     parameters = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
     check_keys(f"{group}={name}", target, parameters, origin)
@@ -269,8 +270,8 @@ def check_keys(what: str, target: str, node: Mapping[str, Any], origin: object) 
 
 
 def check_amounts(config: Any, origin: object, tensors: int) -> None:
-    """Raises an error for numbers of processes, rounds and blocks that no run of ours asks for; of blocks, more than the
-    `tensors` that are beside the configuration."""
+    """Raises an error for numbers of processes, rounds and blocks that no run of ours asks for; of blocks, more than
+    the `tensors` that are beside the configuration."""
     for path, value in leaves(OmegaConf.to_container(config) if OmegaConf.is_config(config) else config):
         counted = path and path[-1] in COUNTS and not set(OF_MODEL).isdisjoint(path[:-1])
         limit = tensors if counted else MOST.get(path[-1]) if path else None

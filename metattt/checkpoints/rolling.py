@@ -1,4 +1,4 @@
-"""The checkpoints of a run, `<run>/checkpoints/step-00000100`: the newest that is whole, and the removal of old ones."""
+"""The checkpoints of a run, `<run>/checkpoints/step-00000100`: the newest that is whole, and removal of old ones."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def check_resumed(file: Path, config: DictConfig) -> None:
 
 
 def check_shapes(found: Weights, complaint: str) -> None:
-    """Compares the shapes that a configuration asks for with those of the weights beside it, before any is allocated."""
+    """Compares the shapes that a configuration asks for with those of the weights, before any is allocated."""
     check_amounts(found.about.config, found.about.path, len(found.tensors))
     try:
         with torch.random.fork_rng(devices=[]):
@@ -207,7 +207,7 @@ def check_shapes(found: Weights, complaint: str) -> None:
         if isinstance(error, MetaTTTError):
             raise
         raise MetaTTTError(
-            f"{found.about.path} has a configuration that does not make a model ({first_line(error):.200}): it is damaged"
+            f"{found.about.path} has a configuration that makes no model ({first_line(error):.200}): it is damaged"
         ) from error
     _compared(empty, found, complaint)
 

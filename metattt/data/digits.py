@@ -62,7 +62,9 @@ class DigitsData(Images):
     ):
         check_integer("data.img_size", img_size, SIDE, 512)
         if img_size % SIDE:
-            raise MetaTTTError(f"data.img_size={img_size} is not allowed: choose a multiple of the {SIDE} pixels of a digit")
+            raise MetaTTTError(
+                f"data.img_size={img_size} is not allowed: choose a multiple of the {SIDE} pixels of a digit"
+            )
         check_loading(batch_size, seed)
         check_number("data.validation_fraction", validation_fraction, above=0, below=1)
         beside = f" beside data.validation_fraction={validation_fraction}: images are left to train on"
@@ -91,8 +93,7 @@ class DigitsData(Images):
             if not len(index) and (name != "test" or self.test_fraction):
                 raise MetaTTTError(
                     f"data.validation_fraction={self.validation_fraction} data.test_fraction={self.test_fraction}: no "
-                    "image of "
-                    f"{len(order):,} is left for the split {name}"
+                    f"image of {len(order):,} is left for the split {name}"
                 )
             self._splits[name] = _Digits(images[index], torch.from_numpy(labels)[index])
 

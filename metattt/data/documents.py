@@ -98,8 +98,8 @@ def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
     if root.is_file():
         if root.suffix not in SUFFIXES:
             raise MetaTTTError(
-                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {suffixes}\nCompressed files and other "
-                "formats: metattt prepare source=<json, text, csv, ...> dataset_files=<file> target=<new folder>"
+                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {suffixes}\nCompressed files and "
+                "other formats: metattt prepare source=<json, text, csv, ...> dataset_files=<file> target=<new folder>"
             )
         return [(root, root.parent)]
     if not root.is_dir():

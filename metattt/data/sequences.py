@@ -91,7 +91,7 @@ class SequenceData(Data):
         )
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """New sequences for every step of the run, from those at `place.done` on; without a number of steps, one batch."""
+        """New sequences for every step of the run, from those at `place.done` on; one batch outside of a run."""
         total = self.place.total or self.place.done + 1
         return self._loader("train", Batches(self.batch_size, self.place._replace(total=total)))
 

@@ -122,9 +122,13 @@ class ShardData(WindowData):
             check_own(numbers.path)
             found, expected = numbers.path.stat().st_size, length * numbers.dtype.itemsize
             if found != expected:
-                raise DamagedTokens(f"{numbers.path} has {found} bytes and not {expected}: it is half-written, or another")
+                raise DamagedTokens(
+                    f"{numbers.path} has {found} bytes and not {expected}: it is half-written, or another"
+                )
             if self.verify and checksum(numbers.path) != manifest["checksums"][numbers.path.name]:
-                raise DamagedTokens(f"{numbers.path} is not as metattt prepare wrote it (checksum): prepare the text again")
+                raise DamagedTokens(
+                    f"{numbers.path} is not as metattt prepare wrote it (checksum): prepare the text again"
+                )
         self.manifest = manifest
 
     @property

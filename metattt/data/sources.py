@@ -51,4 +51,3 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
         setting, names = f"{key.removesuffix('source').removesuffix('path')}text_key", ", ".join(found.column_names)
         raise MetaTTTError(f"{key}={name} has no text in {text_key!r}, only {names}: set {setting}=")
     return found
-

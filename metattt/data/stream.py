@@ -255,8 +255,8 @@ class StreamData(WindowData):
         if count < width:
             raise MetaTTTError(
                 f"the text to validate on has {count} tokens, fewer than the {width} of one window: set "
-                "data.context_length="
-                f"{max(1, count - 1)} or less, or data.validation_documents={2 * self.validation_documents} or more"
+                f"data.context_length={max(1, count - 1)} or less, or more data.validation_documents "
+                f"than {self.validation_documents}"
             )
         tokens = np.concatenate(pieces)[: min(count, most) // width * width]
         return tokens.reshape(-1, width)

@@ -109,7 +109,10 @@ class TextData(WindowData):
         documents.sort(key=lambda document: (document.share(self.split_seed), document.key))
         if self.test_fraction:
             seen = {document.text for document in self._held_out}
-            documents = [one for one in documents if not (one.text in seen or seen.add(one.text))]  # type: ignore[func-returns-value]
+            first: dict[bytes, Document] = {}
+            for one in documents:
+                first.setdefault(one.text, one)
+            documents = [one for text, one in first.items() if text not in seen]
         return documents
 
     def split(self, name: Split) -> list[bytes]:
@@ -160,8 +163,7 @@ class TextData(WindowData):
             if not count:
                 raise MetaTTTError(
                     f"the {name} text of data.path={self.path} has {len(stream)} tokens, fewer than the {width} of "
-                    "one window: "
-                    f"give more text, or set data.context_length={max(1, len(stream) - 1)} or less"
+                    f"one window: give more text, or set data.context_length={max(1, len(stream) - 1)} or less"
                 )
             windows = stream[: count * width].reshape(count, width)
             if name != "train" and self.validation_max_bytes is not None:

@@ -26,6 +26,7 @@ FILES = ("runs.csv", "runs.md", "runs.png")
 DEPTH = 4  # of folders that runs are looked for in
 NAMED_RUNS = 12  # in the legend of the picture: of more, the best
 
+
 class Run(NamedTuple):
     """A run.
 

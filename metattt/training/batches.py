@@ -11,7 +11,12 @@ from metattt.memory_limit import check_memory_limit
 
 
 def plan_batches(
-    batch_tokens: int | None, context_length: int, batch_size: int, accumulate: int, world_size: int, unit: str = "windows"
+    batch_tokens: int | None,
+    context_length: int,
+    batch_size: int,
+    accumulate: int,
+    world_size: int,
+    unit: str = "windows",
 ) -> tuple[int, int]:
     """Divides a step among the processes so that it reads the same windows for any number of processes: the largest
     batches, up to `batch_size`, that divide a process's share.

@@ -77,7 +77,7 @@ class Builder:
 
 def differences(cfg: DictConfig, weights: str) -> str | None:
     """A line that lists the settings in which a run differs from the model whose weights it starts from and that
-    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended, but is reported."""
+    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended."""
     ours, theirs = map(_settings, (cfg, open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config))
     changed = [
         f"{key} {value} (there {theirs[key]})" for key, value in ours.items() if key in theirs and value != theirs[key]

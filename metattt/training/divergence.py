@@ -38,9 +38,6 @@ class Divergence(lightning.Callback):
             moments do not change, and the run continues with the next batch. If the weights are not finite already, the
             run stops.
         max_skipped: of the last 100 steps; with more it stops.
-
-    Raises:
-        MetaTTTError: a value that is not allowed; in training, the run stops.
     """
 
     def __init__(self, on_divergence: Literal["stop", "skip"] = "stop", max_skipped: int = 10):
@@ -105,11 +102,7 @@ class Divergence(lightning.Callback):
             self._react(trainer, pl_module, trainer.global_step)
 
     def _react(self, trainer: lightning.Trainer, pl_module: Any, step: int) -> None:
-        """Returns if the run can continue without the update of a step.
-
-        Raises:
-            MetaTTTError: it cannot continue.
-        """
+        """Returns if the run can continue without the update of a step, or raises an error."""
         weights, text = diagnose(pl_module.model, self.losses)
         found, ending = f"step {step}: {text}", advice(pl_module)
         if self.on_divergence == "skip" and not weights:

@@ -143,8 +143,8 @@ class ForLightning(lightning.LightningDataModule):
 
 
 class Job(ABC, Generic[Model, Module]):
-    """The part of training that depends on the kind of data. It is made of the configuration of a run and its data, which
-    it reads and checks against the model (`Data.job`)."""
+    """The part of training that depends on the kind of data. It is made of the configuration of a run and its data,
+    which it reads and checks against the model (`Data.job`)."""
 
     kind = "data"  #: first word of the header
     unit = "sequences"  #: what a batch has a number of

@@ -56,9 +56,7 @@ class Start(NamedTuple):
 def check_given(cfg: DictConfig) -> None:
     """Raises an error for settings that exclude each other, or that Lightning would accept but train nothing with."""
     if cfg.resume == AUTO and not cfg.output_dir:
-        raise MetaTTTError(
-            f"resume={AUTO} resumes the run in output_dir, or starts it there: add output_dir=<folder>"
-        )
+        raise MetaTTTError(f"resume={AUTO} resumes the run in output_dir, or starts it there: add output_dir=<folder>")
     if cfg.resume == AUTO and cfg.overwrite:
         raise MetaTTTError(f"resume={AUTO} keeps the run in output_dir, and overwrite=true does not: give one of them")
     for key in ("max_steps", "max_epochs", "val_check_interval"):
@@ -128,7 +126,8 @@ def _start(given: DictConfig, folder: Path, source: Path | None, first: bool, sa
     begun = source is not None and (source / CONFIGURATION).is_file() and not rolling.steps(source)
     if begun and given.resume != AUTO:
         raise MetaTTTError(
-            f"{source} has no checkpoint yet: start the run again with the same command and overwrite=true or resume=auto"
+            f"{source} has no checkpoint yet: start the run again with the same command and overwrite=true or "
+            "resume=auto"
         )
     if source is not None and (given.resume != AUTO or rolling.steps(source)):
         checkpoint = find_checkpoint(source if given.resume == AUTO else given.resume, fall_back=True)
@@ -175,8 +174,8 @@ def make_room(folder: Path, overwrite: bool) -> None:
         foreign += [name for name in PICTURES if os.path.lexists(folder / name)]
     if foreign:
         raise MetaTTTError(
-            f"output_dir={folder} holds {', '.join(foreign)}, which does not belong to a run and would be written over: "
-            "move it, or choose another folder"
+            f"output_dir={folder} holds {', '.join(foreign)}, which does not belong to a run and would be written "
+            "over: move it, or choose another folder"
         )
     if overwrite:
         rolling.remove_newer(folder, -1)
@@ -186,7 +185,7 @@ def make_room(folder: Path, overwrite: bool) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes incomplete files of a killed process. Call it only with the run's lock: another process may be writing."""
+    """Removes incomplete files of a killed process. Only for who holds the run's lock: another may be writing."""
     rolling.remove_leftovers(folder)
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name) and path.is_file():
@@ -202,7 +201,9 @@ def _steps_of(content: Mapping[str, Any], checkpoint: Path) -> int:
     """The number of steps of a checkpoint."""
     done = content.get("global_step")
     if type(done) is not int or not 0 <= done < 2**62:
-        raise MetaTTTError(f"{checkpoint} is not a checkpoint of a run: to start a run from its weights, set init_from=")
+        raise MetaTTTError(
+            f"{checkpoint} is not a checkpoint of a run: to start a run from its weights, set init_from="
+        )
     if rolling.step_of(checkpoint) not in (None, done):  # by the names it is known which ones come after it
         raise MetaTTTError(f"{checkpoint} is of step {done}, and was renamed: give it its name back, step-{done:08}")
     return done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,12 +41,8 @@ def build_divided(
     """Makes a model block by block, each divided among the processes before the next is made: no process ever holds the
     whole model.
 
-    The parameters are those of one process, as all draw the same random numbers in the same order.
-
-    Args:
-        build: makes the model.
-        mesh: the processes.
-        on_block: called with every block before it is divided.
+    The parameters are those of one process, as all draw the same random numbers in the same order. `on_block` is called
+    with every block before it is divided.
     """
     divide = partial(fully_shard, mesh=mesh)
 
@@ -79,9 +75,6 @@ class FullyShardedData(ModelParallelStrategy):
         tensor_ranks: processes that divide the heads of every layer and the features of every SwiGLU; they read the
             same windows. Must divide the number of processes.
         timeout_minutes: that a process waits for another that hangs, before the run ends.
-
-    Raises:
-        MetaTTTError: a number below 1.
     """
 
     def __init__(self, tensor_ranks: int = 1, timeout_minutes: float = 30.0) -> None:
@@ -131,7 +124,7 @@ class FullyShardedData(ModelParallelStrategy):
         folder = Path(self.broadcast(str(checkpoint_path)))
         self._verify_together(folder)
         content, plain = read_checkpoint(folder, "small"), read_content(folder)
-        options = self._options()
+        options = StateDictOptions(strict=self._module.strict_loading)
         model = cast(dict[str, Tensor], get_model_state_dict(self._module, options=options))
         stored = weights(plain)
         parts: dict[str, Tensor] = {}
@@ -147,47 +140,35 @@ class FullyShardedData(ModelParallelStrategy):
             take_apart(self.optimizer_state(optimizer)["state"], tensors, f"{STATES}/{index}/state")
             load_parts(folder, tensors, together=True)
             state = put_together(plain["content"][STATES][index]["state"], tensors)
-            self._set_state(optimizer, state, saved["param_groups"], options)
+            names = _names(self._named_state(optimizer))
+            groups = [group | {"params": [names[one] for one in group["params"]]} for group in saved["param_groups"]]
+            named: dict[str, Any] = {"state": {names[one]: held for one, held in state.items()}, "param_groups": groups}
+            set_optimizer_state_dict(self._module, _plain(optimizer), named, options=options)
         return content
 
     def _verify_together(self, folder: Path) -> None:
-        problem = None
+        problem, problems = "", [""] * self.world_size
         try:
             verify(folder, share=(self.global_rank, self.world_size))
         except MetaTTTError as error:
             problem = str(error)
-        problems: list[Any] = [problem]
-        if dist.is_initialized():
-            problems = [None] * self.world_size
-            dist.all_gather_object(problems, problem)
-        if found := next((one for one in problems if one), None):
+        dist.all_gather_object(problems, problem)
+        if found := next(filter(None, problems), None):
             raise MetaTTTError(found)
-
-    def _set_state(
-        self,
-        optimizer: Optimizer,
-        state: Mapping[int, Any],
-        param_groups: list[dict[str, Any]],
-        options: StateDictOptions,
-    ) -> None:
-        """Gives an optimizer a state by the numbers of its parameters."""
-        names = _names(self._named_state(optimizer))
-        groups = [group | {"params": [names[number] for number in group["params"]]} for group in param_groups]
-        named: dict[str, Any] = {"state": {names[number]: one for number, one in state.items()}, "param_groups": groups}
-        set_optimizer_state_dict(self._module, getattr(optimizer, "_optimizer", optimizer), named, options=options)
 
     def _named_state(self, optimizer: Optimizer, cpu_offload: bool = False) -> dict[str, Any]:
         """The state by the names of the parameters."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
-        return get_optimizer_state_dict(self._module, optimizer, options=StateDictOptions(cpu_offload=cpu_offload))
-
-    def _options(self) -> StateDictOptions:
-        return StateDictOptions(strict=self._module.strict_loading)
+        options = StateDictOptions(cpu_offload=cpu_offload)
+        return get_optimizer_state_dict(self._module, _plain(optimizer), options=options)
 
     @property
     def _module(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    return getattr(optimizer, "_optimizer", optimizer)  # without Lightning's wrapper
 
 
 def _names(state: dict[str, Any]) -> list[str]:

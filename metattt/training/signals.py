@@ -20,8 +20,8 @@ SAME_SIGNAL_SECONDS = 0.5
 
 
 class Interrupted(Exception):
-    """Raised between two steps after a signal, after the checkpoint is written; `exit_code` is that of shells: 130 after
-    Ctrl-C, 143 after SIGTERM."""
+    """Raised between two steps after a signal, after the checkpoint is written; `exit_code` is that of shells: 130
+    after Ctrl-C, 143 after SIGTERM."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)

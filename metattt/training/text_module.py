@@ -78,11 +78,7 @@ class LanguageModeling(OuterLoop):
 
     def sums(self, ids: Tensor) -> Tensor:
         """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes:
-        `[3]`.
-
-        The first T tokens are read, or the part of them that is this process's own. Labels that are `NO_TOKEN` do not
-        count.
-        """
+        `[3]`. Labels that are `NO_TOKEN` do not count."""
         (read, reset, labels), parts, scanned = self._windows(ids), 1, self.scanned
         if self.line is not None:
             scanned = scanned if may_scan(self.model, read.shape[1] // self.line.size) else ()
@@ -116,11 +112,8 @@ class LanguageModeling(OuterLoop):
         return self._with_counts(truncated_loss(nats, pieces, parameters, self.recipe.truncate), labels)
 
     def _windows(self, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The input `[B, T]`, the starts of documents, and the labels.
-
-        The starts of documents are found in the host's copy of the batch, so that their layout is computed there
-        without waiting for the device.
-        """
+        """The input `[B, T]`, the starts of documents, found in the host's copy of the batch, so that their layout is
+        computed there without waiting for the device, and the labels."""
         read, reset = ids[:, :-1].clamp(min=0), None
         if self.document_start is not None:
             here = self._batch[1] if self._batch is not None and self._batch[0] is ids else ids
@@ -271,11 +264,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         console.print(table)
 
     def sample(self, console: Console, module: LanguageModeling) -> None:
-        """A continuation of the beginning of a held-out document, unless `sample=false`.
-
-        Every process takes part: the model may be divided among them. A compiled one draws without compiling: prompt,
-        single tokens and carried states have other shapes than training, and each would compile anew.
-        """
+        """A continuation of the beginning of a held-out document, unless `sample=false`. Every process takes part: the
+        model may be divided among them. A compiled one draws without compiling: each shape would compile anew."""
         if not self.cfg.get("sample", True):
             return
         data = self.data

@@ -37,13 +37,12 @@ from metattt.checkpoints.record import (
     modules,
     record_config,
     to_targets,
-)
+)  # fmt: skip
 from metattt.checkpoints.tensors import put_together, read_tensors, take_apart, write_tensors
 from metattt.checkpoints.trained import check_numbers, load_model
 from metattt.composition.compose import compose
 from metattt.errors import MetaTTTError
 from metattt.io import check_own, checksum, digest
-from metattt.models.language_model import LanguageModel
 
 SMALL = ("dim=8", "num_heads=2", "model.num_layers=1", "model.ffn_dim=16", "model.vocab_size=16")
 
@@ -331,8 +330,6 @@ def config(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"learner": {"_target_": "os.system", "_args_": ["true"]}}, r"'os\.system', which is no registered component.*\n.*trust=os"),
-        ({"learner": {"_target_": "torch.nn.modules.linear.Linear"}}, "no registered component"),
-        ({"learner": {"_target_": "torch.nn.init.zeros_"}}, "no registered component"),
         ({"learner": {"_target_": "torch.nn.Parameter"}}, "no registered component"),
         ({"learner": {"_target_": 3}}, "names a class as '3'"),
         ({"model__ffn_dim": {"_target_": "builtins.eval", "_args_": ["1"]}}, "'builtins.eval', which is no registered"),
@@ -341,7 +338,6 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"learner___recursive_": False}, "the key `_recursive_` for learner=linear, which a file may not set"),
         ({"model__vocab_size": [1]}, "model=language_model"),
         ({"dim": "${oc.env:HOME}"}, r"only \$\{key\} is filled in"),
-        ({"dim": "${hydra:runtime.cwd}"}, r"only \$\{key\} is filled in"),
         ({"dim": "${num_heads}", "num_heads": "${dim}"}, "cannot be read as a configuration"),
         ({"layer": []}, "the key `layer`"),
     ],
@@ -372,8 +368,6 @@ def test_what_is_computed_is_kept_as_its_value(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_size_is_believed(tmp_path: Path) -> None:
-    model = LanguageModel.__new__(LanguageModel)  # none is made
-    del model
     from metattt.composition.instantiate import instantiate_model
 
     cfg = compose(*SMALL, job="language_model")
@@ -402,9 +396,7 @@ def test_no_size_is_believed(tmp_path: Path) -> None:
     ("bad", "message"),
     [
         (lambda weight: weight.index_fill(0, torch.tensor([1]), float("nan")), "numbers in embedding.weight that are not finite"),
-        (lambda weight: weight.index_fill(0, torch.tensor([1]), float("inf")), "not finite"),
         (lambda weight: weight.long(), r"as torch\.int64: weights are floating-point"),
-        (lambda weight: weight.to(torch.complex64), r"as torch\.complex64"),
     ],
 )
 def test_weights_that_are_no_finite_numbers(tmp_path: Path, bad: Callable[[Tensor], Tensor], message: str) -> None:
