@@ -183,15 +183,6 @@ def test_runs(text: Path, tmp_path: Path) -> None:
     assert trained(text, tmp_path / "bf16", *again) == pytest.approx(truncated, rel=2e-2)
 
 
-def test_resuming(text: Path, tmp_path: Path) -> None:
-    options = ("training.chunk=4", "training.truncate=2")
-    options = (*options, "training.min_lr=8e-3", "training.warmup_fraction=0")
-    straight = trained(text, tmp_path / "straight", *options)
-    trained(text, tmp_path / "run", *options, "trainer.max_steps=2")
-    assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=4"]) == 0
-    assert column(tmp_path / "run", "train/loss") == pytest.approx(straight, rel=1e-6)
-
-
 def test_two_processes(text: Path, tmp_path: Path) -> None:
     options = ("training.chunk=4", "training.truncate=2")
     one = trained(text, tmp_path / "one", *options)
