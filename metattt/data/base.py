@@ -70,7 +70,7 @@ class Data:
     scored_by: ClassVar[str | None] = None
     windows_of_text: ClassVar[bool] = False
 
-    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+    def job(self, cfg: DictConfig) -> Job:
         """How a model is trained on this data.
 
         Args:

@@ -47,7 +47,7 @@ class Images(Data):
     seed: int
     evaluation: Mapping[str, Any] | None = None
 
-    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+    def job(self, cfg: DictConfig) -> Job:
         from metattt.training.image_module import ImageJob
 
         return ImageJob(cfg, self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class SequenceData(Data):
         self.batch_size, self.validation_size = batch_size, validation_size
         self.seed, self.num_workers = seed, num_workers
 
-    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+    def job(self, cfg: DictConfig) -> Job:
         from metattt.training.sequence_module import SequenceJob
 
         return SequenceJob(cfg, self)

@@ -163,7 +163,7 @@ class WindowData(Data):
         self.context_length, self.batch_size = context_length, batch_size
         self.seed, self.num_workers, self.document_reset = seed, num_workers, document_reset
 
-    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+    def job(self, cfg: DictConfig) -> Job:
         from metattt.training.text_module import TextJob
 
         return TextJob(cfg, self)

@@ -77,7 +77,7 @@ class ImageClassification(OuterLoop):
         scheduler.step_update(num_updates=self.global_step)
 
 
-class ImageJob(Job["ImageTransformer", ImageClassification]):
+class ImageJob(Job):
     """Image classification."""
 
     kind = unit = "images"

@@ -3,8 +3,7 @@ job around them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import lightning
 import torch
@@ -19,9 +18,6 @@ from metattt.checkpoints.record import RECORD
 from metattt.data.base import Data, Place
 from metattt.errors import MetaTTTError
 from metattt.training.batches import batch_share, plan_batches, recount_batches, validate_between_steps
-
-Model = TypeVar("Model")
-Module = TypeVar("Module")
 
 
 class OuterLoop(lightning.LightningModule):
@@ -142,7 +138,7 @@ class ForLightning(lightning.LightningDataModule):
         return self.data.val_dataloader()
 
 
-class Job(ABC, Generic[Model, Module]):
+class Job:
     """The part of training that depends on the kind of data. It is made of the configuration of a run and its data,
     which it reads and checks against the model (`Data.job`)."""
 
@@ -153,9 +149,9 @@ class Job(ABC, Generic[Model, Module]):
     def __init__(self, cfg: DictConfig, data: Any):
         self.cfg, self.data = cfg, data
 
-    @abstractmethod
-    def module(self, model: Model, recipe: Any) -> Module:
+    def module(self, model: Any, recipe: Any) -> Any:
         """The Lightning module; a recipe for another kind of data raises an error."""
+        raise NotImplementedError
 
     def prepare(self, trainer: lightning.Trainer) -> None:
         """Divides the batch among the trainer's processes, and counts the steps between validations over all passes."""
@@ -172,7 +168,7 @@ class Job(ABC, Generic[Model, Module]):
         self.data.batch_size, trainer.accumulate_grad_batches = now
         validate_between_steps(trainer)
 
-    def header(self, console: Console, trainer: lightning.Trainer, model: Model, done: int) -> None:
+    def header(self, console: Console, trainer: lightning.Trainer, model: Any, done: int) -> None:
         """Three lines about the run before it starts. `done`: steps of a resumed run."""
         count = self.data.batch_size * trainer.accumulate_grad_batches * batch_share(trainer)[1] * self.items()
         processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
@@ -203,5 +199,5 @@ class Job(ABC, Generic[Model, Module]):
         """Logged figure of the validation -> its name in the final table, its factor and its format."""
         return {"loss": ("loss", 1, ".4g")}
 
-    def sample(self, console: Console, module: Module) -> None:
+    def sample(self, console: Console, module: Any) -> None:
         """A sample of the trained model, if there is one."""

@@ -49,7 +49,7 @@ class LabelledSequences(OuterLoop):
             self.add_to_validation(accuracy=(hits.sum(), count))
 
 
-class SequenceJob(Job[Any, LabelledSequences]):
+class SequenceJob(Job):
     """Prediction of the labels of synthetic sequences."""
 
     def __init__(self, cfg: DictConfig, data: SequenceData):

@@ -197,7 +197,7 @@ def _figures(sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     return {"loss": (nats, num_tokens), "bits_per_byte": (nats / math.log(2), num_bytes)}
 
 
-class TextJob(Job[LanguageModel, LanguageModeling]):
+class TextJob(Job):
     """Next-token prediction on windows of text."""
 
     kind, unit, in_parts = "text", "tokens", True

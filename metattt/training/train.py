@@ -75,7 +75,7 @@ def _run(begin: Start, console: Console) -> int:
     cfg, folder, checkpoint, done = begin.cfg, begin.folder, begin.checkpoint, begin.done
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
-    job: Job[Any, Any] = data.job(cfg)
+    job: Job = data.job(cfg)
     if cfg.init_from == "":
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)

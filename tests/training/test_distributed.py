@@ -1,17 +1,14 @@
 """Two processes on the CPU, started by the command line as a user starts them, against one process with the same
 batch."""
 
-import os
 import shutil
-import signal
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from processes_for_tests import Program, two_processes
-from runs_for_tests import after_step, log, write_corpus
+from runs_for_tests import log, write_corpus
 
 from metattt.checkpoints.convert import convert
 from metattt.checkpoints.files import find_checkpoint
@@ -45,11 +42,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "five", folder / "resumed")
     assert train(compose(f"resume={folder / 'resumed'}", "trainer.max_steps=10")) == 0
     return folder
-
-
-def killed(rank: int, step: int) -> None:
-    """This process is going to be killed at the end of a step."""
-    after_step(pytest.MonkeyPatch(), step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @pytest.fixture(scope="module")
@@ -102,27 +94,6 @@ def test_two_processes_go_on_with_the_run_of_one(runs: Path, tmp_path: Path, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_killed_and_resumed_logs_the_same_losses(
-    runs: Path, together: dict[str, tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path, strategy: str
-) -> None:
-    run = tmp_path / "run"
-    settings = (
-        *TINY, f"data.path={runs / 'corpus'}", f"output_dir={run}", "trainer.max_steps=10", f"trainer={strategy}", "trainer.devices=2",
-        "callbacks.checkpoint.every_steps=2", "callbacks.checkpoint.best=null",
-    )  # fmt: skip
-    codes, output = two_processes(tmp_path, *settings, first=partial(killed, step=5))
-    assert codes == [-signal.SIGKILL] * 2, output
-    assert read_checkpoint(run)["global_step"] == 4
-    codes, output = two_processes(tmp_path, f"resume={run}")
-    assert codes == [0, 0] and "from step 4" in output, output
-    undisturbed = together[strategy][0]
-    assert log(run) == log(undisturbed)
-    resumed, whole = (read_checkpoint(folder) for folder in (run, undisturbed))
-    assert all(torch.equal(value, resumed["state_dict"][name]) for name, value in whole["state_dict"].items())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["nearest", "lact", "titans"])
 def test_parameters_without_a_gradient_do_not_stop_two_processes(runs: Path, tmp_path: Path, layer: str) -> None:
     """q and k of nearest neighbours; what a mini-batch of 64 tokens commits, in windows of 32. As in one process
@@ -162,8 +133,6 @@ def test_a_sharded_checkpoint_is_read_by_everything(
     assert train(compose(*settings, f"init_from={fsdp}", "training.lr=1e-12", "training.min_lr=1e-12")) == 0
     longer, whole = (read_checkpoint(folder)["state_dict"] for folder in (tmp_path / "longer", fsdp))
     torch.testing.assert_close(dict(longer), dict(whole), rtol=1e-5, atol=1e-8)
-
-
 
 
 def test_no_process_holds_the_whole_model() -> None:
