@@ -62,9 +62,7 @@ class DigitsData(Images):
     ):
         check_integer("data.img_size", img_size, SIDE, 512)
         if img_size % SIDE:
-            raise MetaTTTError(
-                f"data.img_size={img_size} is not allowed: choose a multiple of the {SIDE} pixels of a digit"
-            )
+            raise MetaTTTError(f"data.img_size={img_size} is not allowed: choose a multiple of {SIDE} pixels")
         check_loading(batch_size, seed)
         check_number("data.validation_fraction", validation_fraction, above=0, below=1)
         beside = f" beside data.validation_fraction={validation_fraction}: images are left to train on"

@@ -26,6 +26,7 @@ from metattt.composition.instantiate import instantiate_part
 from metattt.composition.messages import first_line
 from metattt.data.sources import is_local
 from metattt.errors import MetaTTTError
+from metattt.optional import need
 from metattt.training.building import Builder, differences
 from metattt.training.callbacks import LossCurve
 from metattt.training.csv_log import logs_of
@@ -39,6 +40,8 @@ from metattt.training.sharding import FullyShardedData
 from metattt.training.signals import Interrupted
 
 C = TypeVar("C")
+OUTSIDE = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
+"""Lightning's loggers and the libraries that they need."""
 PROFILERS: dict[Any, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 LOST = re.compile("gloo|nccl|connection|peer|socket|store|timed? ?out|broken pipe", re.I)
 """Parts of error messages that mean that another process was lost."""
@@ -160,6 +163,9 @@ def _trainer(cfg: DictConfig) -> lightning.Trainer:
 def _entry(cfg: DictConfig, group: str, name: str, kind: type) -> Any:
     """A callback or logger; an entry that is none raises an error."""
     node = cfg[group][name]
+    known = str(node.get("_target_") if isinstance(node, DictConfig) else None).rpartition(".")[2]
+    if known in OUTSIDE:
+        need(OUTSIDE[known], extra="loggers", what=f"{group}={name}")
     made = instantiate_part(cfg[group], name) if isinstance(node, DictConfig) else None
     if not isinstance(made, kind):
         raise MetaTTTError(f"{group}.{name}={node} is not allowed: ~{group}.{name} leaves it out")
