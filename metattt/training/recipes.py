@@ -49,7 +49,7 @@ class AdamW(Declared):
 
     def check_settings(self) -> None:
         super().check_settings()
-        self.betas = tuple(self.betas)  # type: ignore[assignment]
+        self.betas = two(self.betas)
         if self.truncate is not None and self.chunk is None:
             raise MetaTTTError(f"training.truncate={self.truncate} counts chunks: set training.chunk to their tokens")
 
@@ -85,6 +85,13 @@ class AdamW(Declared):
         ]
 
 
+def two(betas: Any) -> tuple[float, float]:
+    """The decays of the first and the second moment; optimizers would take more numbers, and use two of them."""
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise MetaTTTError(f"training.betas={betas} is not allowed: give two numbers, training.betas=[0.9,0.95]")
+    return betas[0], betas[1]
+
+
 @register(group="training", name="timm")
 class TimmRecipe(Declared):
     """The recipe of the MTTT paper (arXiv 2310.13807, Sec. 5; Beyer et al., arXiv 2205.01580) from timm's factories.
@@ -110,7 +117,7 @@ class TimmRecipe(Declared):
     def check_settings(self) -> None:
         need("timm", extra="images", what="training=timm")
         super().check_settings()
-        self.betas = tuple(self.betas)  # type: ignore[assignment]
+        self.betas = two(self.betas)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The outer optimizer; the model's `no_weight_decay` says what does not decay."""
