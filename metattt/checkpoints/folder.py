@@ -38,6 +38,7 @@ from torch.futures import Future
 
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.tensors import TENSOR, UNREADABLE, alone, damaged, put_together, save, take_apart
+from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
 from metattt.io import check_own, checksum, digest, inside, read_object, read_text, sync, write_whole
 
@@ -187,8 +188,7 @@ def load_parts(folder: Path, tensors: Mapping[str, Tensor], together: bool = Fal
         with warnings.catch_warnings(action="ignore"), torch.no_grad():  # that there is one process
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not together)
     except CheckpointException as error:
-        reason = (str(_cause(error)).splitlines() or [""])[0]
-        raise MetaTTTError(f"{folder} does not fit this model, or is damaged: {reason}") from error
+        raise MetaTTTError(f"{folder} does not fit this model, or is damaged: {first_line(_cause(error))}") from error
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -199,11 +199,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tokenizer(folder: Path) -> str | None:
-    """The text of the tokenizer.json in a folder; None if there is none.
-
-    Raises:
-        MetaTTTError: it cannot be read.
-    """
+    """The text of the tokenizer.json in a folder; None if there is none."""
     file = folder / TOKENIZER
     return read_text(inside(folder, TOKENIZER)) if file.exists() or file.is_symlink() else None
 
@@ -281,30 +277,26 @@ class _Writer(HuggingFaceStorageWriter):
         self.end({name: about for result in results for files in result for name, about in files.items()})
 
 
-def write_checkpoint(
-    folder: Path,
-    record: Mapping[str, Any],
-    content: Mapping[str, Any],
-    tokenizer: str | None = None,
-    together: bool = False,
-) -> None:
+def write_checkpoint(folder: Path, content: Mapping[str, Any], together: bool = False) -> None:
     """Writes a checkpoint in place of what has this name.
 
     Args:
         folder: the checkpoint.
-        record: version, configuration and what else is known of the model; plain data.
-        content: `state_dict`, and what else there is to keep of a run: plain data and tensors.
-        tokenizer: the text of its tokenizer.json.
+        content: as `read_checkpoint` returns it: the record (plain data, with the text of its tokenizer.json as
+            `tokenizer`), `state_dict`, and what else there is to keep of a run: plain data and tensors.
         together: all processes of the run call this, and each writes the tensors, or the pieces of them, that it holds.
 
     Raises:
         MetaTTTError: it cannot be written; what was there before is still there.
     """
     together = together and dist.is_initialized()
+    record = dict(content[RECORD])
+    tokenizer = record.pop("tokenizer", None)
     tensors: dict[str, Tensor] = {}
     held = take_apart(dict(content[WEIGHTS]), tensors)
     weights = set(tensors)
-    rest = {WEIGHTS: held, **take_apart({key: value for key, value in content.items() if key != WEIGHTS}, tensors)}
+    others = {key: value for key, value in content.items() if key not in (RECORD, WEIGHTS)}
+    rest = {WEIGHTS: held, **take_apart(others, tensors)}
     new = folder.with_name(folder.name + NEW)
 
     def end(files: Files) -> None:
@@ -327,16 +319,12 @@ def write_checkpoint(
 
 def write_model(folder: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: str | None) -> None:
     """As `write_checkpoint`, of a model alone, without the state of its training."""
-    write_checkpoint(folder, record, {WEIGHTS: tensors}, tokenizer)
+    write_checkpoint(folder, {RECORD: {**record, "tokenizer": tokenizer}, WEIGHTS: tensors})
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when all that the block wrote into it is on the disk.
-
-    Raises:
-        MetaTTTError: it cannot be written.
-    """
+    """A folder that gets its name when all that the block wrote into it is on the disk."""
     new = folder.with_name(folder.name + NEW)
     try:
         clear(new)

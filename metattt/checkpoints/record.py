@@ -17,21 +17,19 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from metattt.composition.announced import announced
 from metattt.composition.components import load_components
+from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
-from metattt.io import inside, read_text
 from metattt.registry import PARAMETERS, REGISTERED, SCHEMAS, version_of
 
 RECORD = "metattt"  # the entry of a run's checkpoint
 PUBLISHED_CONFIG = "config.json"  # the configuration of a published model
 VERSION = 4  # of the format; no other is read
 PARTS = ("task", "learner", "optimizer", "layer", "model", "data", "training", "trainer", "callbacks", "logger")
-LONGEST_YAML = 2**20  # bytes
 
 COMPONENT, COMPONENT_VERSION = "_component_", "_version_"
 HOMES = {
@@ -83,21 +81,16 @@ def make_record(cfg: DictConfig, **others: Any) -> dict[str, Any]:
 
 
 def checked_record(record: Any, origin: Path) -> dict[str, Any]:
-    """A record that this release reads.
-
-    Raises:
-        MetaTTTError: it is none, of another version, or has a configuration in which something is computed.
-    """
+    """A record that this release reads; one of another version, or with a configuration in which something is computed,
+    raises an error."""
     if not isinstance(record, Mapping) or not isinstance(record.get("config"), Mapping):
         raise MetaTTTError(f"{origin} is not a checkpoint of metattt train: it holds no configuration")
     version, config = record.get("version"), record["config"]
     if type(version) is not int or version != VERSION:
-        remedy = "train the model again, or use the release that wrote it"
-        if type(version) is not int or version < 1:
-            remedy = "it is damaged, or of another program"
-        elif version > VERSION:
-            remedy = "update metattt"
-        raise MetaTTTError(f"{origin} has checkpoint version {version}; this release reads version {VERSION}: {remedy}")
+        raise MetaTTTError(
+            f"{origin} has checkpoint version {version!s:.20}; this release reads version {VERSION}: use the release "
+            "that wrote it, or train the model again"
+        )
     check_plain(config, origin)
     for part in PARTS:
         if not isinstance(config.get(part), dict | None):
@@ -127,34 +120,9 @@ def record_config(
         config = OmegaConf.create(to_targets(record["config"], origin, skip, trust))
         OmegaConf.to_container(config, resolve=True)  # references that lead nowhere, or in a circle
     except (OmegaConfBaseException, RecursionError) as error:
-        reason = (str(error).splitlines() or ["values refer to each other in a circle"])[0]
-        raise MetaTTTError(f"{origin} cannot be read as a configuration: {reason}") from error
+        raise MetaTTTError(f"{origin} cannot be read as a configuration: {first_line(error)}") from error
     assert isinstance(config, DictConfig)
     return config
-
-
-def read_yaml(path: Path) -> Any:
-    """The plain data of a short YAML file.
-
-    Raises:
-        MetaTTTError: it cannot be read, is too long, or refers to parts of itself.
-    """
-    try:
-        return yaml.load(read_text(inside(path.parent, path.name), LONGEST_YAML), Loader=_NoAliases)
-    except MetaTTTError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MetaTTTError(f"{path} cannot be read as a configuration: {reason}") from error
-
-
-class _NoAliases(yaml.SafeLoader):
-    """Plain data without `*aliases`: a few lines of them can stand for more values than fit in memory."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            raise yaml.YAMLError("it has *aliases, which are not read")
-        return super().compose_node(parent, index)
 
 
 # -- components by name ------------------------------------------------------------------------------------------------
@@ -162,7 +130,9 @@ class _NoAliases(yaml.SafeLoader):
 
 def to_names(node: Any) -> Any:
     """A plain configuration (dictionaries, lists, values) as it is written to disk."""
-    return _named(node, {target: key for key, target in REGISTERED.items() if _is_announced(target)})
+    # another process will find a registered class by its name if it is ours, or of a package that announces its own
+    owners = {"metattt", *(entry.value.partition(".")[0] for entry in announced("metattt.components"))}
+    return _named(node, {target: key for key, target in REGISTERED.items() if target.partition(".")[0] in owners})
 
 
 def _named(node: Any, names: dict[str, tuple[str, str]]) -> Any:
@@ -178,21 +148,8 @@ def _named(node: Any, names: dict[str, tuple[str, str]]) -> Any:
     return {COMPONENT: "=".join(names[target]), COMPONENT_VERSION: version_of(*names[target])} | written
 
 
-def _is_announced(target: str) -> bool:
-    """Whether another process will find a registered class by its name: it is ours, or of a package that announces its
-    components."""
-    owner = target.partition(".")[0]
-    packages = (entry.value.partition(".")[0] for entry in announced("metattt.components"))
-    return owner == "metattt" or owner in packages
-
-
 def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Collection[str] = ()) -> Any:
-    """The configuration that `to_names` wrote, ready to be instantiated; arguments as for `record_config`.
-
-    Raises:
-        MetaTTTError: a component that nothing registers, or of another version; a class that is no component and not
-            trusted; a key or a value that its constructor does not take.
-    """
+    """The configuration that `to_names` wrote, ready to be instantiated; arguments and errors as of `record_config`."""
     if isinstance(node, list):
         return [to_targets(one, origin, skip, trust) for one in node]
     if not isinstance(node, dict):
@@ -208,8 +165,7 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
         return node
     if (group, name) not in REGISTERED:
         load_components()
-    if (group, name) not in REGISTERED and group in HOMES:
-        load_components((HOMES[group],))
+        load_components((HOMES[group],) if group in HOMES else ())
     if (group, name) not in REGISTERED:
         raise MetaTTTError(
             f"{origin} was made with {group}={name}, which no installed package registers: install the package that "
@@ -217,9 +173,10 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
         )
     target, now, version = REGISTERED[group, name], version_of(group, name), node.get(COMPONENT_VERSION)
     if version != now or type(version) is not int:
-        newer = type(version) is int and version > now
-        remedy = "update the package that registers it" if newer else "use the release that wrote it"
-        raise MetaTTTError(f"{origin} has version {version} of {group}={name}, and here is version {now}: {remedy}")
+        raise MetaTTTError(
+            f"{origin} has version {version!s:.20} of {group}={name}, and here is version {now}: use the release that "
+            "wrote it"
+        )
     parameters = {key: value for key, value in node.items() if key not in (COMPONENT, COMPONENT_VERSION)}
     check_keys(f"{group}={name}", target, parameters, origin)
     return {"_target_": target} | to_targets(parameters, origin, skip, trust)
@@ -229,11 +186,7 @@ def to_targets(node: Any, origin: object, skip: Collection[str] = (), trust: Col
 
 
 def modules(given: Any) -> tuple[str, ...]:
-    """The modules that `trust=` names: none, one, or a list.
-
-    Raises:
-        MetaTTTError: what is no dotted name.
-    """
+    """The modules that `trust=` names: none, one, or a list."""
     names = [] if given is None else [given] if isinstance(given, str) else list(given)
     if not all(isinstance(name, str) and re.fullmatch(r"\w+(\.\w+)*", name) for name in names):
         raise MetaTTTError(f"trust={given} is not allowed: give the module of your class, trust=my_package.my_module")
@@ -255,11 +208,7 @@ def is_computed(value: Any) -> bool:
 
 
 def check_plain(config: Any, origin: object) -> None:
-    """Refuses values that are computed.
-
-    Raises:
-        MetaTTTError: naming the place in the file.
-    """
+    """Raises an error for values that are computed."""
     for path, value in leaves(config):
         if is_computed(value):
             where = ".".join(map(str, path))
@@ -269,11 +218,8 @@ def check_plain(config: Any, origin: object) -> None:
 
 
 def check_target(target: Any, node: Mapping[str, Any], origin: object, trust: Collection[str]) -> None:
-    """Refuses a class that is not registered, unless it is torch's own module, one of `LIBRARIES`, or trusted.
-
-    Raises:
-        MetaTTTError: naming the class and the override that allows it.
-    """
+    """Raises an error for a class that is not registered, unless it is torch's own module, one of `LIBRARIES`, or
+    trusted."""
     if not isinstance(target, str):
         raise MetaTTTError(f"{origin} names a class as {str(target)[:60]!r}: it must be a string")
     if any(target == one or target.startswith(f"{one}.") for one in trust):
@@ -299,16 +245,14 @@ def _is_module(target: str) -> bool:
 
 
 def check_keys(what: str, target: str, node: Mapping[str, Any], origin: object) -> None:
-    """Refuses keys that the constructor does not have or that mean something to Hydra, and values of other types.
+    """Raises an error for keys that the constructor does not have or that mean something to Hydra, and for values of
+    other types.
 
     Args:
         what: the component, for messages: `learner=mlp`.
         target: dotted path of its class.
         node: its parameters.
         origin: the file.
-
-    Raises:
-        MetaTTTError: naming the key.
     """
     for key, value in node.items():
         if key.startswith("_") and key != "_target_" and not (key == "_partial_" and isinstance(value, bool)):
@@ -326,12 +270,8 @@ def check_keys(what: str, target: str, node: Mapping[str, Any], origin: object) 
 
 
 def check_amounts(config: Any, origin: object, tensors: int) -> None:
-    """Refuses numbers of processes, rounds and blocks that no run of ours asks for; of blocks, more than the `tensors`
-    that are beside the configuration.
-
-    Raises:
-        MetaTTTError: naming the key and its value.
-    """
+    """Raises an error for numbers of processes, rounds and blocks that no run of ours asks for; of blocks, more than
+    the `tensors` that are beside the configuration."""
     for path, value in leaves(OmegaConf.to_container(config) if OmegaConf.is_config(config) else config):
         counted = path and path[-1] in COUNTS and not set(OF_MODEL).isdisjoint(path[:-1])
         limit = tensors if counted else MOST.get(path[-1]) if path else None

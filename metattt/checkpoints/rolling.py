@@ -1,4 +1,4 @@
-"""The checkpoints of a run, `<run>/checkpoints/step-00000100`: the newest that is whole, and the removal of old ones."""
+"""The checkpoints of a run, `<run>/checkpoints/step-00000100`: the newest that is whole, and removal of old ones."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ def _entries(run_folder: Path) -> list[Path]:
 
 
 def newest_good(run_folder: Path, verify: Callable[[Path], object]) -> Path:
-    """The newest checkpoint of a run that `verify` raises no MetaTTTError for; newer ones are named on stderr.
-
-    Raises:
-        MetaTTTError: all of them are damaged.
-    """
+    """The newest checkpoint of a run that `verify` raises no MetaTTTError for; newer ones are named on stderr."""
     reason: MetaTTTError | None = None
     passed: list[str] = []
     for _, path in steps(run_folder):
@@ -65,9 +61,7 @@ def newest_good(run_folder: Path, verify: Callable[[Path], object]) -> Path:
             said = f"damaged: {', '.join(passed)} in {path.parent} ({reason}); {path.name} is taken instead"
             print(said, file=sys.stderr, flush=True)
         return path
-    raise MetaTTTError(
-        f"no checkpoint of {run_folder} can be used, of {len(passed)}: {reason or 'there is none'}"
-    ) from reason
+    raise MetaTTTError(f"no checkpoint of {run_folder} can be used, of {len(passed)}: {reason}") from reason
 
 
 def set_aside(path: Path) -> Path:

@@ -23,6 +23,7 @@ from metattt.checkpoints.record import (
     record_config,
 )
 from metattt.composition.instantiate import instantiate_model
+from metattt.composition.messages import first_line
 from metattt.errors import MetaTTTError
 from metattt.io import read_object
 from metattt.models.language_model import LanguageModel
@@ -68,15 +69,7 @@ class Weights(NamedTuple):
 
 
 def read_checkpoint(path: str | Path, tensors: Tensors = "all") -> dict[str, Any]:
-    """Reads a run's checkpoint on the CPU.
-
-    Args:
-        path: as for `find_checkpoint`.
-        tensors: `all`; `weights` or `none` leave out the others where these can be told apart.
-
-    Raises:
-        MetaTTTError: no such file, one that is truncated, damaged or of another program or version.
-    """
+    """Reads a run's checkpoint on the CPU; arguments and errors as of `metattt.checkpoints.files.read_content`."""
     file = find_checkpoint(path)
     return _checked(file, read_content(file, tensors))
 
@@ -170,11 +163,7 @@ def load_model(
 
 def fill(model: LanguageModel, found: Weights, complaint: str) -> None:
     """Gives a model, whole or divided among processes, the weights of a model alike. Buffers may be absent: the model
-    computes them.
-
-    Raises:
-        MetaTTTError: `complaint`, and the names or shapes that do not fit.
-    """
+    computes them. Names or shapes that do not fit raise an error that begins with `complaint`."""
     given = _compared(model, found, complaint)
     check_numbers(((name, given[name]) for name, _ in model.named_parameters() if name in given), found.about.path)
     absent = model.state_dict().keys() - given.keys()
@@ -201,11 +190,7 @@ def _compared(model: LanguageModel, found: Weights, complaint: str) -> dict[str,
 
 
 def check_resumed(file: Path, config: DictConfig) -> None:
-    """Compares a run's configuration with the shapes of the weights in its checkpoint; no tensors are read.
-
-    Raises:
-        MetaTTTError: sizes that they do not have.
-    """
+    """Compares a run's configuration with the shapes of the weights in its checkpoint; no tensors are read."""
     held = {name.removeprefix(PREFIX): shape for name, shape in shapes(file).items() if name.startswith(PREFIX)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
     found = Weights(Trained(file, config, None), tensors, "ours", True)
@@ -213,31 +198,22 @@ def check_resumed(file: Path, config: DictConfig) -> None:
 
 
 def check_shapes(found: Weights, complaint: str) -> None:
-    """Compares the shapes that a configuration asks for with those of the weights beside it, before any is allocated.
-
-    Raises:
-        MetaTTTError: `complaint`, and what does not fit.
-    """
+    """Compares the shapes that a configuration asks for with those of the weights, before any is allocated."""
     check_amounts(found.about.config, found.about.path, len(found.tensors))
     try:
         with torch.random.fork_rng(devices=[]):
             empty = build_empty(found.about.config)
-    except MetaTTTError:
-        raise
     except Exception as error:  # as many kinds as there are values that no layer can have
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, MetaTTTError):
+            raise
         raise MetaTTTError(
-            f"{found.about.path} has a configuration that does not make a model ({reason:.200}): it is damaged"
+            f"{found.about.path} has a configuration that makes no model ({first_line(error):.200}): it is damaged"
         ) from error
     _compared(empty, found, complaint)
 
 
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], origin: object) -> None:
-    """Refuses weights that are no finite real numbers.
-
-    Raises:
-        MetaTTTError: naming the first of them.
-    """
+    """Raises an error for weights that are no finite real numbers."""
     for name, tensor in tensors:
         if not tensor.is_floating_point():
             raise MetaTTTError(f"{origin} holds {name} as {tensor.dtype}: weights are floating-point numbers")

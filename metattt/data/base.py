@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -16,37 +16,33 @@ if TYPE_CHECKING:
     from metattt.training.job import Job
 
 MOST_ROWS = 2**20  # windows or images in a batch
-MOST_WORKERS = 1024  # processes that make batches
 MOST_SEED = 2**63 - 1
 
 
-class Trainer(Protocol):
-    """How far a run has come, and who takes part; `lightning.Trainer` is one."""
+class Place(NamedTuple):
+    """Which batches of a run a process reads.
 
-    accumulate_grad_batches: int
+    Attributes:
+        rank, world_size: this process among those that read different batches, and their number.
+        done: batches that each of them has read.
+        total: batches of each in the whole run; None: the run has no number of steps.
+    """
 
-    @property
-    def max_steps(self) -> int: ...
+    rank: int = 0
+    world_size: int = 1
+    done: int = 0
+    total: int | None = None
 
-    @property
-    def global_rank(self) -> int: ...
 
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def global_step(self) -> int: ...
+ALONE = Place()
+"""The place of the only process, which reads everything once."""
 
 
 def check_loading(batch_size: int, seed: int, num_workers: int = 0) -> None:
-    """Refuses what no loader can have.
-
-    Raises:
-        MetaTTTError: naming the setting.
-    """
+    """Raises an error for what no loader can have."""
     check_integer("data.batch_size", batch_size, most=MOST_ROWS)
     check_integer("data.seed", seed, 0, MOST_SEED)
-    check_integer("data.num_workers", num_workers, 0, MOST_WORKERS)
+    check_integer("data.num_workers", num_workers, 0, 1024)
 
 
 class ReadError(MetaTTTError):
@@ -64,17 +60,17 @@ class Data:
     trained on it, and a YAML file in `configs/data`; or one of this class, with a job of its own.
 
     Attributes:
-        trainer: of the run that reads the batches; None outside of one.
+        place: which batches this process reads; a run sets it before it asks for them.
         scored_by: the module whose `evaluate` scores models of this data (`metattt.evaluation.evaluate.Evaluation`);
             None: they are scored as text.
         windows_of_text: a batch is windows of tokens `[B, T + 1]` and nothing else.
     """
 
-    trainer: Trainer | None = None
+    place = ALONE
     scored_by: ClassVar[str | None] = None
     windows_of_text: ClassVar[bool] = False
 
-    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+    def job(self, cfg: DictConfig) -> Job:
         """How a model is trained on this data.
 
         Args:
@@ -97,14 +93,14 @@ class Data:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data for a checkpoint that makes going on quick. What comes next follows from the trainer's step."""
+        """Plain data for a checkpoint that makes resuming quick. Which batches come next follows from `place`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What `state_dict` gave."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches for the whole run, from the step that the trainer has reached."""
+        """Shuffled batches for the whole run, from those at `place.done` on."""
         raise NotImplementedError
 
     def val_dataloader(self) -> DataLoader[Any]:

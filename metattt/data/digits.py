@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from metattt.data.base import check_loading
 from metattt.data.images import NO_LABEL, Batch, Images
-from metattt.data.windows import batches_in_order, batches_of_run, process
+from metattt.data.windows import ShuffledBatches, batches_in_order
 from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.optional import need
 from metattt.registry import register
 
 SIDE = 8  # pixels
-MOST_PIXELS = 512  # 2 GB of digits
 
 
 class _Digits(Dataset[Batch]):
@@ -61,12 +60,9 @@ class DigitsData(Images):
         seed: int = 0,
         test_fraction: float = 0.0,
     ):
-        if img_size < SIDE or img_size % SIDE:
-            raise MetaTTTError(
-                f"data.img_size={img_size} is not allowed: the digits have {SIDE}×{SIDE} pixels, choose a multiple of "
-                f"{SIDE}"
-            )
-        check_integer("data.img_size", img_size, SIDE, MOST_PIXELS)
+        check_integer("data.img_size", img_size, SIDE, 512)
+        if img_size % SIDE:
+            raise MetaTTTError(f"data.img_size={img_size} is not allowed: choose a multiple of {SIDE} pixels")
         check_loading(batch_size, seed)
         check_number("data.validation_fraction", validation_fraction, above=0, below=1)
         beside = f" beside data.validation_fraction={validation_fraction}: images are left to train on"
@@ -95,8 +91,7 @@ class DigitsData(Images):
             if not len(index) and (name != "test" or self.test_fraction):
                 raise MetaTTTError(
                     f"data.validation_fraction={self.validation_fraction} data.test_fraction={self.test_fraction}: no "
-                    "image of "
-                    f"{len(order):,} is left for the split {name}"
+                    f"image of {len(order):,} is left for the split {name}"
                 )
             self._splits[name] = _Digits(images[index], torch.from_numpy(labels)[index])
 
@@ -108,9 +103,10 @@ class DigitsData(Images):
         return f"scikit-learn's digits: {sizes[0]:,} images to train, {sizes[1]:,} to validate"
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Shuffled batches for the whole run, from the step that the trainer has reached."""
+        """Shuffled batches for the whole run, from those at `place.done` on."""
         data = self._splits["train"]
-        return self._loader(data, batches_of_run(len(data), self.batch_size, self.seed, self.trainer))
+        batches = ShuffledBatches(len(data), self.batch_size, self.seed, self.place)
+        return DataLoader(data, batch_size=None, sampler=batches)  # the sampler hands out whole batches
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """The held-out digits in order, a part of them in each process."""
@@ -128,7 +124,5 @@ class DigitsData(Images):
 
     def _in_order(self, name: str) -> DataLoader[Batch]:
         data = self._splits[name]
-        return self._loader(data, batches_in_order(len(data), max(256, self.batch_size), *process(self.trainer)))
-
-    def _loader(self, data: _Digits, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Batch]:
-        return DataLoader(data, batch_size=None, sampler=batches)  # the sampler hands out whole batches
+        batches = batches_in_order(len(data), max(256, self.batch_size), self.place)
+        return DataLoader(data, batch_size=None, sampler=batches)

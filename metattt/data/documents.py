@@ -17,23 +17,8 @@ from metattt.optional import need
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
-FOREIGN = {  # suffix: format in the library of Hugging Face; None for compression, whose format stands before it
-    **dict.fromkeys((".gz", ".zst", ".bz2", ".xz", ".zip")),
-    **{
-        ".jsonl": "json",
-        ".json": "json",
-        ".csv": "csv",
-        ".tsv": "csv",
-        ".txt": "text",
-        ".parquet": "parquet",
-        ".arrow": "arrow",
-    },
-}
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
-STANDARD_LIBRARY_SKIPS = SKIPPED_FOLDERS | {
-    "test",
-    "tests",
-}  # not installed on every machine: the text is the same without
+STANDARD_LIBRARY_SKIPS = SKIPPED_FOLDERS | {"test", "tests"}  # not installed on every machine
 
 
 class Document(NamedTuple):
@@ -81,11 +66,7 @@ def read_documents(path: str | Sequence[str] | None, text_key: str, key: str = "
 
 
 def iterate_documents(files: Sequence[tuple[Path, Path]], text_key: str) -> Iterator[Document]:
-    """The documents of files that are not empty, one after the other: `files` are those of `find_files`.
-
-    Raises:
-        MetaTTTError: a file that cannot be read.
-    """
+    """The documents of files that are not empty, one after the other: `files` are those of `find_files`."""
     return (document for file, base in files for document in _read(file, base, text_key) if document.text)
 
 
@@ -106,29 +87,29 @@ def find_files(path: str | Sequence[str] | None, key: str = "data.path") -> list
     given = [path] if isinstance(path, str) else path
     if not isinstance(given, Sequence) or not given:
         raise MetaTTTError(f"{key}={path} is not a path: give a file, a folder or a list of these")
-    roots = [path_of(one, key) for one in given]
     try:
-        return [found for root in roots for found in _find(root, key)]
+        return [found for one in given for found in _find(path_of(one, key), key)]
     except OSError as error:  # a name that is too long, a folder without rights
         raise MetaTTTError(f"{key}={error.filename} cannot be read: {error.strerror or error}") from error
 
 
 def _find(root: Path, key: str) -> list[tuple[Path, Path]]:
+    suffixes = ", ".join(SUFFIXES)
     if root.is_file():
         if root.suffix not in SUFFIXES:
             raise MetaTTTError(
-                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use "
-                f"{', '.join(SUFFIXES)}{_other_way(root)}"
+                f"{key}={root}: {root.suffix or 'no suffix'} is not supported; use {suffixes}\nCompressed files and "
+                "other formats: metattt prepare source=<json, text, csv, ...> dataset_files=<file> target=<new folder>"
             )
         return [(root, root.parent)]
     if not root.is_dir():
-        raise MetaTTTError(f"{key}={root} does not exist: give a file or a folder of {', '.join(SUFFIXES)}")
+        raise MetaTTTError(f"{key}={root} does not exist: give a file or a folder of {suffixes}")
     if (root / MANIFEST).is_file():
         way = "add data=shards" if key == "data.path" else f"metattt train data=shards data.path={root} reads them"
         raise MetaTTTError(f"{key}={root} holds shards of metattt prepare, not text: {way}")
     files = sorted(file for file in _walk(root) if file.suffix in SUFFIXES and file.is_file())
     if not files:
-        raise MetaTTTError(f"{key}={root} holds no files that can be read: use {', '.join(SUFFIXES)}")
+        raise MetaTTTError(f"{key}={root} holds no files that can be read: use {suffixes}")
     return [(file, root) for file in files]
 
 
@@ -143,17 +124,6 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _other_way(file: Path) -> str:
-    """How a file is read that only the library of Hugging Face can read; empty for one that is no text at all."""
-    kinds = [FOREIGN[suffix] for suffix in file.suffixes if suffix in FOREIGN]
-    if not kinds:
-        return ""
-    kind = next(filter(None, kinds), "text")
-    return (
-        f"\nCompressed files and other formats: metattt prepare source={kind} dataset_files={file} target=<new folder>"
-    )
-
-
 def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
     """The documents of one file."""
     name = file.relative_to(root).as_posix()
@@ -161,53 +131,29 @@ def _read(file: Path, root: Path, text_key: str) -> Iterator[Document]:
         if file.suffix in TEXT_SUFFIXES:
             yield Document(name, file.read_bytes())
         else:
-            rows = _jsonl(file, text_key) if file.suffix == ".jsonl" else _parquet(file, text_key)
-            for row, text in enumerate(rows, start=1):
-                yield Document(f"{name}:{row}", text.encode())
+            texts = _jsonl(file, text_key) if file.suffix == ".jsonl" else _parquet(file, text_key)
+            for row, text in enumerate(texts, start=1):
+                yield Document(f"{name}:{row}", text)
     except OSError as error:
         raise MetaTTTError(f"{file} cannot be read: {error.strerror or error}") from error
     except MemoryError as error:
         raise MetaTTTError(f"{file} does not fit into memory: cut it into several files") from error
 
 
-def _jsonl(file: Path, text_key: str) -> Iterator[str]:
+def _jsonl(file: Path, text_key: str) -> Iterator[bytes]:
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[text_key]
-            except json.JSONDecodeError as error:
-                raise MetaTTTError(
-                    f"{file}:{number} is not a line of JSON: {error.msg} at column {error.colno}"
-                ) from error
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-                raise MetaTTTError(f"{file}:{number} cannot be read: {str(error).splitlines()[0]}") from error
-            except (KeyError, TypeError, IndexError) as error:
-                raise MetaTTTError(
-                    f"{file}:{number} has no key {text_key!r}: name the key with data.text_key=..."
-                ) from error
-            if not isinstance(text, str):
-                raise MetaTTTError(
-                    f"{file}:{number}: {text_key!r} holds {type(text).__name__}, not text: set data.text_key=..."
-                )
-            if place := half_a_character(text):
-                raise MetaTTTError(
-                    f"{file}:{number}: {text_key!r} holds half a surrogate pair {place}: fix the line"
-                )
-            yield text
+                yield _encoded(json.loads(line)[text_key], text_key)
+            except (KeyError, TypeError) as error:
+                raise MetaTTTError(f"{file}:{number} has no text in {text_key!r}: set data.text_key=...") from error
+            except (ValueError, RecursionError) as error:  # no JSON, half a pair of surrogates, lists in lists in lists
+                raise MetaTTTError(f"{file}:{number} cannot be read: {str(error).splitlines()[0]:.200}") from error
 
 
-def half_a_character(text: str) -> str:
-    """Where a text has half a pair of surrogates, which JSON allows and UTF-8 does not; empty for one that is whole."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"(\\u{ord(text[error.start]):04x}, character {error.start})"
-    return ""
-
-
-def _parquet(file: Path, text_key: str) -> Iterator[str]:
+def _parquet(file: Path, text_key: str) -> Iterator[bytes]:
     pyarrow = need("pyarrow", extra="text", what=f"reading {file}")
     parquet = need("pyarrow.parquet", extra="text", what=f"reading {file}")
     try:
@@ -217,11 +163,15 @@ def _parquet(file: Path, text_key: str) -> Iterator[str]:
             raise MetaTTTError(f"{file} has no column {text_key!r}, only {names}: name it with data.text_key=...")
         for batch in table.iter_batches(columns=[text_key]):
             for text in batch.column(0).to_pylist():
-                if text is not None and not isinstance(text, str):
-                    raise MetaTTTError(
-                        f"{file}: column {text_key!r} holds {type(text).__name__}, not text: set data.text_key=..."
-                    )
-                yield text or ""
-    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:  # pages that are damaged among them
+                yield _encoded(text or "", text_key)
+    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:  # pages that are damaged among them
+        if isinstance(error, MetaTTTError):
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MetaTTTError(f"{file} is not a parquet file that can be read: {reason}") from error
+
+
+def _encoded(text: object, text_key: str) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError(f"{text_key!r} holds {type(text).__name__}, not text")
+    return text.encode()

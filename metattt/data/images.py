@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from metattt.composition.messages import first_line
 from metattt.data.base import Data, ReadError, check_loading
-from metattt.data.windows import batches_in_order, batches_of_run, process
-from metattt.errors import MetaTTTError, check_choice, check_integer
+from metattt.data.windows import ShuffledBatches, batches_in_order
+from metattt.errors import MetaTTTError, check_choice, check_integer, check_number
 from metattt.io import path_of
 from metattt.optional import need
 from metattt.registry import register
@@ -46,7 +47,7 @@ class Images(Data):
     seed: int
     evaluation: Mapping[str, Any] | None = None
 
-    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+    def job(self, cfg: DictConfig) -> Job:
         from metattt.training.image_module import ImageJob
 
         return ImageJob(cfg, self)
@@ -65,11 +66,7 @@ class Images(Data):
         return self.describe().rpartition(": ")[2] + f", {self.num_classes} classes"  # their number, and the classes
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """Images that neither training nor validation reads, in order.
-
-        Raises:
-            MetaTTTError: a source that keeps none.
-        """
+        """Images that neither training nor validation reads, in order; a source that keeps none raises an error."""
         raise MetaTTTError("these images have no split test: only data=digits keeps some, with data.test_fraction=0.2")
 
 
@@ -111,8 +108,7 @@ class CheckedImages(Dataset[tuple[Any, int]]):
                     image = need("PIL.Image", extra="images", what="reading images").open(file)
                 return image.convert(self.mode), int(label)
             except Exception as error:  # each format's decoder has errors of its own
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                message = f"the image {self._name(place)} cannot be read ({reason})"
+                message = f"the image {self._name(place)} cannot be read ({first_line(error)})"
                 if self.corrupt == "error":
                     raise CorruptImage(f"{message}: remove it, or set data.corrupt=skip") from error
                 warnings.warn(f"{message}: skipped", stacklevel=2)
@@ -175,10 +171,8 @@ class ImageData(Images):
         check_choice("data.corrupt", corrupt, ("error", "skip"))
         check_integer("data.img_size", img_size, 1, 2**13)
         check_loading(batch_size, seed, num_workers)
-        if in_chans not in (1, 3):
-            raise MetaTTTError(f"data.in_chans={in_chans} is not allowed: 3 for colour, 1 for grey")
-        if not 0 < min_area <= 1:
-            raise MetaTTTError(f"data.min_area={min_area} is not allowed: it must be between 0 and 1")
+        check_choice("data.in_chans", in_chans, (1, 3))
+        check_number("data.min_area", min_area, above=0, most=1)
         if augment is not None:
             try:
                 self.timm.create_transform(img_size, is_training=True, auto_augment=augment)
@@ -196,7 +190,7 @@ class ImageData(Images):
     def setup(self, stage: str | None = None) -> None:
         """Finds the images, once. Streams are made again when there are several processes: timm then gives each a
         part."""
-        now = (process(self.trainer)[1], self.batch_size)
+        now = (self.place.world_size, self.batch_size)
         if now != self._streams_for and any(isinstance(found, IterableDataset) for found in self._datasets.values()):
             self._datasets.clear()
         self._streams_for = now
@@ -211,11 +205,7 @@ class ImageData(Images):
 
     def open(self, name: str, found: Dataset[Any] | None = None) -> None:
         """Opens one split without the others; or takes a data set of pairs (image, label) for it, whose `transform` the
-        loader sets.
-
-        Raises:
-            MetaTTTError: no images.
-        """
+        loader sets."""
         self._datasets[name] = self._dataset(name) if found is None else found
 
     def _dataset(self, name: str) -> Dataset[Any]:
@@ -235,9 +225,8 @@ class ImageData(Images):
                 seed=self.seed, input_img_mode=mode,
             )  # fmt: skip
         except Exception as error:  # whatever the readers of the many formats raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise MetaTTTError(
-                f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {reason}"
+                f"data.path={root} data.dataset={self.dataset}: no {name} images can be read: {first_line(error)}"
             ) from error
         return found if isinstance(found, IterableDataset) else CheckedImages(found, mode, self.corrupt)
 
@@ -261,8 +250,7 @@ class ImageData(Images):
         return f"{self.dataset or self.path}: {sizes[0]:,} images to train, {sizes[1]:,} to validate"
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Random crops, shuffled, for the whole run from the step that the trainer has reached; a stream: for an
-        epoch."""
+        """Random crops, shuffled, for the whole run from those at `place.done` on; a stream: for an epoch."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Batch]:
@@ -280,9 +268,9 @@ class ImageData(Images):
         if isinstance(data, IterableDataset):
             return loader
         order = (
-            batches_of_run(len(data), self.batch_size, self.seed, self.trainer)
+            ShuffledBatches(len(data), self.batch_size, self.seed, self.place)
             if name == "train"
-            else batches_in_order(len(data), self.batch_size, *process(self.trainer))
+            else batches_in_order(len(data), self.batch_size, self.place)
         )
         # timm's, in an order of ours: the same one whatever the processes, and gone on with where a run stopped
         return DataLoader(

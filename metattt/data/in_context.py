@@ -69,8 +69,7 @@ class InContextData(SequenceData):
         kind = {"sparse": f"sparse linear ({self.nonzero} of", "network": f"two-layer ({self.hidden} units,"}
         return (
             f"{kind.get(self.function, 'linear (')} {self.features} features) functions in context, {self.examples} "
-            "examples, "
-            f"noise {self.noise:g}"
+            f"examples, noise {self.noise:g}"
         ).replace("( ", "(")
 
     def draw(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from metattt.errors import MetaTTTError
-from metattt.io import digest, inside, parse, read_text, write_whole
+from metattt.io import digest, read_object, write_whole
 
 MANIFEST = "manifest.json"
 TOKENS, DOCUMENTS, TOKENIZER = "tokens.bin", "documents.bin", "tokenizer.json"
 FORMAT, VERSION = "metattt tokens", 1
-MOST_BYTES = 2**20  # of a manifest: a source may be a long list of files
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -28,14 +27,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     Raises:
         MetaTTTError: a file of that name that is not a manifest of this format, or not as it was written.
     """
-    file = inside(folder, MANIFEST)
+    file = folder / MANIFEST
     if not file.is_file():
         return None
-    content = parse(read_text(file, MOST_BYTES), str(file))
-    if not isinstance(content, dict) or content.get("format") not in (FORMAT, "metattt shards"):
-        raise MetaTTTError(f"{file} was not written by metattt prepare")
-    if content["format"] != FORMAT or content.get("version") != VERSION:
-        raise MetaTTTError(f"{file} is of another release: prepare the text again, in a new folder")
+    content = read_object(file, 2**20)
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise MetaTTTError(f"{file} is not of this release of metattt prepare: prepare the text again, in a new folder")
     if content.pop("checksum", None) != _checksum(content):
         raise MetaTTTError(f"{file} is not as metattt prepare wrote it (checksum): it is damaged or was edited")
     return content
@@ -48,5 +45,4 @@ def write_signed(file: Path, content: Mapping[str, Any]) -> None:
 
 def _checksum(content: Mapping[str, Any]) -> str:
     """Of the data, not of the text: white space and the order of keys do not count."""
-    plain = {key: value for key, value in content.items() if key != "checksum"}
-    return digest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
+    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -11,9 +11,8 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,14 +26,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from metattt.composition.messages import first_line
 from metattt.composition.settings import settings
 from metattt.data.documents import find_files, iterate_documents, share
 from metattt.data.manifest import DOCUMENTS, FORMAT, MANIFEST, TOKENIZER, TOKENS, VERSION, read_manifest, write_signed
 from metattt.data.shards import ShardData
-from metattt.data.sources import check_source, first_line, is_local, load, name_of
+from metattt.data.sources import is_local, load
 from metattt.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, document_tokens, load_tokenizer
 from metattt.data.windows import dtype_of
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.io import path_of, sync, write_whole
 from metattt.locking import FolderLock
 from metattt.optional import need
@@ -62,14 +62,8 @@ class PrepareSettings:
 
 @dataclass
 class Rows:
-    """Documents in the order of their source.
-
-    Attributes:
-        table: `datasets.Dataset`: a column of texts, and of local files one with their `key`.
-        name: of the source.
-        text_key: the column of texts.
-        held_out: they are to validate on; False: to train on; None: as the hash of their names says.
-    """
+    """Documents in the order of their source: a `datasets.Dataset` with a column of texts, and of local files one with
+    their `key`. `held_out`: they are to validate on; False: to train on; None: as the hash of their names says."""
 
     table: Any
     name: str
@@ -90,7 +84,11 @@ def prepare(cfg: DictConfig) -> int:
         MetaTTTError: a setting, a source or a tokenizer that cannot be used, a folder that holds other things or that
             another process writes to, a full disk.
     """
-    chosen = _settings(cfg)
+    chosen = settings(PrepareSettings, cfg, target="no folder for the tokens is given: add target=<a new folder>")
+    check_number("validation_fraction", chosen.validation_fraction, least=0, below=1)
+    if chosen.workers is not None:
+        check_integer("workers", chosen.workers, most=1024)
+    check_integer("seed", chosen.seed, -(2**63))
     console = Console(highlight=False, soft_wrap=True)
     folder = path_of(chosen.target, "target")
     library = need("datasets", extra="text", what="metattt prepare")
@@ -102,11 +100,14 @@ def prepare(cfg: DictConfig) -> int:
     except KeyboardInterrupt as stop:
         console.print(f"stopped. To resume, run the same command again: target={_shown(folder)}", markup=False)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
-    except MetaTTTError:
-        raise
     except Exception as error:
         raise _in_one_line(error, folder) from error
-    console.print(_table(_shown(folder), manifest))
+    table = Table("split", *(f"{column:>10}" for column in ("documents", "MB of text", "M tokens")))
+    table.title = Text(_shown(folder))
+    for split, counts in manifest["splits"].items():
+        megabytes, tokens = counts["bytes"] / 1e6, counts["tokens"] / 1e6
+        table.add_row(split, f"{counts['documents']:>10,}", f"{megabytes:>10,.1f}", f"{tokens:>10,.2f}")
+    console.print(table)
     return 0
 
 
@@ -116,9 +117,7 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: A
     given = [("source", chosen.source, chosen.dataset_files, False if divided else None)]
     if divided:
         given.append(("validation_source", chosen.validation_source, None, True))
-    for key, source, files, _ in given:
-        check_source(source, files, key)
-    names = [name_of(source, chosen.dataset_config, chosen.dataset_split, files) for _, source, files, _ in given]
+    names = [_name(chosen, *one[:3]) for one in given]
     said = {"source": "; to validate: ".join(names), **{key: getattr(chosen, key) for key in SAME}}
     if (known := _written(folder, said, tokenizer.identity)) is not None:
         console.print(f"{_shown(folder)} is complete already", markup=False)
@@ -127,10 +126,10 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: A
     part.mkdir(parents=True, exist_ok=True)
     new, cache = part / "new", part / "cache"
     try:
-        with FolderLock(part, "metattt prepare"), _emptied_if_refused(new, cache):
+        with FolderLock(part, "metattt prepare"):
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
-            rows = [_rows(library, chosen, *one, cache, console) for one in given]
+            rows = [_rows(library, chosen, *one, name, cache, console) for one, name in zip(given, names, strict=True)]
             _check_splits(rows, chosen)
             written = _write(new, [_tokenised(library, one, chosen, tokenizer.content) for one in rows], tokenizer)
             if tokenizer.content is not None:
@@ -147,28 +146,6 @@ def _prepare(chosen: PrepareSettings, folder: Path, console: Console, library: A
         with suppress(OSError):
             part.rmdir()  # unless something is in it
     return manifest
-
-
-@contextmanager
-def _emptied_if_refused(*folders: Path) -> Iterator[None]:
-    """What is in folders goes if the text or a setting is refused: it is of no use then. The reason is found among the
-    causes of what the library raises."""
-    try:
-        yield
-    except Exception as error:
-        refused = next((one for one in _causes(error) if isinstance(one, MetaTTTError)), None)
-        if refused is None:
-            raise
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise refused from None
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
-        causes.append(cause)
-    return causes
 
 
 def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -> dict[str, Any] | None:
@@ -199,13 +176,27 @@ def _written(folder: Path, said: Mapping[str, Any], tokenizer: dict[str, Any]) -
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
+def _is_here(source: Any, files: Any) -> bool:
+    return files is None and (not isinstance(source, str) or is_local(source))
+
+
+def _name(chosen: PrepareSettings, key: str, source: Any, files: Any) -> str:
+    """The name of a source: the same text has the same name."""
+    if _is_here(source, files):
+        paths = [source] if isinstance(source, str) else source or []
+        return ", ".join(str(path_of(one, key).absolute()) for one in paths) or "the Python standard library"
+    if not isinstance(source, str):
+        raise MetaTTTError(f"dataset_files={files} needs their format or a dataset: add source=json, text, csv, ...")
+    given = [] if files is None else [files] if isinstance(files, str) else map(str, files)
+    return "/".join(filter(None, (source, chosen.dataset_config, chosen.dataset_split, *given)))
+
+
 def _rows(
-    library: Any, chosen: PrepareSettings, key: str, source: Any, files: Any, held_out: bool | None, cache: Path,
-    console: Console,
+    library: Any, chosen: PrepareSettings, key: str, source: Any, files: Any, held_out: bool | None, name: str,
+    cache: Path, console: Console,
 ) -> Rows:  # fmt: skip
     """The documents of a source: of local files, which may be any bytes, by our readers, of others by `datasets`."""
-    name = name_of(source, chosen.dataset_config, chosen.dataset_split, files)
-    if files is None and (not isinstance(source, str) or is_local(source)):
+    if _is_here(source, files):
         found = find_files(source, key)
         if next(iterate_documents(found, chosen.text_key), None) is None:
             raise _no_document(bool(held_out), chosen)
@@ -239,12 +230,8 @@ def _keys(rows: Rows) -> Iterator[bytes]:
         yield from (f"{rows.name}:{row}".encode() for row in range(len(rows.table)))
 
 
-def _check_splits(sources: Iterable[Rows], chosen: PrepareSettings) -> None:
-    """Refuses text without a document for each split, before any is tokenised.
-
-    Raises:
-        MetaTTTError: naming the split.
-    """
+def _check_splits(sources: Sequence[Rows], chosen: PrepareSettings) -> None:
+    """Raises an error for text without a document for each split, before any is tokenised."""
     wanted = {True, False} if chosen.validation_fraction > 0 else {False}
     for rows in sources:
         for key in _keys(rows):
@@ -292,10 +279,7 @@ def _tokens(
         key = batch["key"][place] if "key" in batch else f"{name}:{row}".encode()
         text = batch[text_key][place] or b""
         text = text.encode() if isinstance(text, str) else text
-        try:
-            found["tokens"].append(document_tokens(encoder, text).astype(dtype).tobytes())
-        except MetaTTTError as error:
-            raise MetaTTTError(f"{key.decode(errors='backslashreplace')}: {error}") from error
+        found["tokens"].append(document_tokens(encoder, text).astype(dtype).tobytes())
         found["held_out"].append(share(key, seed) < fraction if held_out is None else held_out)
         found["bytes"].append(len(text))
     return found
@@ -332,36 +316,21 @@ def _write(folder: Path, tables: Sequence[Any], tokenizer: Tokenizer) -> dict[st
     return {"splits": splits, "checksums": checksums}
 
 
-# -- what a user sees --------------------------------------------------------------------------------------------------
+# -- stops and errors --------------------------------------------------------------------------------------------------
 
 
-def _settings(cfg: DictConfig) -> PrepareSettings:
-    chosen = settings(PrepareSettings, cfg, target="no folder for the tokens is given: add target=<a new folder>")
-    if not 0 <= chosen.validation_fraction < 1:
-        said = f"validation_fraction={chosen.validation_fraction}"
-        raise MetaTTTError(f"{said} is not allowed: it must be at least 0 and less than 1")
-    if chosen.workers is not None:
-        check_integer("workers", chosen.workers, most=1024)
-    check_integer("seed", chosen.seed, -(2**63))
-    return chosen
-
-
-def _in_one_line(error: Exception, folder: Path) -> MetaTTTError:
-    """What the library made of an error of the disk, or said itself."""
-    for one in _causes(error):
+def _in_one_line(error: BaseException, folder: Path) -> MetaTTTError:
+    """The error of ours, or of the disk, that the library has wrapped; else what the library says."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    for one in causes:
+        if isinstance(one, MetaTTTError):
+            return one
         if isinstance(one, OSError) and one.errno is not None:
             advice = ": free some, or choose a folder on another disk" if one.errno == errno.ENOSPC else ""
             return MetaTTTError(f"{one.filename or folder}: {one.strerror or one}{advice}")
     return MetaTTTError(f"the text cannot be prepared: {first_line(error)}")
-
-
-def _table(title: str, manifest: dict[str, Any]) -> Table:
-    """What was written."""
-    table = Table("split", *(f"{column:>10}" for column in ("documents", "MB of text", "M tokens")), title=Text(title))
-    for split, counts in manifest["splits"].items():
-        megabytes, tokens = counts["bytes"] / 1e6, counts["tokens"] / 1e6
-        table.add_row(split, f"{counts['documents']:>10,}", f"{megabytes:>10,.1f}", f"{tokens:>10,.2f}")
-    return table
 
 
 def _shown(path: Path) -> str:
@@ -371,8 +340,7 @@ def _shown(path: Path) -> str:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """SIGTERM counts as Ctrl-C meanwhile, and processes that tokenise end without a word. In the main thread only: no
-    other may say what a signal does."""
+    """SIGTERM counts as Ctrl-C meanwhile, and processes that tokenise end without a word."""
     main = os.getpid()
 
     def stop(number: int, frame: object) -> None:
@@ -380,9 +348,6 @@ def _stopped_by_signals() -> Iterator[None]:
             os._exit(1)
         raise KeyboardInterrupt(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

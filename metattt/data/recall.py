@@ -59,8 +59,7 @@ class RecallData(SequenceData):
         if self.list_length + 2 * pairs > length:
             raise MetaTTTError(
                 f"data.pairs={pairs} data.overwrite={str(overwrite).lower()} need {self.list_length} tokens for the "
-                "list and "
-                f"{2 * pairs} for the questions: set data.length={self.list_length + 2 * pairs} or more"
+                f"list and {2 * pairs} for the questions: set data.length={self.list_length + 2 * pairs} or more"
             )
         self.pairs, self.length, self.vocab_size = pairs, length, vocab_size
         self.overwrite, self.gap_power = overwrite, gap_power

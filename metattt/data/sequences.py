@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from metattt.data.base import Data, check_loading
-from metattt.data.windows import Batches, process, steps
+from metattt.data.windows import Batches
 from metattt.errors import MetaTTTError, check_integer
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class SequenceData(Data):
         self.batch_size, self.validation_size = batch_size, validation_size
         self.seed, self.num_workers = seed, num_workers
 
-    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+    def job(self, cfg: DictConfig) -> Job:
         from metattt.training.sequence_module import SequenceJob
 
         return SequenceJob(cfg, self)
@@ -91,9 +91,9 @@ class SequenceData(Data):
         )
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """New sequences for every step of the run, from the step that the trainer has reached."""
-        done, total = steps(self.trainer)
-        return self._loader("train", Batches(self.batch_size, total or done + 1, done, *process(self.trainer)))
+        """New sequences for every step of the run, from those at `place.done` on; one batch outside of a run."""
+        total = self.place.total or self.place.done + 1
+        return self._loader("train", Batches(self.batch_size, self.place._replace(total=total)))
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """The validation sequences, a part of them in each process."""
@@ -101,9 +101,8 @@ class SequenceData(Data):
 
     def loader(self, part: Part) -> DataLoader[Batch]:
         """The validation or test sequences in order, once."""
-        rank, world = process(self.trainer)
         size = max(self.batch_size, 256)
-        own = range(rank, self.validation_size, world)
+        own = range(self.place.rank, self.validation_size, self.place.world_size)
         return self._loader(part, [list(own[first : first + size]) for first in range(0, len(own), size)])
 
     def _loader(self, part: Part, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Batch]:

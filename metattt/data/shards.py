@@ -14,7 +14,7 @@ from metattt.data.manifest import DOCUMENTS, TOKENS, read_manifest
 from metattt.data.tokenizers import read_tokenizer
 from metattt.data.windows import Split, WindowData, digest_of, dtype_of, no_test_text
 from metattt.errors import MetaTTTError, check_integer
-from metattt.io import checksum, inside, path_of
+from metattt.io import check_own, checksum, path_of
 from metattt.registry import register
 
 DOCUMENT_TOKENS = 1024  # of a held-out document, for a sample
@@ -24,61 +24,32 @@ class DamagedTokens(ReadError):
     """A file that is not as its manifest says."""
 
 
-class TokenFile:
-    """A file of numbers, mapped into memory when the first are read.
+class Numbers:
+    """A file of numbers, mapped into memory when the first are read; a data worker maps it itself."""
 
-    Args:
-        path: the file.
-        dtype: of its numbers.
-        length: their number.
-        checksum: of the file (XXH3, 128 bits).
-
-    Raises:
-        DamagedTokens: it is missing, or of another length.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype, length: int, checksum: str):
-        self.path, self.dtype, self.length, self.checksum = path, dtype, length, checksum
-        try:
-            found, expected = path.stat().st_size, length * dtype.itemsize
-        except OSError as error:
-            raise DamagedTokens(f"{path} cannot be read: {error.strerror}") from error
-        if not path.is_file() or found != expected:
-            raise DamagedTokens(f"{path} has {found} bytes and not {expected}: it is half-written, or another file")
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype = path, dtype
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: one for key, one in self.__dict__.items() if key != "numbers"}  # a data worker maps it itself
-
-    def check(self) -> None:
-        """Compares the file with its checksum; it takes as long as reading it from the disk.
-
-        Raises:
-            DamagedTokens: it is damaged or another file.
-        """
-        if checksum(self.path) != self.checksum:
-            raise DamagedTokens(f"{self.path} is not as metattt prepare wrote it (checksum): prepare the text again")
+        return {"path": self.path, "dtype": self.dtype}
 
     @cached_property
-    def numbers(self) -> np.ndarray:
-        return np.memmap(self.path, self.dtype, "r") if self.length else np.empty(0, self.dtype)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """The numbers from `start` to before `stop`."""
-        return self.numbers[start:stop]
+    def all(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, "r") if self.path.stat().st_size else np.empty(0, self.dtype)
 
 
 class TokenWindows:
     """Windows `[N, width]` of a part of a file of tokens, read as they are needed.
 
     Args:
-        file: the tokens.
+        tokens: the file.
         start, stop: the part.
         width: tokens per window.
         most: at most so many windows, evenly spread; None: all.
     """
 
-    def __init__(self, file: TokenFile, start: int, stop: int, width: int, most: int | None = None):
-        self.file, self.start, self.width = file, start, width
+    def __init__(self, tokens: Numbers, start: int, stop: int, width: int, most: int | None = None):
+        self.tokens, self.start, self.width = tokens, start, width
         self.count = (stop - start) // width
         self.rows = None if most is None else np.arange(min(self.count, most)) * self.count // min(self.count, most)
 
@@ -88,7 +59,7 @@ class TokenWindows:
     def __getitem__(self, index: Sequence[int]) -> np.ndarray:
         rows = index if self.rows is None else self.rows[index]
         starts = [self.start + int(row) * self.width for row in rows]
-        return np.stack([self.file.read(start, start + self.width) for start in starts])
+        return np.stack([self.tokens.all[start : start + self.width] for start in starts])
 
     @property
     def size(self) -> int:
@@ -143,20 +114,21 @@ class ShardData(WindowData):
                 f"metattt prepare source=<text> target={self.path}"
             )
         self.tokenizer = read_tokenizer(self.folder, manifest["tokenizer"])
-        if manifest["dtype"] != dtype_of(self.tokenizer.vocab_size).name:
-            raise MetaTTTError(
-                f"{self.folder} was prepared with another tokenizer than its manifest says: prepare the text again"
-            )
-
-        def opened(name: str, dtype: str, count: str) -> TokenFile:
-            length = sum(split[count] for split in manifest["splits"].values())
-            file = TokenFile(inside(self.folder, name), np.dtype(dtype), length, manifest["checksums"][name])
-            if self.verify:
-                file.check()
-            return file
-
-        self.tokens = opened(TOKENS, manifest["dtype"], "tokens")
-        self.documents = opened(DOCUMENTS, "int64", "documents")
+        self.length = sum(split["tokens"] for split in manifest["splits"].values())
+        count = sum(split["documents"] for split in manifest["splits"].values())
+        self.tokens = Numbers(self.folder / TOKENS, dtype_of(self.tokenizer.vocab_size))
+        self.documents = Numbers(self.folder / DOCUMENTS, np.dtype(np.int64))
+        for numbers, length in ((self.tokens, self.length), (self.documents, count)):
+            check_own(numbers.path)
+            found, expected = numbers.path.stat().st_size, length * numbers.dtype.itemsize
+            if found != expected:
+                raise DamagedTokens(
+                    f"{numbers.path} has {found} bytes and not {expected}: it is half-written, or another"
+                )
+            if self.verify and checksum(numbers.path) != manifest["checksums"][numbers.path.name]:
+                raise DamagedTokens(
+                    f"{numbers.path} is not as metattt prepare wrote it (checksum): prepare the text again"
+                )
         self.manifest = manifest
 
     @property
@@ -175,7 +147,7 @@ class ShardData(WindowData):
         if name == "test":
             raise no_test_text(self.path)
         self.setup()
-        border, width, end = self.manifest["splits"]["train"]["tokens"], self.context_length + 1, self.tokens.length
+        border, width, end = self.manifest["splits"]["train"]["tokens"], self.context_length + 1, self.length
         start, stop = {"train": (0, border), "validation": (border, end), "all": (0, end)}[name]
         if stop - start < width:
             raise MetaTTTError(
@@ -189,5 +161,5 @@ class ShardData(WindowData):
     def sample_document(self) -> bytes:
         self.setup()
         first = self.manifest["splits"]["train"]["documents"]
-        start, end = [*self.documents.read(first, first + 2).tolist(), self.tokens.length][:2]
-        return self.tokenizer.decode(self.tokens.read(start, min(end, start + DOCUMENT_TOKENS)).tolist())
+        start, end = [*self.documents.all[first : first + 2].tolist(), self.length][:2]
+        return self.tokenizer.decode(self.tokens.all[start : min(end, start + DOCUMENT_TOKENS)].tolist())

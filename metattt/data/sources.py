@@ -3,43 +3,19 @@ Hugging Face Hub."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from metattt.data.documents import FOREIGN, SUFFIXES
+from metattt.composition.messages import first_line
+from metattt.data.documents import SUFFIXES
 from metattt.errors import MetaTTTError
 from metattt.io import path_of
 from metattt.optional import need
 
-
-def check_source(source: Any, files: Any, key: str = "source") -> None:
-    """Refuses what is no source.
-
-    Raises:
-        MetaTTTError: naming what is allowed.
-    """
-    if source is not None and not isinstance(source, Sequence):
-        raise MetaTTTError(f"{key}={source} is not a path: give files or folders, or the name of a dataset")
-    for one in [source] if isinstance(source, str) else source or []:
-        path_of(one, key)
-    if files is None:
-        return
-    listed = [files] if isinstance(files, str) else files
-    if not isinstance(listed, Sequence) or not all(isinstance(file, str) and file.strip() for file in listed):
-        raise MetaTTTError(f"dataset_files={files} is not a list of paths")
-    if not isinstance(source, str):
-        raise MetaTTTError(
-            f"dataset_files={files} needs their format or a dataset: add source=json, text, parquet, csv, ..."
-        )
-
-
-def name_of(source: Any, config: str | None, split: str, files: Any) -> str:
-    """The name of a source: the same text has the same name."""
-    given = [] if files is None else [files] if isinstance(files, str) else files
-    if files is None and (not isinstance(source, str) or is_local(source)):
-        paths = [source] if isinstance(source, str) else source or []
-        return ", ".join(str(path_of(one, "source").absolute()) for one in paths) or "the Python standard library"
-    return "/".join(filter(None, (source, config, split))) + (f" of {', '.join(given)}" if given else "")
+FOREIGN = {  # suffix: format in the library of Hugging Face; None for compression, whose format stands before it
+    **dict.fromkeys((".gz", ".zst", ".bz2", ".xz", ".zip")),
+    **{".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".parquet": "parquet",
+       ".arrow": "arrow"},
+}  # fmt: skip
 
 
 def is_local(source: str) -> bool:
@@ -75,9 +51,3 @@ def load(name: str, config: str | None, split: str, text_key: str, files: Any, k
         setting, names = f"{key.removesuffix('source').removesuffix('path')}text_key", ", ".join(found.column_names)
         raise MetaTTTError(f"{key}={name} has no text in {text_key!r}, only {names}: set {setting}=")
     return found
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of a library says first."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

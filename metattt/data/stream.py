@@ -17,20 +17,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from metattt.data.documents import FOREIGN, half_a_character
-from metattt.data.sources import first_line, is_local, load
-from metattt.data.tokenizers import document_tokens, load_tokenizer
-from metattt.data.windows import (
-    Batches,
-    Split,
-    WindowArray,
-    WindowData,
-    Windows,
-    digest_of,
-    no_test_text,
-    process,
-    steps,
-)
+from metattt.composition.messages import first_line
+from metattt.data.sources import FOREIGN, is_local, load
+from metattt.data.tokenizers import Tokenizer, document_tokens, load_tokenizer
+from metattt.data.windows import Batches, Split, WindowArray, WindowData, Windows, digest_of, no_test_text
 from metattt.errors import MetaTTTError, check_integer
 from metattt.io import path_of
 from metattt.registry import register
@@ -39,71 +29,22 @@ LONGEST_BLOCK = 2**20  # windows
 BOOKMARKS = 2  # of the blocks read last: a batch may be made before it is asked for
 
 
-class Stream:
-    """The texts of a streamed dataset, in order.
-
-    Args:
-        name, config, split, text_key, files, options: see `metattt.data.sources.load`.
-        skip: texts at the beginning that are left out.
-
-    Raises:
-        MetaTTTError: the library is not installed, or the dataset cannot be opened or has no such column.
-    """
-
-    def __init__(
-        self, name: str, config: str | None, split: str, text_key: str, files: Any = None, skip: int = 0, **options: Any
-    ):
-        found = load(name, config, split, text_key, files, "data.path", streaming=True, **options)
-        self.name, self.text_key = name, text_key
-        self.dataset: Any = found.skip(skip) if skip else found
-        self.begin: Any = None  # its state before the first text, once it was asked for
-
-    def texts(self, place: Any = None) -> Iterator[tuple[Any, bytes]]:
-        """All texts from a place on, empty ones too, each with its place: plain data that a later call can begin at.
-
-        Args:
-            place: of the first text; None for the beginning of the stream.
-        """
-        try:
-            if self.begin is None:
-                self.begin = self.dataset.state_dict()
-            place = self.begin if place is None else place
-            self.dataset.load_state_dict(copy.deepcopy(place))
-        except Exception as error:  # the library looks into it as deep as its formats are nested
-            raise MetaTTTError(f"data.path={self.name} has no such place: {first_line(error)}") from error
-        rows = iter(self.dataset)
-        while True:
-            try:
-                row = next(rows, None)
-            except Exception as error:  # the library's own, and those of file formats and of the network
-                raise MetaTTTError(f"data.path={self.name} cannot be read: {first_line(error)}") from error
-            if row is None:
-                return
-            after, text = self.dataset.state_dict(), row.get(self.text_key)
-            if not isinstance(text, str):
-                raise MetaTTTError(
-                    f"data.path={self.name} has a row without text in {self.text_key!r}, only {', '.join(row)}: "
-                    "set data.text_key="
-                )
-            if half := half_a_character(text):
-                raise MetaTTTError(f"data.path={self.name} has a row with half a surrogate pair {half}")
-            yield place, text.encode()
-            place = after
-
-
 class Reader:
-    """The tokens of a stream, in order; at its end it begins again.
+    """The tokens of a streamed dataset, in order; at its end it begins again.
 
     Args:
-        stream: the texts.
+        dataset: `datasets.IterableDataset`, whose state can be saved and set.
+        text_key: its column with the text.
         tokenizer: its separator goes before every document.
+        name: of the dataset, for messages.
     """
 
-    def __init__(self, stream: Stream, tokenizer: Any):
-        self.stream, self.tokenizer = stream, tokenizer
-        self.place: Any = None  # of the document that is read
+    def __init__(self, dataset: Any, text_key: str, tokenizer: Tokenizer, name: str = "the stream"):
+        self.dataset, self.text_key, self.tokenizer, self.name = dataset, text_key, tokenizer, name
+        self.begin = dataset.state_dict()
+        self.place: Any = self.begin  # of the document that is read
         self.length, self.rest = 0, np.empty(0, np.int64)  # its tokens, and those that are left of it
-        self._documents = self._endless(None)
+        self._documents = self._endless(self.begin)
 
     def read(self, count: int) -> np.ndarray:
         """The next `count` tokens, int64.
@@ -120,33 +61,42 @@ class Reader:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def bookmark(self) -> dict[str, Any]:
-        """Where reading has come to, as plain data."""
+        """How far it has read, as plain data."""
         return {"place": self.place, "used": self.length - len(self.rest)}
 
     def go_to(self, bookmark: Mapping[str, Any]) -> None:
-        """Goes on from a bookmark of the same stream.
-
-        Raises:
-            MetaTTTError: the stream has no such place.
-        """
+        """Goes on from a bookmark of the same stream."""
         self._documents, used = self._endless(bookmark["place"]), bookmark["used"]
         tokens = next(self._documents) if used else np.empty(0, np.int64)
         if len(tokens) < used:
-            raise MetaTTTError(f"data.path={self.stream.name} has changed since the checkpoint was written")
+            raise MetaTTTError(f"data.path={self.name} has changed since the checkpoint was written")
         self.rest = tokens[used:]
+
+    def texts(self, place: Any) -> Iterator[tuple[Any, bytes]]:
+        """All texts from a place on, empty ones too, each with its place: plain data that a later call can begin at."""
+        try:
+            self.dataset.load_state_dict(copy.deepcopy(place))
+            for row in self.dataset:
+                after = self.dataset.state_dict()
+                yield place, row[self.text_key].encode()
+                place = after
+        except Exception as error:  # the library's own, and those of file formats and of the network
+            raise MetaTTTError(
+                f"data.path={self.name} cannot be read as text in {self.text_key!r}: {first_line(error):.200}"
+            ) from error
 
     def _endless(self, place: Any) -> Iterator[np.ndarray]:
         """The tokens of every document that is not empty, from a place on."""
         while True:
-            found = place is not None
-            for here, text in self.stream.texts(place):
+            found = place is not self.begin
+            for here, text in self.texts(place):
                 if text:
                     found, tokens = True, document_tokens(self.tokenizer, text)
                     self.place, self.length = here, len(tokens)
                     yield tokens
             if not found:
-                raise MetaTTTError(f"data.path={self.stream.name} holds no text to train on")
-            place = None
+                raise MetaTTTError(f"data.path={self.name} holds no text to train on")
+            place = self.begin
 
 
 class StreamWindows:
@@ -262,12 +212,14 @@ class StreamData(WindowData):
         if "tokenizer" not in self.__dict__:
             self.tokenizer = load_tokenizer(self.tokenizer_name)
         self._validation = self._held_out()
-        skip = self.validation_documents if self.validation_split is None else 0
-        reader = Reader(self._open(self.split, skip), self.tokenizer)
+        dataset = self._open(self.split)
+        if self.validation_split is None:
+            dataset = dataset.skip(self.validation_documents)
+        reader = Reader(dataset, self.text_key, self.tokenizer, self.path)
         self._train = StreamWindows(reader, self.context_length + 1, self.shuffle, self.seed)
         self._train.bookmarks = self._bookmarks
 
-    def _open(self, split: str, skip: int = 0) -> Stream:
+    def _open(self, split: str) -> Any:
         name, files = self.path, self.files
         options: dict[str, Any] = {}
         if files is None and ("://" in name or is_local(name)):
@@ -283,17 +235,17 @@ class StreamData(WindowData):
             options["sample_by"] = "document"  # and not a line
         if files is not None and not isinstance(files, str):
             files = [str(file) for file in files]
-        return Stream(name, self.config, split, self.text_key, files, skip, **options)
+        return load(name, self.config, split, self.text_key, files, "data.path", streaming=True, **options)
 
     def _held_out(self) -> np.ndarray:
         """The validation windows `[N, T + 1]`."""
         width = self.context_length + 1
         most = max(1, self.validation_max_tokens // width) * width
-        source = self._open(self.validation_split or self.split)
+        reader = Reader(self._open(self.validation_split or self.split), self.text_key, self.tokenizer, self.path)
         pieces: list[np.ndarray] = []
         count = 0
         self._sample = b""
-        for number, (_, text) in enumerate(source.texts()):
+        for number, (_, text) in enumerate(reader.texts(reader.begin)):
             if count >= most or (self.validation_split is None and number >= self.validation_documents):
                 break
             if text:
@@ -303,8 +255,8 @@ class StreamData(WindowData):
         if count < width:
             raise MetaTTTError(
                 f"the text to validate on has {count} tokens, fewer than the {width} of one window: set "
-                "data.context_length="
-                f"{max(1, count - 1)} or less, or data.validation_documents={2 * self.validation_documents} or more"
+                f"data.context_length={max(1, count - 1)} or less, or more data.validation_documents "
+                f"than {self.validation_documents}"
             )
         tokens = np.concatenate(pieces)[: min(count, most) // width * width]
         return tokens.reshape(-1, width)
@@ -314,16 +266,12 @@ class StreamData(WindowData):
         return f"{self.path}, streamed"
 
     def windows(self, name: Split) -> WindowArray:
-        """The windows of one split. Those of `train` have no end.
-
-        Raises:
-            MetaTTTError: for `all` and `test`.
-        """
+        """The windows of one split, `train` (which has no end) or `validation`; others raise an error."""
         if name == "test":
             raise no_test_text(self.source)
-        self.setup()
         if name == "all":
             raise MetaTTTError("split=all: a stream has no end; split=validation reads what is held out")
+        self.setup()
         assert self._train is not None
         return self._train if name == "train" else self._validation
 
@@ -338,18 +286,13 @@ class StreamData(WindowData):
         return self._sample
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Windows for the whole run, from the step that the trainer has reached.
-
-        Raises:
-            MetaTTTError: a run without a number of steps.
-        """
+        """Windows for the whole run, from those at `place.done` on."""
         self.setup()
         assert self._train is not None
-        done, total = steps(self.trainer)
-        if total is None:
+        if self.place.total is None:
             raise MetaTTTError("a stream has no end: give the number of steps, trainer.max_steps=<steps>")
-        batches = Batches(self.batch_size, total, done, *process(self.trainer))
-        self._train.start_at(batches.start * self.batch_size * batches.world_size)
+        batches = Batches(self.batch_size, self.place)
+        self._train.start_at(self.place.done * self.batch_size * self.place.world_size)
         return DataLoader(Windows(self._train), batch_size=None, sampler=batches)
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from metattt.data.base import MOST_SEED
 from metattt.data.documents import Document, read_documents
 from metattt.data.tokenizers import ByteTokenizer, Tokenizer, document_tokens
 from metattt.data.windows import Split, WindowData, dtype_of
-from metattt.errors import MetaTTTError, check_integer
+from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.registry import register
 
 
@@ -61,15 +61,9 @@ class TextData(WindowData):
         split_seed: int | None = None,
     ):
         super().__init__(context_length, batch_size, seed, num_workers, document_reset)
-        if not 0 < validation_fraction < 1:
-            raise MetaTTTError(
-                f"data.validation_fraction={validation_fraction} is not allowed: it must be between 0 and 1"
-            )
-        if not 0 <= test_fraction < 1 - validation_fraction:
-            raise MetaTTTError(
-                f"data.test_fraction={test_fraction} is not allowed: it must be at least 0, and leave text to train on "
-                f"beside data.validation_fraction={validation_fraction}"
-            )
+        check_number("data.validation_fraction", validation_fraction, above=0, below=1)
+        beside = f" beside data.validation_fraction={validation_fraction}: text is left to train on"
+        check_number("data.test_fraction", test_fraction, least=0, below=1 - validation_fraction, advice=beside)
         for name, value in (("max_bytes", max_bytes), ("validation_max_bytes", validation_max_bytes)):
             if value is not None:
                 check_integer(f"data.{name}", value)
@@ -115,7 +109,10 @@ class TextData(WindowData):
         documents.sort(key=lambda document: (document.share(self.split_seed), document.key))
         if self.test_fraction:
             seen = {document.text for document in self._held_out}
-            documents = [one for one in documents if not (one.text in seen or seen.add(one.text))]  # type: ignore[func-returns-value]
+            first: dict[bytes, Document] = {}
+            for one in documents:
+                first.setdefault(one.text, one)
+            documents = [one for text, one in first.items() if text not in seen]
         return documents
 
     def split(self, name: Split) -> list[bytes]:
@@ -134,33 +131,24 @@ class TextData(WindowData):
         shares = (0.0 if self._held_out else self.validation_fraction, self.test_fraction)
         if len(documents) == 1:
             text = documents[0].text
-            end = round(len(text) * (1 - shares[0]))
-            start = round(len(text) * (1 - sum(shares)))
+            end, start = (round(len(text) * (1 - share)) for share in (shares[0], sum(shares)))
             return [{"train": text[:start], "test": text[start:end], "validation": text[end:]}[name]]
-        validation, test = self._counts(shares)
+        count, splits = len(documents), 1 + sum(share > 0 for share in shares)
+        if count < splits:
+            raise MetaTTTError(
+                f"data.path={self.path} has {count} documents, too few for {splits} splits: give more, or set "
+                "data.test_fraction=0"
+            )
+        # they are in the order of their shares, and every split has one at least
+        below = [sum(one.share(self.split_seed) < edge for one in documents) for edge in (shares[0], sum(shares))]
+        validation = min(max(below[0], 1), count - splits + 1) if shares[0] else 0
+        test = min(max(below[1] - below[0], 1), count - validation - 1) if shares[1] else 0
         chosen = {
             "validation": documents[:validation],
             "test": documents[validation : validation + test],
             "train": documents[validation + test :],
         }[name]
         return [document.text for document in chosen]
-
-    def _counts(self, shares: tuple[float, float]) -> tuple[int, int]:
-        """How many documents are to validate and to test on; they are in the order of their shares.
-
-        Raises:
-            MetaTTTError: not enough documents for one in every split.
-        """
-        count, splits = len(self.documents), 1 + sum(share > 0 for share in shares)
-        if count < splits:
-            raise MetaTTTError(
-                f"data.path={self.path} has {count} documents, too few for {splits} splits: give more, or set "
-                "data.test_fraction=0"
-            )
-        below = [sum(one.share(self.split_seed) < edge for one in self.documents) for edge in (shares[0], sum(shares))]
-        test = max(below[1] - below[0], 1) if shares[1] else 0
-        validation = min(max(below[0], 1), count - splits + 1) if shares[0] else 0
-        return validation, min(test, count - validation - 1)
 
     def windows(self, name: Split) -> np.ndarray:
         """The windows of one split, `[N, T + 1]`, one after the other and without overlap.
@@ -175,8 +163,7 @@ class TextData(WindowData):
             if not count:
                 raise MetaTTTError(
                     f"the {name} text of data.path={self.path} has {len(stream)} tokens, fewer than the {width} of "
-                    "one window: "
-                    f"give more text, or set data.context_length={max(1, len(stream) - 1)} or less"
+                    f"one window: give more text, or set data.context_length={max(1, len(stream) - 1)} or less"
                 )
             windows = stream[: count * width].reshape(count, width)
             if name != "train" and self.validation_max_bytes is not None:
@@ -188,12 +175,9 @@ class TextData(WindowData):
     def _stream(self, name: Split) -> np.ndarray:
         """All tokens of a split, a separator before every document, and the token of end after it if there is one."""
         dtype = dtype_of(self.tokenizer.vocab_size)
-        pieces, left = [], self.max_bytes if name == "train" and self.max_bytes is not None else None
+        pieces, left = [], self.max_bytes if name == "train" and self.max_bytes is not None else 2**63
         for text in self.split(name):
-            if left is not None:
-                if left <= 0:
-                    break
-                text = text[:left]
+            if left > 0:
+                pieces.append(document_tokens(self.tokenizer, text[:left]).astype(dtype))
                 left -= len(text)
-            pieces.append(document_tokens(self.tokenizer, text).astype(dtype))
         return np.concatenate(pieces)

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metattt.composition.messages import first_line
 from metattt.data.manifest import TOKENIZER
-from metattt.data.sources import first_line
 from metattt.errors import MetaTTTError
 from metattt.io import inside, path_of, read_text
 from metattt.optional import need
 
 MOST_BYTES = 2**27  # of a tokenizer.json; those of 256,000 tokens have a quarter of it
-FREE_IDS = 1024
 STARTS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "[EOS]", "[SEP]")
 
@@ -45,8 +44,7 @@ class Tokenizer:
     @property
     def identity(self) -> dict[str, Any]:
         """What tells it from other tokenizers: plain data."""
-        content = self.content
-        kind = {"kind": "bytes"} if content is None else {"kind": TOKENIZER, "sha256": _sha256(content)}
+        kind = {"kind": "bytes"} if self.content is None else {"kind": TOKENIZER, "sha256": _sha256(self.content)}
         return {**kind, "vocab_size": self.vocab_size, "separator": self.separator, "end": self.end}
 
     @property
@@ -55,11 +53,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids of a text, without a separator.
-
-        Raises:
-            MetaTTTError: a text that it cannot encode.
-        """
+        """Token ids of a text, without a separator; a text that it cannot encode raises a MetaTTTError."""
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> bytes:
@@ -100,17 +94,15 @@ class FileTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, from its JSON text.
 
     A document starts with the token of beginning (or else that of end) and ends with the token of end, where there are
-    two. What looks like a special token in the text is text.
+    two. What looks like a special token in the text is text. Texts are never cut or padded, whatever the file says.
 
     Args:
         content: the text of a tokenizer.json.
         name: where it is from, for messages.
 
-    Texts are never cut or padded, whatever the file says.
-
     Raises:
-        MetaTTTError: the library is not installed, the text is no tokenizer, it has none of the special tokens, its ids
-            are not those of a list of tokens, or it draws lots (dropout).
+        MetaTTTError: the library is not installed, the text is no tokenizer, it has none of the special tokens, or it
+            draws lots (dropout).
     """
 
     def __init__(self, content: str, name: str):
@@ -131,7 +123,7 @@ class FileTokenizer(Tokenizer):
             raise MetaTTTError(
                 f"tokenizer={name} has no token for the start or end of a document: {', '.join(STARTS + ENDS)}"
             )
-        self.vocab_size: int = _size(self.tokenizer.get_vocab(), name)
+        self.vocab_size: int = max(self.tokenizer.get_vocab().values()) + 1
         self.separator: int = separator
         self.end: int | None = end if start is not None else None
 
@@ -139,13 +131,8 @@ class FileTokenizer(Tokenizer):
     def texts(self) -> list[bytes]:
         """What each token stands for; nothing, for special tokens."""
         special = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
-        read = (
-            _bytes_of_characters
-            if "ByteLevel" in self._decoder
-            else _word_piece
-            if "WordPiece" in self._decoder
-            else _sentence_piece
-        )
+        kinds = {"ByteLevel": _bytes_of_characters, "WordPiece": _word_piece}
+        read = next((read for kind, read in kinds.items() if kind in self._decoder), _sentence_piece)
         texts = [b""] * self.vocab_size
         for token, number in self.tokenizer.get_vocab().items():
             texts[number] = b"" if number in special else read(token)
@@ -181,20 +168,14 @@ def load_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
         raise MetaTTTError(
             f"tokenizer={name} does not exist: give bytes, a {TOKENIZER} or a name on the Hugging Face Hub"
         )
-    try:
-        found = _library().Tokenizer.from_pretrained(name)
-    except MetaTTTError:
-        raise
-    except Exception as error:  # no network, no such name, or no permission: the library raises Exception itself
-        raise MetaTTTError(
-            f"tokenizer={name} cannot be fetched from the Hugging Face Hub: {first_line(error)}"
-        ) from error
-    return FileTokenizer(found.to_str(), name)
+    library = _library()
+    with _in_one_line(f"tokenizer={name} cannot be fetched from the Hugging Face Hub"):
+        found = library.Tokenizer.from_pretrained(name).to_str()
+    return FileTokenizer(found, name)
 
 
 def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of a folder that `metattt prepare` wrote, compared with what their manifest says of it before it is
-    used.
+    """The tokenizer of a folder that `metattt prepare` wrote, compared with what their manifest says of it.
 
     Args:
         folder: of the tokens.
@@ -203,18 +184,12 @@ def read_tokenizer(folder: Path, known: Mapping[str, Any]) -> ByteTokenizer | Fi
     Raises:
         MetaTTTError: it is missing or another.
     """
-    if known.get("kind") == TOKENIZER:
-        content = read_text(inside(folder, TOKENIZER), MOST_BYTES)
-        if _sha256(content) != known.get("sha256"):
-            raise MetaTTTError(f"{folder / TOKENIZER} is not the tokenizer of these tokens: it has been changed")
-        tokenizer: ByteTokenizer | FileTokenizer = FileTokenizer(content, str(folder / TOKENIZER))
-    else:
-        tokenizer = ByteTokenizer()
-    if tokenizer.identity != known:
-        raise MetaTTTError(
-            f"{folder} was prepared with another tokenizer than its manifest says: prepare the text again"
-        )
-    return tokenizer
+    if known.get("kind") == "bytes":
+        return ByteTokenizer()
+    content = read_text(inside(folder, TOKENIZER), MOST_BYTES)
+    if _sha256(content) != known.get("sha256"):
+        raise MetaTTTError(f"{folder / TOKENIZER} is not the tokenizer of these tokens: it has been changed")
+    return FileTokenizer(content, str(folder / TOKENIZER))
 
 
 def tokenizer_of(
@@ -251,23 +226,7 @@ def tokenizer_of(
 
 
 def _sha256(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _size(vocabulary: Mapping[str, int], name: str) -> int:
-    """The number of ids: one more than the largest. A few may be left free, as in published tokenizers.
-
-    Raises:
-        MetaTTTError: an id that two tokens have, or one far beyond the others.
-    """
-    if not vocabulary:
-        raise MetaTTTError(f"tokenizer={name} has no tokens")
-    size = max(vocabulary.values()) + 1
-    if len(set(vocabulary.values())) != len(vocabulary):
-        raise MetaTTTError(f"tokenizer={name} gives several tokens the same id: it is damaged")
-    if size > 2 * len(vocabulary) + FREE_IDS:
-        raise MetaTTTError(f"tokenizer={name} has {len(vocabulary)} tokens and ids up to {size - 1}: it is damaged")
-    return size
+    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
 
 
 @contextmanager
@@ -275,21 +234,14 @@ def _in_one_line(message: str) -> Iterator[None]:
     """What the library raises becomes one line: Exception itself, and where it breaks a BaseException."""
     try:
         yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
     except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-            raise
-        # half a character is not a str for the library
-        reason = "it holds half a surrogate pair" if isinstance(error, TypeError) else first_line(error)
-        raise MetaTTTError(f"{message}: {reason}") from error
+        raise MetaTTTError(f"{message}: {first_line(error)}") from error
 
 
 def _first(tokenizer: Any, names: Sequence[str]) -> int | None:
     return next((number for name in names if (number := tokenizer.token_to_id(name)) is not None), None)
-
-
-def _bytes_of_characters(token: str) -> bytes:
-    """Byte-level BPE writes every byte as a character: the printable ones as themselves, the others from U+0100 on."""
-    return b"".join(bytes([BYTES[character]]) if character in BYTES else character.encode() for character in token)
 
 
 def _byte_characters() -> dict[str, int]:
@@ -299,7 +251,12 @@ def _byte_characters() -> dict[str, int]:
 
 
 BYTES = _byte_characters()
-"""Character -> the byte that it stands for in byte-level tokens."""
+"""Character -> the byte that it stands for in tokens of byte-level BPE: a printable one for itself, the others are from
+U+0100 on."""
+
+
+def _bytes_of_characters(token: str) -> bytes:
+    return b"".join(bytes([BYTES[character]]) if character in BYTES else character.encode() for character in token)
 
 
 def _word_piece(token: str) -> bytes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from metattt.data.base import Data, Trainer, check_loading
+from metattt.data.base import ALONE, Data, Place, check_loading
 from metattt.data.tokenizers import Tokenizer
 from metattt.errors import MetaTTTError, check_flag, check_integer
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from metattt.training.job import Job
 
 Split = Literal["train", "validation", "test", "all"]
-SHOWN: tuple[tuple[Split, int], ...] = (("train", 1), ("validation", 2))  # sizes, with their digits
 NO_TOKEN = -1  # in a window that only fills up a batch; no loss is taken there
 
 
@@ -78,22 +77,19 @@ class Batches(Sampler[list[int]]):
 
     Args:
         batch_size: numbers per batch in each process.
-        num_batches: length of the run (batches).
-        start: batches that the run has seen already.
-        rank: this process.
-        world_size: number of processes.
+        place: the batches that this process reads; `total` is given.
     """
 
-    def __init__(self, batch_size: int, num_batches: int, start: int = 0, rank: int = 0, world_size: int = 1):
-        self.batch_size, self.num_batches, self.start = batch_size, num_batches, start
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, batch_size: int, place: Place):
+        self.batch_size, self.place = batch_size, place
 
     def __len__(self) -> int:
-        return self.num_batches  # of the whole run: Lightning counts the batches before `start` too
+        return self.place.total or 0  # of the whole run: Lightning counts the batches that it has read too
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(self.start, self.num_batches):
-            first = (batch * self.world_size + self.rank) * self.batch_size
+        rank, world_size, done, _ = self.place
+        for batch in range(done, len(self)):
+            first = (batch * world_size + rank) * self.batch_size
             yield list(range(first, first + self.batch_size))
 
 
@@ -101,23 +97,17 @@ class ShuffledBatches(Batches):
     """Batches of positions, a new permutation for every pass over the data; it depends on `seed` and the pass alone.
 
     Args:
-        num_windows: windows in the data; at least one.
-        batch_size: windows per batch. A batch may reach into the next pass: no window is dropped.
+        num_windows: windows (or images) in the data; at least one.
+        batch_size: windows per batch in each process. A batch may reach into the next pass: no window is dropped.
         seed: of the permutations.
-        num_batches, start, rank, world_size: see `Batches`.
+        place: the batches that this process reads; without a number of steps, those of one pass.
     """
 
-    def __init__(
-        self,
-        num_windows: int,
-        batch_size: int,
-        seed: int,
-        num_batches: int,
-        start: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        super().__init__(batch_size, num_batches, start, rank, world_size)
+    def __init__(self, num_windows: int, batch_size: int, seed: int, place: Place = ALONE):
+        total = place.total
+        if total is None:
+            total = -(-num_windows // (batch_size * place.world_size))
+        super().__init__(batch_size, place._replace(total=total))
         self.num_windows, self.seed = num_windows, seed
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -132,48 +122,19 @@ class ShuffledBatches(Batches):
             yield index
 
 
-def batches_in_order(num_windows: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
+def batches_in_order(num_windows: int, batch_size: int, place: Place) -> list[list[int]]:
     """The batches of one process that reads all windows once, together with the others: as many batches in every
     process.
 
     A position −1 stands for a window without tokens, where the windows do not suffice for a batch in every process.
     """
-    together = batch_size * world_size
+    together = batch_size * place.world_size
     batches = []
-    for start in range(rank * batch_size, -(-num_windows // together) * together, together):
+    for start in range(place.rank * batch_size, -(-num_windows // together) * together, together):
         real = list(range(start, min(start + batch_size, num_windows)))
-        filled = batch_size if world_size > 1 else len(real)
+        filled = batch_size if place.world_size > 1 else len(real)
         batches.append(real + [-1] * (filled - len(real)))
     return batches
-
-
-def process(trainer: Trainer | None) -> tuple[int, int]:
-    """This process among all, and their number."""
-    return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
-
-
-def steps(trainer: Trainer | None) -> tuple[int, int | None]:
-    """Batches that a process has read of a run, and those of the whole run; None if that has no number of steps."""
-    if trainer is None:
-        return 0, None
-    per_step = trainer.accumulate_grad_batches
-    return trainer.global_step * per_step, trainer.max_steps * per_step if trainer.max_steps > 0 else None
-
-
-def batches_of_run(count: int, batch_size: int, seed: int, trainer: Trainer | None) -> ShuffledBatches:
-    """This process's batches of a whole run, from the step that the trainer has reached; without a trainer, of one
-    pass.
-
-    Args:
-        count: windows (or images) in the data.
-        batch_size: windows per batch in each process.
-        seed: of the order.
-        trainer: says how many steps and processes there are.
-    """
-    rank, world_size = process(trainer)
-    done, total = steps(trainer)
-    batches = -(-count // (batch_size * world_size)) if total is None else total
-    return ShuffledBatches(count, batch_size, seed, batches, done, rank, world_size)
 
 
 class WindowData(Data):
@@ -202,7 +163,7 @@ class WindowData(Data):
         self.context_length, self.batch_size = context_length, batch_size
         self.seed, self.num_workers, self.document_reset = seed, num_workers, document_reset
 
-    def job(self, cfg: DictConfig) -> Job[Any, Any]:
+    def job(self, cfg: DictConfig) -> Job:
         from metattt.training.text_module import TextJob
 
         return TextJob(cfg, self)
@@ -217,8 +178,8 @@ class WindowData(Data):
 
     def describe(self) -> str:
         """The text in a line: where it comes from, and how much there is."""
-        sizes = [f"{self.windows(name).size / 1e6:.{digits}f} {self.unit}" for name, digits in SHOWN]
-        return f"{self.source}: {sizes[0]} to train, {sizes[1]} to validate"
+        train, validation = (self.windows(name).size / 1e6 for name in ("train", "validation"))
+        return f"{self.source}: {train:.1f} {self.unit} to train, {validation:.2f} {self.unit} to validate"
 
     def windows(self, name: Split) -> WindowArray:
         """The windows of one split, `[N, T + 1]`, one after the other and without overlap."""
@@ -244,18 +205,18 @@ class WindowData(Data):
         return self.tokenizer.separator if self.document_reset else None
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Shuffled windows for the whole run, from the step that the trainer has reached."""
+        """Shuffled windows for the whole run, from those at `place.done` on."""
         windows = self.windows("train")
-        return self._loader(windows, batches_of_run(len(windows), self.batch_size, self.seed, self.trainer))
+        return self._loader(windows, ShuffledBatches(len(windows), self.batch_size, self.seed, self.place))
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """The validation windows in order, a part of them in each process."""
-        return self.loader("validation", *process(self.trainer))
+        return self.loader("validation", self.place)
 
-    def loader(self, name: Split, rank: int = 0, world_size: int = 1) -> DataLoader[Tensor]:
+    def loader(self, name: Split, place: Place = ALONE) -> DataLoader[Tensor]:
         """The windows of a split, in order, once."""
         windows = self.windows(name)
-        return self._loader(windows, batches_in_order(len(windows), self.batch_size, rank, world_size))
+        return self._loader(windows, batches_in_order(len(windows), self.batch_size, place))
 
     def _loader(self, windows: WindowArray, batches: Sampler[list[int]] | list[list[int]]) -> DataLoader[Tensor]:
         # the sampler hands out whole batches, so that the data is indexed once per batch; automatic batching is off

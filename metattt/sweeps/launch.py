@@ -113,11 +113,7 @@ def sweep(command: str, overrides: Sequence[str]) -> int:
 
 
 def _values(override: Override) -> list[str]:
-    """The overrides that one with several values stands for; of a range the first, of an interval its ends.
-
-    Raises:
-        MetaTTTError: a pattern that nothing fits.
-    """
+    """The overrides that one with several values stands for; of a range the first, of an interval its ends."""
     key = override.get_key_element()
     if override.is_interval_sweep():
         value = override.value()

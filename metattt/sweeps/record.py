@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from omegaconf import OmegaConf
 
 from metattt.errors import MetaTTTError
-from metattt.io import digest, read_text, write_whole
-from metattt.io import parse as parse_json
+from metattt.io import digest, read_object, write_whole
 
 CELL = "cell.json"  # in the folder of a cell
 OUTPUT = "output.txt"  # in the folder of a cell: what it wrote to the terminal
 LONGEST_NAME = 120  # characters of a cell's folder; file systems allow 255 bytes
 
 State = Literal["running", "finished", "failed", "stopped"]
-TYPES: dict[str, Any] = {"swept": list, "fixed": list, "state": str, "message": str, "seconds": int | float}
 
 
 class Cell(NamedTuple):
@@ -60,20 +58,13 @@ def write_cell(folder: Path, cell: Cell) -> None:
 
 
 def read_cell(folder: Path) -> Cell | None:
-    """The cell in a folder; None if there is none.
-
-    Raises:
-        MetaTTTError: a file that is none of ours.
-    """
+    """The cell in a folder; None if there is none. A file that is none of ours raises an error."""
     file = folder / CELL
     if not file.exists():
         return None
-    content = parse_json(read_text(file, 2**26), str(file))
-    good = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in TYPES.items())
-    if not good or content.get("version") != 1 or content["state"] not in get_args(State):
+    content = read_object(file, 2**26)
+    if content.pop("version", None) != 1 or content.keys() != set(Cell._fields):
         raise MetaTTTError(
             f"{file} was not written by a sweep of this version: move it, or choose another hydra.sweep.dir"
         )
-    if not all(isinstance(one, str) for one in (*content["swept"], *content["fixed"])):
-        raise MetaTTTError(f"{file} is damaged: move it, or choose another hydra.sweep.dir")
-    return Cell(**{key: content[key] for key in TYPES})
+    return Cell(**content)

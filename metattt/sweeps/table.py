@@ -26,6 +26,7 @@ FILES = ("runs.csv", "runs.md", "runs.png")
 DEPTH = 4  # of folders that runs are looked for in
 NAMED_RUNS = 12  # in the legend of the picture: of more, the best
 
+
 class Run(NamedTuple):
     """A run.
 
@@ -62,11 +63,7 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """The run in a folder, and what is known of it.
-
-    Raises:
-        MetaTTTError: a file of a sweep that is damaged.
-    """
+    """The run in a folder, and what is known of it."""
     cell = read_cell(folder)
     pairs = [one.partition("=") for one in cell.swept] if cell else []
     swept = {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs}
@@ -75,14 +72,7 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def runs(cfg: DictConfig) -> None:
-    """Prints the table of the runs in a folder, and writes its files.
-
-    Args:
-        cfg: `configs/runs.yaml`.
-
-    Raises:
-        MetaTTTError: no such folder, no runs in it, or no such column.
-    """
+    """Prints the table of the runs in a folder, and writes its files; `cfg` is `configs/runs.yaml`."""
     if OmegaConf.is_missing(cfg, "folder"):
         raise MetaTTTError("no folder is given: metattt runs <folder of a sweep, or of runs>")
     folder = path_of(cfg.folder, "folder")
@@ -92,7 +82,7 @@ def runs(cfg: DictConfig) -> None:
 
 
 def tell(folder: Path, sort: str | None = None, descending: bool | None = None, output_dir: Path | None = None) -> int:
-    """Prints the table and writes its files; the number of runs of a sweep that have not finished.
+    """Prints the table and writes its files; returns the number of runs of a sweep that have not finished.
 
     Args:
         folder: of a sweep, or of runs.
@@ -101,7 +91,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
         output_dir: for the files; None is the folder.
 
     Raises:
-        MetaTTTError: as `runs`.
+        MetaTTTError: no runs, or no such column.
     """
     found = list(collect(folder, DEPTH))
     if not found:
@@ -147,11 +137,7 @@ def tell(folder: Path, sort: str | None = None, descending: bool | None = None, 
 
 
 def collect(folder: Path, depth: int = DEPTH, home: Path | None = None) -> Iterator[Run]:
-    """The runs below a folder.
-
-    Raises:
-        MetaTTTError: a file of a sweep that is damaged.
-    """
+    """The runs below a folder."""
     for path in sorted(folder.iterdir()):
         if not path.is_dir() or path.is_symlink() or path.name.startswith("."):
             continue
@@ -169,8 +155,7 @@ def _number(value: float, digits: int) -> str:
 
 def _over_seeds(found: Sequence[Run], keys: Sequence[str], by: str) -> list[dict[str, str]]:
     """Mean and standard deviation of a metric over the seeds of a sweep, by its other keys, in the order of the runs;
-    and those of the difference to the first of them with the same seed, which what a seed does to all of them leaves
-    out."""
+    and of the difference to the first of them with the same seed, which leaves out what a seed does to all."""
     others = [key for key in keys if key != "seed"]
     if "seed" not in keys or not others:
         return []

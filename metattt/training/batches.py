@@ -56,25 +56,8 @@ def plan_batches(
     return size, share // size
 
 
-def recount_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Converts the batch counts of a saved run to the present number of processes; the steps stay the same.
-
-    Args:
-        checkpoint: of Lightning; changed in place.
-        accumulate: batches per step of one process, now.
-    """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counts in (progress["total"], progress["current"]):
-        shift = checkpoint["global_step"] * accumulate - counts["ready"]
-        counts.update({name: count + shift for name, count in counts.items()})
-
-
 def batch_share(trainer: lightning.Trainer) -> tuple[int, int]:
-    """This process's place among those that read different windows, and their number.
-
-    Raises:
-        MetaTTTError: as `shares`.
-    """
+    """This process's place among those that read different windows, and their number."""
     found = {name: getattr(trainer.strategy, name, 1) for name in ("time_ranks", "tensor_ranks")}
     count = shares(trainer.world_size, **found)
     return trainer.global_rank * count // trainer.world_size, count
@@ -104,26 +87,33 @@ def shares(world_size: int, time_ranks: int = 1, tensor_ranks: int = 1) -> int:
 
 def validate_between_steps(trainer: lightning.Trainer) -> None:
     """Interprets `trainer.val_check_interval` as steps (or a share of them), not batches, so that it does not depend on
-    the number of processes.
-
-    For data whose loader covers the whole run.
-    """
+    the number of processes; for data whose loader covers the whole run."""
     interval = trainer.val_check_interval
-    if getattr(trainer, "fast_dev_run", 0):  # one batch, whatever was asked for
+    if getattr(trainer, "fast_dev_run", 0) or trainer.max_steps <= 0:
         return
-    if trainer.max_steps > 0 and isinstance(interval, float):
+    if isinstance(interval, float):
         interval = max(1, int(interval * trainer.max_steps))
-    if trainer.max_steps > 0 and isinstance(interval, int):
+    if isinstance(interval, int):
         trainer.val_check_interval = min(interval, trainer.max_steps) * trainer.accumulate_grad_batches
 
 
+# -- the counts of batches in Lightning's checkpoints, which are changed in place --------------------------------------
+
+
+def recount_batches(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Converts the batch counts of a saved run to `accumulate` batches a step; the steps stay the same."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        shift = checkpoint["global_step"] * accumulate - counts["ready"]
+        counts.update({name: count + shift for name, count in counts.items()})
+
+
 def at_end_of_step(checkpoint: dict[str, Any], validate_again: bool) -> None:
-    """Sets the counts of a checkpoint that is taken at the beginning of a batch to those after the batch before: all
-    done.
+    """Sets the counts of a checkpoint that is taken at the beginning of a batch to those after the batch before.
 
     Args:
-        checkpoint: of Lightning; changed in place.
-        validate_again: the validation after that batch was begun and is to be done again, from its first batch.
+        checkpoint: of Lightning.
+        validate_again: the validation after that batch was begun and is to be repeated, from its first batch.
     """
     loops = checkpoint["loops"]["fit_loop"]
     progress = loops["epoch_loop.batch_progress"]

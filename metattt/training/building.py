@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from metattt.checkpoints.record import COMPONENT, OF_TRAINING, modules, to_names
+from metattt.checkpoints.record import OF_TRAINING, modules
 from metattt.checkpoints.trained import fill, open_trained, read_weights
 from metattt.composition.instantiate import instantiate_model
 from metattt.models.block import Block
@@ -18,16 +18,9 @@ from metattt.models.language_model import LanguageModel
 from metattt.parallel.cuts import check_divisible
 from metattt.training.resume import leaves
 
-PARTS = ("model", "layer", "learner", "task", "optimizer")
 HOW_NOT_WHAT = (
-    "form",
-    "group_size",
-    "compute_chunk",
-    "chunk_size",
-    "checkpoint_blocks",
-    "checkpoint_mini_batches",
-    "checkpoint",
-)
+    "form", "group_size", "compute_chunk", "chunk_size", "checkpoint_blocks", "checkpoint_mini_batches", "checkpoint",
+)  # fmt: skip
 """Settings that never change a result."""
 
 
@@ -45,11 +38,7 @@ class Builder:
         self.random = torch.get_rng_state()
 
     def whole(self) -> LanguageModel:
-        """Makes the model, ready to train.
-
-        Raises:
-            MetaTTTError: weights that do not fit.
-        """
+        """Makes the model, ready to train; weights that do not fit raise an error."""
         model = instantiate_model(self.cfg)
         self.finish(model)
         return model
@@ -61,11 +50,7 @@ class Builder:
 
     def in_parts(self, on_block: Callable[[nn.Module], object]) -> LanguageModel:
         """The model with the same random parameters as `whole`; `on_block` is called with every block before the next
-        is made.
-
-        Raises:
-            MetaTTTError: a model whose blocks cannot be divided among processes.
-        """
+        is made. A model whose blocks cannot be divided among processes raises an error."""
 
         def look(owner: nn.Module, name: str, module: nn.Module | None) -> None:
             if isinstance(owner, nn.ModuleList) and isinstance(module, Block):
@@ -81,17 +66,10 @@ class Builder:
             seen.remove()
 
     def finish(self, model: LanguageModel) -> None:
-        """The steps after the random parameters: loading weights of another run, and compilation.
-
-        Raises:
-            MetaTTTError: weights that do not fit.
-        """
+        """The steps after the random parameters: loading weights of another run, and compilation."""
         if self.weights is not None:
-            fill(
-                model,
-                read_weights(self.weights, modules(self.cfg.trust)),
-                f"init_from={self.weights} does not fit this model",
-            )
+            complaint = f"init_from={self.weights} does not fit this model"
+            fill(model, read_weights(self.weights, modules(self.cfg.trust)), complaint)
         if self.cfg.compile:
             for block in model.blocks:  # those that are alike are compiled once
                 block.compile()
@@ -99,14 +77,8 @@ class Builder:
 
 def differences(cfg: DictConfig, weights: str) -> str | None:
     """A line that lists the settings in which a run differs from the model whose weights it starts from and that
-    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended, but is reported.
-
-    Args:
-        cfg: the configuration of the run.
-        weights: the checkpoint that it starts from.
-    """
-    ours = _settings(cfg)
-    theirs = _settings(open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config)
+    weights do not show (activation, inner learning rate, mini-batch size): the change may be intended."""
+    ours, theirs = map(_settings, (cfg, open_trained(weights, (*OF_TRAINING, "data"), modules(cfg.trust)).config))
     changed = [
         f"{key} {value} (there {theirs[key]})" for key, value in ours.items() if key in theirs and value != theirs[key]
     ]
@@ -114,13 +86,7 @@ def differences(cfg: DictConfig, weights: str) -> str | None:
 
 
 def _settings(cfg: DictConfig) -> dict[str, str]:
-    """The settings that change what a model computes, by dotted key; a component by the name of its part."""
-    parts = to_names(OmegaConf.to_container(cfg, resolve=True))
-    found: dict[str, Any] = {}
-    for part in PARTS:  # each of them stands in the layer, too
-        found |= leaves({key: value for key, value in (parts.get(part) or {}).items() if key not in PARTS}, part)
-    return {
-        key.removesuffix(f".{COMPONENT}"): str(value).rpartition("=")[2]
-        for key, value in found.items()
-        if key.rpartition(".")[2] not in HOW_NOT_WHAT
-    }
+    """The settings that change what a model computes, by dotted key."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    found = leaves(plain.get("model") or {}) | leaves(plain.get("layer") or {})
+    return {key: str(value) for key, value in found.items() if key.rpartition(".")[2] not in HOW_NOT_WHAT}

@@ -20,7 +20,6 @@ from metattt.training.csv_log import logged_rows
 from metattt.training.picture import plot
 from metattt.training.random_state import apart_from_the_run
 from metattt.training.sharding import divided
-from metattt.training.step_statistics import Pace
 
 SHARE = 0.01  # largest share of the time of a run for drawing its plots
 REST = 0.5  # seconds between two updates of the bar's metrics
@@ -28,36 +27,30 @@ REST = 0.5  # seconds between two updates of the bar's metrics
 
 @register(group="callback", name="progress")
 class Progress(TQDMProgressBar):
-    """Lightning's progress bar with loss, bits per byte, tokens per second and the time left; if the output is not a
-    terminal (a file, CI), some lines instead.
+    """Lightning's progress bar with loss, bits per byte and tokens per second; if the output is not a terminal (a file,
+    CI), some lines instead, which show the last validation and the time that is left as well.
 
-    A line shows the last validation since the previous line, and the time of a step without validation and compilation.
     The bar fetches numbers from the device at most twice a second, so that steps do not wait.
 
     Args:
         lines: number of lines of a run whose output is not a terminal.
-        refresh_rate: steps between two updates of the bar.
     """
 
-    def __init__(self, lines: int = 10, refresh_rate: int = 1):
+    def __init__(self, lines: int = 10):
         check_integer("callbacks.progress.lines", lines)
-        check_integer("callbacks.progress.refresh_rate", refresh_rate, 0)
-        super().__init__(refresh_rate=refresh_rate)
+        super().__init__()
         self.lines = lines
         self.terminal = sys.stderr.isatty()
         if not self.terminal:
             self.disable()
-        self.pace = Pace()
         self.metrics: dict[str, Any] = {}  # that the bar shows
         self.read_at = -REST
-        self.validated = self.shown = 0  # the step of the last validation, and of the last one that a line has shown
+        self.validated = self.first = 0  # the steps of the last validation, and at which this process began
+        self.began = 0.0
 
     def get_metrics(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
         if time.monotonic() - self.read_at >= REST:
-            self.metrics = self._read(trainer)
-            if self.pace.seconds is not None and trainer.max_steps > 0:
-                self.metrics["left"] = f"{(trainer.max_steps - trainer.global_step) * self.pace.seconds:.0f} s"
-            self.read_at = time.monotonic()
+            self.metrics, self.read_at = self._read(trainer), time.monotonic()
         return self.metrics
 
     def _read(self, trainer: lightning.Trainer) -> dict[str, Any]:
@@ -77,37 +70,25 @@ class Progress(TQDMProgressBar):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self.pace.start()
-
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        self.pace.pause()
+        self.began, self.first = time.monotonic(), trainer.global_step
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         self.validated = trainer.global_step
-        self.pace.go_on()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
-        self.pace.step()
         step, steps = trainer.global_step, trainer.max_steps
         every = max(1, steps // self.lines) if steps > 0 else 100
-        if self.terminal or step % every or not trainer.is_global_zero:
+        ends = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if self.terminal or not ends or step % every or not trainer.is_global_zero:
             return
-        metrics = self._read(trainer)
-        if self.shown == self.validated:  # no news
-            metrics = {name: value for name, value in metrics.items() if not name.startswith("validation")}
-        self.shown = self.validated
-        parts = [f"step {step}/{steps}", *(f"{name} {value}" for name, value in metrics.items())]
-        if (seconds := self.pace.seconds) is not None:
-            parts.append(f"{seconds * 1000:.0f} ms/step")
-            if steps > 0:
-                parts.append(f"{(steps - step) * seconds:.0f} s of steps left")
+        parts = [f"step {step}/{steps}", *(f"{name} {value}" for name, value in self._read(trainer).items())]
+        if steps > 0 and step > self.first:
+            left = (time.monotonic() - self.began) / (step - self.first) * (steps - step)
+            parts.append(f"{left:.0f} s left")
         print("  ".join(parts), file=sys.stderr, flush=True)
 
 
@@ -163,21 +144,16 @@ class LossCurve(lightning.Callback):
         ended = time.monotonic()
         self.next = ended + (ended - began) / SHARE
 
-    def _inner_losses(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
-    ) -> dict[int, Curves] | None:
+    def _inner_losses(self, trainer: Any, pl_module: Any) -> dict[int, Curves] | None:
         """The inner losses of the trained model on validation windows; None if there are none."""
-        model = pl_module.model
-        if not (self.inner_windows and isinstance(model, LanguageModel)) or divided(model):
-            return None
-        module = trainer.datamodule  # type: ignore[attr-defined]
-        if not getattr(getattr(module, "data", module), "windows_of_text", False):
+        model, batches = pl_module.model, trainer.datamodule
+        windows = getattr(getattr(batches, "data", batches), "windows_of_text", False)
+        if not (self.inner_windows and windows and isinstance(model, LanguageModel)) or divided(model):
             return None
         training = model.training
         try:
             with apart_from_the_run(pl_module.device):  # views may be random
-                loader = module.val_dataloader()
-                whole = (real for batch in loader if len(real := batch[(batch >= 0).all(1)]))
+                whole = (real for batch in batches.val_dataloader() if len(real := batch[(batch >= 0).all(1)]))
                 return average(model.eval(), whole, self.inner_windows, segment=2048)  # type: ignore[arg-type]
         except MetaTTTError:  # no layer with an inner loss, or one that is not finite: the curve is drawn without
             return None

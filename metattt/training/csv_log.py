@@ -49,11 +49,7 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Adds a row.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Adds a row."""
         row = {STEP: str(step), **{name: str(_number(value)) for name, value in metrics.items()}}
         if not set(row) <= set(self.columns):
             self._write_anew(sorted({*self.columns, *row}), read_rows(self.path)[0] if self.columns else [])
@@ -63,11 +59,7 @@ class CSVLog(Logger):
         self._file.flush()
 
     def sync(self) -> None:
-        """Writes all rows to the disk, before a checkpoint is written.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Writes all rows to the disk, before a checkpoint is written."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -78,20 +70,9 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def go_on_from(self, step: int, validate_again: bool = False) -> str | None:
-        """Truncates the log to the resume step: rows after `step` are dropped and will be written again.
-
-        A damaged file is renamed, and its readable rows are kept.
-
-        Args:
-            step: of the checkpoint.
-            validate_again: the validation at `step` is repeated, too.
-
-        Returns:
-            A line for the user, if rows were lost.
-
-        Raises:
-            OSError: it cannot be read or written.
-        """
+        """Truncates the log to the resume step: rows after `step` are dropped and will be written again, and the
+        validation at it with `validate_again`. A damaged file is renamed, its readable rows are kept, and a line
+        for the user is returned."""
         if not os.path.lexists(self.path):
             return None
         rows, damage = read_rows(self.path)
@@ -109,11 +90,6 @@ class CSVLog(Logger):
         elif not damage:
             self.path.unlink()
         return note
-
-    def validated(self, step: int) -> bool:
-        """Whether the file has a row of the validation at a step."""
-        rows = read_rows(self.path)[0] if self.path.is_file() else []
-        return any(int(row[STEP]) == step and of_validation(row) for row in rows)
 
     def _write_anew(self, columns: Sequence[str], rows: Sequence[Row]) -> None:
         """Replaces the file by a new one."""

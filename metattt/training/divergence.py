@@ -38,9 +38,6 @@ class Divergence(lightning.Callback):
             moments do not change, and the run continues with the next batch. If the weights are not finite already, the
             run stops.
         max_skipped: of the last 100 steps; with more it stops.
-
-    Raises:
-        MetaTTTError: a value that is not allowed; in training, the run stops.
     """
 
     def __init__(self, on_divergence: Literal["stop", "skip"] = "stop", max_skipped: int = 10):
@@ -84,7 +81,8 @@ class Divergence(lightning.Callback):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # skips overflowing steps itself
-        if _agreed(trainer, self._of_losses(), None if scaled else overflows(gradients)):
+        losses = (~torch.isfinite(torch.stack(self.losses))).any().float() if self.losses else None
+        if _agreed(trainer, losses, None if scaled else overflows(gradients)):
             self._react(trainer, pl_module, trainer.global_step + 1)
             for parameter in parameters:  # without a gradient no optimizer touches a parameter, or its moments
                 parameter.grad = None
@@ -93,19 +91,10 @@ class Divergence(lightning.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_weights(trainer, pl_module)
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        loss = trainer.callback_metrics.get("validation/loss")
-        if loss is not None and not torch.isfinite(loss):
-            say(trainer, f"step {trainer.global_step}: the validation loss is {loss.item()}, of finite weights")
-
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._check_weights(trainer, pl_module)
-
-    def _of_losses(self) -> Tensor | None:
-        """0 or 1: whether a loss of this step is not finite."""
-        return (~torch.isfinite(torch.stack(self.losses))).any().float() if self.losses else None
 
     def _check_weights(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -113,11 +102,7 @@ class Divergence(lightning.Callback):
             self._react(trainer, pl_module, trainer.global_step)
 
     def _react(self, trainer: lightning.Trainer, pl_module: Any, step: int) -> None:
-        """Returns if the run can continue without the update of a step.
-
-        Raises:
-            MetaTTTError: it cannot continue.
-        """
+        """Returns if the run can continue without the update of a step, or raises an error."""
         weights, text = diagnose(pl_module.model, self.losses)
         found, ending = f"step {step}: {text}", advice(pl_module)
         if self.on_divergence == "skip" and not weights:
@@ -129,11 +114,8 @@ class Divergence(lightning.Callback):
 
 
 def overflows(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Whether the norm of all these tensors together is not finite, as a number 0 or 1 on their device; None of none.
-
-    One multi-tensor reduction over what this process holds, and no wait for the device. A norm beyond the type's range
-    counts: Adam squares what it is given.
-    """
+    """Whether the norm of all these tensors together is not finite, as a number 0 or 1 on their device; None of none. A
+    norm beyond the type's range counts: Adam squares what it is given."""
     local = [one.to_local() if isinstance(one, DTensor) else one for one in (x.detach() for x in tensors)]
     parts = [one for one in local if one.is_floating_point()]
     return (~torch.isfinite(get_total_norm(parts))).float() if parts else None
@@ -144,10 +126,11 @@ def diagnose(model: nn.Module, losses: Iterable[Tensor]) -> tuple[list[str], str
     total = sum(1 for _ in model.parameters())
     weights, gradients = (not_finite(model, gradients) for gradients in (False, True))
     words = [f"the loss is {loss.item()}" for loss in losses if not torch.isfinite(loss)][:1]
-    if weights:
-        words.append(f"weights are not finite: {_names(weights, total)}")
-    if gradients and not (words and len(gradients) == total):  # otherwise it adds nothing to the others
-        words.append(f"the gradient is not finite: {_names(gradients, total)}")
+    for what, found in (("weights are", weights), ("the gradient is", gradients)):
+        if found and not (words and found is gradients and len(found) == total):  # that all are adds nothing
+            more = f" and {len(found) - NAMED} more of {total} parameters" if len(found) > NAMED else ""
+            named = f"all {total} parameters" if len(found) == total else ", ".join(found[:NAMED]) + more
+            words.append(f"{what} not finite: {named}")
     return weights, "; ".join(words) or "the loss of another process is not finite"
 
 
@@ -195,13 +178,6 @@ def listed(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
-
-
-def _names(found: list[str], total: int) -> str:
-    if len(found) == total:
-        return f"all {total} parameters"
-    more = f" and {len(found) - NAMED} more of {total} parameters" if len(found) > NAMED else ""
-    return ", ".join(found[:NAMED]) + more
 
 
 def _agreed(trainer: lightning.Trainer, *flags: Tensor | None) -> bool:

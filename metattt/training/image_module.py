@@ -77,16 +77,8 @@ class ImageClassification(OuterLoop):
         scheduler.step_update(num_updates=self.global_step)
 
 
-class ImageJob(Job["ImageTransformer", ImageClassification]):
-    """Image classification.
-
-    Args:
-        cfg: the configuration of the run.
-        data: its data module; read and checked against the model here.
-
-    Raises:
-        MetaTTTError: images that cannot be read, or of another size, other channels or more classes than the model's.
-    """
+class ImageJob(Job):
+    """Image classification."""
 
     kind = unit = "images"
 
@@ -120,8 +112,7 @@ class ImageJob(Job["ImageTransformer", ImageClassification]):
         if self.mixup and self.data.batch_size % 2:
             raise MetaTTTError(
                 f"training.mixup={self.cfg.training.mixup} mixes pairs of images, and a batch has "
-                f"{self.data.batch_size} of them: "
-                "change data.batch_size, or set training.mixup=0"
+                f"{self.data.batch_size} of them: change data.batch_size, or set training.mixup=0"
             )
         if isinstance(trainer.val_check_interval, int):
             trainer.check_val_every_n_epoch = None  # a stream has passes, which may be shorter

@@ -32,9 +32,6 @@ class InnerHealth(lightning.Callback):
     Args:
         every: validations between two checks; 0: no checks.
         windows: of the first validation batch (or images).
-
-    Raises:
-        MetaTTTError: a number that is not allowed.
     """
 
     def __init__(self, every: int = 1, windows: int = 2):
@@ -94,54 +91,52 @@ class InnerHealth(lightning.Callback):
 
 
 def complaints(health: Health, layer: TTTLayer) -> Iterator[tuple[str, str]]:
-    """The problem of an inner loop: its kind, and a message with the override that helps."""
+    """The problems of an inner loop: the kind of each, and a message with the override that helps."""
     rule: Any = layer.optimizer
     rate = getattr(rule, "base_lr", None)
+    shorter = (
+        f"optimizer.base_lr={rate / 4:.2g} (now {rate:g}), or a lower training.lr" if rate else "a lower training.lr"
+    )
+    if rate is not None and rate <= 0:
+        shorter = "a positive optimizer.base_lr"
+    found = {}
     if rule.read in ("previous", "committed") and health.tokens <= rule.mini_batch_size:
-        yield "unread", (
+        found["unread"] = (
             "every head learns for nothing: queries read the weights of complete mini-batches, and the "
-            f"{health.tokens} tokens of a sequence end with the first: try "
-            f"optimizer.mini_batch_size={max(1, health.tokens // 4)} (now {rule.mini_batch_size}), or longer sequences"
+            f"{health.tokens} tokens of a sequence end with the first: try optimizer.mini_batch_size="
+            f"{max(1, health.tokens // 4)} (now {rule.mini_batch_size}), or longer sequences"
         )
-    # gradients at W_0 need not lower the loss at W_{t−1}
-    bad = health.rising.mean(1) > 0.5
-    if rule.anchor != "batch" and health.rising.numel() and bad.any():
-        rising = health.rising[bad]
-        places = (rising.mean(0) > 0.5).nonzero().flatten().tolist()
-        yield "rising", (
-            f"{_heads(bad)} learns nothing: the inner loss of {rising.mean():.0%} of the tokens is larger after their "
-            f"own step, ℓ(W_t) > ℓ(W_t−1){_places(places, health.rising.shape[1])}: try {_shorter(rate)}"
-        )
-    if rule.anchor != "batch" and (bad := health.worse.mean(1) > 0.5).any():
-        yield "worse", (
-            f"{_heads(bad)} learns nothing: the inner loss of {health.worse[bad].mean():.0%} of the tokens is larger "
-            f"with what was learned before them than with W0, ℓ(W_t−1) > ℓ(W_0): try {_shorter(rate)}"
-        )
+    if rule.anchor != "batch":  # gradients at W_0 need not lower the loss at W_{t−1}
+        if health.rising.numel() and (bad := health.rising.mean(1) > 0.5).any():
+            rising = health.rising[bad]
+            places = (rising.mean(0) > 0.5).nonzero().flatten().tolist()
+            found["rising"] = (
+                f"{_heads(bad)} learns nothing: the inner loss of {rising.mean():.0%} of the tokens is larger after "
+                f"their own step, ℓ(W_t) > ℓ(W_t−1){_places(places, health.rising.shape[1])}: try {shorter}"
+            )
+        if (bad := health.worse.mean(1) > 0.5).any():
+            found["worse"] = (
+                f"{_heads(bad)} learns nothing: the inner loss of {health.worse[bad].mean():.0%} of the tokens is "
+                f"larger with what was learned before them than with W0, ℓ(W_t−1) > ℓ(W_0): try {shorter}"
+            )
     if (bad := health.eta < DEAD_RATE).any():
         larger = "optimizer.base_lr=1 (now 0)" if rate == 0 else "a lower training.lr, or a larger optimizer.base_lr"
-        yield "eta", (
-            f"{_heads(bad)} learns nothing: η is at most {health.eta[bad].max():.1g} for every token: try {larger}"
-        )
+        most = health.eta[bad].max()
+        found["eta"] = f"{_heads(bad)} learns nothing: η is at most {most:.1g} for every token: try {larger}"
     if health.alpha is not None and (bad := health.alpha < FORGETTING).any():
         kept = "optimizer.decay_init=0.99" if hasattr(rule, "decay_init") else "a decay nearer to 1"
-        yield "alpha", (
-            f"{_heads(bad)} forgets: α is at most {health.alpha[bad].max():.2g} for every token: try {kept}, or a "
-            "lower training.lr"
+        most = health.alpha[bad].max()
+        found["alpha"] = (
+            f"{_heads(bad)} forgets: α is at most {most:.2g} for every token: try {kept}, or a lower training.lr"
         )
     if health.tau is not None and (dead := health.tau == 0).any():
         bad = dead.any(1) if len(dead) > 1 else torch.ones(layer.num_heads, dtype=torch.bool)
         places = dead.any(0).nonzero().flatten().tolist()
-        yield "tau", (
+        found["tau"] = (
             f"{_heads(bad)} learns nothing{_places(places, dead.shape[1])}: the token step τ is 0 there, and has no "
             "gradient: try a lower training.lr, or optimizer.token_steps=none"
         )
-
-
-def _shorter(rate: float | None) -> str:
-    """Overrides that make inner steps shorter, or point them down."""
-    if rate is not None and rate <= 0:
-        return "a positive optimizer.base_lr"
-    return f"optimizer.base_lr={rate / 4:.2g} (now {rate:g}), or a lower training.lr" if rate else "a lower training.lr"
+    yield from found.items()
 
 
 def _heads(bad: Tensor) -> str:

@@ -19,16 +19,11 @@ class InnerWarmup(lightning.Callback):
     """Moves the base inner learning rate of every layer linearly to `optimizer.base_lr` (of `model=ttt_e2e` to
     `model.inner_lr`), over the warm-up steps of the run.
 
-    A negative `base_lr` is reached from `-start`.
-
-    The rate belongs to the run and not to the model: a checkpoint that is loaded for evaluation has the final one.
+    A negative `base_lr` is reached from `-start`. The rate belongs to the run and not to the model: a checkpoint that
+    is loaded for evaluation has the final one.
 
     Args:
         start: size of the rate at the first step.
-
-    Raises:
-        MetaTTTError: a start that is not positive; when training starts: a model without an inner learning rate, or
-        with one of 0.
     """
 
     def __init__(self, start: float = 0.01):
@@ -39,16 +34,10 @@ class InnerWarmup(lightning.Callback):
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         rules = [module.optimizer if isinstance(module, TTTLayer) else module for module in pl_module.modules()]
         self.final = {rule: float(rule.scale) for rule in rules if isinstance(rule, StepSize | EndToEnd)}
-        if not self.final:
+        if not self.final or not all(rule.base_lr for rule in self.final):
             raise MetaTTTError(
-                "callbacks=inner_warmup needs a layer with an inner learning rate: leave it out with "
-                "~callbacks.inner_warmup"
-            )
-
-        if not all(rule.base_lr for rule in self.final):
-            raise MetaTTTError(
-                "callbacks=inner_warmup cannot warm up to optimizer.base_lr=0: leave it out with "
-                "~callbacks.inner_warmup"
+                "callbacks=inner_warmup needs layers with an inner learning rate, optimizer.base_lr, that is not 0: "
+                "leave it out with ~callbacks.inner_warmup"
             )
 
     def on_train_batch_start(

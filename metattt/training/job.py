@@ -1,9 +1,9 @@
-"""What every kind of data has in common in training: the Lightning module, and the job around it."""
+"""What every kind of data has in common in training: the Lightning module, the data as Lightning asks for it, and the
+job around them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import lightning
 import torch
@@ -12,13 +12,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from metattt.checkpoints.record import RECORD
+from metattt.data.base import Data, Place
 from metattt.errors import MetaTTTError
 from metattt.training.batches import batch_share, plan_batches, recount_batches, validate_between_steps
-
-Model = TypeVar("Model")
-Module = TypeVar("Module")
 
 
 class OuterLoop(lightning.LightningModule):
@@ -107,14 +106,41 @@ def _add(sums: dict[str, Tensor], figures: dict[str, tuple[Tensor, Tensor]]) -> 
         sums[name] = torch.stack([value.detach().double() for value in pair]) + sums.get(name, 0)
 
 
-class Job(ABC, Generic[Model, Module]):
-    """The part of training that depends on the kind of data. Made from the configuration and the data, which it reads
-    and checks against the model (`Data.job`).
+class ForLightning(lightning.LightningDataModule):
+    """A data set that is told how far the run has come before it is asked for batches."""
 
-    Args:
-        cfg: the configuration of the run.
-        data: its data.
-    """
+    def __init__(self, data: Data):
+        super().__init__()
+        self._data = data
+
+    @property
+    def data(self) -> Data:
+        """The data set, at the step of the run."""
+        if (trainer := self.trainer) is not None:
+            per_step, most = trainer.accumulate_grad_batches, trainer.max_steps
+            total = most * per_step if most > 0 else None
+            self._data.place = Place(*batch_share(trainer), trainer.global_step * per_step, total)
+        return self._data
+
+    def setup(self, stage: str) -> None:
+        self.data.setup(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._data.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._data.load_state_dict(state_dict)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.data.train_dataloader()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.data.val_dataloader()
+
+
+class Job:
+    """The part of training that depends on the kind of data. It is made of the configuration of a run and its data,
+    which it reads and checks against the model (`Data.job`)."""
 
     kind = "data"  #: first word of the header
     unit = "sequences"  #: what a batch has a number of
@@ -123,20 +149,12 @@ class Job(ABC, Generic[Model, Module]):
     def __init__(self, cfg: DictConfig, data: Any):
         self.cfg, self.data = cfg, data
 
-    @abstractmethod
-    def module(self, model: Model, recipe: Any) -> Module:
-        """The Lightning module.
-
-        Raises:
-            MetaTTTError: a recipe for another kind of data.
-        """
+    def module(self, model: Any, recipe: Any) -> Any:
+        """The Lightning module; a recipe for another kind of data raises an error."""
+        raise NotImplementedError
 
     def prepare(self, trainer: lightning.Trainer) -> None:
-        """Divides the batch among the trainer's processes, and counts the steps between validations over all passes.
-
-        Raises:
-            MetaTTTError: a batch that cannot be divided, or a trainer for text.
-        """
+        """Divides the batch among the trainer's processes, and counts the steps between validations over all passes."""
         if self.cfg.batch_tokens is not None:
             raise MetaTTTError("batch_tokens is for text: set data.batch_size and trainer.accumulate_grad_batches")
         if hasattr(trainer.strategy, "on_block"):  # it divides language models, whose blocks it looks at
@@ -144,19 +162,13 @@ class Job(ABC, Generic[Model, Module]):
         self.divide(trainer, None, 1, self.unit)
 
     def divide(self, trainer: lightning.Trainer, tokens: int | None, length: int, unit: str) -> None:
-        """Sets the batch sizes of the trainer's processes.
-
-        Args:
-            tokens: of a step, over all processes; None: as the data and the trainer say.
-            length: tokens of an item; 1: items are counted.
-            unit: what an item is, for messages.
-        """
+        """Sets the batch sizes of the trainer's processes: `metattt.training.batches.plan_batches`."""
         before, processes = (self.data.batch_size, trainer.accumulate_grad_batches), batch_share(trainer)[1]
         now = plan_batches(tokens, length, *before, processes, unit)
         self.data.batch_size, trainer.accumulate_grad_batches = now
         validate_between_steps(trainer)
 
-    def header(self, console: Console, trainer: lightning.Trainer, model: Model, done: int) -> None:
+    def header(self, console: Console, trainer: lightning.Trainer, model: Any, done: int) -> None:
         """Three lines about the run before it starts. `done`: steps of a resumed run."""
         count = self.data.batch_size * trainer.accumulate_grad_batches * batch_share(trainer)[1] * self.items()
         processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
@@ -187,5 +199,5 @@ class Job(ABC, Generic[Model, Module]):
         """Logged figure of the validation -> its name in the final table, its factor and its format."""
         return {"loss": ("loss", 1, ".4g")}
 
-    def sample(self, console: Console, module: Module) -> None:
+    def sample(self, console: Console, module: Any) -> None:
         """A sample of the trained model, if there is one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from omegaconf import DictConfig
@@ -11,28 +11,15 @@ from omegaconf import DictConfig
 from metattt.errors import MetaTTTError
 
 
-class Launched(NamedTuple):
-    """Who started the processes, and how many.
-
-    Attributes:
-        by: torchrun or SLURM.
-        devices: processes on each node.
-        num_nodes: nodes.
-    """
-
-    by: str
-    devices: int
-    num_nodes: int
-
-
-def launched() -> Launched | None:
-    """The processes that were started together with this one; None if it was started alone."""
+def launched() -> tuple[str, dict[str, int]] | None:
+    """Who has started processes together with this one, and how many: `devices` on each of `num_nodes`. None: it was
+    started alone."""
     if TorchElasticEnvironment.detect():
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        return Launched("torchrun", per_node, int(os.environ["WORLD_SIZE"]) // per_node)
+        return "torchrun", {"devices": per_node, "num_nodes": int(os.environ["WORLD_SIZE"]) // per_node}
     if SLURMEnvironment.detect() and "SLURM_PROCID" in os.environ:
         nodes = int(os.environ.get("SLURM_NNODES", 1))
-        return Launched("SLURM", int(os.environ["SLURM_NTASKS"]) // nodes, nodes)
+        return "SLURM", {"devices": int(os.environ["SLURM_NTASKS"]) // nodes, "num_nodes": nodes}
     return None
 
 
@@ -49,15 +36,12 @@ def processes(trainer: DictConfig) -> dict[str, Any]:
     found = launched()
     if found is None:
         return given | ({"num_nodes": 1} if given["num_nodes"] == "auto" else {})
+    by, started = found
     for key, value in given.items():
-        started = getattr(found, key)
-        if value not in ("auto", started):
+        if value not in ("auto", started[key]):
             hint = "choose trainer=ddp or trainer=fsdp" if trainer.strategy == "auto" else f"set trainer.{key}=auto"
-            raise MetaTTTError(
-                f"{found.by} has started {found.devices} processes on each of {found.num_nodes} nodes, and "
-                f"trainer.{key}={value}: {hint}"
-            )
-    return {"devices": found.devices, "num_nodes": found.num_nodes}
+            raise MetaTTTError(f"{by} has started {started[key]} {key}, and trainer.{key}={value}: {hint}")
+    return dict(started)
 
 
 def is_first() -> bool:

@@ -46,6 +46,8 @@ def plot(
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper right", frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -78,79 +80,51 @@ def _outer(
     axes: Any, points: Mapping[str, Sequence[Sequence[float]]], baselines: Mapping[str, float], label: str, title: str
 ) -> None:
     """The metric against steps; the lines of the baselines are named where they are."""
-    styles: dict[str, dict[str, Any]] = {
-        "train": {"linewidth": 1.0, "color": TRAINING, "label": "training, one batch"},
-        "validation": {"marker": "o", "markersize": 4, "linewidth": 1.6, "color": VALIDATION},
-    }
-    for name, style in styles.items():
-        if points[name]:
-            steps, values = zip(*points[name], strict=True)
-            axes.plot(steps, values, **{"label": name, **style})
+    if points["train"]:
+        axes.plot(*zip(*points["train"], strict=True), linewidth=1.0, color=TRAINING, label="training, one batch")
+    if points["validation"]:
+        axes.plot(*zip(*points["validation"], strict=True), "o-", markersize=4, color=VALIDATION, label="validation")
     ordered = sorted(baselines.items(), key=lambda pair: -pair[1])
     for number, ((name, value), color) in enumerate(zip(ordered, BASELINES * 9, strict=False)):
         axes.axhline(value, linestyle=(0, (5, 3)), linewidth=1.1, color=color)
+        # the highest is named above its line, others below: lines may be close
+        place = {"xytext": (0, 3 if number == 0 else -11), "textcoords": "offset points"}
         axes.annotate(
             f"{name}  {value:.3f}",
             (0.01, value),
-            (0, 3 if number == 0 else -11),  # the highest is named above its line, others below: lines may be close
             xycoords=("axes fraction", "data"),
-            textcoords="offset points",
             fontsize=8.5,
             color=color,
+            **place,
         )
-    last = [pair for pair in points["validation"] if math.isfinite(pair[1])][-1:]
-    for step, value in last:
-        axes.annotate(
-            f"{value:.3f}",
-            (step, value),
-            (0, -14),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9.5,
-            fontweight="bold",
-            color=VALIDATION,
-        )
+    for step, value in [pair for pair in points["validation"] if math.isfinite(pair[1])][-1:]:
+        place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{value:.3f}", (step, value), fontsize=9.5, fontweight="bold", color=VALIDATION, **place)
     axes.set(xlabel="outer-loop steps", ylabel=label, title=title)
     seen = sorted(value for curve in points.values() for _, value in curve if math.isfinite(value))
     if seen:  # the first steps would squeeze the rest
         low = min([seen[0], *baselines.values()])
         high = max([seen[: max(1, int(0.93 * len(seen)))][-1], *baselines.values()])
         axes.set_ylim(low - 0.08 * (high - low) - 0.05, high + 0.08 * (high - low) + 0.05)
-    if points["train"] or points["validation"]:
-        axes.legend(loc="upper right", frameon=False, fontsize=9)
 
 
 def _inner(axes: Any, curves: Mapping[int, Curves]) -> None:
     """The mean over layers before and after the step on each mini-batch; the difference is what a step learns."""
-    shapes = {tuple(c["position"].tolist()) for c in curves.values()}
-    if len(shapes) == 1:
-        means = {
-            name: torch.stack([c[name].double() for c in curves.values()]).mean(0)
-            for name in ("position", "init", "step_0", "step_1")
-        }
-        lines = {"": means}
-    else:  # mini-batches of different sizes share no positions
-        lines = {f", layer {index}": c for index, c in curves.items()}
+    lines = {f", layer {index}": c for index, c in curves.items()}
+    if len({tuple(c["position"].tolist()) for c in curves.values()}) == 1:  # else they share no positions
+        names = ("position", "init", "step_0", "step_1")
+        lines = {"": {name: torch.stack([c[name].double() for c in curves.values()]).mean(0) for name in names}}
     for suffix, line in lines.items():
         where, init, before, after = (
             line[name].double().cpu().numpy() for name in ("position", "init", "step_0", "step_1")
         )
-        wide = {"markersize": 3.5, "marker": "o", "linewidth": 1.5}
         axes.plot(where, init, color="#999999", linewidth=1.2, linestyle=(0, (2, 2)), label=f"W0, nothing read{suffix}")
-        axes.plot(where, before, color=BEFORE, label=f"before the step on these tokens{suffix}", **wide)
-        axes.plot(where, after, color=VALIDATION, label=f"after it{suffix}", **wide)
+        axes.plot(where, before, "o-", markersize=3.5, color=BEFORE, label=f"before the step on these tokens{suffix}")
+        axes.plot(where, after, "o-", markersize=3.5, color=VALIDATION, label=f"after it{suffix}")
         axes.fill_between(where, after, before, where=after <= before, color=BEFORE, alpha=0.15, linewidth=0)
         if (init > 0).all() and (after > 0).all() and (before > 0).all() and init.max() > 4 * after.min():
             axes.set_yscale("log")
     count = f"mean of {len(curves)} layers" if len(curves) > 1 else "1 layer"
-    axes.set(
-        xlabel="position in the window (tokens)",
-        ylabel="inner loss (mean squared error)",
-        title=f"The hidden state learns while it reads ({count})",
-    )
-    low, high = axes.get_ylim()
-    if axes.get_yscale() == "log":
-        axes.set_ylim(low, high * (high / low) ** 0.28)  # room for the legend
-    else:
-        axes.set_ylim(low, high + 0.28 * (high - low))
-    axes.legend(loc="upper right", frameon=False, fontsize=9)
+    title = f"The hidden state learns while it reads ({count})"
+    axes.set(xlabel="position in the window (tokens)", ylabel="inner loss (mean squared error)", title=title)
+    axes.margins(y=0.2)  # room for the legend

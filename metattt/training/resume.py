@@ -26,13 +26,8 @@ def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
     """The configuration of the run, with what the command line changes.
 
     Values that were given (`given.given`) count even if they equal a default, and so do the values of a choice such as
-    `layer=ttt_mlp` that differ from the defaults. Model, data and recipe must not change: it would be another run.
-
-    Returns:
-        The configuration, and whether the command line gives a new place of the data.
-
-    Raises:
-        MetaTTTError: a value that would make it another run.
+    `layer=ttt_mlp` that differ from the defaults. Model, data and recipe must not change: it would be another run, and
+    raises an error. Also returned: whether the command line gives a new place of the data.
     """
     default, before, wanted = (leaves(OmegaConf.to_container(one)) for one in (compose(job="train"), saved, given))
     keys, chosen, deleted = _said(given.given)
@@ -65,16 +60,8 @@ def resumed(given: DictConfig, saved: DictConfig) -> tuple[DictConfig, bool]:
 
 
 def check_paths(cfg: DictConfig, overrides: Iterable[str]) -> None:
-    """Raises an error for output paths in a file of the run that are outside the run's folder and not given on the
-    command line.
-
-    Args:
-        cfg: of a run that goes on.
-        overrides: of this command.
-
-    Raises:
-        MetaTTTError: naming the path.
-    """
+    """Raises an error for output paths of a resumed run, whose configuration is from a file, that are outside the run's
+    folder and not given on the command line (`overrides`)."""
     keys, _, _ = _said(overrides)
     home = Path(cfg.output_dir).resolve()
     for part in WRITE:
@@ -123,26 +110,14 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def check_same_data(record: Mapping[str, Any], data: Any, moved: bool) -> str | None:
-    """Compares the data of a resumed run with the data that it was trained on.
-
-    Args:
-        record: of the checkpoint.
-        data: the data module, set up.
-        moved: the command line says where the data is now.
-
-    Returns:
-        A line for the user, if there is something to say.
-
-    Raises:
-        MetaTTTError: other data at the new place.
-    """
+    """Compares the data of a resumed run, which is set up, with that in the record of its checkpoint. Other data at a
+    place that the command line gives (`moved`) raises an error; of other data at the old place, a line says so."""
     before, now = record.get("data"), data.fingerprint()
     if before == now:
         return None
     if moved:
         raise MetaTTTError(
             f"data.path={getattr(data, 'path', None)} does not hold the data that the run was trained on, which resume "
-            "needs. "
-            "To train on other data, start a run with init_from=<the checkpoint>"
+            "needs. To train on other data, start a run with init_from=<the checkpoint>"
         )
     return "data    has changed since the run was started: its order, and the validation data, are no longer the same"

@@ -11,8 +11,11 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io import TorchCheckpointIO
 
+from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.rolling import path_of, prune
+from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import MetaTTTError, check_integer, check_number
 from metattt.registry import register
 from metattt.training.batches import at_end_of_step
@@ -20,7 +23,17 @@ from metattt.training.csv_log import logs_of
 from metattt.training.random_state import random_state, set_random_state
 from metattt.training.signals import Interrupted, StopRequests, silence_lightning
 
-MUCH = 0.1  # of the time of a run, for checkpoints
+
+class CheckpointFiles(TorchCheckpointIO):
+    """How strategies whose first process has all of the model read and write checkpoints."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        write_checkpoint(Path(path), checkpoint)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return read_checkpoint(path)
 
 
 @register(group="callback", name="checkpoints")
@@ -39,8 +52,6 @@ class Checkpoints(lightning.Callback):
         keep: number of the last checkpoints that are kept.
         best: the metric of the validation whose lowest value makes a checkpoint that is kept as well; null: none.
 
-    Raises:
-        MetaTTTError: a number that is not allowed; after a validation: a metric that is not logged.
     """
 
     def __init__(
@@ -61,7 +72,6 @@ class Checkpoints(lightning.Callback):
         self.best_step: int | None = None
         self.best_value = math.inf
         self.last: Path | None = None  # that this run has written
-        self.seconds: list[float] = []  # that each took
         self.validate_again = False  # for a checkpoint in the middle of a validation
         self._saved_step = self._validated_step = -1
         self._saved_at = 0.0
@@ -76,12 +86,9 @@ class Checkpoints(lightning.Callback):
         if stage != "fit":
             return
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
-        timeout = getattr(trainer.strategy, "_timeout", None)  # as of every other message
-        self._group = (
-            dist.new_group(backend="gloo", timeout=timeout)
-            if trainer.world_size > 1 and dist.is_initialized()
-            else None
-        )
+        if trainer.world_size > 1 and dist.is_initialized():
+            timeout = getattr(trainer.strategy, "_timeout", None)  # as of every other message
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         silence_lightning(trainer)
         self._requests.speaks = trainer.is_global_zero
         self._requests.listen()
@@ -155,10 +162,8 @@ class Checkpoints(lightning.Callback):
         if self._group is not None:
             mine, random = random[0], [None] * dist.get_world_size(self._group)
             dist.all_gather_object(random, mine, self._group)
-        return {
-            "best_step": self.best_step, "best_value": self.best_value, "random": random,
-            "validate_again": self.validate_again,
-        }  # fmt: skip
+        known = {name: getattr(self, name) for name in ("best_step", "best_value", "validate_again")}
+        return {**known, "random": random}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_step, self.best_value = state_dict["best_step"], state_dict["best_value"]
@@ -170,27 +175,15 @@ class Checkpoints(lightning.Callback):
         if self._between_steps:
             at_end_of_step(checkpoint, self.validate_again)
 
-    def cost(self, seconds: float) -> str:
-        """A phrase with the time that checkpoints took in a run of so many seconds, and advice if it was much."""
-        if not self.seconds:
-            return ""
-        share = sum(self.seconds) / seconds
-        advice = "; less often: callbacks.checkpoint.every_steps=<more>" if share > MUCH else ""
-        each = sum(self.seconds) / len(self.seconds)
-        return f"  ({len(self.seconds)} written in {each:.2f} s each, {share:.0%} of the run{advice})"
-
     def _take_random(self, trainer: lightning.Trainer) -> None:
         self._random = random_state(trainer.strategy.root_device)
 
     def _is_due(self, trainer: lightning.Trainer) -> bool:
         """Whether a checkpoint is to be written now, as the first process decides."""
         step, better = trainer.global_step, self._is_best(trainer)
-        if step <= self._saved_step:
-            return False
-        minutes = (time.monotonic() - self._saved_at) / 60
         steps = self.every_steps is not None and step % self.every_steps == 0
-        due = better or steps or (self.every_minutes is not None and minutes >= self.every_minutes)
-        return due and trainer.is_global_zero
+        minutes = self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes
+        return trainer.is_global_zero and step > self._saved_step and (better or steps or minutes)
 
     def _is_best(self, trainer: lightning.Trainer) -> bool:
         """Whether the validation of this step, if there was one, is the best so far."""
@@ -215,7 +208,7 @@ class Checkpoints(lightning.Callback):
 
     def _save(self, trainer: lightning.Trainer, between_steps: bool = False, validate_again: bool = False) -> None:
         """Writes a checkpoint; the log reaches the disk before it."""
-        began, path = time.monotonic(), path_of(self.folder, trainer.global_step)
+        path = path_of(self.folder, trainer.global_step)
         for log in logs_of(trainer):
             log.sync()
         self._between_steps, self.validate_again = between_steps, validate_again
@@ -226,7 +219,6 @@ class Checkpoints(lightning.Callback):
         self.last, self._saved_step, self._saved_at = path, trainer.global_step, time.monotonic()
         if trainer.is_global_zero:
             prune(self.folder, self.keep, self.best_step)
-        self.seconds.append(time.monotonic() - began)
 
     def _kept(self) -> str:
         return f"the last checkpoint is {self.last}" if self.last else "this run has written no checkpoint yet"

@@ -49,16 +49,8 @@ class LabelledSequences(OuterLoop):
             self.add_to_validation(accuracy=(hits.sum(), count))
 
 
-class SequenceJob(Job[Any, LabelledSequences]):
-    """Prediction of the labels of synthetic sequences.
-
-    Args:
-        cfg: the configuration of the run.
-        data: its data; checked against the model here.
-
-    Raises:
-        MetaTTTError: a model that does not read these sequences.
-    """
+class SequenceJob(Job):
+    """Prediction of the labels of synthetic sequences."""
 
     def __init__(self, cfg: DictConfig, data: SequenceData):
         super().__init__(cfg, data)

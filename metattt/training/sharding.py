@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights
+from metattt.checkpoints.folder import STATES, load_parts, read_content, verify, weights, write_checkpoint
 from metattt.checkpoints.tensors import put_together, take_apart
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.errors import MetaTTTError, check_integer
@@ -33,7 +33,6 @@ from metattt.parallel.heads import divide_heads
 from metattt.registry import register
 from metattt.training.batches import shares
 from metattt.training.building import Builder
-from metattt.training.checkpoint_files import write_run
 
 
 def build_divided(
@@ -42,12 +41,8 @@ def build_divided(
     """Makes a model block by block, each divided among the processes before the next is made: no process ever holds the
     whole model.
 
-    The parameters are those of one process, as all draw the same random numbers in the same order.
-
-    Args:
-        build: makes the model.
-        mesh: the processes.
-        on_block: called with every block before it is divided.
+    The parameters are those of one process, as all draw the same random numbers in the same order. `on_block` is called
+    with every block before it is divided.
     """
     divide = partial(fully_shard, mesh=mesh)
 
@@ -80,9 +75,6 @@ class FullyShardedData(ModelParallelStrategy):
         tensor_ranks: processes that divide the heads of every layer and the features of every SwiGLU; they read the
             same windows. Must divide the number of processes.
         timeout_minutes: that a process waits for another that hangs, before the run ends.
-
-    Raises:
-        MetaTTTError: a number below 1.
     """
 
     def __init__(self, tensor_ranks: int = 1, timeout_minutes: float = 30.0) -> None:
@@ -124,7 +116,7 @@ class FullyShardedData(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Every process writes its parts of the tensors, one of them the rest."""
-        write_run(Path(self.broadcast(str(filepath))), checkpoint, together=True)
+        write_checkpoint(Path(self.broadcast(str(filepath))), checkpoint, together=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and number of processes: every process checks the checksums of a share of
@@ -132,7 +124,7 @@ class FullyShardedData(ModelParallelStrategy):
         folder = Path(self.broadcast(str(checkpoint_path)))
         self._verify_together(folder)
         content, plain = read_checkpoint(folder, "small"), read_content(folder)
-        options = self._options()
+        options = StateDictOptions(strict=self._module.strict_loading)
         model = cast(dict[str, Tensor], get_model_state_dict(self._module, options=options))
         stored = weights(plain)
         parts: dict[str, Tensor] = {}
@@ -148,47 +140,35 @@ class FullyShardedData(ModelParallelStrategy):
             take_apart(self.optimizer_state(optimizer)["state"], tensors, f"{STATES}/{index}/state")
             load_parts(folder, tensors, together=True)
             state = put_together(plain["content"][STATES][index]["state"], tensors)
-            self._set_state(optimizer, state, saved["param_groups"], options)
+            names = _names(self._named_state(optimizer))
+            groups = [group | {"params": [names[one] for one in group["params"]]} for group in saved["param_groups"]]
+            named: dict[str, Any] = {"state": {names[one]: held for one, held in state.items()}, "param_groups": groups}
+            set_optimizer_state_dict(self._module, _plain(optimizer), named, options=options)
         return content
 
     def _verify_together(self, folder: Path) -> None:
-        problem = None
+        problem, problems = "", [""] * self.world_size
         try:
             verify(folder, share=(self.global_rank, self.world_size))
         except MetaTTTError as error:
             problem = str(error)
-        problems: list[Any] = [problem]
-        if dist.is_initialized():
-            problems = [None] * self.world_size
-            dist.all_gather_object(problems, problem)
-        if found := next((one for one in problems if one), None):
+        dist.all_gather_object(problems, problem)
+        if found := next(filter(None, problems), None):
             raise MetaTTTError(found)
-
-    def _set_state(
-        self,
-        optimizer: Optimizer,
-        state: Mapping[int, Any],
-        param_groups: list[dict[str, Any]],
-        options: StateDictOptions,
-    ) -> None:
-        """Gives an optimizer a state by the numbers of its parameters."""
-        names = _names(self._named_state(optimizer))
-        groups = [group | {"params": [names[number] for number in group["params"]]} for group in param_groups]
-        named: dict[str, Any] = {"state": {names[number]: one for number, one in state.items()}, "param_groups": groups}
-        set_optimizer_state_dict(self._module, getattr(optimizer, "_optimizer", optimizer), named, options=options)
 
     def _named_state(self, optimizer: Optimizer, cpu_offload: bool = False) -> dict[str, Any]:
         """The state by the names of the parameters."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
-        return get_optimizer_state_dict(self._module, optimizer, options=StateDictOptions(cpu_offload=cpu_offload))
-
-    def _options(self) -> StateDictOptions:
-        return StateDictOptions(strict=self._module.strict_loading)
+        options = StateDictOptions(cpu_offload=cpu_offload)
+        return get_optimizer_state_dict(self._module, _plain(optimizer), options=options)
 
     @property
     def _module(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    return getattr(optimizer, "_optimizer", optimizer)  # without Lightning's wrapper
 
 
 def _names(state: dict[str, Any]) -> list[str]:

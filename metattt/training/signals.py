@@ -20,20 +20,12 @@ SAME_SIGNAL_SECONDS = 0.5
 
 
 class Interrupted(Exception):
-    """Raised between two steps after a signal, after the checkpoint is written.
-
-    Attributes:
-        signal: the number of the signal.
-    """
+    """Raised between two steps after a signal, after the checkpoint is written; `exit_code` is that of shells: 130
+    after Ctrl-C, 143 after SIGTERM."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
-        self.signal = number
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of shells: 130 after Ctrl-C, 143 after SIGTERM."""
-        return 128 + self.signal
+        self.exit_code = 128 + number
 
 
 class StopRequests:
@@ -84,9 +76,5 @@ def _say(line: str) -> None:
 
 def silence_lightning(trainer: Any) -> None:
     """Turns off Lightning's signal handlers and its check for signals before every batch."""
-    trainer._signal_connector.register_signal_handlers = _nothing
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
-
-
-def _nothing() -> None:
-    pass
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

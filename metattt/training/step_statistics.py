@@ -21,42 +21,6 @@ from metattt.registry import register
 from metattt.training.batches import batch_share
 
 
-class Pace:
-    """Seconds per step: the median of the last steps, their data included, without validation and the first step,
-    which compiles."""
-
-    def __init__(self, steps: int = 50):
-        self.durations: deque[float] = deque(maxlen=steps)
-        self.last: float | None = None  # when the step before ended
-        self.paused = 0.0
-
-    def start(self) -> None:
-        """A run starts or resumes."""
-        self.last = None
-        self.durations.clear()
-
-    def pause(self) -> None:
-        """Stops the clock of a step."""
-        self.paused = time.monotonic()
-
-    def go_on(self) -> None:
-        """Starts the clock again."""
-        if self.last is not None:
-            self.last += time.monotonic() - self.paused
-
-    def step(self) -> None:
-        """A step has ended."""
-        now = time.monotonic()
-        if self.last is not None:
-            self.durations.append(now - self.last)
-        self.last = now
-
-    @property
-    def seconds(self) -> float | None:
-        """Per step; None before the second step has ended."""
-        return statistics.median(self.durations) if self.durations else None
-
-
 @register(group="callback", name="step_statistics")
 class StepStatistics(lightning.Callback):
     """Logs figures of merit of a step.
@@ -72,17 +36,21 @@ class StepStatistics(lightning.Callback):
     """
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.durations: deque[float] = deque(maxlen=50)  # of the last steps (seconds), with their data
+        self.last: float | None = None  # when the step before ended, without the validation since
+        self.paused = 0.0
         self.flops: float | None = None  # of the forward and backward pass for one window or image; 0: not known
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.pace.start()
+        self.last = None
+        self.durations.clear()
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.pace.pause()
+        self.paused = time.monotonic()
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.pace.go_on()
+        if self.last is not None:
+            self.last += time.monotonic() - self.paused
 
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
@@ -97,13 +65,17 @@ class StepStatistics(lightning.Callback):
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        self.pace.step()
+        now = time.monotonic()
+        if self.last is not None:
+            self.durations.append(now - self.last)
+        self.last = now
         # tensors of the host: a plain number would be sent to the device, and waited for
         pl_module.log("peak_memory_gib", torch.tensor(_peak_memory(pl_module.device)), batch_size=1)
-        if self.pace.seconds is None:
+        if not self.durations:  # the first step compiles
             return
         unit, items, length = _volume(batch)
-        rate = items * trainer.accumulate_grad_batches * batch_share(trainer)[1] / self.pace.seconds  # windows a second
+        seconds = statistics.median(self.durations)
+        rate = items * trainer.accumulate_grad_batches * batch_share(trainer)[1] / seconds  # windows a second
         pl_module.log(f"{unit}_per_second", torch.tensor(rate * length), batch_size=1)
         if self.flops is None:
             self.flops = _flops(pl_module, length)

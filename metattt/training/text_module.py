@@ -78,11 +78,7 @@ class LanguageModeling(OuterLoop):
 
     def sums(self, ids: Tensor) -> Tensor:
         """Cross-entropy summed over the predicted tokens of `ids` `[B, T + 1]` (nats), their number, and their bytes:
-        `[3]`.
-
-        The first T tokens are read, or the part of them that is this process's own. Labels that are `NO_TOKEN` do not
-        count.
-        """
+        `[3]`. Labels that are `NO_TOKEN` do not count."""
         (read, reset, labels), parts, scanned = self._windows(ids), 1, self.scanned
         if self.line is not None:
             scanned = scanned if may_scan(self.model, read.shape[1] // self.line.size) else ()
@@ -116,11 +112,8 @@ class LanguageModeling(OuterLoop):
         return self._with_counts(truncated_loss(nats, pieces, parameters, self.recipe.truncate), labels)
 
     def _windows(self, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The input `[B, T]`, the starts of documents, and the labels.
-
-        The starts of documents are found in the host's copy of the batch, so that their layout is computed there
-        without waiting for the device.
-        """
+        """The input `[B, T]`, the starts of documents, found in the host's copy of the batch, so that their layout is
+        computed there without waiting for the device, and the labels."""
         read, reset = ids[:, :-1].clamp(min=0), None
         if self.document_start is not None:
             here = self._batch[1] if self._batch is not None and self._batch[0] is ids else ids
@@ -178,11 +171,7 @@ class LanguageModeling(OuterLoop):
         super().on_validation_epoch_end()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """See `Job`; raises an error for settings that exclude reading in chunks.
-
-        Raises:
-            MetaTTTError: naming the override.
-        """
+        """Raises an error for settings that exclude reading in chunks."""
         if self.recipe.chunk is None:
             return super().configure_optimizers()
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
@@ -208,16 +197,8 @@ def _figures(sums: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     return {"loss": (nats, num_tokens), "bits_per_byte": (nats / math.log(2), num_bytes)}
 
 
-class TextJob(Job[LanguageModel, LanguageModeling]):
-    """Next-token prediction on windows of text.
-
-    Args:
-        cfg: the configuration of the run.
-        data: its data module; read and checked against the model's vocabulary here.
-
-    Raises:
-        MetaTTTError: text that cannot be used, or that has more tokens than the model.
-    """
+class TextJob(Job):
+    """Next-token prediction on windows of text."""
 
     kind, unit, in_parts = "text", "tokens", True
 
@@ -227,8 +208,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         if "vocab_size" not in cfg.model:
             raise MetaTTTError(
                 "text needs a language model: set model=language_model; for images, data=images or data=digits; for "
-                "vectors, "
-                "data=in_context"
+                "vectors, data=in_context"
             )
         data.setup("fit")
         for name in ("train", "validation"):
@@ -240,11 +220,6 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
             )
 
     def module(self, model: LanguageModel, recipe: AdamW) -> LanguageModeling:
-        """The Lightning module.
-
-        Raises:
-            MetaTTTError: a recipe for images, or windows that hold no inner step of a model that has them.
-        """
         if not isinstance(recipe, AdamW):
             raise MetaTTTError(f"training: {type(recipe).__name__} is for images: set training=adamw")
         inner = getattr(model, "mini_batch_size", 0)  # of an inner loop over the model
@@ -252,8 +227,7 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         if inner >= length:
             raise MetaTTTError(
                 f"model.mini_batch_size={inner}: windows of data.context_length={length} tokens end before the first "
-                "inner "
-                f"step is read; set model.mini_batch_size below {length}, or longer windows"
+                f"inner step is read; set model.mini_batch_size below {length}, or longer windows"
             )
         tokenizer = self.data.tokenizer
         record = make_record(self.cfg, tokenizer=tokenizer.content, data=self.data.fingerprint())
@@ -290,11 +264,8 @@ class TextJob(Job[LanguageModel, LanguageModeling]):
         console.print(table)
 
     def sample(self, console: Console, module: LanguageModeling) -> None:
-        """A continuation of the beginning of a held-out document, unless `sample=false`.
-
-        Every process takes part: the model may be divided among them. A compiled one draws without compiling: prompt,
-        single tokens and carried states have other shapes than training, and each would compile anew.
-        """
+        """A continuation of the beginning of a held-out document, unless `sample=false`. Every process takes part: the
+        model may be divided among them. A compiled one draws without compiling: each shape would compile anew."""
         if not self.cfg.get("sample", True):
             return
         data = self.data

@@ -37,15 +37,11 @@ class OverTime(ParallelStrategy):
     """The base of strategies that divide the time: a mixin before the strategy of the data axis.
 
     Attributes:
-        time_ranks: processes that read one sequence.
-        in_flight: parts of a batch that are passed on one after the other; None: every window on its own. line: the
-            processes of this one's sequences, once they have started.
+        line: the processes of this one's sequences, once they have started.
         scanned: numbers of the blocks with a time-parallel scan.
         made: number of blocks so far.
     """
 
-    time_ranks: int
-    in_flight: int | None
     line: Line
     scanned: list[int]
     made: int
@@ -59,15 +55,7 @@ class OverTime(ParallelStrategy):
         self.scanned, self.made = [], 0
 
     def check(self, context_length: int, batch_size: int) -> None:
-        """Raises an error for windows that cannot be divided; called before anything is read.
-
-        Args:
-            context_length: tokens per window.
-            batch_size: windows per batch of the processes that read the same ones.
-
-        Raises:
-            MetaTTTError: fewer tokens than processes, or fewer windows than parts in flight.
-        """
+        """Raises an error for windows that cannot be divided; called before anything is read."""
         if context_length < self.time_ranks:
             raise MetaTTTError(
                 f"data.context_length={context_length} tokens cannot be divided among "
@@ -144,9 +132,6 @@ class ReplicatedOverTime(OverTime, DDPStrategy):
         time_ranks: processes that read one sequence; must divide their number.
         in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
         timeout_minutes: that a process waits for another that hangs, before the run ends.
-
-    Raises:
-        MetaTTTError: a number below 1.
     """
 
     def __init__(self, time_ranks: int = 2, in_flight: int | None = None, timeout_minutes: float = 30.0) -> None:
@@ -167,12 +152,8 @@ class ShardedOverData(OverTime, FullyShardedData):
     """Parameters, gradients and Adam's moments divided among the processes of the data axis (FSDP2), copied over time.
 
     Args:
-        time_ranks: processes that read one sequence; must divide their number.
-        in_flight: parts of a batch that are handed on one after the other; None: every window on its own.
+        time_ranks, in_flight: as of `ReplicatedOverTime`.
         tensor_ranks, timeout_minutes: as of `FullyShardedData`.
-
-    Raises:
-        MetaTTTError: a number below 1.
     """
 
     def __init__(

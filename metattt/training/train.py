@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import secrets
 import signal
 import time
 import warnings
@@ -24,20 +23,19 @@ from rich.console import Console
 from metattt.checkpoints.record import RECORD
 from metattt.checkpoints.rolling import path_of
 from metattt.composition.instantiate import instantiate_part
+from metattt.composition.messages import first_line
 from metattt.data.sources import is_local
 from metattt.errors import MetaTTTError
 from metattt.optional import need
 from metattt.training.building import Builder, differences
 from metattt.training.callbacks import LossCurve
-from metattt.training.checkpoint_files import CheckpointFiles
 from metattt.training.csv_log import logs_of
-from metattt.training.data_module import ForLightning
 from metattt.training.inner_loss_curves import InnerLossCurves
-from metattt.training.job import Job
+from metattt.training.job import ForLightning, Job
 from metattt.training.launchers import is_first, processes, started_by_the_run
-from metattt.training.resume import OF_THE_COMMAND, check_same_data
-from metattt.training.run import Start, check_given, open_run, start, write_configuration
-from metattt.training.saving import Checkpoints, validates_again
+from metattt.training.resume import check_same_data
+from metattt.training.run import Start, check_given, opened, write_configuration
+from metattt.training.saving import CheckpointFiles, Checkpoints, validates_again
 from metattt.training.sharding import FullyShardedData
 from metattt.training.signals import Interrupted
 
@@ -71,13 +69,8 @@ def train(cfg: DictConfig) -> int:
     for key in ("path", "validation_path", "files"):
         if key in cfg.data and not (key == "path" and named):
             cfg.data[key] = _absolute(cfg.data[key])  # so that the checkpoint can be used from another folder
-    opened = open_run(cfg, first)
-    try:
-        begin = start(cfg, opened, console.print)
+    with opened(cfg, first, console.print) as begin:
         return 0 if begin.complete else _run(begin, console)
-    finally:
-        if opened.lock is not None:
-            opened.lock.release()
 
 
 def _run(begin: Start, console: Console) -> int:
@@ -85,13 +78,16 @@ def _run(begin: Start, console: Console) -> int:
     cfg, folder, checkpoint, done = begin.cfg, begin.folder, begin.checkpoint, begin.done
     lightning.seed_everything(cfg.seed, verbose=False)
     data = instantiate_part(cfg, "data")
-    job: Job[Any, Any] = data.job(cfg)
+    job: Job = data.job(cfg)
     if cfg.init_from == "":
         raise MetaTTTError("this experiment starts from a trained model: add init_from=<its run folder or checkpoint>")
     build = Builder(cfg, cfg.init_from if checkpoint is None else None)
-    trainer = _trainer(begin)
+    trainer = _trainer(cfg)
     if is_first():
         write_configuration(folder, cfg)
+        settings: Any = OmegaConf.to_container(cfg, resolve=True)
+        for logger in trainer.loggers if not done else ():
+            logger.log_hyperparams(settings)
     in_parts = isinstance(trainer.strategy, FullyShardedData) and job.in_parts
     model = build.empty() if in_parts else build.whole()
     module = job.module(model, instantiate_part(cfg, "training"))
@@ -103,56 +99,36 @@ def _run(begin: Start, console: Console) -> int:
         notes.append(check_same_data(begin.content[RECORD], data, begin.moved))
     elif cfg.init_from:
         notes.append(differences(cfg, cfg.init_from))
-    for note in notes:
-        if note:
-            console.print(note)
-    started = time.monotonic()
+    for note in filter(None, notes):
+        console.print(note)
+    started, batches = time.monotonic(), ForLightning(data)
     try:
-        trainer.fit(
-            module, datamodule=ForLightning(data), ckpt_path=checkpoint, weights_only=True if checkpoint else None
-        )
+        trainer.fit(module, datamodule=batches, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         if _callback(trainer, Checkpoints) is None:
             trainer.save_checkpoint(path_of(folder, trainer.global_step))
         seconds = time.monotonic() - started
         if not _validated_last(trainer, done):
-            trainer.validate(module, datamodule=ForLightning(data), verbose=False)
+            trainer.validate(module, datamodule=batches, verbose=False)
         job.report(console, trainer, seconds)
-        _files(console, trainer, folder, seconds)
+        _files(console, trainer, folder)
         job.sample(console, module)
     except Interrupted as stop:
         console.print(f"stopped at step {trainer.global_step} ({stop}). To resume: metattt train resume={folder}")
         return 0 if started_by_the_run() else stop.exit_code
-    except MetaTTTError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
-        if trainer.world_size > 1 and isinstance(error, RuntimeError) and LOST.search(str(error)):
-            if trainer.strategy.launcher is not None:
-                trainer.strategy.launcher.kill(signal.SIGKILL)  # a stopped process would hang
-            raise MetaTTTError(
-                f"another process of the run has died or hangs ({reason}). To resume: metattt train "
-                f"resume={folder}"
-            ) from error
-        if checkpoint is not None and not (_callback(trainer, Begun) or Begun).begun:
-            raise MetaTTTError(
-                f"{checkpoint} holds a state that the run cannot load ({reason}): it is damaged, or of another "
-                "version"
-            ) from error
-        raise
+    except RuntimeError as error:
+        if trainer.world_size == 1 or not LOST.search(str(error)):
+            raise
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signal.SIGKILL)  # a stopped process would hang
+        raise MetaTTTError(
+            f"another process of the run has died or hangs ({first_line(error):.200}). To resume: metattt train "
+            f"resume={folder}"
+        ) from error
     finally:
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.finish()  # all logs are sent; the next run in this process starts new ones
     return 0
-
-
-class Begun(lightning.Callback):
-    """Records that a run has loaded its state and started to train."""
-
-    begun = False
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.begun = True
 
 
 def _absolute(path: Any) -> Any:
@@ -166,12 +142,10 @@ def _absolute(path: Any) -> Any:
     return path if "://" in path else str(Path(path).expanduser().absolute())  # a stream may come from the net
 
 
-def _trainer(begin: Start) -> lightning.Trainer:
+def _trainer(cfg: DictConfig) -> lightning.Trainer:
     """Lightning's Trainer with the configured callbacks and loggers, each a named entry of its group."""
-    cfg = begin.cfg
     callbacks = [_entry(cfg, "callbacks", name, lightning.Callback) for name in cfg.get("callbacks") or {}]
-    callbacks.append(Begun())
-    loggers = [_logger(begin, name) for name in cfg.get("logger") or {}]
+    loggers = [_entry(cfg, "logger", name, Logger) for name in cfg.get("logger") or {}]
     settings = processes(cfg.trainer)
     if "enable_checkpointing" not in cfg.trainer:  # else Lightning adds a callback of its own, which writes elsewhere
         settings["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
@@ -186,56 +160,16 @@ def _trainer(begin: Start) -> lightning.Trainer:
     return trainer
 
 
-def _entry(cfg: DictConfig, group: str, name: str, kind: type, **options: Any) -> Any:
-    """A callback or logger.
-
-    Raises:
-        MetaTTTError: an entry is not one.
-    """
+def _entry(cfg: DictConfig, group: str, name: str, kind: type) -> Any:
+    """A callback or logger; an entry that is none raises an error."""
     node = cfg[group][name]
-    made = instantiate_part(cfg[group], name, **options) if isinstance(node, DictConfig) else None
+    known = str(node.get("_target_") if isinstance(node, DictConfig) else None).rpartition(".")[2]
+    if known in OUTSIDE:
+        need(OUTSIDE[known], extra="loggers", what=f"{group}={name}")
+    made = instantiate_part(cfg[group], name) if isinstance(node, DictConfig) else None
     if not isinstance(made, kind):
         raise MetaTTTError(f"{group}.{name}={node} is not allowed: ~{group}.{name} leaves it out")
     return made
-
-
-def _logger(begin: Start, name: str) -> Logger:
-    """A logger. Loggers of other programs start a run, or resume it under the name in the run's configuration.
-
-    Raises:
-        MetaTTTError: a library that is not installed; a service that rejects the run.
-    """
-    cfg, options = begin.cfg, {}
-    node = cfg.logger[name]
-    kind = str(node.get("_target_") if isinstance(node, DictConfig) else None).rpartition(".")[2]
-    if kind not in OUTSIDE:
-        return _entry(cfg, "logger", name, Logger)
-    library = need(OUTSIDE[kind], extra="loggers", what=f"logger={name}")
-    begins = not begin.done
-    if kind == "TensorBoardLogger" and begin.done:
-        options["purge_step"] = begin.done + 1  # rows that come again are shown once
-    elif kind == "WandbLogger":
-        node.id = node.get("id") or secrets.token_hex(4)
-    elif kind == "MLFlowLogger":
-        node.tracking_uri, begins = node.get("tracking_uri") or library.get_tracking_uri(), node.get("run_id") is None
-    settings = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(settings, dict)
-    try:
-        logger: Any = _entry(cfg, "logger", name, Logger, **options)
-        if begins and is_first():
-            logger.log_hyperparams(
-                {key: value for key, value in settings.items() if key not in (*OF_THE_COMMAND, "callbacks", "logger")}
-            )
-            node.update({"run_id": logger.run_id} if kind == "MLFlowLogger" else {})
-    except MetaTTTError:
-        raise
-    except Exception as error:  # of its library, a data base, or the net
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        hint = ", or logger.wandb.offline=true" if kind == "WandbLogger" else ""
-        raise MetaTTTError(
-            f"logger={name} cannot start: {reason:.200}\nset logger.{name}.<key>{hint}, or leave it out"
-        ) from error
-    return logger
 
 
 def _callback(trainer: lightning.Trainer, kind: type[C]) -> C | None:
@@ -251,10 +185,10 @@ def _validated_last(trainer: lightning.Trainer, done: int) -> bool:
     return trainer.global_step > done and isinstance(interval, int) and interval > 0 and batches % interval == 0
 
 
-def _files(console: Console, trainer: lightning.Trainer, folder: Path, seconds: float) -> None:
+def _files(console: Console, trainer: lightning.Trainer, folder: Path) -> None:
     """Where the results are."""
+    console.print(f"checkpoint  {path_of(folder, trainer.global_step)}")
     saving = _callback(trainer, Checkpoints)
-    console.print(f"checkpoint  {path_of(folder, trainer.global_step)}{saving.cost(seconds) if saving else ''}")
     if saving is not None and saving.best_step is not None:
         console.print(f"best        {path_of(folder, saving.best_step)}  ({saving.best} {saving.best_value:.4f})")
     for logger in trainer.loggers:
@@ -273,13 +207,12 @@ def _quiet_lightning() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # it says that a process that it has started is dead, before it ends the others
     logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
-    unneeded = (
+    for message in (
         "callbacks used to create the checkpoint",  # of a resumed run without one of them
         "does not have many workers", "dataloader is not resumable", "isinstance.treespec",
         "IterableDataset.? has",  # a length, which timm knows
         "overridden `transfer_batch_to_device`",
-    )  # fmt: skip
-    # the sums are over all processes already; nothing is done in place; the layout of a convolution's gradient
-    several = ("sync_dist=True", "returned a view tensor", "Grad strides do not match")
-    for message in (*unneeded, *several):
+        "sync_dist=True",  # the sums are over all processes already
+        "returned a view tensor", "Grad strides do not match",  # nothing is done in place; of a convolution's gradient
+    ):  # fmt: skip
         warnings.filterwarnings("ignore", f".*{message}.*")

@@ -80,9 +80,7 @@ def truncated_loss(
     return _WithGradients.apply(torch.stack(losses).sum(), *reached, *gradients.values())
 
 
-def _reach_back(
-    kept: Sequence[_Chunk], parameters: Sequence[Tensor], gradients: dict[int, Tensor], last: int
-) -> None:
+def _reach_back(kept: Sequence[_Chunk], parameters: Sequence[Tensor], gradients: dict[int, Tensor], last: int) -> None:
     """Adds the gradient of the newest chunk's loss by everything in the chunks that are kept.
 
     Args:

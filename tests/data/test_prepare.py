@@ -1,7 +1,6 @@
 """Prepared text: the same bytes whatever happens on the way, nothing half there, strangers refused, windows and documents
 as they should be."""
 
-import csv
 import errno
 import gzip
 import json
@@ -11,12 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from tokenizer_for_tests import trained_tokenizer
@@ -30,7 +26,6 @@ from metattt.data.shards import ShardData
 from metattt.data.tokenizers import load_tokenizer
 from metattt.errors import MetaTTTError
 from metattt.locking import FolderLock
-from metattt.metrics_file import CLOCK
 
 datasets = pytest.importorskip("datasets")
 FILES = {"tokens.bin", "documents.bin", "manifest.json"}
@@ -58,7 +53,6 @@ def refused(corpus: Any, target: Path, *overrides: str) -> str:
     with pytest.raises(MetaTTTError) as error:
         run(corpus, target, *overrides)
     assert str(error.value).count("\n") <= 1
-    assert not target.with_name(f"{target.name}.part").exists()
     return str(error.value)
 
 
@@ -85,19 +79,32 @@ def test_the_shards_hold_the_documents_and_the_manifest_counts_them(corpus: Path
         expected = b"".join(chosen)
         counts = manifest["splits"][split]
         assert counts == {"documents": len(chosen), "bytes": len(expected), "tokens": len(expected) + len(chosen)}
-        tokens = data.tokens.read(place, place + counts["tokens"])
+        tokens = data.tokens.all[place : place + counts["tokens"]]
         assert data.tokenizer.decode(tokens.tolist()) == expected and tokens[0] == 256
         windows = data.windows(split)
         np.testing.assert_array_equal(windows[list(range(len(windows)))].reshape(-1), tokens[: windows.size])
         place += counts["tokens"]
-    starts = data.documents.read(0, len(documents))
-    np.testing.assert_array_equal(starts, np.flatnonzero(data.tokens.read(0, place) == 256))
+    np.testing.assert_array_equal(data.documents.all, np.flatnonzero(data.tokens.all == 256))
     assert data.sample_document() == chosen[0][: len(data.sample_document())] and len(chosen[0]) > 100
 
 
 def test_workers_change_nothing(corpus: Path, prepared: Path, tmp_path: Path) -> None:
     assert run(corpus, tmp_path / "two", "workers=2") == 0
     assert content(tmp_path / "two") == content(prepared)
+
+
+def test_a_run_does_not_mix_with_another(corpus: Path, prepared: Path, tmp_path: Path) -> None:
+    before = content(prepared)
+    assert "prepared with seed=0, not 1" in refused(corpus, prepared, "seed=1")
+    assert "prepared with source=" in refused(corpus / "rows.jsonl", prepared)
+    assert run(corpus, prepared) == 0 and content(prepared) == before
+    (tmp_path / "mine").mkdir()
+    assert run(corpus, tmp_path / "mine") == 0  # a folder that is empty
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    assert "holds other files" in refused(corpus, tmp_path / "other")
+    (tmp_path / "other" / "manifest.json").write_text('{"format": "metattt shards", "version": 2}')
+    assert "is not of this release of metattt prepare" in refused(corpus, tmp_path / "other")
 
 
 def test_stopped_there_is_nothing_half_and_the_same_command_goes_on(
@@ -146,54 +153,18 @@ def test_killed_and_started_again_is_as_if_nothing_had_happened(
     assert content(target) == content(prepared)
 
 
-def test_a_run_does_not_mix_with_another(corpus: Path, prepared: Path, tmp_path: Path) -> None:
-    before = content(prepared)
-    assert "prepared with seed=0, not 1" in refused(corpus, prepared, "seed=1")
-    assert "prepared with source=" in refused(corpus / "rows.jsonl", prepared)
-    assert run(corpus, prepared) == 0 and content(prepared) == before
-    (tmp_path / "mine").mkdir()
-    assert run(corpus, tmp_path / "mine") == 0  # a folder that is empty
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("mine")
-    assert "holds other files" in refused(corpus, tmp_path / "other")
-    (tmp_path / "other" / "manifest.json").write_text('{"format": "metattt shards", "version": 2}')
-    assert "is of another release: prepare the text again" in refused(corpus, tmp_path / "other")
-
-
-def test_a_source_that_changed_while_stopped_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for index in range(9):
-        (source / f"{index}.txt").write_text("a text " * 300)
-    with monkeypatch.context() as patch:
-        patch.setattr(preparing, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert run(source, tmp_path / "stopped") == 130
-    (source / "0.txt").write_text("Another" * 300)
-    assert run(source, tmp_path / "stopped") == 0 and run(source, tmp_path / "new") == 0
-    assert content(tmp_path / "stopped") == content(tmp_path / "new")
-    assert b"A\0n\0o\0" in (tmp_path / "new" / "tokens.bin").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("validation_fraction=1",), "validation_fraction=1.0 is not allowed"),
-        (("validation_fraction=nan",), "validation_fraction=nan is not allowed"),
         (("validation_fraction=1e-9",), "no document is in the validation split"),
         (("tokenizer=./none.json",), "tokenizer=./none.json does not exist"),
-        (("tokenizer=''",), "has no value"),
         (("workers=many",), "workers"),
         (("workers=1000000",), "at most 1,024"),
-        (("seed=1000000000000000000000000",), "is not allowed"),
-        (("source=' '",), "has no value"),
-        (("source=[a,'']",), "has no value"),
-        (("source={a: 1}", "dataset_files=[1]"), "cannot be opened as a dataset"),
+        (("source=null", "dataset_files=[a.gz]"), "dataset_files=['a.gz'] needs their format"),
         (("source='~nobody-of-that-name/x'",), "is not a path"),
-        (("source=/" + "x" * 5000,), "File name too long"),
-        (("target='~nobody-of-that-name/x'",), "is not a path"),
         (("target=/dev/null/x",), "Not a directory"),
         (("target=/dev/null",), "is not a folder"),
-        (("target=/tmp/" + "x" * 5000,), "File name too long"),
         (("source=/nowhere.jsonl",), "does not exist"),
     ],
 )
@@ -227,57 +198,23 @@ def test_what_is_no_file_is_a_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "pip install 'metattt[text]'" in refused(Path("someone/texts"), tmp_path / "b")
 
 
-@pytest.mark.parametrize("kind", ["json", "text", "parquet"])
+@pytest.mark.parametrize("kind", ["json", "text"])
 def test_files_of_the_library_of_hugging_face(kind: str, tmp_path: Path) -> None:
-    """The library itself, on files of this machine."""
+    """The library itself, on files of this machine, one of them compressed."""
     texts = [f"row {row} " * 40 for row in range(60)]
-    if kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    for index in range(2) if kind != "parquet" else ():  # several files, one of them compressed
-        lines = texts[30 * index : 30 * index + 30]
-        content = "\n".join(json.dumps({"text": text}) for text in lines) if kind == "json" else "\n".join(lines)
-        (tmp_path / f"{index}.gz").write_bytes(gzip.compress(content.encode())) if index else (
-            tmp_path / "0.txt"
-        ).write_text(content)
-    files = str(tmp_path / "a.parquet") if kind == "parquet" else f"[{tmp_path / '0.txt'},{tmp_path / '1.gz'}]"
-    given = (f"dataset_files={files}", "tokenizer=bytes")
+    lines = [json.dumps({"text": text}) if kind == "json" else text for text in texts]
+    (tmp_path / "0.txt").write_text("\n".join(lines[:30]))
+    (tmp_path / "1.gz").write_bytes(gzip.compress("\n".join(lines[30:]).encode()))
+    given = (f"dataset_files=[{tmp_path / '0.txt'},{tmp_path / '1.gz'}]", "tokenizer=bytes")
     assert run(kind, tmp_path / "shards", *given) == 0
     data = ShardData(str(tmp_path / "shards"), context_length=8)
     data.setup()
     splits = data.manifest["splits"].values()
     assert sum(split["documents"] for split in splits) == 60
-    found = data.tokenizer.decode(data.tokens.read(0, data.tokens.length).tolist())
+    found = data.tokenizer.decode(data.tokens.all.tolist())
     assert len(found) == sum(split["bytes"] for split in splits) and all(text.strip().encode() in found for text in texts)
     assert "has no text in 'words'" in refused(kind, tmp_path / "b", *given, "text_key=words")
     assert "cannot be opened as a dataset" in refused(kind, tmp_path / "b", *given, "dataset_split=test")
-
-
-def test_names_that_are_not_utf8(tmp_path: Path) -> None:
-    """Names are bytes: they decide where a document goes."""
-    source = os.fsencode(tmp_path / "source") + b"\xff"
-    os.mkdir(source)
-    for index in range(30):
-        with open(source + b"/\xfe%d.txt" % index, "w") as file:
-            file.write("text " * 200)
-    cfg = compose("source=?", f"target={tmp_path / 'target'}", "validation_fraction=0.3", "workers=1", job="prepare")
-    cfg.source = os.fsdecode(source)
-    assert prepare(cfg) == 0
-    assert len(ShardData(str(tmp_path / "target"), context_length=8).windows("all")) > 100
-    cfg.target = os.fsdecode(os.fsencode(tmp_path / "other") + b"\xfd")  # the library cannot keep anything there
-    with pytest.raises(MetaTTTError, match="cannot be prepared"):
-        prepare(cfg)
-
-
-def test_a_target_inside_its_source(corpus: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for file in corpus.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
-    assert run(source, source / "shards") == 0
-    before = content(source / "shards")
-    assert run(source, source / "shards") == 0 and run(source, tmp_path / "beside") == 0
-    assert content(source / "shards") == content(tmp_path / "beside") == before
-    assert "holds other files" in refused(source, source)
 
 
 def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
@@ -291,19 +228,16 @@ def test_a_tokenizer_from_a_file(corpus: Path, tmp_path: Path) -> None:
     data = ShardData(str(tmp_path / "shards"), context_length=16)
     data.setup()
     assert 256 < data.tokenizer.vocab_size <= 400 and content(tmp_path / "shards").keys() == FILES | {"tokenizer.json"}
-    ids = data.tokens.read(0, data.tokens.length)
+    ids = data.tokens.all
     assert (ids == tokenizer.separator).sum() == (ids == tokenizer.end).sum() == 70  # BOS + text + EOS
-    assert len(data.tokenizer.decode(ids.tolist())) == sum(
-        len(d.text) for d in iterate_documents(find_files(str(corpus)), "text")
-    )
-    (tmp_path / "shards" / "tokenizer.json").write_text(
-        (tmp_path / "tokenizer.json").read_text().replace('"<s>"', '"<bos>"')
-    )
+    documents = iterate_documents(find_files(str(corpus)), "text")
+    assert len(data.tokenizer.decode(ids.tolist())) == sum(len(document.text) for document in documents)
+    (tmp_path / "shards" / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text().replace('"<s>"', '"<bos>"'))
     with pytest.raises(MetaTTTError, match="is not the tokenizer of these tokens"):
         ShardData(str(tmp_path / "shards")).setup()
 
 
-@pytest.mark.parametrize("layer", ["ttt_linear", "ttt_mlp", "attention", "mamba2"])
+@pytest.mark.parametrize("layer", ["ttt_mlp", "mamba2"])
 def test_documents_with_resets_are_as_documents_apart(prepared: Path, layer: str) -> None:
     from metattt.training.recipes import AdamW
     from metattt.training.text_module import LanguageModeling
@@ -316,47 +250,8 @@ def test_documents_with_resets_are_as_documents_apart(prepared: Path, layer: str
     starts = [*(place for place in range(1, 700) if window[0, place] == 256), 700]
     assert len(starts) > 2
     apart, first = torch.zeros(()), 0
+    alone = LanguageModeling(model, AdamW(), data.tokenizer.token_bytes, {})
     for last in starts:  # a document, and the label after its last token
-        apart = (
-            apart
-            + LanguageModeling(model, AdamW(), data.tokenizer.token_bytes, {}).sums(window[:, first : last + 1])[0]
-        )
+        apart = apart + alone.sums(window[:, first : last + 1])[0]
         first = last
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=0)
-
-
-def test_a_run_on_shards_resumes_bitwise(prepared: Path, tmp_path: Path) -> None:
-    from metattt.checkpoints.trained import read_checkpoint
-    from metattt.training.train import train
-
-    tiny = (
-        "data=shards", f"data.path={prepared}", "data.context_length=32", "data.batch_size=2", "batch_tokens=192", "dim=16", "num_heads=2",
-        "model.num_layers=1", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "data.document_reset=true", "trainer.max_steps=6",
-        "data.validation_max_tokens=500",
-    )  # fmt: skip
-    assert train(compose(*tiny, f"output_dir={tmp_path / 'whole'}")) == 0
-    stopping = ("callbacks.checkpoint.every_steps=4", "callbacks.checkpoint.best=null", f"output_dir={tmp_path / 'cut'}")
-    stop = compose(*tiny, *stopping)
-    with pytest.MonkeyPatch.context() as patch:
-
-        def killed(self: object, trainer: SimpleNamespace, *_: object) -> None:
-            if trainer.global_step == 5:
-                raise KeyError("killed")
-
-        patch.setattr("metattt.training.callbacks.LossCurve.on_train_batch_end", killed)
-        with pytest.raises(KeyError):
-            train(stop)
-    assert read_checkpoint(tmp_path / "cut")["global_step"] == 4
-    assert train(compose(f"resume={tmp_path / 'cut'}")) == 0
-    whole, resumed = (read_checkpoint(tmp_path / name)["state_dict"] for name in ("whole", "cut"))
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
-    logs = []
-    for name in ("whole", "cut"):
-        with (tmp_path / name / "metrics.csv").open(newline="") as file:
-            logs.append(
-                [
-                    {key: value for key, value in row.items() if key not in CLOCK}
-                    for row in csv.DictReader(file)
-                ]
-            )
-    assert logs[0] == logs[1]

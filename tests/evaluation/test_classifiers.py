@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import metattt
+from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.trained import read_checkpoint
 from metattt.cli import main
 from metattt.composition.compose import compose
@@ -20,7 +21,6 @@ from metattt.data.digits import DigitsData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
 from metattt.evaluation.predict import Pictures, predict
-from metattt.training.checkpoint_files import write_run
 from metattt.training.train import train
 
 TINY = (
@@ -170,7 +170,7 @@ def test_a_run_that_does_not_say_how_its_images_were_made(
     content = read_checkpoint(runs / "a")
     del content["metattt"]["evaluation"]
     content["metattt"] |= {} if evaluation is None else {"evaluation": evaluation}
-    write_run(tmp_path / "checkpoints" / "step-00000006", content)
+    write_checkpoint(tmp_path / "checkpoints" / "step-00000006", content)
     with pytest.raises(MetaTTTError, match=message):
         predicted(f"checkpoint={tmp_path}", f"source={pictures}")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from metattt.catalog.known_layers import known_layers
+from metattt.checkpoints.folder import write_checkpoint
 from metattt.checkpoints.record import RECORD, make_record
 from metattt.checkpoints.trained import load_model
 from metattt.cli import main
@@ -27,7 +28,6 @@ from metattt.models.language_model import LanguageModel
 from metattt.optimizers import Gates, GradientDescent
 from metattt.state import Context, Tensors
 from metattt.tasks import Reconstruction
-from metattt.training.checkpoint_files import write_run
 
 ACAUSAL = {
     "layer=mttt_mlp": "optimizer.read=final (WholeSequence)",
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_one_is_refused_by_every_command(
     model = LanguageModel(257, 16, 2, lambda: build(choice, "dim=16", "num_heads=2"), causal=False)
     content = {RECORD: make_record(cfg), "global_step": 1}
     weights = {f"model.{name}": x for name, x in model.state_dict().items()}
-    write_run(tmp_path / "checkpoints" / "step-00000001", content | {"state_dict": weights})
+    write_checkpoint(tmp_path / "checkpoints" / "step-00000001", content | {"state_dict": weights})
     with pytest.raises(MetaTTTError, match="must not see it"):
         load_model(tmp_path)
     for command in (

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from metattt.checkpoints.folder import write_model
+from metattt.checkpoints.folder import write_checkpoint, write_model
 from metattt.checkpoints.record import make_record
 from metattt.checkpoints.trained import load_model
 from metattt.cli import main
@@ -23,7 +23,6 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.models import LanguageModel, from_published, to_published
 from metattt.models.published_config import build_empty
-from metattt.training.checkpoint_files import write_run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = ("linear_mamba", "linear_transformer", "mlp_mamba", "mlp_transformer")
@@ -331,7 +330,7 @@ def test_convert_exports_a_run(tmp_path: Path) -> None:
     model = instantiate_model(cfg)
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     content = {"state_dict": weights, "metattt": make_record(cfg), "global_step": 1}
-    write_run(tmp_path / "checkpoints" / "step-00000001", content)
+    write_checkpoint(tmp_path / "checkpoints" / "step-00000001", content)
     assert main(["convert", f"source={tmp_path}", f"target={tmp_path}/out", "direction=to_published"]) == 0
     ids = torch.randint(257, (1, 20))
     assert torch.equal(load_model(tmp_path / "out")[0](ids), model(ids))

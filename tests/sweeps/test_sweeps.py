@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from omegaconf import OmegaConf
 
 from metattt.cli import main
 from metattt.errors import MetaTTTError
-from metattt.optional import MissingExtra, need
 from metattt.sweeps.record import CELL, LONGEST_NAME, Cell, cell_name, read_cell, write_cell
 from metattt.sweeps.table import Run, _over_seeds, collect, tell
 
@@ -51,23 +49,9 @@ def table(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     """With joblib, as the issue of every cluster: SIGKILL to the sweep while two cells are under way."""
-    command = [
-        sys.executable,
-        "-m",
-        "metattt.cli",
-        "train",
-        "-m",
-        *TINY,
-        "trainer.max_steps=120",
-        "layer=linear_attention,retnet",
-    ]
-    command += [
-        "seed=0,1",
-        "hydra/launcher=joblib",
-        "hydra.launcher.n_jobs=2",
-        "hydra.sweep.dir=sweep",
-        "trainer.val_check_interval=0.5",
-    ]
+    command = [sys.executable, "-m", "metattt.cli", "train", "-m", *TINY, "trainer.max_steps=120", "seed=0,1"]
+    command += ["layer=linear_attention,retnet", "trainer.val_check_interval=0.5", "hydra.sweep.dir=sweep"]
+    command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     sweep = here / "sweep"
     with (here / "first.txt").open("w") as output:
@@ -100,18 +84,10 @@ def test_two_layers_and_two_seeds_killed_and_continued(here: Path) -> None:
     with (sweep / stopped / "metrics.csv").open(newline="") as file:
         steps = [row["step"] for row in csv.DictReader(file) if row["train/loss"]]
     assert steps == sorted(set(steps), key=int) and steps[-1] == "120"  # went on: no row twice
-    assert (sweep / "runs.png").read_bytes().startswith(b"\x89PNG") and "| retnet | 1 | finished | 120 |" in (
-        sweep / "runs.md"
-    ).read_text()
-
-    began = time.monotonic()
+    assert (sweep / "runs.png").read_bytes().startswith(b"\x89PNG")
     third = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (
-        third.returncode == 0
-        and third.stdout.count("finished before") == 4
-        and "->" not in third.stdout.partition("\n")[2]
-    )
-    assert time.monotonic() - began < 60
+    assert third.returncode == 0 and third.stdout.count("finished before") == 4
+    assert "->" not in third.stdout.partition("\n")[2]
 
 
 @pytest.mark.slow
@@ -123,37 +99,20 @@ def test_a_cell_that_fails_does_not_stop_the_others(here: Path, capsys: pytest.C
         "    def forward(self, w, x):\n        return w.linear(x, 'w')\n"
     )
     own = ("learner=custom", "learner._target_=my_learner.Mine", "layer=custom")
-    command = [
-        "train",
-        "-m",
-        *TINY,
-        *own,
-        "trainer.max_steps=2",
-        "data.context_length=100000,16",
-        "hydra.sweep.dir=sweep",
-    ]  # TINY names one, too: the last counts
-    assert main(command) == 1
+    command = ["train", "-m", *TINY, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]
+    assert main([*command, "data.context_length=100000,16"]) == 1  # TINY names one, too: the last counts
     out = capsys.readouterr().out
     assert states(here / "sweep") == {"data.context_length=100000": "failed", "data.context_length=16": "finished"}
     cell = read_cell(here / "sweep" / "data.context_length=100000")
     assert cell is not None and "100000" in cell.message and cell.message in out
     assert "not finished: the same command with hydra.sweep.dir=sweep resumes it" in out
-    assert (
-        main([*command[:-2], "data.context_length=16,8", "hydra.sweep.dir=sweep"]) == 1
-    )  # the grid has grown; one is as it was
+    assert main([*command, "data.context_length=16,8"]) == 1  # the grid has grown; one is as it was
     out = capsys.readouterr().out
     assert "data.context_length=16: finished before" in out and "data.context_length=8 finished in" in out
-    assert set(states(here / "sweep")) == {
-        "data.context_length=100000",
-        "data.context_length=16",
-        "data.context_length=8",
-    }
+    assert len(states(here / "sweep")) == 3
     # a cell is a run like any other, and goes on by itself
     assert main(["train", "resume=sweep/data.context_length=16", "trainer.max_steps=3", "trust=my_learner"]) == 0
-    assert (
-        main(["train", "-m", *TINY, *own, "trainer.max_steps=9", "data.context_length=16", "hydra.sweep.dir=sweep"])
-        == 2
-    )
+    assert main([*command, "trainer.max_steps=9", "data.context_length=16"]) == 2
     assert "with trainer.max_steps=2 and without trainer.max_steps=9" in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -169,26 +128,6 @@ def test_an_optimiser_goes_on_where_it_was(here: Path, capsys: pytest.CaptureFix
     assert first < set(states(here / "sweep")) and len(states(here / "sweep")) == 3
     best = OmegaConf.load(here / "sweep" / "optimization_results.yaml")
     assert best.best_value == pytest.approx(float(table(here / "sweep")[0]["validation/loss"]), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_submitit(here: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "metattt.cli",
-        "layers",
-        "-m",
-        "dim=8,16",
-        "num_heads=2",
-        "layer=attention",
-        "hydra/launcher=submitit_local",
-    ]
-    done = subprocess.run([*command, "hydra.sweep.dir=sweep"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert states(here / "sweep") == {"dim=8": "finished", "dim=16": "finished"}
-    assert "layer=attention, dim=16 (D)" in (here / "sweep" / "dim=16" / "output.txt").read_text()
-    assert list((here / "sweep" / ".submitit").iterdir())
 
 
 # -- what is refused, before anything runs -----------------------------------------------------------------------------
@@ -227,8 +166,6 @@ def test_mistakes(here: Path, words: str, expected: str, capsys: pytest.CaptureF
     [
         ("hydra_plugins.hydra_joblib_launcher", "hydra/launcher=joblib", "hydra-joblib-launcher"),
         ("hydra_plugins.hydra_submitit_launcher", "hydra/launcher=submitit_slurm", "hydra-submitit-launcher"),
-        ("hydra_plugins.hydra_submitit_launcher", "hydra/launcher=submitit_local", "hydra-submitit-launcher"),
-        ("hydra_plugins.hydra_optuna_sweeper", "hydra/sweeper=optuna", "hydra-optuna-sweeper"),
     ],
 )
 def test_without_the_extra(
@@ -236,27 +173,8 @@ def test_without_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     assert main(["train", "-m", "seed=0,1", choice]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"error: {choice} needs {package}, which is not installed: pip install 'metattt[sweep]'\n"
-    )
-
-
-def test_an_extra_without_any_plugin() -> None:
-    with pytest.raises(
-        MissingExtra, match=r"this needs nothing_of_this, which is not installed: pip install 'metattt\[sweep\]'"
-    ):
-        need("nothing_of_this.plugin", extra="sweep", what="this")
-
-
-def test_slurm_is_not_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a launcher raises is a line, and the traceback is in a file."""
-    assert main(["train", "-m", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=sweep"]) == 2
-    said = capsys.readouterr().err
-    assert 'Could not detect "srun"' in said and "bug" not in said and states(here / "sweep") == {}
-    file = Path(said.rpartition(" ")[2].strip())
-    assert "Traceback" in file.read_text() and said.count("\n") == 1
-    file.unlink()
+    said = f"error: {choice} needs {package}, which is not installed: pip install 'metattt[sweep]'\n"
+    assert capsys.readouterr().err == said
 
 
 # -- records and names -------------------------------------------------------------------------------------------------
@@ -278,8 +196,7 @@ def test_records_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
     write_cell(tmp_path, cell)
     assert read_cell(tmp_path) == cell
     good = json.loads((tmp_path / CELL).read_text())
-    wrong = [json.dumps(good | {"version": 2}), *(json.dumps(good | {key: 3}) for key in good if key != "seconds")]
-    for damaged in ("", "[]", "{", json.dumps(good | {"fixed": [3]}), *wrong):
+    for damaged in ("", "[]", "{", json.dumps(good | {"version": 2}), json.dumps(good | {"more": 2})):
         (tmp_path / CELL).write_text(damaged)
         with pytest.raises(MetaTTTError, match=CELL):
             read_cell(tmp_path)
@@ -310,9 +227,7 @@ def test_the_table_is_sorted_and_whole(tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "d: failed: it broke" in out and "deviation" in out
     text = (tmp_path / "runs.md").read_text()
-    assert (
-        "| layer | seed | state | step | validation/bits_per_byte |" in text and "| b | 2.2500 | 0.3536 | 2 |" in text
-    )
+    assert "| layer | seed | state | step | validation/bits_per_byte |" in text and "| b | 2.2500 | 0.3536 | 2 |" in text
     assert (tmp_path / "runs.png").stat().st_size > 5000
 
 
@@ -332,17 +247,6 @@ def test_any_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ):  # fmt: skip
         assert main(["runs", *words]) == 2
         assert expected in capsys.readouterr().err
-
-
-def test_a_run_that_was_cut_off_and_one_without_a_log(tmp_path: Path) -> None:
-    make(tmp_path / "cut", [(5, 1.0)], swept=["seed=0"], state="running")
-    with (tmp_path / "cut" / "metrics.csv").open("a") as file:
-        file.write("10,,0.")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "run.yaml").touch()
-    cut, empty = collect(tmp_path)
-    assert cut.state == "unfinished" and cut.final("validation/bits_per_byte") == 1.0
-    assert empty.rows == [] and math.isnan(empty.final("validation/bits_per_byte")) and tell(tmp_path) == 1
 
 
 def test_differences_are_paired_by_seed() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning import Trainer
 from runs_for_tests import write_corpus
 
 from metattt.checkpoints.trained import read_checkpoint
@@ -15,7 +14,6 @@ from metattt.composition.instantiate import instantiate_model
 from metattt.composition.paper_rows import CONTEXTS, METHODS, MINI_BATCH_SIZES, SIZES, rows
 from metattt.data.prepare import prepare
 from metattt.errors import MetaTTTError
-from metattt.training.inner_warmup import InnerWarmup
 from metattt.training.train import train
 
 TABLE_1 = (
@@ -92,35 +90,6 @@ def test_a_size_brings_its_recipe() -> None:
     assert cfg.trainer.max_steps == 29000 and cfg.training.lr == 1.25e-3 and cfg.task.normalize_qk
     assert compose("experiment=pile_8k", "preset=760m", "trainer.max_steps=7").trainer.max_steps == 7
     assert compose().trainer.max_steps == compose("preset=tiny").trainer.max_steps == 320
-
-
-def test_batch_gradient_descent_on_a_linear_model_is_linear_attention() -> None:
-    """The third row of Table 1 is the second one (Theorem 1)."""
-    models = []
-    for name in ("linear_attention_improved", "ttt_equivalence"):
-        torch.manual_seed(0)
-        models.append(instantiate_model(compose(f"experiment=table1/{name}", *TINY)).double())
-    ids = torch.randint(257, (2, 40))
-    torch.testing.assert_close(models[0](ids), models[1](ids), rtol=1e-9, atol=1e-12)
-
-
-def test_the_inner_learning_rate_rises_with_the_outer_one(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[float] = []
-    original = InnerWarmup.on_train_batch_start
-
-    def watched(self: InnerWarmup, trainer: Trainer, *rest: object) -> None:
-        original(self, trainer, *rest)  # type: ignore[arg-type]
-        assert len(self.final) == 2
-        seen.extend({float(rule.scale) for rule in self.final})
-
-    monkeypatch.setattr(InnerWarmup, "on_train_batch_start", watched)
-    settings = ("training.warmup_fraction=0.5", "trainer.max_steps=8", "trainer.precision=32-true")
-    run(tmp_path / "run", shards, "experiment=pile_2k/ttt_mlp_125m", *settings)
-    head = 8
-    expected = [(0.01 + 0.09 * min(1, step / 4)) / head for step in range(8) for _ in range(2)]  # two batches per step
-    assert seen == pytest.approx(expected)
 
 
 def test_finetuning_starts_from_a_shorter_run(shards: Path, tmp_path: Path) -> None:
