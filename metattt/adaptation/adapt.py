@@ -143,8 +143,11 @@ def adapt(cfg: DictConfig) -> dict[str, Result]:
         _audit(adapter, documents, chosen, console)
     with report(chosen.output_dir, folder / "eval", "adapt", console) as made:
         made.csv("adapt", ("model", "position", "nats", "bytes"), _rows(results))
-        if made.no_pictures is None:
-            _plot(results, edges, made.path("adapt", ".png"))
+        curves = {
+            f"{name}: {one.bits_per_byte:.3f}": [one.between(*bin_) for bin_ in pairwise(edges)]
+            for name, one in results.items()
+        }
+        made.plot("adapt", edges[1:], curves, "Learning while reading", ("position in the document (tokens)", "bits per byte"))
     return results
 
 
@@ -238,21 +241,3 @@ def _rows(results: Mapping[str, Result]) -> Iterator[tuple[Any, ...]]:
         for place, (nats, count) in enumerate(zip(one.nats, one.bytes, strict=True)):
             yield name, place + 1, float(nats), int(count)
 
-
-def _plot(results: Mapping[str, Result], edges: Sequence[int], path: Path) -> None:
-    """Bits per byte against the position in the document."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for name, one in results.items():
-        values = [one.between(start, stop) for start, stop in pairwise(edges)]
-        axes.plot(edges[1:], values, marker="o", markersize=3.5, label=f"{name}: {one.bits_per_byte:.3f}")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set(xlabel="position in the document (tokens)", ylabel="bits per byte", title="Learning while reading")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader
 from metattt.errors import MetaTTTError, NotFinite, check_choice
 from metattt.evaluation.output import table
 from metattt.models.language_model import LanguageModel
-from metattt.optional import need
 
 BINS = ("log", "fixed", "none")
 
@@ -184,48 +182,8 @@ def rows(scores: Mapping[str, Scores], edges: Sequence[int]) -> Iterator[tuple[A
             yield label, start + 1, stop, one.tokens, one.loss, one.perplexity, one.bits_per_byte
 
 
-def plot(scores: Mapping[str, Scores], edges: Sequence[int], bins: str, trained: Mapping[str, int], path: Path) -> None:
-    """Draws loss against position into a PNG file.
-
-    Args:
-        scores: by the model's name.
-        edges: of the bins.
-        bins: the kind of bins; `log` takes a logarithmic axis.
-        trained: context length in training (tokens) by name; where it is shorter than the curve it is marked.
-        path: the PNG.
-    """
-    need("matplotlib", extra="train", what="a plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+def places(edges: Sequence[int], bins: str) -> list[float]:
+    """The middle of each bin, for a curve; on a logarithmic axis, where the bins are `log`."""
     first, last = np.array(edges[:-1]) + 1, np.array(edges[1:])
-    middle = np.sqrt(first * last) if bins == "log" else (first + last) / 2
-    marks: dict[int, list[str]] = {}
-    for label, one in scores.items():
-        losses = [one.between(start, stop).loss for start, stop in pairwise(edges)]
-        axes.plot(middle, losses, label=label, linewidth=1.5, marker="o" if len(losses) <= 64 else None, markersize=3.5)
-        if trained.get(label, one.length) < one.length:
-            marks.setdefault(trained[label], []).append(label)
-    for length, labels in marks.items():
-        name = "trained context" if len(labels) == len(scores) else f"trained context of {', '.join(labels)}"
-        axes.axvline(length, linestyle=":", color="gray", linewidth=1.2)
-        axes.annotate(
-            name,
-            (length, 0.98),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            ha="right",
-            va="top",
-            fontsize=8,
-            color="gray",
-        )
-    if bins == "log":
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set(xlabel="position (tokens of context)", ylabel="loss (nats per token)", title="Loss by position")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)
+    found: list[float] = (np.sqrt(first * last) if bins == "log" else (first + last) / 2).tolist()
+    return found

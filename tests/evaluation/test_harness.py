@@ -240,15 +240,11 @@ def test_what_a_model_cannot_be_asked() -> None:
 @pytest.mark.parametrize(("words", "message"), [
     pytest.param(["tasks=[our_lambda]"], "Did you mean our_lambada?", marks=pytest.mark.slow),  # looks at all tasks of lm_eval
     (["tasks=[3]"], "tasks=[3] is not allowed"),
-    (["tasks=our_lambada", "limit=-2"], "limit=-2 is not allowed"),
     (["tasks=[our_lambada]", "task_path=/nowhere"], "task_path=/nowhere does not exist"),
     (["tasks=[our_lambada]", "limit=0"], "limit=0 is not allowed"),
-    (["tasks=[our_lambada]", "num_fewshot=-1"], "num_fewshot=-1 is not allowed"),
     (["tasks=[our_lambada]", "batch_size=0"], "batch_size=0 is not allowed"),
-    (["tasks=[our_lambada]", "batch_size=auto"], "batch_size"),
     (["tasks=[our_lambada]", "data.context_length=8"], "data.context_length=8 does not apply"),
     (["tasks=[our_broken]"], "nowhere.jsonl"),
-    (["tasks=[our_lambada]", "output_dir=/proc/nobody"], "/proc/nobody cannot be written"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words: list[str], message: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = (home / "tasks" / "lambada.yaml").read_text().replace("our_lambada", "our_broken").replace("lambada.jsonl", "nowhere.jsonl")
