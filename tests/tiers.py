@@ -22,7 +22,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "inner/test_causality.py::test_what_a_known_layer": SOME_LAYERS,
     "test_empty.py": SOME_LAYERS,
     "test_layer_table.py::test_laws": SOME_LAYERS,
-    "testing/test_broken_components.py::test_check_says": ("[self_attention]",),
     "kernels/test_fused.py::test_equals_the_dual_form": ("-decay-100", "-plain-3"),
     "generation/test_generation.py::test_prompts_of_different_lengths": SOME_LAYERS,
     "models/test_published.py::test_prefill": ("[ttt_mlp-",),
