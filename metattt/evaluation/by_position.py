@@ -25,28 +25,25 @@ BINS = ("log", "fixed", "none")
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over the windows of a text by position: entry t is the prediction of a token from the t + 1 tokens before
-    it.
+    """Sums over the windows of a text, or over documents, by position: entry t is the prediction of a token from the
+    t + 1 tokens before it.
 
     Attributes:
         nats: `[T]` cross-entropy.
         bytes: `[T]` bytes that the predicted tokens stand for.
-        windows: number of windows.
+        count: `[T]` predictions.
+        seconds: that the predictions took, where it was measured.
     """
 
     nats: np.ndarray
     bytes: np.ndarray
-    windows: int
-
-    @property
-    def length(self) -> int:
-        """T, tokens."""
-        return len(self.nats)
+    count: np.ndarray
+    seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
         """Number of predicted tokens."""
-        return self.windows * self.length
+        return int(self.count.sum())
 
     @property
     def loss(self) -> float:
@@ -66,7 +63,7 @@ class Scores:
 
     def between(self, start: int, stop: int) -> Scores:
         """The scores of the positions `start` … `stop − 1`."""
-        return Scores(self.nats[start:stop], self.bytes[start:stop], self.windows)
+        return Scores(self.nats[start:stop], self.bytes[start:stop], self.count[start:stop])
 
 
 def score(
@@ -114,7 +111,8 @@ def score(
             )
         num_bytes.append(token_bytes[batch[:, 1:]].sum(0))
         windows += len(batch)
-    return Scores(torch.stack(nats).sum(0).numpy(), torch.stack(num_bytes).sum(0).numpy(), windows)
+    found = torch.stack(nats).sum(0).numpy()
+    return Scores(found, torch.stack(num_bytes).sum(0).numpy(), np.full(len(found), windows))
 
 
 def _losses(model: LanguageModel, ids: Tensor, segment: int, document_start: int | None) -> Tensor:

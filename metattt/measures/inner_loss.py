@@ -18,7 +18,7 @@ from metattt.errors import MetaTTTError, NotFinite
 from metattt.inner.tokens import Tokens
 from metattt.layer import TTTLayer
 from metattt.learners.fast_weights import FastWeights
-from metattt.measures.inner_steps import before_each
+from metattt.measures.inner_steps import before_each, read_in_pieces
 from metattt.models.language_model import LanguageModel
 from metattt.state import State, Tensors
 
@@ -136,26 +136,10 @@ class _Recorder:
 
     def look(self, x: Tensor, state: State | None) -> None:
         """Reads what the layer is about to read."""
-        layer = self.layer
-        rule, size = layer.optimizer, layer.optimizer.mini_batch_size
-        if state is None:
-            state = layer.start(x)
-        views, gates, *_ = layer.tokens(x, state, layer.call(x, state).ctx)
-        matmul_dtype, accum_dtype, loop = views.k.dtype, gates.eta.dtype, layer.inner
-        first = rule.current(loop.start(x.shape[0], accum_dtype), 0)
-        count, rest = divmod(x.shape[1], size)
-        lengths = [size] * count + [rest] * (rest > 0)
-        pieces = Tokens(views, gates).split(lengths)
-        inner = state
-        for tokens, part in zip(pieces[:count], x.split(lengths, dim=1), strict=False):
-            before = rule.current(inner.weights, 0) if inner.weights else first
-            _, inner = loop.run(tokens, inner, layer.call(part, inner))
-            now = rule.current(inner.weights, 0)
-            self._record(
-                tokens.map(lambda view: view.to(accum_dtype)),
-                {"init": first, "step_0": before, "step_1": now},
-                matmul_dtype,
-            )
+        size = self.layer.optimizer.mini_batch_size
+        for tokens, begun, before, after in read_in_pieces(self.layer, x, state, [size] * (x.shape[1] // size)):
+            wide = tokens.map(lambda view: view.to(tokens.gates.eta.dtype))  # noqa: B023
+            self._record(wide, {"init": begun, "step_0": before, "step_1": after}, tokens.k.dtype)
 
     def _record(self, tokens: Tokens, weights: dict[str, Tensors], matmul_dtype: torch.dtype) -> None:
         learner, k, v = self.layer.learner, tokens.k, tokens.v

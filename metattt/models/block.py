@@ -74,6 +74,13 @@ class Block(nn.Module):
         return self.layer(self.layer_norm(x), state, mask=ctx.valid, reset=ctx.first)
 
 
+def take(model: nn.Module, name: str) -> Any:
+    """A setting of a model that is no part of it once its blocks are made: what makes a layer, or is copied."""
+    value = model._modules.pop(name, getattr(model, name, None))
+    model.__dict__.pop(name, None)
+    return value
+
+
 def pattern_of(layer: object, blocks: object, count: int) -> Sequence[Callable[[], nn.Module]]:
     """What makes the layers of `count` blocks, in turn: `layer` for all, or a pattern `blocks`.
 

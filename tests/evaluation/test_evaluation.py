@@ -65,7 +65,7 @@ def test_loss_by_position_is_that_of_one_call(segment: int, document_start: int 
     expected = -chance.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1).sum(0)
     np.testing.assert_allclose(found.nats, expected.numpy(), rtol=1e-6)  # logits are scored in float32
     np.testing.assert_array_equal(found.bytes, ids[:, 1:].sum(0).numpy())
-    assert found.windows == 5 and found.tokens == 100
+    assert found.count.tolist() == [5] * 20 and found.tokens == 100
     assert math.isclose(found.loss, expected.sum().item() / 100, rel_tol=1e-6)
     assert math.isclose(found.bits_per_byte, expected.sum().item() / math.log(2) / int(ids[:, 1:].sum()), rel_tol=1e-6)
 
@@ -101,7 +101,7 @@ def test_bins_divide_the_positions(kind: str, length: int, count: int) -> None:
 
 
 def test_bins_average_over_tokens() -> None:
-    scores = Scores(np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.array([2, 2, 0, 2, 2]), 2)
+    scores = Scores(np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.array([2, 2, 0, 2, 2]), np.full(5, 2))
     edges = bin_edges(5, "fixed", 2)
     losses = [scores.between(start, stop).loss for start, stop in pairwise(edges)]
     assert edges == [0, 2, 5] and losses == [12 / 4, 4 / 6]
@@ -114,7 +114,7 @@ def test_bins_average_over_tokens() -> None:
 
 
 def test_table_and_csv(tmp_path: Path) -> None:
-    scores = {name: Scores(np.linspace(6, 4, 64), np.full(64, 2), 2) for name in ("one", "two")}
+    scores = {name: Scores(np.linspace(6, 4, 64), np.full(64, 2), np.full(64, 2)) for name in ("one", "two")}
     edges = bin_edges(64, "log", 6)
     Report(tmp_path, "a").csv("a", by_position.COLUMNS, by_position.rows(scores, edges))
     written = rows(tmp_path / "a.csv")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -204,31 +203,3 @@ def test_adapters_that_do_not_fit(name: str, message: str, model: MetaTTTForCaus
     tuned = peft.get_peft_model(model, getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(MetaTTTError, match=message):
         tuned(torch.zeros(1, 3, dtype=torch.long))
-
-
-# -- the documentation -------------------------------------------------------------------------------------------------
-
-
-def test_what_the_documentation_shows_runs(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("peft")
-    text = (Path(__file__).resolve().parents[2] / "docs" / "hugging_face.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "demo").symlink_to(exported / "ttt_mlp source")
-    (tmp_path / "my-model").symlink_to(exported / "ttt_mlp")
-    (tmp_path / "notes.txt").write_text("the key is under the stone")
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, "hugging_face.md", "exec"), names)
-    assert names["texts"][1].startswith("The") and len(names["texts"]) == 2
-    assert names["adapted"].num_parameters(only_trainable=True) > 0
-    state, (question,) = names["state"], [" it"]
-    source, _ = metattt.load_model("runs/demo")
-    wanted = generate_text(source, ByteTokenizer(), ["the key is under the stone" + question], 9, temperature=0)
-    assert generate_text(source, ByteTokenizer(), [question], 9, temperature=0, state=state) == wanted
-    ids = names["tokenizer"](question, return_tensors="pt", add_special_tokens=False).input_ids
-    model = AutoModelForCausalLM.from_pretrained("my-model")
-    found = model.generate(ids, max_new_tokens=9, past_key_values=metattt.hf.MetaTTTCache(state))
-    assert names["tokenizer"].decode(found[0, ids.shape[1] :], skip_special_tokens=True) == wanted[0]
