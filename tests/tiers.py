@@ -65,7 +65,6 @@ FIRST_TIER: dict[str, tuple[str, ...]] = {
     "training/test_experiments.py::test_finetuning": (),
     "catalog/test_families.py::test_the_table_needs_no_torch": (),
     "evaluation/test_harness.py": (),
-    "hf/test_hf.py::test_a_published_checkpoint": (),
     "hf/test_hf_training.py": ("test_trainer_trains", "test_padding"),
     "training/test_loggers.py": (),
     "training/test_long_runs.py": (),

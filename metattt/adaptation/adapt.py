@@ -102,7 +102,7 @@ def adapt(cfg: DictConfig) -> dict[str, Scores]:
     }
     columns = ("model", "tokens", "bits per byte", "seconds", "tokens/s")
     rows = (
-        (name, f"{one.tokens:,}", f"{one.bits_per_byte:.4f}", f"{one.seconds:.1f}", f"{one.tokens / one.seconds:,.0f}")
+        (name, one.tokens, one.bits_per_byte, f"{one.seconds:.1f}", round(one.tokens / one.seconds))
         for name, one in results.items()
     )
     console.print(table("while reading the texts", columns, rows))

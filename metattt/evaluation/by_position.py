@@ -164,7 +164,7 @@ def bits_by_position(scores: Mapping[str, Scores], edges: Sequence[int]) -> Tabl
     rows = (
         (
             f"{start + 1:,}" if stop == start + 1 else f"{start + 1:,} – {stop:,}",
-            *(f"{one.between(start, stop).bits_per_byte:.4f}" for one in scores.values()),
+            *(one.between(start, stop).bits_per_byte for one in scores.values()),
         )
         for start, stop in pairwise(edges)
     )

@@ -111,13 +111,15 @@ def report(output_dir: str | None, default: Path, name: str, console: Console) -
         console.print(made.missing, markup=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """A table for the console, whose first `left` columns are texts and the others numbers."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> Table:
+    """A table for the console, whose first `left` columns are texts and the others numbers: integers with separators,
+    others with four digits behind the point."""
     made = Table(title=title, title_justify="left")
     for place, name in enumerate(columns):
         made.add_column(name, justify="left" if place < left else "right")
     for row in rows:
-        made.add_row(*row)
+        cells = (f"{one:,}" if isinstance(one, int) else f"{one:.4f}" if isinstance(one, float) else one for one in row)
+        made.add_row(*map(str, cells))
     return made
 
 

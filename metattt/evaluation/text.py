@@ -70,10 +70,7 @@ def evaluate(job: Evaluation) -> dict[str, Scores]:
         except NotFinite as error:
             raise MetaTTTError(f"{job.known[name].path}: {error}") from error
     columns = ("model", "tokens", "loss (nats per token)", "perplexity (per token)", "bits per byte")
-    totals = (
-        (name, f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.4f}", f"{one.bits_per_byte:.4f}")
-        for name, one in scores.items()
-    )
+    totals = ((name, one.tokens, one.loss, one.perplexity, one.bits_per_byte) for name, one in scores.items())
     job.console.print(table(f"{split} text of {data.source}", columns, totals))
     if len(edges) - 1 <= ROWS:
         job.console.print(by_position.bits_by_position(scores, edges))

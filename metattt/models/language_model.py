@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from metattt.declared import Declared
 from metattt.errors import MetaTTTError, check_choice
-from metattt.inner.causality import Causality
 from metattt.inner.diagnostics import FAILURES, require_ids
 from metattt.inner.packing import Packing, check_flags, pack
 from metattt.memory_limit import check_memory_limit
-from metattt.models.block import INIT_STD, Block, check_blocks, default_ffn, make_layer, pattern_of, take
+from metattt.models.block import INIT_STD, Backbone, pattern_of, take
 from metattt.models.linear_cross_entropy import linear_cross_entropy
 from metattt.registry import register
 from metattt.setting import setting
@@ -78,7 +76,7 @@ torch.serialization.add_safe_globals([LanguageModelState])
 
 
 @register(group="model", name="language_model", version=2)
-class LanguageModel(Declared):
+class LanguageModel(Backbone):
     """Embedding, `num_layers` pre-norm blocks, final RMSNorm, head (arXiv 2407.04620, App. C).
 
     Args:
@@ -105,7 +103,6 @@ class LanguageModel(Declared):
             are.
     """
 
-    _group = "model"
     vocab_size: int = setting()
     dim: int = setting()
     num_layers: int = setting()
@@ -121,20 +118,13 @@ class LanguageModel(Declared):
 
     def create_modules(self) -> None:
         dim, vocab_size = self.dim, self.vocab_size
-        self.ffn_dim = default_ffn(dim) if self.ffn_dim is None else self.ffn_dim
-        layers = pattern_of(take(self, "layer"), take(self, "pattern"), self.num_layers)
         check_memory_limit(
             dim * vocab_size, f"an embedding of model.vocab_size={vocab_size}", "lower model.vocab_size or dim"
         )
-        check_blocks("model.num_layers", self.num_layers, 3 * dim * self.ffn_dim + dim * dim)
         self.embedding = nn.Embedding(vocab_size, dim)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
-        self.blocks, causality = nn.ModuleList(), Causality()
-        for number in range(self.num_layers):
-            made = make_layer(layers[number % len(layers)], number)
-            if self.causal:
-                causality.check(made, dim)
-            self.blocks.append(self._block(number, made))
+        layers = pattern_of(take(self, "layer"), take(self, "pattern"), self.num_layers)
+        self.make_blocks(layers, self.num_layers, self.causal)
         self.final_norm = nn.RMSNorm(dim, eps=self.norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if self.tie_embeddings:
@@ -142,15 +132,7 @@ class LanguageModel(Declared):
         else:
             nn.init.normal_(self.head.weight, std=INIT_STD)
 
-    def _key(self, name: str) -> str:
-        return "dim" if name == "dim" else super()._key(name)
-
     carried = 0  #: entries of a state's `layers` after those of the blocks
-
-    def _block(self, number: int, layer: nn.Module) -> Block:
-        """The block of this number around a layer."""
-        assert self.ffn_dim is not None
-        return Block(self.dim, layer, self.ffn_dim, self.conv_width if self.pre_conv else None, self.norm_eps)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
         """Logits of the next token.
@@ -297,15 +279,9 @@ class LanguageModel(Declared):
         return block(x, state, tail, ctx, packing, donate_state)
 
     def check_causal(self) -> None:
-        """Looks at the layers as they are now: on their device, with their weights, whoever has put them there.
-
-        Raises:
-            MetaTTTError: a layer that sees the future, or a model that was made for such layers.
-        """
+        """As `Backbone.check_causal`; a model that was made for layers that see the future is refused, too."""
         self._require_causal()
-        causality = Causality()
-        for block in self.blocks:
-            causality.check(block.layer, self.dim)  # type: ignore[arg-type]
+        super().check_causal()
 
     def _explain(self, error: Exception, ids: object, state: object) -> None:
         """Raises what is wrong with the inputs of a call that has failed; returns where nothing is."""
@@ -326,7 +302,3 @@ class LanguageModel(Declared):
             raise MetaTTTError(
                 "a model with causal=False may see the token that it is to predict: set model.causal=true"
             )
-
-    def num_parameters(self) -> int:
-        """Number of parameters, shared ones counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())

@@ -7,10 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from metattt.declared import Declared
 from metattt.errors import MetaTTTError
-from metattt.inner.causality import Causality
-from metattt.models.block import Block, check_blocks, check_function, default_ffn, make_layer, take
+from metattt.models.block import Backbone, check_function, take
 from metattt.models.language_model import LanguageModelState
 from metattt.registry import register
 from metattt.setting import setting
@@ -18,7 +16,7 @@ from metattt.state import Context
 
 
 @register(group="model", name="regression")
-class Regression(Declared):
+class Regression(Backbone):
     """A linear map in the place of the embedding, the blocks of `LanguageModel`, and a head with one output (the model
     of Garg et al., arXiv 2208.01066, Sec. 3, with any layer).
 
@@ -36,7 +34,6 @@ class Regression(Declared):
         MetaTTTError: a size that is not positive, or a layer that sees the future.
     """
 
-    _group = "model"
     in_features: int = setting()
     dim: int = setting()
     num_layers: int = setting()
@@ -47,15 +44,10 @@ class Regression(Declared):
     norm_eps: float = setting(default=1e-6, above=0)
 
     def create_modules(self) -> None:
-        dim, layer, causality = self.dim, take(self, "layer"), Causality()
+        dim, layer = self.dim, take(self, "layer")
         check_function("layer", layer)
-        ffn_dim = default_ffn(dim) if self.ffn_dim is None else self.ffn_dim
-        check_blocks("model.num_layers", self.num_layers, 3 * dim * ffn_dim + dim * dim)
-        self.read, self.blocks = nn.Linear(self.in_features, dim), nn.ModuleList()
-        for number in range(self.num_layers):
-            made = make_layer(layer, number)
-            causality.check(made, dim)
-            self.blocks.append(Block(dim, made, ffn_dim, self.conv_width if self.pre_conv else None, self.norm_eps))
+        self.read = nn.Linear(self.in_features, dim)
+        self.make_blocks([layer], self.num_layers)
         self.final_norm, self.head = nn.RMSNorm(dim, eps=self.norm_eps), nn.Linear(dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,17 +75,3 @@ class Regression(Declared):
             layers.append(layer_state)
             tails.append(tail)
         return self.head(self.final_norm(stream)).squeeze(-1), LanguageModelState(tuple(layers), tuple(tails))
-
-    def check_causal(self) -> None:
-        """Looks at the layers as they are now.
-
-        Raises:
-            MetaTTTError: a layer that sees the future.
-        """
-        causality = Causality()
-        for block in self.blocks:
-            causality.check(block.layer, self.dim)  # type: ignore[arg-type]
-
-    def num_parameters(self) -> int:
-        """Number of parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())

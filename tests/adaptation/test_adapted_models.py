@@ -130,11 +130,7 @@ def test_documents_are_scored_as_if_alone_in_any_pieces(model: str, fast: str) -
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [adam(steps=2), momentum(decay="constant"), momentum(orthogonalize=True), Sign(base_lr=1e-3, lr="constant")],
-    ids=lambda rule: type(rule).__name__,
-)
+@pytest.mark.parametrize("rule", [adam(steps=2), momentum(orthogonalize=True), Sign(base_lr=1e-3, lr="constant")])
 def test_rules_of_the_inner_loop(rule: Adam) -> None:
     rule.mini_batch_size = SIZE
     adapter = Adapter(ours(), "lora", rule)
@@ -175,12 +171,6 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
         Adapter(made, "norms", adam()).load(tmp_path / "adapted.safetensors")
     with pytest.raises(MetaTTTError, match="another model"):
         Adapter(ours("linear_attention"), "lora", adam()).load(tmp_path / "adapted.safetensors")
-
-
-def test_the_first_blocks_can_stay_and_matrices_can_have_a_rank() -> None:
-    frozen = Adapter(ours(), "mlp", adam(), rank=2, frozen_blocks=1)
-    names = {name.partition(".ffn")[0] for name in frozen.fast.start}
-    assert names == {"blocks.1"} and all(2 in value.shape for value in frozen.fast.start.values())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from metattt.composition.compose import compose
 from metattt.data.digits import DigitsData
 from metattt.errors import MetaTTTError
 from metattt.evaluation.evaluate import evaluate
-from metattt.evaluation.predict import Pictures, predict
+from metattt.evaluation.predict import predict
 from metattt.training.checkpoint_files import write_run
 from metattt.training.train import train
 
@@ -230,11 +230,3 @@ def test_refusals_are_a_line_or_two(
     assert main([word.format(a=runs / "a", text=runs / "text") for word in command]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) <= 2, error
-
-
-def test_names_of_pictures_need_not_be_text(tmp_path: Path) -> None:
-    import os
-
-    with open(os.fsencode(tmp_path) + b"/\xff.png", "wb"):
-        pass
-    assert len(Pictures(tmp_path, (".png",), "L", "skip")) == 1

@@ -22,7 +22,6 @@ from metattt.composition.compose import compose
 from metattt.composition.instantiate import instantiate_model
 from metattt.errors import MetaTTTError
 from metattt.evaluation.by_position import score
-from metattt.evaluation.evaluate import evaluate
 from metattt.generation.generate import generate
 from metattt.generation.sampling import generate as draw
 from metattt.learners import MLP, Transformer
@@ -188,23 +187,18 @@ def read_in_pieces(model: EndToEnd, ids: Tensor, cuts: list[int]) -> tuple[Tenso
     return torch.cat(pieces, 1), state
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_any_split_gives_the_logits_of_one_call(mode: Any) -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_any_split_gives_the_logits_and_gradients_of_one_call(mode: Any) -> None:
     model, ids = make(), tokens(2, 18)
-    whole = model(ids).detach()
+    whole = model(ids)
+    wanted = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
     with mode():
         for cuts in [*([n] for n in range(1, 18)), list(range(1, 18)), [4, 8, 12], [5, 6, 13]]:
-            torch.testing.assert_close(read_in_pieces(model, ids, cuts)[0], whole, **TOLERANCE)
-
-
-def test_a_split_sequence_has_the_gradients_of_one_call() -> None:
-    model, ids = make(), tokens(2, 18)
-    whole = torch.autograd.grad(model(ids).square().sum(), list(model.parameters()))
-    for cuts in ([7], [4, 8], [1, 2, 3, 11]):
-        logits, _ = read_in_pieces(model, ids, cuts)
-        pieces = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
-        for one, other in zip(pieces, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
+            logits = read_in_pieces(model, ids, cuts)[0]
+            torch.testing.assert_close(logits, whole, **TOLERANCE)
+            if logits.requires_grad and len(cuts) > 1:
+                for one, other in zip(torch.autograd.grad(logits.square().sum(), list(model.parameters())), wanted, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
 
 
 def test_states_are_chosen_cut_saved_and_read(tmp_path: Path) -> None:
@@ -334,13 +328,6 @@ def test_weights_are_wide_under_autocast(checkpoint: str) -> None:
     assert 0 < (found[0] - found[1]).norm() < 0.15 * found[0].norm()
 
 
-def test_numbers_of_sixteen_bits() -> None:
-    model, ids = make().bfloat16(), tokens(2, 15)
-    logits, state = model.step(ids)
-    assert logits.dtype == torch.bfloat16 and state.layers[-1].weights[0]["w0"].dtype == torch.float32
-    logits.float().sum().backward()
-
-
 REFUSED = {
     "layer=ttt_linear": "model=ttt_e2e sets `learner.window`, but the chosen learner has no `window`",
     "learner.window=null": "KernelEstimator without a window",
@@ -367,8 +354,6 @@ def test_states_and_calls_that_are_refused() -> None:
         model.step(ids, make("model.num_layers=2").step(ids)[1])
     with pytest.raises(MetaTTTError, match="the state is of another model"):
         model.step(ids, make("model.suffix=1").step(ids)[1])
-    with pytest.raises(MetaTTTError, match="ids hold 99"):
-        model(torch.full((1, 3), 99))
     with pytest.raises(MetaTTTError, match="set compile=false"):
         model.blocks[-1].compile()
     with pytest.raises(MetaTTTError, match="trainer=ddp"):
@@ -419,28 +404,19 @@ def test_windows_without_an_inner_step_are_refused(tmp_path: Path) -> None:
             train(compose(*TINY, "data.max_bytes=20000", f"output_dir={tmp_path / 'run'}", *settings))
 
 
-def test_a_trained_model_generates_and_is_evaluated(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trained_model_generates_and_is_scored(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, config = load_model(runs / "whole")
     assert isinstance(model, EndToEnd) and config.model.mini_batch_size == 8
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("def \nclass Something:\n")
-    for chosen in ("prompt=def", f"prompts={prompts}"):
-        generate(compose(f"checkpoint={runs / 'whole'}", chosen, "max_new_tokens=20", "device=cpu", job="generate"))
-    assert capsys.readouterr().out
+    generate(compose(f"checkpoint={runs / 'whole'}", "prompt=def", "max_new_tokens=20", "device=cpu", job="generate"))
+    assert capsys.readouterr().out.startswith("def")
     ids = torch.randint(257, (3, 30))
     drawn = torch.stack(list(draw(model, ids, 20, temperature=0)), 1)
     with torch.no_grad():
         logits = model(torch.cat([ids, drawn], 1))[:, 29:-1]
     assert torch.equal(drawn, logits.argmax(-1))  # with the weights that 50 tokens have moved
-    windows = torch.randint(257, (2, 41))
-    loader: Any = [windows]
+    loader: Any = [torch.randint(257, (2, 41))]
     one, other = (score(model, loader, torch.ones(257, dtype=torch.long), segment=segment) for segment in (40, 7))
     assert abs(one.nats - other.nats).max() < 1e-4
-    output = f"output_dir={tmp_path / 'eval'}"
-    evaluate(compose(f"checkpoint={runs / 'whole'}", output, "data.validation_max_bytes=2048", "device=cpu", job="eval"))
-    assert (tmp_path / "eval" / "by_position.csv").is_file()
 
 
 @pytest.mark.slow
