@@ -54,8 +54,8 @@ class Report:
             writer.writerows(rows)
 
     def plot(
-        self, name: str, where: Sequence[float], curves: Mapping[str, Sequence[float]], title: str, labels: Sequence[str],
-        log: bool = True, marks: Iterable[int] = (),
+        self, name: str, where: Sequence[float], curves: Mapping[str, Sequence[float]], title: str,
+        labels: Sequence[str], log: bool = True, marks: Iterable[int] = (),
     ) -> None:  # fmt: skip
         """Draws curves over token positions into a PNG file, where matplotlib is installed.
 
@@ -78,7 +78,9 @@ class Report:
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()
         for label, values in curves.items():
-            axes.plot(where, values, label=label, linewidth=1.5, marker="o" if len(values) <= 64 else None, markersize=3.5)
+            axes.plot(
+                where, values, label=label, linewidth=1.5, marker="o" if len(values) <= 64 else None, markersize=3.5,
+            )  # fmt: skip
         for length in marks:
             axes.axvline(length, linestyle=":", color="gray", linewidth=1.2, label=f"trained context: {length:,}")
         if log:

@@ -101,7 +101,9 @@ def test_equals_a_plain_loop_with_torchs_optimizer(model: str, fast: object, par
     torch.testing.assert_close(adapter.read(IDS).nats, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize(("model", "fast"), [*(("ours", fast) for fast in FAST), ("attention", "lora"), ("llama", "all"), ("gpt2", "lora")])
+@pytest.mark.parametrize(
+    ("model", "fast"), [*(("ours", fast) for fast in FAST), ("attention", "lora"), ("llama", "all"), ("gpt2", "lora")]
+)
 def test_documents_are_scored_as_if_alone_in_any_pieces(model: str, fast: str) -> None:
     made = MODELS[model]()
     before = {name: value.clone() for name, value in made.state_dict().items()}

@@ -80,7 +80,9 @@ def test_nothing_changes_at_the_start_and_streams_equal_one_pass(model: str, kin
 
     options = {"attention_mask": torch.ones(2, 5), "do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9}
     for beams in (1, 3):
-        with_cache, without = (made.generate(IDS[:, :5], **options, num_beams=beams, use_cache=use) for use in (True, False))
+        with_cache, without = (made.generate(
+            IDS[:, :5], **options, num_beams=beams, use_cache=use,
+        ) for use in (True, False))  # fmt: skip
         assert torch.equal(with_cache, without)
 
     own.save(tmp_path / "layers")

@@ -26,7 +26,9 @@ RULES: dict[str, Callable[[int], BlockRule]] = {
 }
 
 
-def adapter(size: int = 4, rule: str = "adam", fast: str = "norms", layer: str = "linear_attention", **settings: int) -> Adapter:
+def adapter(
+    size: int = 4, rule: str = "adam", fast: str = "norms", layer: str = "linear_attention", **settings: int,
+) -> Adapter:  # fmt: skip
     make = partial(metattt.build, layer, dim=8, num_heads=1, seed=0)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -91,7 +91,6 @@ MESSAGES = {  # what is typed, and what the message says
     "choices": {
         "learner=null": "`learner=null` is not allowed: choose one of ",
         "trainer=true": "`trainer=true` is not allowed: choose one of ",
-        "logger=[csv,nobody]": "choose one of csv, mlflow, tensorboard, wandb",
         "optimizer=adamw": "`adamw` is not a choice of optimizer, the inner optimizer. The outer one is `training=adamw`",
         "optimizer=sgd": "The outer one is `training=<adamw, muon, timm>`",
         "layer=ttt_mlp optimizer=append": "the chosen optimizer has no `base_lr`",
@@ -154,7 +153,6 @@ def test_what_shows_when_a_layer_is_built(overrides: str, expected: str) -> None
         ("train --config-dir=x", "there is no folder x"),
         ("train --config-path=x", "--config-dir <folder> adds files of your own"),
         ("train --info defaults learner=mpl", "Did you mean `learner=mlp`?"),
-        ("train --resolve", "add --cfg job"),
         ("-sc install=nobody", "bash"),
     ],
 )

@@ -26,7 +26,10 @@ from metattt.measures.inner_loss import average, inner_loss_curves, unmeasured
 from metattt.models.language_model import LanguageModel
 from metattt.training.train import train
 
-TINY = ("dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=31", "data.context_length=32", "optimizer.mini_batch_size=8")
+TINY = (
+    "dim=16", "num_heads=2", "model.num_layers=2", "model.vocab_size=31", "data.context_length=32",
+    "optimizer.mini_batch_size=8",
+)  # fmt: skip
 RUN = ("dim=16", "num_heads=2", "model.num_layers=1", "data.context_length=24", "data.batch_size=4", "trainer.accelerator=cpu",
        "optimizer.mini_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1")  # fmt: skip
 
@@ -203,7 +206,9 @@ def test_curves_equal_a_plain_loop(layer: str) -> None:
     for index, plain in enumerate(expected):
         found = curves[index]
         assert found["position"].tolist() == [8, 16, 24]
-        for name, theirs in {"init": "init", "step_0": "step_0", "step_1": "step_1", "target_variance": "target"}.items():
+        for name, theirs in {
+            "init": "init", "step_0": "step_0", "step_1": "step_1", "target_variance": "target",
+        }.items():  # fmt: skip
             torch.testing.assert_close(found[name], plain[theirs], rtol=1e-9, atol=1e-12)
         assert found["init"][0] == found["step_0"][0] and not torch.isclose(found["step_0"], found["step_1"]).any()
 

@@ -322,7 +322,9 @@ REFUSED: dict[str, Callable[[MetaTTTForCausalLM, Tensor], object]] = {
     "a row without a real token": lambda model, ids: model.generate(
         ids, attention_mask=torch.tensor([[1] * 11, [0] * 11]), max_new_tokens=2
     ),
-    "inputs_embeds is not supported": lambda model, ids: model.generate(inputs_embeds=torch.zeros(1, 3, 16), max_new_tokens=2),
+    "inputs_embeds is not supported": lambda model, ids: model.generate(
+        inputs_embeds=torch.zeros(1, 3, 16), max_new_tokens=2
+    ),
     "stateful": lambda model, ids: model.generate(ids[:1], max_new_tokens=4, prompt_lookup_num_tokens=2),
 }
 

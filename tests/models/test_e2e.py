@@ -197,7 +197,9 @@ def test_any_split_gives_the_logits_and_gradients_of_one_call(mode: Any) -> None
             logits = read_in_pieces(model, ids, cuts)[0]
             torch.testing.assert_close(logits, whole, **TOLERANCE)
             if logits.requires_grad and len(cuts) > 1:
-                for one, other in zip(torch.autograd.grad(logits.square().sum(), list(model.parameters())), wanted, strict=True):
+                for one, other in zip(
+                    torch.autograd.grad(logits.square().sum(), list(model.parameters())), wanted, strict=True,
+                ):  # fmt: skip
                     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
 
 
@@ -421,7 +423,9 @@ def test_a_trained_model_generates_and_is_scored(runs: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(runs: Path, tmp_path: Path) -> None:
-    codes, output = two_processes(tmp_path, *TINY, *SIX, f"output_dir={tmp_path / 'run'}", "trainer=ddp", "trainer.devices=2")
+    codes, output = two_processes(
+        tmp_path, *TINY, *SIX, f"output_dir={tmp_path / 'run'}", "trainer=ddp", "trainer.devices=2",
+    )  # fmt: skip
     assert codes == [0, 0], output
     one, two = (read_checkpoint(run)["state_dict"] for run in (runs / "whole", tmp_path / "run"))
     torch.testing.assert_close(dict(two), dict(one), rtol=0, atol=1e-5)

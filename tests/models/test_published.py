@@ -46,7 +46,9 @@ def part(vectors: Any, prefix: str) -> dict[str, Tensor]:
 
 def config(kind: str) -> dict[str, Any]:
     layer, backbone = kind.split("_")
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    }  # fmt: skip
     parts = dict.fromkeys(("use_gate", "share_qk", "pre_conv"), backbone == "mamba")
     rule = {"ttt_layer_type": layer, "ttt_base_lr": 1.0 if layer == "linear" else 0.1, "mini_batch_size": 16}
     return sizes | parts | rule
@@ -111,7 +113,8 @@ def test_jax_names_shapes_and_roots() -> None:
     block = "model/h/0/seq_modeling_block/"
     shapes = {name: tuple(value.shape) for name, value in params.items()}
     assert shapes["model/wte/embedding"] == (61, 32) and shapes["model/ln_f/kernel"] == (32,)
-    assert shapes["model/h/0/feed_forward/w1/kernel"] == (32, 48) and shapes["model/h/0/feed_forward/w2/kernel"] == (48, 32)
+    assert shapes["model/h/0/feed_forward/w1/kernel"] == (32, 48)
+    assert shapes["model/h/0/feed_forward/w2/kernel"] == (48, 32)
     assert shapes["model/h/0/conv/conv1/kernel"] == shapes[block + "conv_k/kernel"] == (4, 1, 32)
     assert shapes[block + "learnable_ttt_lr/kernel"] == (2, 32, 1) and shapes[block + "learnable_ttt_lr/bias"] == (2, 1)
     assert shapes[block + "ttt_dense_0"] == (2, 16, 64) and shapes[block + "ttt_bias_0"] == (2, 1, 64)
@@ -253,7 +256,9 @@ def checkpoint(folder: Path, kind: str, name: str = "model.safetensors") -> dict
     return tensors
 
 
-@pytest.mark.parametrize(("kind", "name"), [("mlp_mamba", "model.safetensors"), ("linear_transformer", "pytorch_model.bin")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("mlp_mamba", "model.safetensors"), ("linear_transformer", "pytorch_model.bin")],
+)  # fmt: skip
 def test_convert_and_back(kind: str, name: str, tmp_path: Path) -> None:
     tensors = checkpoint(tmp_path / "theirs", kind, name)
     assert main(["convert", f"source={tmp_path}/theirs", f"target={tmp_path}/ours=1"]) == 0

@@ -87,7 +87,9 @@ def test_positions_survive_the_meta_device() -> None:
     assert torch.equal(model.forward_features(images), whole.forward_features(images))
 
 
-@pytest.mark.parametrize(("size", "row"), [*((size, "mttt_mlp") for size in SIZES), *(("vit_tiny_pixel", row) for row in ROWS)])
+@pytest.mark.parametrize(
+    ("size", "row"), [*((size, "mttt_mlp") for size in SIZES), *(("vit_tiny_pixel", row) for row in ROWS)]
+)
 def test_every_model_trains(size: str, row: str) -> None:
     model = timm.create_model(f"{size}_{row}", **TINY | ({"patch_size": 4} if "patch" in size else {}))
     images = torch.randn(2, model.in_chans, 8, 8)
@@ -156,8 +158,12 @@ def macs(row: str, width: int, tokens: int, steps: int = 1) -> int:
     return 8 * square + layer[row]
 
 
-@pytest.mark.parametrize(("size", "width", "tokens"), [("vit_small_patch16", 384, 196), ("vit_tiny_pixel", 192, 50_176)])
-@pytest.mark.parametrize(("row", "steps"), [("self_attention", 1), ("mttt_linear", 1), ("mttt_mlp", 1), ("mttt_mlp", 4)])
+@pytest.mark.parametrize(
+    ("size", "width", "tokens"), [("vit_small_patch16", 384, 196), ("vit_tiny_pixel", 192, 50_176)],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "steps"), [("self_attention", 1), ("mttt_linear", 1), ("mttt_mlp", 1), ("mttt_mlp", 4)],
+)  # fmt: skip
 def test_relative_cost_of_an_image(size: str, width: int, tokens: int, row: str, steps: int) -> None:
     found = cost(f"{size}_{row}", f"optimizer.steps={steps}") if steps > 1 else cost(f"{size}_{row}")
     expected = macs(row, width, tokens, steps) / macs("linear_attention", width, tokens)
