@@ -133,8 +133,8 @@ def predict(cfg: DictConfig) -> list[Prediction]:
     names = class_names(file, model.num_classes)
     if found.evaluation is None:
         raise MetaTTTError(
-            f"{file} does not say how its images are resized and cropped: its data has no `evaluation`, which data=images "
-            "and data=digits have"
+            f"{file} does not say how its images are resized and cropped: its data has no `evaluation`, which "
+            "data=images and data=digits have"
         )
     data, pictures = _data(chosen, model, found.evaluation)
     predictions: list[Prediction] = []

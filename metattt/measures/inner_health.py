@@ -119,7 +119,7 @@ def _by_place(layer: TTTLayer, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tenso
         inside = [1] * size if by_token else [size]
         lengths += [*([gap] if gap else []), *inside]
         marks += [*([None] if gap else []), *[index] * len(inside)]
-    seen: dict[int, list[tuple[Tensor, ...]]] = {}  # with W0, W_{t−1} and W_t: [B, H, n] of the pieces of a mini-batch
+    seen: dict[int, list[tuple[Tensor, ...]]] = {}  # with W0, W_{t−1} and W_t: [B, H, n] of the pieces
     for mark, (token, *weights) in zip(marks, read_in_pieces(layer, x, None, lengths), strict=True):
         if mark is not None:
             seen.setdefault(mark, []).append(tuple(_losses(loop, one, token, accum_dtype) for one in weights))

@@ -165,8 +165,7 @@ def test_saved_and_carried_on(model: str, tmp_path: Path) -> None:
     other.load(tmp_path / "adapted.safetensors")
     adapter.next_documents(), other.next_documents()
     one, two = adapter.read(IDS.flip(1)), other.read(IDS.flip(1))
-    assert torch.equal(one.nats.nan_to_num(), two.nats.nan_to_num()) and one.documents == (2, 3)
-    assert one.seen[0][1] == (((0, 27),), ((1, 27),))  # the open mini-batch was learned before the next document
+    assert torch.equal(one.nats.nan_to_num(), two.nats.nan_to_num())
     fresh = Adapter(made, "lora", adam()).read(IDS.flip(1))
     assert not torch.allclose(one.nats[:, 1:SIZE], fresh.nats[:, 1:SIZE])
     with pytest.raises(MetaTTTError, match="other fast weights"):
