@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -89,24 +89,19 @@ def inner_losses_by_layer(model: ImageTransformer, images: Tensor) -> dict[int, 
     return found
 
 
-class Piece(NamedTuple):
-    """Tokens that the inner loop has read at once, with the learner's weights at the start of the sequence, before
-    them and after them, `[B, H, *shape]` by name."""
-
-    tokens: Tokens
-    begun: Tensors
-    before: Tensors
-    after: Tensors
-
-
-def read_in_pieces(layer: TTTLayer, x: Tensor, state: State | None, lengths: Sequence[int]) -> Iterator[Piece]:
-    """What a layer's own inner loop does with `x` `[B, T, D]`, read in pieces of these lengths (tokens).
+def read_in_pieces(
+    layer: TTTLayer, x: Tensor, state: State | None, lengths: Sequence[int]
+) -> Iterator[tuple[Tokens, Tensors, Tensors, Tensors]]:
+    """What a layer's own inner loop does with `x` `[B, T, D]`, read in pieces.
 
     Args:
         layer: with weights to train.
         x: its input.
         state: it goes on from this; None: from W0.
-        lengths: of the pieces; what is left of the tokens is not read.
+        lengths: of the pieces (tokens); what is left of the tokens is not read.
+
+    Yields:
+        The tokens of a piece, and weights `[B, H, *shape]` by name: W0, those before the piece and those after it.
     """
     rule, loop = layer.optimizer, layer.inner
     state = layer.start(x) if state is None else state
@@ -121,7 +116,7 @@ def read_in_pieces(layer: TTTLayer, x: Tensor, state: State | None, lengths: Seq
         before = now
         _, state = loop.run(piece, state, layer.call(part, state))
         now = rule.current(state.weights, state.phase or 0)
-        yield Piece(piece, begun, before, now)
+        yield piece, begun, before, now
 
 
 def learns(layer: object) -> TypeGuard[TTTLayer]:
